@@ -257,11 +257,7 @@ class Draws:
         if filters is not None:
             filters = move(filters[0]), move(filters[1]), move(filters[2])
         return Draws(
-            move(self.rows),
-            move(self.temperatures),
-            move(self.keys),
-            move(self.positions),
-            filters,
+            move(self.rows), move(self.temperatures), move(self.keys), move(self.positions), filters
         )
 
 

@@ -123,7 +123,6 @@ class PostedExchanges:
         self._rank, self._started = rank, 0
 
     def start(self, send: Slices, sizes: Sequence[Sequence[int]]) -> Arrival:
-        """See ``Exchanges``."""
         regions = self._regions[self._started % len(self._regions)]
         self._started += 1
         receive = [
@@ -138,7 +137,6 @@ class _Posted:
         self._work, self._receive = work, receive
 
     def wait(self) -> list[list[torch.Tensor]]:
-        """See ``Arrival``."""
         self._work.wait()
         return self._receive
 
@@ -200,19 +198,15 @@ class GpuQueues:
             call.restype = ctypes.c_int
 
     def current(self) -> torch.cuda.Stream:
-        """See ``Queues``."""
         return torch.cuda.current_stream(self._device)
 
     def new(self) -> torch.cuda.Stream:
-        """See ``Queues``."""
         return torch.cuda.Stream(self._device)
 
     def mark(self, stream: torch.cuda.Stream) -> Any:
-        """See ``Queues``."""
         return stream.record_event()
 
     def after(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
-        """See ``Queues``."""
         stream.wait_event(mark)
 
     def copy(self, stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -221,11 +215,9 @@ class GpuQueues:
             to.copy_(source, non_blocking=True)
 
     def write(self, stream: torch.cuda.Stream, counter: torch.Tensor, value: int) -> None:
-        """See ``Queues``."""
         _check(self._write(stream.cuda_stream, counter.data_ptr(), value, 0))
 
     def until(self, stream: torch.cuda.Stream, counter: torch.Tensor, value: int) -> None:
-        """See ``Queues``."""
         at_least = 0  # CU_STREAM_WAIT_VALUE_GEQ
         _check(self._wait(stream.cuda_stream, counter.data_ptr(), value, at_least))
 
@@ -252,12 +244,7 @@ class PeerCopies:
     """The series of one rank."""
 
     def __init__(
-        self,
-        memory: Sequence[torch.Tensor],
-        rank: int,
-        numbers: int,
-        buffers: int,
-        queues: Queues,
+        self, memory: Sequence[torch.Tensor], rank: int, numbers: int, buffers: int, queues: Queues
     ) -> None:
         """``memory[r]`` is rank r's, ``shared_numbers`` zeros that this rank can write to;
         ``numbers`` are the most that one rank sends to one other in an exchange.
@@ -271,7 +258,6 @@ class PeerCopies:
     def start(
         self, send: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[int]]
     ) -> Arrival:
-        """See ``Exchanges``."""
         self._started += 1
         current, receive = self._queues.current(), [list[torch.Tensor]() for _ in sizes]
         for other in self._others:
@@ -340,7 +326,6 @@ class _Copies:
         self._sent, self._receive = sent, receive
 
     def wait(self) -> list[list[torch.Tensor]]:
-        """See ``Arrival``."""
         self._copies.hold_until(self._number, self._sent)
         return self._receive
 

@@ -47,23 +47,19 @@ class _StoreBoard:
         self._store = store
 
     def add(self, name: str, number: int) -> int:
-        """See ``Board``."""
         with _peers():
             return self._store.add(f"counter/{name}", number)
 
     def post(self, name: str, note: bytes) -> None:
-        """See ``Board``."""
         with _peers():
             self._store.set(f"note/{name}", note)  # pyright: ignore[reportArgumentType] (takes bytes)
 
     def read(self, name: str) -> bytes | None:
-        """See ``Board``."""
         key = f"note/{name}"
         with _peers():
             return self._store.get(key) if self._store.check([key]) else None
 
     def remove(self, name: str) -> None:
-        """See ``Board``."""
         with _peers():
             self._store.delete_key(f"note/{name}")
 
@@ -100,24 +96,19 @@ class Processes:
         self._gpus: list[str | None] = self.all_gather(gpu)
 
     def split(self, cuts: Sequence[int]) -> World:
-        """See ``World``."""
         return self.split_groups([range(first, last) for first, last in pairwise(cuts)])
 
     def split_groups(self, groups: Sequence[Sequence[int]]) -> World:
-        """See ``World``."""
         mine = next(group for group in groups if self.rank in group)
         # Only its own, since ranks outside this world do not come here.  Even of one: torch names
         # a group by how many its ranks are in.
         group = dist.new_group(
-            [self.numbers[rank] for rank in mine],
-            timeout=_FOR_EVER,
-            use_local_synchronization=True,
+            [self.numbers[rank] for rank in mine], timeout=_FOR_EVER, use_local_synchronization=True
         )
         assert isinstance(group, dist.ProcessGroup)
         return _Part(self, group, mine) if len(mine) > 1 else _Single(self)
 
     def own_device(self, device: torch.device) -> torch.device:
-        """See ``World``."""
         if device.type != "cuda":
             return device
         sharing = [rank for rank, gpu in enumerate(self._gpus) if gpu == self._gpus[self.rank]]
@@ -130,7 +121,6 @@ class Processes:
         return torch.device(device.type, torch.cuda.current_device())
 
     def all_gather(self, mine: Any) -> list[Any]:
-        """See ``World``."""
         with self.pulse.waiting("all_gather"), _peers():
             data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -150,7 +140,6 @@ class Processes:
         cuts: Sequence[Sequence[int]],
         places: Sequence[int] | None = None,
     ) -> None:
-        """See ``World``."""
         with self.pulse.waiting("all_gather_rows"), _peers():
             complete(tensors, cuts, places or range(self.size), self.rank, self._swap)
 
@@ -165,7 +154,6 @@ class Processes:
             return _Watched(self._swap(send, receive), self.pulse)
 
     def all_gather_stack(self, mine: torch.Tensor) -> torch.Tensor:
-        """See ``World``."""
         made = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
         with self.pulse.waiting("all_gather_stack"), _peers():
             found, sent = (x.view(-1).view(torch.uint8) for x in (made, mine))
@@ -173,7 +161,6 @@ class Processes:
         return made
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
-        """See ``World``."""
         asked = self.all_gather([numbers, self.host])
         numbers, hosts = max(one[0] for one in asked), {one[1] for one in asked}
         if device.type == "cuda" and len(hosts) == 1:
@@ -239,7 +226,6 @@ class Processes:
         return _Joint(dist.batch_isend_irecv(operations) if operations else [])
 
     def barrier(self, what: str) -> None:
-        """See ``World``."""
         with self.pulse.waiting(what):
             self.all_gather(None)
 

@@ -121,7 +121,6 @@ class SlotSum:
         self._fold.done(group)
 
     def end_round(self) -> None:
-        """See ``ExchangedSum``."""
         self._fold.end_round()
 
     def add_slots(self) -> None:

@@ -189,20 +189,16 @@ class _Notes:
         self._notes: dict[str, bytes] = {}
 
     def add(self, name: str, number: int) -> int:
-        """See ``Board``."""
         self._counters[name] = self._counters.get(name, 0) + number
         return self._counters[name]
 
     def post(self, name: str, note: bytes) -> None:
-        """See ``Board``."""
         self._notes[name] = note
 
     def read(self, name: str) -> bytes | None:
-        """See ``Board``."""
         return self._notes.get(name)
 
     def remove(self, name: str) -> None:
-        """See ``Board``."""
         self._notes.pop(name, None)
 
 
@@ -234,7 +230,6 @@ class Alone:
         return mine[None]
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
-        """See ``World``."""
         return NoExchanges()
 
     def barrier(self, what: str) -> None:

@@ -61,12 +61,7 @@ from isobit.kernels.hopper.publish import publish, publish_head, republish
 from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.hopper.quantise import quantise_rows, swiglu
 from isobit.kernels.hopper.sampling import draw_tokens
-from isobit.kernels.operands import (
-    DecodeBatch,
-    KvCache,
-    KvShape,
-    PagedBatch,
-)
+from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 
@@ -121,7 +116,6 @@ class HopperBackend:
         self.memory = HopperMemory(device)
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """See ``Backend``, as for all below."""
         return table.index_select(0, token_ids)
 
     def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:

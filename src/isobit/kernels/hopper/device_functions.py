@@ -65,10 +65,6 @@ def add_block_sums(sums: torch.Tensor, grad: torch.Tensor) -> None:
     )
 
 
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportGeneralTypeIssues=false
-# (Triton's types do not know what a kernel computes with)
-
-
 @triton.jit
 def _pairs(x, APART: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr):
     """FP32 [N, SIZE]: (a, b) -> (a + b, a - b) of numbers that are so far apart."""

@@ -67,7 +67,7 @@ from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, ScaleKind, num_blocks
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportReturnType=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 
@@ -171,11 +171,6 @@ def _multiply(
     return made, grouped_gemm_nt(activation, ExpertMatrices.of(down, num_experts), dispatch)
 
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
-
-
 @triton.jit
 def _weigh_kernel(
     DY, WEIGHTS, PLACES, ROWS, D_ROWS, D_WEIGHTS,
@@ -235,11 +230,6 @@ def _dgrad(dy: Operand, weight: LinearWeight, dispatch: Dispatch) -> torch.Tenso
     """dX = dY W of each row's expert, BF16 [rows, K]."""
     matrices = ExpertMatrices.of(weight, dispatch.counts.shape[0])
     return grouped_gemm_nt(GroupedRows.of(dy), transpose_experts(matrices), dispatch)
-
-
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportReturnType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
 
 
 @triton.jit

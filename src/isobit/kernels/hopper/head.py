@@ -62,6 +62,7 @@ from isobit.kernels.operands import observe
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportReturnType=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 
@@ -211,11 +212,6 @@ def _inverse(temperatures: torch.Tensor) -> torch.Tensor:
     return torch.where(temperatures > 0, temperatures, 1.0).reciprocal()
 
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportReturnType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
-
-
 @triton.jit(do_not_specialize=["count"])
 def _output_kernel(
     HIDDEN, WEIGHT, OUT, count, C: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
@@ -293,11 +289,6 @@ def _check_alignment(hidden: torch.Tensor, weight: torch.Tensor) -> None:
     """Another alignment would give the kernels another layout, and their sums another order."""
     assert hidden.is_contiguous()
     assert hidden.data_ptr() % 16 == weight.data_ptr() % 16 == 0
-
-
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportOperatorIssue=false
-# (Triton's types know neither launch options nor what a kernel computes with)
 
 
 _WIDTH = 2048

@@ -40,7 +40,6 @@ class HopperMemory:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def release_cached(self) -> None:
-        """See ``DeviceMemory``, as for all below."""
         with _DEVICE:
             torch.cuda.empty_cache()
 

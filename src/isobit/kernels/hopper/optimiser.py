@@ -109,11 +109,6 @@ def encode_second(root, noise):
     return tl.where(bad, 0, codes).to(tl.uint8), scales
 
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# (Triton's types know neither launch options nor what a kernel computes with)
-
-
 _WIDTH = 1024
 _NAN = tl.constexpr(BF16_NAN)
 
@@ -231,11 +226,6 @@ def adamw_step(
     )
 
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# (Triton's types know neither launch options nor what a kernel computes with)
-
-
 _PIECE = 16384
 _SQUARES_WIDTH = 2048
 _BLOCKS = 128  # of a program that adds pieces
@@ -320,11 +310,6 @@ def _launch(x: torch.Tensor, sums: torch.Tensor, blocks: int, size: int) -> None
         num_warps=4,
         enable_fp_fusion=False,
     )
-
-
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
 
 
 _SUM_WIDTH = 4096

@@ -119,11 +119,6 @@ def add_rms_norm(
     return Normed(h, norm, LinearInput(read, saved))
 
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportReturnType=false
-# (Triton's types know neither launch options nor what a kernel computes with)
-
-
 BLOCKS = 512  # almost four programs for each of an H200's 132 multiprocessors
 _NUMBERS = 2048  # that a program holds at once: rows of fewer channels are taken several at a time
 _NUMBERS_OF_WARP = (

@@ -37,7 +37,7 @@ from isobit.kernels.operands import Drawn, Draws
 from isobit.kernels.spec.head import draw, truncate
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 
@@ -55,11 +55,6 @@ def splitmix64(seed, index):
     bits ^= bits >> 27
     bits *= _MULTIPLIER_2
     return bits ^ (bits >> 31)
-
-
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# (Triton's types know neither launch options nor what a kernel computes with)
 
 
 _UNIT = tl.constexpr(2.0**-53)

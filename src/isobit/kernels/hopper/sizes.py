@@ -60,7 +60,6 @@ def page_formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
 
 
 def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
-    """See ``Sizes``."""
     vectors = 2 * page_tokens * shape.num_kv_heads
     return sum(
         vectors * (shape.head_dim * DTYPES[format].itemsize + (format == "e4m3"))
@@ -69,7 +68,6 @@ def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
 
 
 def matrix(site: Site, columns: int) -> int:
-    """See ``Sizes``."""
     numbers = sum(site.parts) * columns
     if site.forward != "e4m3":
         return 2 * numbers

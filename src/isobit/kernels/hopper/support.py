@@ -40,7 +40,6 @@ def is_present() -> bool:
 
 
 def state() -> tuple[str, bool]:
-    """See ``Support``."""
     if not torch.cuda.is_available():
         if not Path("/proc/driver/nvidia/version").is_file():
             return "none; everything runs on the CPU", False
