@@ -1,3 +1,3 @@
-"""Several processes, one function: who owns which rows, what travels between them, and in which
-order it is added.  Collectives move bytes and never add.
+"""Several processes: which rows each owns, what they exchange, and in which order it is added.
+Collectives move bytes and never add.
 """

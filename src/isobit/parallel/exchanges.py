@@ -1,23 +1,16 @@
 """A series of exchanges between the same ranks, through receive buffers that are made once.
 
-    exchange n      start     slices go to every other rank, into its buffer n % B
-                    wait      what came is there, and what was sent may be written again
+Exchange n writes to buffer n % B of every other rank, which has a region for each sender.  The
+current stream must have been given all work that reads exchange n - B before exchange n starts.
 
-What exchange n - B brought must have been read, by work that the current stream has been given,
-before exchange n starts: it comes into the same memory.  A buffer has a region for every other
-rank, where its slices lie one behind the other.
+``PeerCopies`` moves slices between the GPUs of one host by their copy engines, beside kernels that
+keep all multiprocessors; NCCL moves them by kernels of its own, for which a persistent GEMM has to
+leave multiprocessors.  Behind its buffers every rank has two counters for each other rank:
 
-Exchanges between the GPUs of one host by their copy engines, beside kernels that keep all their
-multiprocessors: NCCL moves slices by kernels of its own, which a persistent GEMM has to make room
-for.
+    free        written by the receiver: how many exchanges it has room for
+    arrived     written by the sender: how many exchanges have arrived
 
-Every rank has receive buffers that the others' GPUs can write to, with two counters for each other
-rank behind them:
-
-    free        written by the receiver: so many exchanges it has room for
-    arrived     written by the sender: so many exchanges' slices are there
-
-Exchange n from rank s to rank d, on their GPUs and not on their hosts:
+Exchange n from rank s to rank d:
 
     d, current stream     free[d] of s := n             (exchange n - B has been read)
     s, stream to d        wait for the current stream, and until free[d] >= n
@@ -25,9 +18,9 @@ Exchange n from rank s to rank d, on their GPUs and not on their hosts:
                           arrived[s] of d := n
     d, current stream     wait until arrived[s] >= n    (``Arrival.wait``)
 
-The counters are written and awaited by the streams themselves: no kernel spins and no host waits.
-Ranks start exchanges in one order, and each of these steps waits for earlier ones only, so streams
-cannot block each other for ever, even where they share a queue of the hardware.
+The streams write the counters and wait for them: no kernel spins and no host waits.  Ranks start
+exchanges in one order and each step waits for earlier ones only, so streams cannot deadlock, even
+where they share a hardware queue.
 """
 
 import ctypes
@@ -43,41 +36,37 @@ Slices = Sequence[Sequence[torch.Tensor]]
 
 
 class Work(Protocol):
-    """Something on its way."""
-
     def wait(self) -> Any:
-        """Until it is there; on a GPU, until the stream may use it."""
+        """Wait until it is complete; on a GPU, until the stream may use it."""
         ...
 
 
 class Arrival(Protocol):
-    """One exchange on its way."""
-
     def wait(self) -> list[list[torch.Tensor]]:
-        """The slices by the rank that sent them, flat; nothing from this one."""
+        """The received slices, flat, by sender; none from this rank."""
         ...
 
 
 class Exchanges(Protocol):
-    """A series; every rank starts and awaits the same exchanges in the same order."""
+    """Every rank starts and awaits the same exchanges in the same order."""
 
     def start(self, send: Slices, sizes: Sequence[Sequence[int]]) -> Arrival:
-        """``send[r]`` goes to rank r: FP32, contiguous.  ``sizes[r]`` are the numbers of each slice
-        that comes from it.  Those of this rank are not looked at.
+        """Send ``send[r]``, FP32 and contiguous, to rank r, and receive slices of ``sizes[r]``
+        numbers from it.  The entries of this rank are ignored.
         """
         ...
 
 
 def buffer_bytes(size: int, numbers: int, buffers: int) -> int:
-    """What the receive buffers of a rank take, for exchanges that bring at most ``numbers`` FP32
-    numbers from each of ``size`` ranks but itself.
+    """Bytes of a rank's receive buffers, for exchanges that bring at most ``numbers`` FP32 numbers
+    from each other rank.
     """
     return buffers * (size - 1) * numbers * torch.float32.itemsize
 
 
 def slices_of(region: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Slices that lie one behind the other from the start of a region.  Raises AssertionError where
-    they do not fit it.
+    """Consecutive slices from the start of a region.  Raises AssertionError where they do not
+    fit.
     """
     ends = [0]
     for size in sizes:
@@ -89,19 +78,17 @@ def slices_of(region: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 class NoExchanges:
-    """Of a rank alone."""
+    """The series of a world of one."""
 
     def start(self, send: Slices, sizes: Sequence[Sequence[int]]) -> Arrival:
-        """Nothing goes."""
         return self
 
     def wait(self) -> list[list[torch.Tensor]]:
-        """Nothing comes."""
         return [[]]
 
 
 class PostedExchanges:
-    """By what moves slices between any two ranks: NCCL's or gloo's point to point."""
+    """A series by point-to-point messages of NCCL or gloo."""
 
     def __init__(
         self,
@@ -114,7 +101,9 @@ class PostedExchanges:
         device: torch.device,
         buffers: int,
     ) -> None:
-        """``exchange`` is a world's; ``numbers`` what one rank sends to one other at most."""
+        """``exchange`` is ``World.exchange``; ``numbers`` is the most that a rank sends to
+        another.
+        """
         self._exchange = exchange
         self._regions = [
             [torch.empty(0 if source == rank else numbers, device=device) for source in range(size)]
@@ -142,31 +131,27 @@ class _Posted:
 
 
 _LINE = 64
-"""Numbers, 256 bytes, at whose multiples a buffer's regions and the counters begin."""
+"""Numbers (256 bytes) that regions and counters are aligned to."""
 _TRIALS = 5
 _PATIENCE_S = 20.0
 
 Stream = Any
-"""What a device's work is queued on."""
+"""A queue of a device's work."""
 
 
 class Queues(Protocol):
-    """The streams of a device, and what they do one after the other."""
+    """The streams of a device."""
 
-    def current(self) -> Stream:
-        """The one that the caller's work goes to."""
-        ...
+    def current(self) -> Stream: ...
 
-    def new(self) -> Stream:
-        """Another one."""
-        ...
+    def new(self) -> Stream: ...
 
     def mark(self, stream: Stream) -> Any:
-        """The point that a stream's work has come to."""
+        """The point that a stream's work has reached."""
         ...
 
     def after(self, stream: Stream, mark: Any) -> None:
-        """Hold a stream until another one has come to a mark."""
+        """Make a stream wait until another one has reached a mark."""
         ...
 
     def copy(self, stream: Stream, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -174,19 +159,19 @@ class Queues(Protocol):
         ...
 
     def write(self, stream: Stream, counter: torch.Tensor, value: int) -> None:
-        """Set a counter, once all that the stream did before can be seen."""
+        """Set a counter once all earlier work of the stream is visible."""
         ...
 
     def until(self, stream: Stream, counter: torch.Tensor, value: int) -> None:
-        """Hold a stream until a counter is at least ``value``."""
+        """Make a stream wait until a counter is at least ``value``."""
         ...
 
 
 class GpuQueues:
-    """CUDA's, whose driver writes and awaits words of memory (cuStreamWriteValue32, which fences
-    what was written before it, and cuStreamWaitValue32).
+    """CUDA streams; cuStreamWriteValue32 (which fences earlier writes) and cuStreamWaitValue32
+    write and await the counters.
 
-    Raises OSError or AttributeError where the driver has no such calls.
+    Raises OSError or AttributeError where the driver lacks these calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -210,7 +195,7 @@ class GpuQueues:
         stream.wait_event(mark)
 
     def copy(self, stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor) -> None:
-        """A plain copy of memory, which copy engines do."""
+        """A plain copy of memory, which a copy engine does."""
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
@@ -228,7 +213,7 @@ def _check(result: int) -> None:
 
 
 def shared_numbers(size: int, numbers: int, buffers: int) -> int:
-    """FP32 numbers that every rank shares with the others: its regions and counters."""
+    """FP32 numbers that every rank shares with the others: regions and counters."""
     return _regions_end(size, numbers, buffers) + _whole_lines(2 * size)
 
 
@@ -241,13 +226,13 @@ def _whole_lines(numbers: int) -> int:
 
 
 class PeerCopies:
-    """The series of one rank."""
+    """The series of one rank by copy engines."""
 
     def __init__(
         self, memory: Sequence[torch.Tensor], rank: int, numbers: int, buffers: int, queues: Queues
     ) -> None:
         """``memory[r]`` is rank r's, ``shared_numbers`` zeros that this rank can write to;
-        ``numbers`` are the most that one rank sends to one other in an exchange.
+        ``numbers`` is the most that a rank sends to another in an exchange.
         """
         self._memory, self._rank, self._size = memory, rank, len(memory)
         self._numbers, self._buffers, self._queues = numbers, buffers, queues
@@ -270,7 +255,7 @@ class PeerCopies:
         return _Copies(self, self._started, send, sent, receive)
 
     def _send(self, ready: Any, to: int, slices: Sequence[torch.Tensor]) -> Any:
-        """Copy to one rank on the stream that leads there; -> the mark of its end."""
+        """Copy to one rank on its stream; -> the mark behind the copy."""
         region = self._region(to, self._rank, self._started)
         places = slices_of(region, [one.numel() for one in slices])
         stream, queues = self._streams[to], self._queues
@@ -291,18 +276,18 @@ class PeerCopies:
             self._queues.after(current, mark)
 
     def let_go(self) -> None:
-        """End all that this rank's streams wait for, after a trial that has failed."""
+        """Release all waits of this rank's streams, after a failed trial."""
         with torch.cuda.stream(self._queues.new()):
             self._counters(self._rank).fill_(1 << 30)
 
     def _region(self, owner: int, source: int, number: int) -> torch.Tensor:
-        """Where ``source`` writes an exchange's slices to ``owner``, which has none for itself."""
+        """Where ``source`` writes an exchange's slices to ``owner``."""
         place = number % self._buffers * (self._size - 1) + (source - owner - 1) % self._size
         first = place * _whole_lines(self._numbers)
         return self._memory[owner][first : first + self._numbers]
 
     def _counter(self, owner: int, kind: str, other: int) -> torch.Tensor:
-        """One that is read by ``owner`` and written by ``other``."""
+        """The counter that ``owner`` reads and ``other`` writes."""
         place = other if kind == "free" else self._size + other
         return self._counters(owner)[place : place + 1]
 
@@ -333,8 +318,8 @@ class _Copies:
 def try_copies(
     memory: Sequence[torch.Tensor], rank: int, numbers: int, buffers: int
 ) -> tuple[PeerCopies | None, str]:
-    """A series after a few exchanges with known numbers, to go through all buffers; or None and
-    what is wrong.  Every rank of the host tries.
+    """A series that has passed a few exchanges of known numbers through all buffers, or None and
+    the problem.  Every rank of the host calls this.
     """
     device = memory[rank].device
     try:
@@ -353,7 +338,7 @@ def try_copies(
 
 
 def _exchange_known(copies: PeerCopies, rank: int, size: int, count: int) -> torch.Tensor:
-    """-> how many numbers arrived as others, on the device."""
+    """How many numbers arrived changed, as a number on the device."""
     wrong = torch.zeros((), device="cuda")
     for trial in range(_TRIALS):
         send = [[torch.full((count,), _mark(trial, rank, to), device="cuda")] for to in range(size)]

@@ -1,21 +1,21 @@
-"""The gradient of a step: the left fold of its micro-batches' gradients, in FP32, whatever the
+"""The gradient of an update: the left fold of its micro-batches' gradients in FP32, whatever the
 number of processes.
 
-    gradient = ((G0 + G1) + G2) + ..        each Gi one finished sum, begun from zero
+    gradient = ((G0 + G1) + G2) + ..        each Gi is one finished sum that started from zero
 
-One process adds each Gi where it is made (``GradientSum``).  Of W processes (``ExchangedSum``) rank
-r makes the micro-batches r, r + W, .. in rounds of W.  In the backward of a round, a *group* of
-masters after the other is finished, on all ranks in the same order; its slices then go to the ranks
-that own their rows, while the group before it is computed, and each owner adds them in the order of
-the micro-batches.  Nothing but the owners adds.
+One process adds each Gi where it is made (``GradientSum``).  With W processes (``ExchangedSum``)
+rank r makes the micro-batches r, r + W, .. in rounds of W.  A round's backward finishes one *group*
+of masters after another, on all ranks in the same order.  The slices of a group go to the ranks
+that own their rows while the next group is computed, and each owner adds them in the order of the
+micro-batches.
 
     round k      rank 0: G(kW)    rank 1: G(kW + 1)   ..
     owner's sum  + slice of G(kW) + slice of G(kW + 1) + ..
 
-A group's numbers lie end to end in a buffer, and what arrives in those of a series of exchanges
-(``isobit.parallel.exchanges``).  Of the layers' groups two are enough: one is filled while the
-other travels.  The first and the last group, with the tables of lm_head and embedding, share
-another, unless they are one table, to which a micro-batch adds from its beginning to its end.
+A group's numbers lie end to end in a buffer; what arrives goes through
+``isobit.parallel.exchanges``.  The layers' groups need two buffers: one is filled while the other
+is sent.  The first and the last group, with the tables of lm_head and embedding, share another,
+unless they are one tied table, to which a micro-batch adds from beginning to end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,15 +32,13 @@ AddInOrder = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 """``Backend.add_in_order``."""
 Shape = tuple[int, ...]
 _ALIGNED = 64
-"""Numbers: 256 bytes, as memory of its own would be.  Kernels may be chosen by it."""
+"""Numbers: 256 bytes, the alignment of separate tensors, since kernels may be chosen by it."""
 Groups = Sequence[Sequence[str]]
-"""Masters by name, in the order in which a backward finishes them."""
+"""Names of masters, in the order in which a backward finishes them."""
 Sums = Callable[[str], torch.Tensor]
-"""A master's running sum in FP32, as far as this rank owns it, to be added to; zeros where it has
-none yet.
-"""
+"""The running FP32 sum of this rank's rows of a master; zeros where there is none yet."""
 _END_BUFFERS, _LAYER_BUFFERS = 1, 2
-"""For what arrives of the first and the last group, and of those between."""
+"""For the first and the last group, and for those between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class Targets:
     """What a backward adds to."""
 
     shapes: Mapping[str, Shape]
-    """Of the whole masters."""
+    """Of whole masters."""
     groups: Groups
     in_parts: frozenset[str]
     """Masters to which a micro-batch adds several times."""
@@ -66,10 +64,10 @@ def fold_of(
 
 
 class GradientSum:
-    """Of one process.
+    """The sum of one process.
 
-    A master to which a micro-batch adds several times (lm_head part by part; a tied table as head
-    and as embedding) has a tensor for that micro-batch's sum, which is added once.
+    A master to which a micro-batch adds several times (lm_head in parts, or a tied table) has a
+    tensor for that micro-batch's sum, which is added once.
     """
 
     def __init__(self, targets: Targets, sums: Sums) -> None:
@@ -96,30 +94,30 @@ class GradientSum:
                 self._sums(name).add_(self._made.pop(name))
 
     def end_round(self) -> None:
-        """All groups are done, or nothing that was made counts."""
+        """All groups are done, or the round has failed."""
 
     def finish(self) -> None:
-        """All rounds are over: the gradients are complete."""
+        """Complete the gradients after the last round."""
 
     def release(self) -> None:
-        """Hold no memory until the next round."""
+        """Free the buffers until the next round."""
         self._made.clear()
 
 
 @dataclass(slots=True)
 class _Travelling:
-    """A group whose slices are on their way."""
+    """A group whose slices are being exchanged."""
 
     group: int
     active: int
-    """Ranks that have made some."""
+    """Ranks that have computed a micro-batch."""
     made: torch.Tensor
     arrival: Arrival
 
 
 @dataclass(slots=True)
 class _Layout:
-    """Where the masters of a group lie in its buffers."""
+    """Where the masters of a group lie in its buffer."""
 
     shapes: Mapping[str, Shape]
     begins: dict[str, int] = field(default_factory=dict)
@@ -140,11 +138,11 @@ class SumSizes:
     """What ``ExchangedSum`` holds beside the gradients of its own rows, in FP32 numbers."""
 
     made: Mapping[str, int]
-    """Of each buffer in which a micro-batch's sums are made, during an update."""
+    """By buffer that micro-batches are summed in, during an update."""
     ends: int
-    """Of the first and the last group, at most, from one rank to one other."""
+    """The most that a rank sends to another of the first or last group."""
     layers: int
-    """Of the groups between, likewise."""
+    """The same of the groups between."""
 
     @classmethod
     def of(
@@ -154,7 +152,6 @@ class SumSizes:
         in_parts: frozenset[str],
         ownership: Ownership,
     ) -> "SumSizes":
-        """Of masters of these shapes."""
         made: dict[str, int] = {}
         for place, names in zip(_places(groups, in_parts), groups, strict=True):
             numel = _Layout({name: shapes[name] for name in names}).numel
@@ -163,14 +160,14 @@ class SumSizes:
         return cls(made, max(sent[0], sent[-1]), max(sent[1:-1]))
 
     def arriving_bytes(self, size: int) -> int:
-        """Of the buffers that ``size`` ranks send to, as long as there is a world."""
+        """Bytes of the receive buffers with ``size`` ranks, as long as the world exists."""
         return buffer_bytes(size, self.ends, _END_BUFFERS) + buffer_bytes(
             size, self.layers, _LAYER_BUFFERS
         )
 
 
 class ExchangedSum:
-    """Of several processes."""
+    """The sum of several processes."""
 
     def __init__(self, targets: Targets, sums: Sums, ownership: Ownership, world: World) -> None:
         shapes, groups = targets.shapes, targets.groups
@@ -181,7 +178,7 @@ class ExchangedSum:
         self._group_of = {name: place for place, names in enumerate(groups) for name in names}
         self._whole = [_Layout({name: shapes[name] for name in names}) for names in groups]
         self._own = {name: ownership.numbers(shapes, [name])[world.rank] for name in shapes}
-        """Numbers of its own of each master."""
+        """Numbers of each master that this rank owns."""
         self._made: dict[str, torch.Tensor] = {}
         """By place."""
         self._open: set[int] = set()
@@ -189,22 +186,22 @@ class ExchangedSum:
         self._travelling: _Travelling | None = None
         """The group that was sent last in this round."""
         self._last: _Travelling | None = None
-        """Of the round before, which travels on beside the next forward."""
+        """The last group of the round before, exchanged during the next forward."""
         self._active = self._next = 0
         self._sizes = SumSizes.of(shapes, groups, targets.in_parts, ownership)
         self._of_ends = world.exchanges(self._sizes.ends, self._device, _END_BUFFERS)
         self._of_layers = world.exchanges(self._sizes.layers, self._device, _LAYER_BUFFERS)
 
     def __call__(self, name: str) -> torch.Tensor:
-        """A master's FP32 gradient of this micro-batch, whole, to be added to."""
+        """This micro-batch's whole FP32 gradient of a master, to be added to."""
         group = self._group_of[name]
         if group not in self._open:
             self._begin(group)
         return self._whole[group].view(self._buffer(group), name)
 
     def begin_round(self, active: int) -> None:
-        """A micro-batch begins on the ranks below ``active``, on this one too if it is among them;
-        all that the round needs is allocated.
+        """A micro-batch begins on the ranks below ``active``; allocates all that the round
+        needs.
         """
         assert self._travelling is None, "a round ends before the next"
         self._active, self._next = active, 0
@@ -213,31 +210,28 @@ class ExchangedSum:
             self._buffer(group)
 
     def done(self, group: int) -> None:
-        """The micro-batch adds no more to the masters of a group: send it, and add up what has
-        arrived of the one before.
-        """
+        """Send a finished group, and add what has arrived of the one before."""
         assert group == self._next, "groups are finished in their order, on every rank"
         if self._is_active and group not in self._open:
             self._begin(group)  # nothing was added to it: zeros
         self._send(group)
 
     def end_round(self) -> None:
-        """Take part in what is left of the round, and add up all that has arrived but for the last
-        group.  On a rank that is not active, that is the whole round; on one that failed, what it
-        sends means nothing.
+        """Send the groups that are left, and add all that has arrived but for the last group.  An
+        inactive rank does its whole round here; what a failed rank sends is not used.
         """
         while self._next < len(self._groups):
             self._send(self._next)
         self._last, self._travelling = self._travelling, None
 
     def finish(self) -> None:
-        """All rounds are over: add up what still travels."""
+        """Add the last group of the last round."""
         last, self._last = self._last, None
         if last is not None:
             self._settle(last)
 
     def release(self) -> None:
-        """Hold no memory until the next round; what still travels counts for nothing."""
+        """Free the buffers until the next round; discards what is still being exchanged."""
         last, self._last = self._last, None
         if last is not None:
             last.arrival.wait()
@@ -254,7 +248,7 @@ class ExchangedSum:
         self._open.add(group)
 
     def _send(self, group: int) -> None:
-        """Each slice to its owner; what has arrived of the group before is added up."""
+        """Send each slice to its owner, and add what has arrived of the group before."""
         self.finish()
         made, rank, size = self._buffer(group), self._world.rank, self._world.size
         names = self._groups[group]
@@ -287,7 +281,7 @@ class ExchangedSum:
             self._add_in_order(self._sums(name).view(-1), slices)
 
     def _buffer(self, group: int) -> torch.Tensor:
-        """What a group is made in, as large as the largest group of its place."""
+        """The buffer of a group, as large as the largest group of its place."""
         place = self._places[group]
         if place not in self._made:
             self._made[place] = torch.empty(self._sizes.made[place], device=self._device)

@@ -1,34 +1,22 @@
-"""How a process learns that a launcher has started it as one of several, by the environment.
+"""What a process knows from its launcher, and what it tells it.  Needs no torch.
 
     ours, torchrun    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
     srun              SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID; the master is the first
                       host of the step, its port comes from the numbers of job and step
 
-No torch is needed to ask.
-
-What a rank was doing and why it ended, where its launcher finds it after its death: a page of
-memory that both have, with one JSON object.
+``BlackBox`` is a page of memory, shared with our launcher, from which it reads why a rank has
+ended:
 
     phase      the part of the run that it was in
-    error      why it stops, in the words of an error that a user can meet
+    error      why it stops, as a user's error
     fault      the same of a fault in Isobit, whose traceback it prints
-    lost       how it lost the connection to another
+    lost       how it lost the connection to another rank
     code       the exit code that goes with it
-    at         seconds of the host's monotonic clock, when one of them came up
-    verdict    [rank, text]: it found that other one dead or silent
+    at         seconds of the host's monotonic clock, when one of them was written
+    verdict    [rank, text]: it found another rank dead or silent
 
-A rank that is killed leaves the page as it was.  Nothing here waits: a launcher that has stopped
-stops nobody.
-
-The signals that a run answers, alone or as several processes.
-
-SIGINT (Ctrl-C), SIGTERM,       stop with a checkpoint; a second Ctrl-C stops at once
-SIGHUP (the terminal is gone),
-SIGXCPU (a limit on CPU time)
-SIGUSR1                         a checkpoint after the step, and on
-
-What a process is doing, for those who watch it: the phase of the run, how often it has shown
-progress, and whether it waits for others.
+The signals that a run answers: SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGXCPU stop it with a
+checkpoint, a second Ctrl-C at once; SIGUSR1 writes a checkpoint after the step.
 """
 
 import ctypes
@@ -43,15 +31,15 @@ from typing import Any
 from isobit.util.errors import ConfigError
 
 VARIABLE = "ISOBIT_LAUNCHER"
-"""``pid:descriptor``: of the launcher, and of the page as the rank has inherited it."""
+"""``pid:descriptor``: of the launcher, and of the page as the rank inherits it."""
 
 _SIZE = 1 << 15
 _LONGEST = 4000
-"""Characters of a text, each at most six bytes of JSON."""
+"""Characters of a text, of at most six bytes of JSON each."""
 
 
 class BlackBox:
-    """The page of one rank, seen from either side."""
+    """The page of one rank, used by the launcher and the rank."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -60,31 +48,30 @@ class BlackBox:
 
     @classmethod
     def made(cls) -> "BlackBox":
-        """A new one, by the launcher."""
+        """A new page, made by the launcher."""
         return cls(os.memfd_create("isobit-rank"))
 
     def write(self, **entries: Any) -> None:
-        """Add to what is known, or replace it."""
+        """Add or replace entries."""
         with self._lock:
             for name, value in entries.items():
                 self._entries[name] = value[:_LONGEST] if isinstance(value, str) else value
             os.pwrite(self.descriptor, json.dumps(self._entries).encode().ljust(_SIZE, b"\0"), 0)
 
     def read(self) -> Mapping[str, Any]:
-        """What the rank has written last; nothing where it was killed within it."""
+        """What the rank wrote last; nothing where it was killed while writing."""
         try:
             return json.loads(os.pread(self.descriptor, _SIZE, 0).rstrip(b"\0") or b"{}")
         except ValueError:
             return {}
 
     def close(self) -> None:
-        """Give the page back."""
         os.close(self.descriptor)
 
 
 _PR_SET_PDEATHSIG = 1
 _PORTS = range(10_000, 30_000)
-"""Below those that Linux hands out by itself."""
+"""Below those that Linux assigns by itself."""
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
@@ -93,21 +80,21 @@ def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def rank_of_host(environment: Mapping[str, str] = os.environ) -> int:
-    """Of this process among those of its host; 0 where nobody has launched it."""
+    """The rank among the processes of this host; 0 without a launcher."""
     return int(environment.get("LOCAL_RANK") or environment.get("SLURM_LOCALID") or 0)
 
 
 def restarts(environment: Mapping[str, str] = os.environ) -> int:
-    """How often the launcher has started all processes again; torchrun (``--max-restarts``) keeps
-    what the dead ones have left in its store.
+    """How often torchrun (``--max-restarts``) has started all processes again; its store keeps what
+    the ended ones wrote.
     """
     return int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def take_place(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Write what SLURM says in torch's words.  What is set already stays.
+    """Set torch's variables from SLURM's; those that are set stay.
 
-    Raises ConfigError where a word is missing.
+    Raises ConfigError where one is missing.
     """
     if "WORLD_SIZE" not in environment:
         given = {
@@ -134,8 +121,8 @@ def first_host(hosts: str) -> str:
 
 
 def end_with_launcher() -> BlackBox | None:
-    """Let the kernel end this process when our launcher ends, however that happens; -> its black
-    box.  None, and nothing happens, where another launcher or none has started it.
+    """Let the kernel end this process when our launcher ends; -> its black box.  None without our
+    launcher, and then nothing changes.
     """
     given = os.environ.get(VARIABLE)
     if given is None:

@@ -1,24 +1,18 @@
-"""Who owns which rows of every master: its FP32 numbers, its moments and the sum of its gradients.
+"""Which rows of every master a rank owns: their FP32 numbers, moments and gradient sums.
 
-A master's rows are cut where a block of 128 rows begins, both of the whole and of the matrices that
-it fuses: there begin a quantisation block, a group of 8-bit moments and a sum of the gradient's
-norm.  Every master is cut for all ranks, so that a layer's gradients come from all and go to all;
-what does not divide evenly goes to the ranks that have the least so far.
+Masters are cut where a block of 128 rows begins, both of the whole and of the matrices that it
+fuses, since quantisation blocks, groups of 8-bit moments and sums of the gradient's norm begin
+there.  Every master is cut for all ranks; a remainder goes to the ranks that own least so far.
 
 Where H hosts compute slots side by side (``isobit.parallel.slots``), each cuts the masters for its
-own W / H ranks, and the rows of one of these are cut again for the ranks that have its place on all
-hosts.  So a master's rows belong, from the first to the last, to *places*:
+own W / H ranks, and the rows of one of these are cut again for the ranks at its place on all hosts.
+So a master's rows belong, in order, to *places* (with one host, a rank's place is its number):
 
     places 0 .. H - 1      rank 0 of host 0, rank 0 of host 1, ..
     places H .. 2 H - 1    rank 1 of host 0, rank 1 of host 1, ..
 
-With one host a rank's place is its number.
-
-Many tensors become complete on every rank, of which each rank has written some rows.
-
-Every rank sends its rows of every tensor to every other.  A call of the transport costs about as
-much as a megabyte on its way, so small tensors travel packed together, and large ones in groups: as
-few as keep the next one ready while one is on its way.
+``complete`` sends each rank's rows to all others.  A call of the transport costs about as much as
+sending a megabyte, so small tensors are packed together and large ones sent in groups.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,14 +26,14 @@ from isobit.parallel.exchanges import Slices, Work
 from isobit.precision.quant_tensor import BLOCK
 
 _SMALL = 1 << 20
-"""Bytes of a tensor that is packed with others."""
+"""Bytes below which tensors are packed together."""
 _GROUP = 1 << 29
-"""Bytes of the tensors of a group, or one tensor that is larger."""
+"""Bytes of the tensors sent together, but for one that is larger."""
 
 Cut = tuple[torch.Tensor, Sequence[slice]]
 """A tensor, and the rows of each rank."""
 Exchange = Callable[[Slices, Slices], Work]
-"""Bytes to and from every rank: ``World.exchange``."""
+"""``World.exchange``, of bytes."""
 
 
 def complete(
@@ -49,7 +43,7 @@ def complete(
     rank: int,
     exchange: Exchange,
 ) -> None:
-    """What ``World.all_gather_rows`` promises, by exchanges of bytes."""
+    """``World.all_gather_rows`` by exchanges of bytes."""
     pairs = [
         (tensor, [slice(at[place], at[place + 1]) for place in places])
         for tensor, at in zip(tensors, cuts, strict=True)
@@ -93,7 +87,6 @@ def _send_group(group: Sequence[Cut], rank: int, exchange: Exchange) -> Work:
 
 
 def _send_packed(pairs: Sequence[Cut], rank: int, exchange: Exchange) -> None:
-    """By one message to each rank."""
     size = len(pairs[0][1])
     parts = [[_rows(tensor, rows, source) for tensor, rows in pairs] for source in range(size)]
     mine = torch.cat(parts[rank])
@@ -111,7 +104,7 @@ def _send_packed(pairs: Sequence[Cut], rank: int, exchange: Exchange) -> None:
 
 
 def _rows(tensor: torch.Tensor, rows: Sequence[slice], rank: int) -> torch.Tensor:
-    """A rank's rows as bytes: the same memory, in a format that every transport knows."""
+    """A rank's rows as bytes, which every transport knows; the same memory."""
     assert tensor.is_contiguous(), "rows are contiguous where they are written"
     return tensor[rows[rank]].reshape(-1).view(torch.uint8)
 
@@ -123,9 +116,7 @@ class Ownership:
     size: int
     """Ranks."""
     cuts: Mapping[str, tuple[int, ...]]
-    """Of each master: to place p belong the rows from ``cuts[p]`` to ``cuts[p + 1]``, perhaps
-    none.
-    """
+    """By master: place p owns the rows ``cuts[p]`` to ``cuts[p + 1]``, perhaps none."""
     hosts: int = 1
 
     @classmethod
@@ -136,8 +127,8 @@ class Ownership:
         size: int,
         hosts: int = 1,
     ) -> "Ownership":
-        """Masters by name, with the rows of each matrix that one fuses (none: it is one), for
-        ``size`` ranks, as many on each of ``hosts`` that compute side by side.
+        """Cut the masters of these shapes for ``size`` ranks on ``hosts`` hosts that compute side
+        by side; ``parts`` are the rows of the matrices that a master fuses (absent: one matrix).
         """
         inside = size // hosts
         owned, owned_by_host = [0] * inside, [[0] * hosts for _ in range(inside)]
@@ -159,17 +150,16 @@ class Ownership:
         return [self._place(rank) for rank in range(self.size)]
 
     def rows(self, name: str, rank: int) -> slice:
-        """Of a master, those of a rank."""
         place = self._place(rank)
         return slice(self.cuts[name][place], self.cuts[name][place + 1])
 
     def of_host(self) -> "Ownership":
-        """Among the ranks of one host."""
+        """The ownership among the ranks of one host."""
         cuts = {name: at[:: self.hosts] for name, at in self.cuts.items()}
         return Ownership(self.size // self.hosts, cuts)
 
     def numbers(self, shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> list[int]:
-        """What each rank owns of some masters."""
+        """How many numbers each rank owns of some masters."""
         return [
             sum(
                 (rows.stop - rows.start) * prod(shapes[name][1:])
@@ -185,7 +175,7 @@ class Ownership:
 
 
 def _bounds(rows: int, parts: Sequence[int]) -> list[int]:
-    """Where a master may be cut: 0, the rows, and the starts of blocks between them."""
+    """Where a master may be cut: 0, starts of blocks, and its number of rows."""
     starts, first = set[int](), 0
     for part in parts:
         starts.update(range(first, first + part, BLOCK))
@@ -194,8 +184,8 @@ def _bounds(rows: int, parts: Sequence[int]) -> list[int]:
 
 
 def _cut(bounds: Sequence[int], width: int, owned: list[int]) -> tuple[int, ...]:
-    """Cut blocks into runs, one a rank in the order of ranks, as even as whole blocks allow; the
-    longer runs to those who own least.  ``owned`` counts numbers by rank.
+    """Cut blocks into one run a rank, as even as whole blocks allow, the longer ones for the ranks
+    that own least.  ``owned`` counts numbers by rank and is updated.
     """
     blocks, size = len(bounds) - 1, len(owned)
     least_first = sorted(range(size), key=lambda rank: (owned[rank], rank))

@@ -1,8 +1,8 @@
 """Several processes as one world: the one file that imports torch.distributed.
 
-Tensors of the host travel by gloo, those of GPUs by NCCL, or within a host by copy engines
-(``isobit.parallel.exchanges``).  Notes lie in torch's store, which rank 0 or the launcher keeps.
-A connection to another rank that is lost is a ``PeerError``.
+Tensors of the host are sent by gloo, those of GPUs by NCCL, or within a host by copy engines
+(``isobit.parallel.exchanges``).  The board is torch's store, which rank 0 or the launcher keeps.  A
+lost connection to another rank is a ``PeerError``.
 """
 
 import os
@@ -33,16 +33,14 @@ from isobit.util.errors import ConfigError, PeerError
 from isobit.util.terminal import say
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Of one tensor; torch 2.13 calls it otherwise than those before."""
+"""torch 2.13 has another name for it."""
 _FOR_EVER = timedelta(days=7)
-"""Of a collective: a rank that is silent for too long is found by the watch, not by a limit."""
+"""The limit of a collective: the watch finds ranks that are silent for too long."""
 _worlds = count()
-"""One after the other in a process, each with names of its own in the store."""
+"""Worlds of a process, each with its own names in the store."""
 
 
 class _StoreBoard:
-    """The board on torch's store, which rank 0 (or the launcher) keeps."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
 
@@ -65,9 +63,7 @@ class _StoreBoard:
 
 
 class Processes:
-    """Processes joined by torch.distributed: gloo for tensors of the host, NCCL for those of
-    GPUs.
-    """
+    """``World`` on torch.distributed."""
 
     def __init__(self, store: Store, rank: int, size: int, local_rank: int) -> None:
         self.rank, self.size, self.local_rank = rank, size, local_rank
@@ -146,9 +142,9 @@ class Processes:
     def exchange(
         self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
-        """``send[r]`` goes to rank r, ``receive[r]`` comes from it: FP32, contiguous, of the same
-        sizes on both ends; empty for nothing.  ``send[rank]`` and ``receive[rank]`` are not looked
-        at.  Both are in use until the work is waited for.
+        """Send ``send[r]`` to rank r and receive ``receive[r]`` from it: FP32, contiguous, of equal
+        sizes on both ends.  The entries of this rank are ignored.  Both are in use until the work
+        is waited for.
         """
         with _peers():
             return _Watched(self._swap(send, receive), self.pulse)
@@ -177,7 +173,7 @@ class Processes:
     def _peer_copies(
         self, numbers: int, device: torch.device, buffers: int
     ) -> tuple[PeerCopies | None, str]:
-        """On every rank a series that was tried, or on none, and what was wrong."""
+        """The series on every rank, or on none, and the problem."""
         try:
             size = shared_numbers(self.size, numbers, buffers)
             memory, problem = self._shared_memory(size, device), ""
@@ -191,7 +187,7 @@ class Processes:
         return (None, problem) if problem else (copies, "")
 
     def _shared_memory(self, numbers: int, device: torch.device) -> list[torch.Tensor]:
-        """Zeros of every rank that each can write to, by rank; kept for as long as the world."""
+        """Zeros of every rank that each can write to, kept as long as the world."""
         # one device each is visible where the launcher says so, and then all have one name
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         # no multicast: nothing here adds, and it is the part that drivers fail at
@@ -209,7 +205,7 @@ class Processes:
         ]
 
     def _first_problem(self, mine: str) -> str:
-        """Of any rank; empty where all are well."""
+        """The first problem of any rank, or ""."""
         return next((one for one in self.all_gather(mine) if one), "")
 
     def _swap(
@@ -230,15 +226,15 @@ class Processes:
             self.all_gather(None)
 
     def watch_board(self, longest_s: float) -> Board:
-        """One for a thread beside the run, with a connection of its own; a call that has no answer
-        after so many seconds fails.
+        """A board for a thread beside the run, with its own connection; calls fail after
+        ``longest_s`` seconds without an answer.
         """
         store: Store = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue] (is there)
         store.set_timeout(timedelta(seconds=longest_s))
         return _StoreBoard(PrefixStore("watch", store))
 
     def leave(self) -> None:
-        """Nothing is asked of the others any more."""
+        """End the connection to the other processes."""
         dist.destroy_process_group()
 
 
@@ -258,7 +254,7 @@ class _Part(Processes):
 
 
 class _Single(Alone):
-    """One process of another world, by itself."""
+    """One process of another world."""
 
     def __init__(self, whole: Processes) -> None:
         super().__init__()
@@ -272,32 +268,28 @@ class _Single(Alone):
 
 
 class _Joint:
-    """Several works as one."""
-
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Until all are there."""
         for work in self._works:
             work.wait()
 
 
 class _Watched:
-    """A work that is seen to be waited for."""
+    """A work whose wait is recorded in the pulse."""
 
     def __init__(self, work: Work, pulse: Pulse) -> None:
         self._work, self._pulse = work, pulse
 
     def wait(self) -> None:
-        """Until it is there."""
         with self._pulse.waiting("exchange"), _peers():
             self._work.wait()
 
 
 @contextmanager
 def _peers() -> Iterator[None]:
-    """A collective, which fails where the connection to another rank is lost."""
+    """Turn errors of a collective into PeerError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -312,8 +304,8 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """The world that a launcher has made (``isobit.parallel.launched``); one process alone without
-    one.
+    """The world that a launcher has started (``isobit.parallel.launched``), or this process
+    alone.
     """
     if not is_launched():
         yield Alone()

@@ -1,18 +1,18 @@
-"""Slots: an update's gradient in two levels, so that between hosts gradients travel once an update
-and not once a micro-batch.  Micro-batch i belongs to slot i mod S:
+"""Slots: an update's gradient in two levels, so that hosts exchange gradients once an update and
+not once a micro-batch.  Micro-batch i belongs to slot i mod S:
 
     slot s      = ((0 + G[s]) + G[s + S]) + G[s + 2 S] ..
     gradient    = ((0 + slot 0) + slot 1) + ..
 
-The bits depend on S (``training.slots``), and neither on ranks nor on hosts; one slot is the plain
-fold.  H hosts with equally many ranks, H a divisor of S, compute H slots side by side, in S / H
-passes; otherwise all ranks compute one slot after the other, as if on one host.
+The bits depend on S (``training.slots``) but not on ranks or hosts; one slot is the plain fold.  H
+hosts with equally many ranks, H a divisor of S, compute H slots side by side, in S / H passes;
+otherwise all ranks compute one slot after the other.
 
     pass p      host h: slot p H + h, by its own ranks; each adds to the rows that it owns there
     then        ranks with the same place on their hosts exchange these rows, and the owner of each
                 (``isobit.parallel.ownership``) adds the slots to the gradient, in their order
 
-A slot has sums of its own, beside the gradient: of the rows that a rank owns on its host.
+A slot has its own sums of the rows that a rank owns on its host, beside the gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,21 +29,19 @@ from isobit.parallel.world import Alone, World
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Of an update."""
-
     count: int = 1
     hosts: int = 1
-    """That compute slots side by side: a divisor of ``count``."""
+    """Hosts that compute slots side by side: a divisor of ``count``."""
 
     @classmethod
     def of(cls, count: int, world: World) -> "Slots":
-        """So many slots, by the hosts of a world; all its ranks together."""
+        """``count`` slots on the hosts of a world; collective."""
         return cls(count, _side_by_side(world.all_gather(world.host), count))
 
 
 ONE_SLOT = Slots()
 BUFFERS = 2
-"""For what arrives from other hosts."""
+"""Receive buffers for what other hosts send."""
 
 
 def _side_by_side(hosts: Sequence[str], count: int) -> int:
@@ -56,7 +54,7 @@ def _side_by_side(hosts: Sequence[str], count: int) -> int:
 def numbers_to_one(
     shapes: Mapping[str, tuple[int, ...]], groups: Groups, ownership: Ownership
 ) -> int:
-    """The most FP32 numbers of a group that a rank gets from one other host."""
+    """The most FP32 numbers of a group that a rank gets from another host."""
     return max(max(ownership.numbers(shapes, names)) for names in groups)
 
 
@@ -72,7 +70,7 @@ class SlotSum:
         inside, self._names = world.size // slots.hosts, targets.groups
         self.slots = slots
         self.host, place = divmod(world.rank, inside)
-        """Of those that compute side by side, this rank's."""
+        """This rank's host among those that compute side by side."""
         self.group, self._across = world, Alone()
         """The ranks that compute a slot together."""
         if slots.hosts > 1:
@@ -90,7 +88,7 @@ class SlotSum:
             ]
             for name, first in begins.items()
         }
-        """By host, those of a slot's rows that the rank with this place owns there."""
+        """By host, the rows of a slot that the rank at this place owns there."""
         shapes = {
             name: (of_host.rows(name, place).stop - first, *targets.shapes[name][1:])
             for name, first in begins.items()
@@ -102,11 +100,11 @@ class SlotSum:
         self._series = self._across.exchanges(most, targets.device, BUFFERS)
 
     def __call__(self, name: str) -> torch.Tensor:
-        """Of a master, what a micro-batch adds to."""
+        """What a micro-batch adds to, of a master."""
         return self._fold(name)
 
     def begin_slot(self) -> None:
-        """Zeros for the sums of a slot; all that its end needs is allocated."""
+        """Zero the sums of a slot, and allocate all that ``add_slots`` needs."""
         self._slot.begin()
         for names in self._names:
             for name in names:
@@ -117,14 +115,13 @@ class SlotSum:
         self._fold.begin_round(active)
 
     def done(self, group: int) -> None:
-        """The micro-batch adds no more to the masters of a group."""
         self._fold.done(group)
 
     def end_round(self) -> None:
         self._fold.end_round()
 
     def add_slots(self) -> None:
-        """The hosts have computed a slot each: add them to the gradient.  All ranks together."""
+        """Add the slot of each host to the gradient; collective."""
         self._fold.finish()
         before: tuple[Sequence[str], Arrival] | None = None
         for names in self._names:
@@ -136,15 +133,15 @@ class SlotSum:
         self._settle(*before)
 
     def finish(self) -> None:
-        """All slots are added: the gradient is complete."""
+        """Nothing is left to add."""
 
     def release(self) -> None:
-        """Hold no memory until the next slot."""
+        """Free the buffers until the next slot."""
         self._fold.release()
         self._slot.release()
 
     def _send(self, names: Sequence[str]) -> Arrival:
-        """The slot's rows to their owners."""
+        """Send the slot's rows to their owners."""
         hosts = range(self.slots.hosts)
         send = [[self._slot(name)[self._rows[name][host]] for name in names] for host in hosts]
         own = [self._gradient(name).numel() for name in names]
@@ -170,7 +167,7 @@ class _HeldSums:
         return self._sums[name]
 
     def begin(self) -> None:
-        """All zeros."""
+        """Zero all sums."""
         for name, shape in self._shapes.items():
             if name in self._sums:
                 self._sums[name].zero_()
@@ -178,5 +175,4 @@ class _HeldSums:
                 self._sums[name] = torch.zeros(shape, device=self._device)
 
     def release(self) -> None:
-        """Hold no memory."""
         self._sums.clear()
