@@ -26,6 +26,8 @@ where they share a hardware queue.
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -92,9 +94,7 @@ class PostedExchanges:
 
     def __init__(
         self,
-        exchange: Callable[
-            [Sequence[Sequence[torch.Tensor]], Sequence[Sequence[torch.Tensor]]], Work
-        ],
+        exchange: Callable[[Slices, Slices], Work],
         rank: int,
         size: int,
         numbers: int,
@@ -118,16 +118,19 @@ class PostedExchanges:
             [] if source == self._rank else slices_of(region, sizes[source])
             for source, region in enumerate(regions)
         ]
-        return _Posted(self._exchange(send, receive), receive)
+        return _Started(self._exchange(send, receive).wait, receive)
 
 
-class _Posted:
-    def __init__(self, work: Work, receive: list[list[torch.Tensor]]) -> None:
-        self._work, self._receive = work, receive
+@dataclass(frozen=True, slots=True)
+class _Started:
+    finish: Callable[[], Any]
+    receive: list[list[torch.Tensor]]
+    held: Slices = ()
+    """What is kept alive until it has been sent."""
 
     def wait(self) -> list[list[torch.Tensor]]:
-        self._work.wait()
-        return self._receive
+        self.finish()
+        return self.receive
 
 
 _LINE = 64
@@ -240,9 +243,7 @@ class PeerCopies:
         self._streams = {other: queues.new() for other in self._others}
         self._started = 0
 
-    def start(
-        self, send: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[int]]
-    ) -> Arrival:
+    def start(self, send: Slices, sizes: Sequence[Sequence[int]]) -> Arrival:
         self._started += 1
         current, receive = self._queues.current(), [list[torch.Tensor]() for _ in sizes]
         for other in self._others:
@@ -252,7 +253,7 @@ class PeerCopies:
         for source in self._others:
             region = self._region(self._rank, source, self._started)
             receive[source] = slices_of(region, sizes[source])
-        return _Copies(self, self._started, send, sent, receive)
+        return _Started(partial(self._hold_until, self._started, sent), receive, send)
 
     def _send(self, ready: Any, to: int, slices: Sequence[torch.Tensor]) -> Any:
         """Copy to one rank on its stream; -> the mark behind the copy."""
@@ -267,7 +268,7 @@ class PeerCopies:
         queues.write(stream, self._counter(to, "arrived", self._rank), self._started)
         return queues.mark(stream)
 
-    def hold_until(self, number: int, sent: Sequence[Any]) -> None:
+    def _hold_until(self, number: int, sent: Sequence[Any]) -> None:
         """Hold the current stream until an exchange is complete on both sides."""
         current = self._queues.current()
         for other in self._others:
@@ -294,25 +295,6 @@ class PeerCopies:
     def _counters(self, owner: int) -> torch.Tensor:
         first = _regions_end(self._size, self._numbers, self._buffers)
         return self._memory[owner][first:].view(torch.int32)
-
-
-class _Copies:
-    """An exchange; what is sent is held until it has been."""
-
-    def __init__(
-        self,
-        copies: PeerCopies,
-        number: int,
-        send: Sequence[Sequence[torch.Tensor]],
-        sent: Sequence[Any],
-        receive: list[list[torch.Tensor]],
-    ) -> None:
-        self._copies, self._number, self._send = copies, number, send
-        self._sent, self._receive = sent, receive
-
-    def wait(self) -> list[list[torch.Tensor]]:
-        self._copies.hold_until(self._number, self._sent)
-        return self._receive
 
 
 def try_copies(

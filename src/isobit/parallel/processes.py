@@ -22,6 +22,7 @@ from isobit.parallel.exchanges import (
     Exchanges,
     PeerCopies,
     PostedExchanges,
+    Slices,
     Work,
     shared_numbers,
     try_copies,
@@ -139,9 +140,7 @@ class Processes:
         with self.pulse.waiting("all_gather_rows"), _peers():
             complete(tensors, cuts, places or range(self.size), self.rank, self._swap)
 
-    def exchange(
-        self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
-    ) -> Work:
+    def exchange(self, send: Slices, receive: Slices) -> Work:
         """Send ``send[r]`` to rank r and receive ``receive[r]`` from it: FP32, contiguous, of equal
         sizes on both ends.  The entries of this rank are ignored.  Both are in use until the work
         is waited for.
@@ -208,9 +207,7 @@ class Processes:
         """The first problem of any rank, or ""."""
         return next((one for one in self.all_gather(mine) if one), "")
 
-    def _swap(
-        self, send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[torch.Tensor]]
-    ) -> "_Joint":
+    def _swap(self, send: Slices, receive: Slices) -> "_Joint":
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         operations = [
             dist.P2POp(call, tensor, group=self._group, tag=number, group_peer=other)

@@ -1,24 +1,20 @@
-"""The watch: a thread of every rank that leaves a sign of it on the board about once a second, and
-looks at what others leave there.
+"""The watch: a thread of every rank that posts a sign on the board about once a second and reads
+the signs of others.  Rank 0 looks at all ranks; the others look at rank 0 and at the verdict.
 
-    rank 0         looks at all
-    the others     look at rank 0, and at the verdict
+A rank that waits in a collective is well: another one is late.  These are not:
 
-Somebody who waits in a collective is well: it is another who is late.  These are not:
-
-    ended      the process is gone, and has not said that it leaves
+    ended      its process is gone without having announced it
     silent     no sign for a minute; or it neither shows progress nor waits, for three times as long
                as it ever took in this phase, and at least a minute
-    parted     all wait, and for different things: their programs have come apart
-    stuck      all wait for the same, for ten minutes: the connection
+    parted     all ranks wait, for different things: their programs have diverged
+    stuck      all wait for the same thing, for ten minutes: the connection
 
-Who finds one says it once and leaves a verdict.  A rank that is named there is killed, by whoever
-is on its host.  The others may be caught in a collective that never ends, where no error and no
-signal reaches them: their watch ends them as soon as they wait.  One that still computes, or writes
-what it has, is left alone until then.
+The rank that finds one prints it once and posts a verdict.  The rank that it names is killed by any
+rank on its host.  The others may be in a collective that never ends, where no error and no signal
+reaches them: their watch ends them once they wait.  A rank that still computes or writes continues
+until then.
 
-A phase that a rank has not been through yet may take half an hour without progress: it loads a
-model, or compiles.
+A phase that is new to a rank may take half an hour without progress: it loads a model, or compiles.
 """
 
 import json
@@ -39,7 +35,7 @@ from isobit.util.errors import PeerError
 from isobit.util.terminal import say
 
 _VARIABLE = "ISOBIT_SILENCE_S"
-"""For tests: the shortest silence, instead of a minute; all other times in proportion."""
+"""For tests: the shortest silence instead of a minute, with all other times in proportion."""
 _POLL_S = 0.05
 
 
@@ -50,24 +46,23 @@ class Limits:
     tick: float = 1.0
     """Between two signs."""
     leave: float = 5.0
-    """That a rank which waits is left alone after a verdict."""
+    """That a waiting rank is left alone after a verdict."""
     silent: float = 60.0
     stuck: float = 600.0
     first: float = 1800.0
-    """Of a phase that a rank has not been through."""
+    """Of a phase that is new to a rank."""
     factor: float = 3.0
-    """Of the slowest progress so far; no seconds."""
+    """Of the slowest progress so far, without unit."""
 
     @classmethod
     def usual(cls) -> "Limits":
-        """Those of this process."""
         ratio = float(os.environ.get(_VARIABLE, "60")) / 60
         return cls(min(1.0, 5 * ratio), 5 * ratio, 60 * ratio, 600 * ratio, 1800 * ratio)
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What a rank leaves on the board."""
+    """What a rank posts on the board."""
 
     host: str
     machine: str
@@ -78,29 +73,27 @@ class Sign:
     beats: int
     phase: str
     knows_phase: bool
-    """Whether it has been through this phase before."""
+    """Whether the rank has been through this phase before."""
     slowest: float
-    """Seconds without progress that it ever took in this phase."""
+    """The longest time without progress in this phase, in seconds."""
     waits_for: str | None
     has_left: bool = False
-    """It is about to end by itself, and has said why."""
+    """It is about to end by itself, and has printed why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong."""
-
     text: str
     rank: int | None = None
-    """Whose fault it is, if it is one rank's."""
+    """The rank at fault, if it is one."""
     process: int = 0
     machine: str = ""
     is_to_end: bool = False
-    """Whether that rank still runs, and must not."""
+    """Whether that rank still runs and must be killed."""
 
 
 class Diagnosis:
-    """Finds what is wrong in the signs as they come."""
+    """Finds what is wrong from the signs."""
 
     def __init__(self, limits: Limits, ranks: Collection[int]) -> None:
         self._limits, self._ranks = limits, ranks
@@ -110,7 +103,9 @@ class Diagnosis:
         self._moved_at: dict[int, float] = {}
 
     def look(self, now: float, signs: Mapping[int, Sign], ended: Collection[int]) -> Verdict | None:
-        """From the newest sign of each rank that is looked at, and those whose process is gone."""
+        """The verdict on the newest signs of the watched ranks and the ranks whose process is
+        gone.
+        """
         for rank, sign in signs.items():
             before = self._signs.get(rank)
             if before is None or sign.number != before.number:
@@ -147,7 +142,9 @@ class Diagnosis:
         return _verdict(rank, sign, text, True)
 
     def _longest(self, sign: Sign, here: Mapping[int, Sign]) -> float:
-        """That a rank may go without progress, later than a missing sign would tell."""
+        """How long a rank may go without progress; longer than a missing sign needs to be
+        noticed.
+        """
         limits = self._limits
         if not sign.knows_phase:
             return limits.first
@@ -176,7 +173,7 @@ class Diagnosis:
 
 
 class Watch:
-    """Of one rank, from ``start`` to ``stop``; ``box`` is the launcher's, where that is ours."""
+    """The watch of one rank; ``box`` is that of our launcher, if it started the rank."""
 
     def __init__(self, world: Processes, box: BlackBox | None) -> None:
         self._world, self._box = world, box
@@ -184,11 +181,10 @@ class Watch:
         self._board = world.watch_board(self._limits.silent)
         self._signing = _Signing(world.host, world.pulse)
         self._ranks = range(world.size) if world.rank == 0 else (0,)
-        """That it looks at."""
         self._diagnosis = Diagnosis(self._limits, self._ranks)
         self._signs: dict[int, Sign] = {}
         self._is_to_end = False
-        """As soon as it waits."""
+        """Whether to end this rank once it waits."""
         self._is_closing = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -199,16 +195,16 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """The run is done: that others end, and the board with them, means nothing any more."""
+        """The run is done: ranks that end, and the board with them, are no fault any more."""
         self._is_closing = True
 
     def stop(self) -> None:
-        """Before the interpreter ends, which threads in a library do not survive."""
+        """Stop the thread, which must not outlive the interpreter inside a library."""
         self._over.set()
         self._thread.join(self._limits.silent)
 
     def leave(self) -> None:
-        """This rank ends by itself, with an error that it has said or another has."""
+        """This rank ends by itself, with an error that it or another has printed."""
         self.stop()
         try:
             self._post(has_left=True)
@@ -218,7 +214,7 @@ class Watch:
             pass  # the board is gone, and nobody looks there
 
     def _let_others_leave(self) -> None:
-        """Rank 0 may keep the board: those who end as well ask there whether it has been said."""
+        """Rank 0 may keep the board, where ending ranks ask whether the error has been printed."""
         left = self._board.add("left", 1)
         until = time.monotonic() + self._limits.leave
         while (
@@ -265,7 +261,7 @@ class Watch:
         return Verdict(**json.loads(note)) if note is not None else None
 
     def _diagnose(self, now: float) -> Verdict | None:
-        """A verdict of this rank's, which it leaves to all, unless another was faster."""
+        """This rank's verdict, posted for all unless another rank was faster."""
         if self._is_closing:
             return None
         machine = self._signing.machine
@@ -282,7 +278,7 @@ class Watch:
         return verdict
 
     def _without_board(self, error: PeerError) -> Verdict | None:
-        """Rank 0 keeps the board, or a launcher does."""
+        """The verdict where the board, which rank 0 or a launcher keeps, does not answer."""
         if self._is_closing or self._is_to_end:
             return None
         keeper = self._signs.get(0)
@@ -307,7 +303,7 @@ class Watch:
             os.kill(verdict.process, signal.SIGKILL)
 
     def _end_if_idle(self, now: float) -> None:
-        """Without a word: it has been said."""
+        """Silently: the verdict has been printed."""
         waits = self._world.pulse.waits_for is not None
         longest = self._limits.leave if waits else self._limits.stuck
         if not self._is_closing and now - self._signing.moved_at >= longest:
@@ -317,7 +313,7 @@ class Watch:
 
 
 class _Signing:
-    """What a rank's own signs say."""
+    """Makes a rank's own signs."""
 
     def __init__(self, host: str, pulse: Pulse) -> None:
         self._host, self._pulse = host, pulse
@@ -330,7 +326,7 @@ class _Signing:
         """When it last made progress, or began to wait."""
 
     def look(self, now: float) -> None:
-        """Whether it has moved since the last time."""
+        """Record whether it has moved since the last call."""
         pulse = self._pulse
         _, phase, waits_for = self._seen
         seen = (pulse.beats, pulse.phase, pulse.waits_for)
@@ -343,7 +339,6 @@ class _Signing:
         self._seen, self.moved_at = seen, now
 
     def sign(self, has_left: bool) -> Sign:
-        """The next."""
         self._number += 1
         beats, phase, waits_for = self._seen
         return Sign(
@@ -371,14 +366,14 @@ def _verdict(rank: int, sign: Sign, text: str, is_to_end: bool) -> Verdict:
 
 
 def _machine() -> str:
-    """A container may have the name of another, and process numbers of its own."""
+    """Containers can share a host name and have process numbers of their own."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     space = Path("/proc/self/ns/pid")
     return f"{boot.read_text().strip()} {os.readlink(space)}"
 
 
 def _runs(process: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and is still listed does not."""
+    """Whether a process of this machine runs; a zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except FileNotFoundError:

@@ -1,42 +1,18 @@
-"""The processes of a run, and what moves between them, as those see it who compute.
+"""The processes of a run, and what they exchange.
 
-Every process runs the same program on the same data and decides the same; a *rank* computes its
-share, and the results are gathered.  All methods but ``board``'s are collective: every rank calls
-them in the same order.  Nothing here adds numbers: NCCL's and gloo's sums depend on topology,
-algorithm and the number of ranks.
+Every process runs the same program on the same data and makes the same decisions; a *rank* computes
+its share, and the results are gathered.  All methods of ``World`` but ``board``'s are collective:
+every rank calls them in the same order.  Nothing here adds numbers, since the sums of NCCL and gloo
+depend on topology, algorithm and the number of ranks.  A run alone is a world of one (``Alone``);
+several processes are ``isobit.parallel.processes``.
 
-    messages    a small value of every rank, on every rank
-    gather      slices of a tensor, each written by one rank, complete on all
-    exchanges   a series of slices from every rank to every other, through buffers made once
-    stack       equal tensors of all ranks, one upon the other
-    board       notes that any rank leaves and any other finds, without waiting
+``run_on_all``, ``run_and_gather`` and ``map_on_all`` raise an error of one rank on all, so that no
+rank waits for another that has failed.  The function that they run must not call other ranks, which
+may have failed already.
 
-A run alone is a world of one (``Alone``): the same calls, and nothing travels.  Several are
-``isobit.parallel.processes``.
-
-What ranks do side by side and must then agree on: an error of one is an error of all, so that
-nobody waits for a rank that has given up.
-
-    together(world, attempt)               each rank's own result
-    gathered(world, attempt)               the results of all ranks, by rank
-    shared_out(world, items, compute)      each item computed by one rank, all results on all
-
-``attempt`` asks nothing of other ranks: where it did, those that it asks might already have failed.
-
-Messages between processes: what JSON can hold, with tensors in it, as bytes.
-
-    8 bytes      length of the JSON, little-endian
-    JSON         the value; a tensor stands there as {"tensor": number}
-    safetensors  the tensors by number
-
-No code travels: a message that is not one of these is an error, whoever sent it.  Floats keep their
-bits (JSON's shortest decimals), NaN and infinities too; tuples arrive as lists.
-
-What one rank knows, on all: ``broadcast`` sends what rank 0 makes, ``broadcast_from`` what any
-rank makes.
-
-Writing by several ranks: a disk that fails one of them fails all, with an error that names the
-rank and its host.
+Values travel as bytes: 8 bytes with the length of the JSON, little-endian; the JSON, in which a
+tensor is {"tensor": number}; and safetensors with the tensors by number.  So no code is sent.
+Floats keep their bits (JSON's shortest decimals), NaN and infinities too; tuples arrive as lists.
 """
 
 import json
@@ -63,7 +39,7 @@ from isobit.util.errors import (
 
 
 class Pulse:
-    """Of one process.  Beaten by the thread that works, read by the one that watches."""
+    """What a process is doing: written by the thread that works, read by the watch."""
 
     def __init__(self) -> None:
         self.phase = "starting"
@@ -72,10 +48,10 @@ class Pulse:
         """The collective that it is in; None while it computes."""
         self._waited = 0.0
         self.on_phase: Callable[[str], None] | None = None
-        """Told when another phase begins."""
+        """Called when another phase begins."""
 
     def beat(self, phase: str | None = None) -> None:
-        """Something was done; with ``phase``, another part of the run begins."""
+        """Record progress; with ``phase``, another part of the run begins."""
         if phase is not None and phase != self.phase:
             self.phase = phase
             if self.on_phase is not None:
@@ -84,7 +60,7 @@ class Pulse:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """A block that ends when the other processes have come as far."""
+        """A block that ends when the other processes have reached it."""
         outer, self.waits_for = self.waits_for, self.waits_for or what
         began = perf_counter()
         try:
@@ -105,19 +81,19 @@ class Board(Protocol):
     """Notes by name, shared by all ranks; no call waits for another rank."""
 
     def add(self, name: str, number: int) -> int:
-        """Add to a counter that starts at 0, at once for everybody; -> its value then."""
+        """Add to a counter that starts at 0, atomically; -> its new value."""
         ...
 
     def post(self, name: str, note: bytes) -> None:
-        """Leave a note, in the place of an older one."""
+        """Write or replace a note."""
         ...
 
     def read(self, name: str) -> bytes | None:
-        """A note, or None where nobody has left it yet."""
+        """A note, or None where there is none yet."""
         ...
 
     def remove(self, name: str) -> None:
-        """Take a note away, if it is there."""
+        """Remove a note, if there is one."""
         ...
 
 
@@ -125,16 +101,16 @@ class World(Protocol):
     """The processes of a run, seen from one of them."""
 
     rank: int
-    """This one, from 0."""
+    """From 0."""
     size: int
     numbers: tuple[int, ...]
-    """By rank, the ranks of the run."""
+    """The ranks of the run, by rank of this world."""
     host: str
     board: Board
     pulse: Pulse
 
     def all_gather(self, mine: Any) -> list[Any]:
-        """The value of every rank, by rank (``isobit.parallel.world``)."""
+        """The value of every rank, by rank."""
         ...
 
     def all_gather_rows(
@@ -143,21 +119,20 @@ class World(Protocol):
         cuts: Sequence[Sequence[int]],
         places: Sequence[int] | None = None,
     ) -> None:
-        """Complete tensors in place.  Rows ``cuts[i][p]`` to ``cuts[i][p + 1]`` of ``tensors[i]``,
-        contiguous and on any device, are of the rank r whose place is p: ``places[r]``, or r.
+        """Complete contiguous tensors in place, on any device.  Rows ``cuts[i][p]`` to ``cuts[i][p
+        + 1]`` of ``tensors[i]`` come from the rank r whose place is p: ``places[r]``, or r.
         """
         ...
 
     def all_gather_stack(self, mine: torch.Tensor) -> torch.Tensor:
-        """The contiguous tensors of all ranks, of one shape and format, by rank: a new [size, ...].
-        On a GPU nothing is waited for, and a CUDA graph can capture it.
+        """The contiguous tensors of all ranks, of one shape and format, as a new [size, ...].  On a
+        GPU the host does not wait, and a CUDA graph can capture it.
         """
         ...
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
-        """A series of exchanges of FP32 numbers on ``device``, of which one rank sends at most
-        ``numbers`` to one other, and as many as there are ``buffers`` may be on their way.  Between
-        the GPUs of one host they go by copy engines.
+        """A series of exchanges of FP32 numbers on ``device``; a rank sends at most ``numbers`` to
+        another, and ``buffers`` exchanges may be under way.  GPUs of one host use copy engines.
         """
         ...
 
@@ -166,18 +141,17 @@ class World(Protocol):
         ...
 
     def own_device(self, device: torch.device) -> torch.device:
-        """Of the devices of a type, this rank's.  Raises ConfigError where it is another's too."""
+        """This rank's device of a type.  Raises ConfigError where another rank has the same."""
         ...
 
     def split(self, cuts: Sequence[int]) -> "World":
-        """The ranks ``cuts[i]`` to ``cuts[i + 1]`` become a world of their own, each of them in
-        one; -> that of this rank, which counts its ranks from 0.  Signs of life stay those of the
-        whole.
+        """Make worlds of the ranks ``cuts[i]`` to ``cuts[i + 1]``; -> the one of this rank, which
+        counts its ranks from 0.  The pulse stays that of the whole.
         """
         ...
 
     def split_groups(self, groups: Sequence[Sequence[int]]) -> "World":
-        """``part`` with ranks that need not be neighbours: each ascending, and in one group."""
+        """``split`` into groups of ranks that need not be neighbours: each ascending, disjoint."""
         ...
 
 
@@ -203,7 +177,7 @@ class _Notes:
 
 
 class Alone:
-    """One process."""
+    """A world of one."""
 
     rank, size = 0, 1
 
@@ -214,7 +188,6 @@ class Alone:
         self.pulse = Pulse()
 
     def all_gather(self, mine: Any) -> list[Any]:
-        """Its own, as it would arrive."""
         return [mine]
 
     def all_gather_rows(
@@ -223,33 +196,29 @@ class Alone:
         cuts: Sequence[Sequence[int]],
         places: Sequence[int] | None = None,
     ) -> None:
-        """They are complete."""
+        pass
 
     def all_gather_stack(self, mine: torch.Tensor) -> torch.Tensor:
-        """Its own alone."""
         return mine[None]
 
     def exchanges(self, numbers: int, device: torch.device, buffers: int = 2) -> Exchanges:
         return NoExchanges()
 
     def barrier(self, what: str) -> None:
-        """Nobody to wait for."""
+        pass
 
     def own_device(self, device: torch.device) -> torch.device:
-        """The one that is chosen where there are several."""
         return device
 
     def split(self, cuts: Sequence[int]) -> World:
-        """It has none but itself."""
         return self
 
     def split_groups(self, groups: Sequence[Sequence[int]]) -> World:
-        """It has none but itself."""
         return self
 
 
 ALONE = Alone()
-"""For everything that is not told of a world."""
+"""The default world."""
 
 
 T = TypeVar("T")
@@ -257,23 +226,21 @@ _AGREED = "isobit_agreed"
 
 
 def is_raised_on_all(error: BaseException) -> bool:
-    """Whether every rank of the world is ending with an error of its own, so that they may still do
-    something together.
-    """
+    """Whether every rank is ending with an error, so that all can still do something together."""
     if isinstance(error, PeerError):
         return error.rank is not None  # one whose connection is lost has not agreed
     return getattr(error, _AGREED, False)
 
 
 def raised_on_all(error: IsobitError) -> IsobitError:
-    """An error that every rank raises by itself, since all know what it follows from."""
+    """Mark an error that every rank raises by itself, from what all know."""
     setattr(error, _AGREED, True)
     return error
 
 
 def run_on_all(world: World, attempt: Callable[[], T]) -> T:
     """``attempt`` on every rank.  Where it raised on any, each rank raises: its own error, or one
-    that names the first rank with one (out of memory and a signal keep their kind).
+    that names the first rank with one (out of memory and a signal keep their type).
     """
     made: list[T] = []
     run_and_gather(world, lambda: made.append(attempt()))
@@ -281,9 +248,7 @@ def run_on_all(world: World, attempt: Callable[[], T]) -> T:
 
 
 def run_and_gather(world: World, attempt: Callable[[], Any]) -> list[Any]:
-    """``attempt`` on every rank, and what each made of it (``isobit.parallel.world``); raises as
-    ``run_on_all`` does.
-    """
+    """``attempt`` on every rank, and the results by rank; raises as ``run_on_all`` does."""
     error: BaseException | None = None
     value = None
     try:
@@ -316,9 +281,7 @@ def map_on_all(world: World, items: Sequence[T], compute: Callable[[T], Any]) ->
 
 
 def interleaved(made: Sequence[Sequence[T]]) -> list[T]:
-    """The results of all items in their order, from those that each rank made of its own: rank r of
-    the items r, r + W, ..
-    """
+    """The results in the order of the items, where rank r had the items r, r + W, .."""
     count = sum(map(len, made))
     return [made[place % len(made)][place // len(made)] for place in range(count)]
 
@@ -348,7 +311,7 @@ _TENSOR = "tensor"
 
 
 def encode(value: Any) -> bytes:
-    """A value of None, bool, int, float, str, lists, tuples, dicts with names for keys, and
+    """The bytes of None, bool, int, float, str, lists, tuples, dicts with string keys, and
     tensors.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -357,7 +320,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """What ``encode`` was given, tensors on the host."""
+    """What ``encode`` was given, with tensors on the host."""
     (length,) = struct.unpack_from("<Q", data)
     tensors = load(data[8 + length :])
     return _whole(json.loads(data[8 : 8 + length]), tensors)
@@ -386,14 +349,9 @@ def _whole(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return value
 
 
-T = TypeVar("T")
-
-
 def broadcast(world: World, make: Callable[[], T]) -> T:
-    """What rank 0 makes (``isobit.parallel.world``), on every rank, where ``make`` is not called;
-    where it raises, every rank raises (``run_on_all``).
-
-    It travels once to each rank, unlike a message, of which every rank gets everybody's.
+    """What rank 0 makes, on every rank; ``make`` is not called elsewhere.  Raises on all as
+    ``run_on_all`` does.  Unlike in ``all_gather``, each rank receives one value only.
     """
     return broadcast_from(
         world, 0, make if world.rank == 0 else None, partial(run_and_gather, world)
@@ -406,9 +364,8 @@ def broadcast_from(
     make: Callable[[], Any] | None,
     agree: Callable[[Callable[[], int]], list[int]],
 ) -> Any:
-    """What rank ``source`` makes, on every rank.  Others may make something, too, which counts for
-    nothing; where a ``make`` raises, every rank raises, as ``agree`` does: ``run_and_gather`` in
-    this world.
+    """What rank ``source`` makes, on every rank.  What others make is discarded; where a ``make``
+    raises, every rank raises as ``agree`` does, which is ``run_and_gather`` in this world.
     """
     made: list[bytes] = []
 
@@ -427,9 +384,8 @@ def broadcast_from(
 
 
 def write_on_all(world: World, attempt: Callable[[], Any]) -> list[Any]:
-    """``attempt`` on every rank, and what each made of it (``isobit.parallel.world``).  Raises
-    StorageError on all where it did so on any, NoSpaceError where nothing but room was missing;
-    whatever else it raises, all raise, too.
+    """``run_and_gather`` for writing files.  A StorageError on one rank is raised on all, with the
+    rank and its host, as NoSpaceError where only space was missing.
     """
 
     def tried() -> dict[str, Any]:

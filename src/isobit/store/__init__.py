@@ -1,3 +1,1 @@
-"""A run's directory: journals, checkpoints, the record of its rewards, and the way back into all of
-them.
-"""
+"""Everything that a run keeps on disk."""

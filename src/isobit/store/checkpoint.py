@@ -1,28 +1,23 @@
-"""SHA-256 of a checkpoint's files in chunks of 64 MiB, computed side by side by ranks and threads.
-
-Chunk i of all files together is rank i mod W's; what it reads is what the disk shows it, whoever
-wrote it.  The digests, unlike one of a whole file, do not depend on who computes which.
-
-One checkpoint: a folder that is either whole or not there, in formats that hold no code.
+"""A checkpoint: a folder that is either whole or absent, in formats that hold no code.
 
     step_000010/
         masters.safetensors      FP32 masters, by name
         optimiser.safetensors    AdamW's moments and step counts: ``MASTER.exp_avg``,
                                  ``MASTER.exp_avg_sq``, ``MASTER.step``, and of 8-bit moments the
                                  scales, ``MASTER.exp_avg_scale``, ``MASTER.exp_avg_sq_scale``
-        EXTRA.safetensors        tensors of what else has a state: a reference model that has been
-                                 refreshed, for example (``isobit.store.manifest.Extra``)
+        EXTRA.safetensors        tensors of other parts with a state, such as a refreshed reference
+                                 model (``isobit.store.manifest.Extra``)
         state.json               counters and cursors (``isobit.store.state``)
         manifest.json            format, step, resolved configuration, versions, figures of the
                                  evaluation, and of every other file the size and the SHA-256 of
                                  each chunk of ``chunk_bytes``; its own checksum is the last key
 
-Writing: into the hidden ``.step_000010.partial``, by all ranks side by side, each its own rows of
-masters and moments; then each reads some of the chunks back; the manifest last, by rank 0, every
-file and the folder synced, then renamed, and the folder above synced.  A process killed at any
-point leaves a hidden folder, which nobody reads and the next run removes.  No byte says how many
-ranks there were.  Reading: nothing is used whose bytes are not those of the manifest; safetensors
-itself does not notice a flipped bit.  Tensors go from their device to the disk and back one by one.
+All ranks write their rows of masters and moments into the hidden ``.step_000010.partial``, then
+read chunks back, chunk i of all files on rank i mod W.  Rank 0 writes the manifest last, syncs
+every file and the folder, renames it and syncs the parent.  A process killed at any point leaves a
+hidden folder, which the next run removes.  No byte depends on the number of ranks.  Reading checks
+every digest, since safetensors does not notice a flipped bit.  Tensors are written and read one by
+one.
 """
 
 import hashlib
@@ -30,7 +25,7 @@ import json
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,20 +56,18 @@ from isobit.util.files import check_free, commit_folder, disk_errors, sync
 CHUNK_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _THREADS = 4
-"""Of a process; one computes 0.5 to 2 GB/s."""
+"""Of a process; one hashes 0.5 to 2 GB/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes of a file."""
-
     file: str
     begin: int
     end: int
 
 
 def chunks_of(sizes: Mapping[str, int], chunk_bytes: int) -> list[Chunk]:
-    """Those of files of so many bytes, in the files' order; one, of nothing, of an empty file."""
+    """The chunks of files of these sizes, in their order; an empty file has one, empty."""
     return [
         Chunk(file, begin, min(begin + chunk_bytes, size))
         for file, size in sizes.items()
@@ -83,7 +76,7 @@ def chunks_of(sizes: Mapping[str, int], chunk_bytes: int) -> list[Chunk]:
 
 
 def own_digests(world: World, folder: Path, chunks: Sequence[Chunk]) -> list[str]:
-    """Of the rank's chunks.  Raises OSError where one cannot be read."""
+    """SHA-256 of the rank's chunks.  Raises OSError where one cannot be read."""
 
     def digest(chunk: Chunk) -> str:
         made = _sha256(folder, chunk)
@@ -97,8 +90,8 @@ def own_digests(world: World, folder: Path, chunks: Sequence[Chunk]) -> list[str
 def first_damage(
     world: World, folder: Path, chunks: Sequence[Chunk], expected: Sequence[str]
 ) -> str | None:
-    """What is wrong with the first chunk that is not as it was written, on every rank alike; None
-    where all are.
+    """What is wrong with the first damaged chunk, the same on every rank; None where all are
+    intact.
     """
 
     mine = range(world.rank, len(chunks), world.size)
@@ -129,7 +122,7 @@ def _damage(folder: Path, chunk: Chunk, expected: str) -> str | None:
 
 
 def _sha256(folder: Path, chunk: Chunk) -> str:
-    """Opened anew: a network file system then shows what other hosts have written."""
+    """Of a file opened again, so that a network file system shows what other hosts have written."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
     with (folder / chunk.file).open("rb", buffering=0) as file:
         file.seek(chunk.begin)
@@ -150,12 +143,12 @@ MASTERS, OPTIMISER, STATE, MANIFEST = (
 _TENSORS = ".safetensors"
 _NAME = re.compile(r"step_(\d{6,})")
 _JSON_BYTES = 1 << 16
-"""Room for headers and the two JSON files beside the tensors, generously."""
+"""A generous bound for headers and the two JSON files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a checkpoint of a run is to hold, while it is still in memory."""
+    """What a checkpoint will hold, still in memory."""
 
     step: int
     masters: Mapping[str, Slice]
@@ -166,8 +159,8 @@ class Snapshot:
     description: Mapping[str, Any]
     """For the manifest: ``config``, ``environment`` and ``evaluation``; rank 0's is written."""
     extras: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Tensors of other files, by the file's name without its ending, and by their own: whole on
-    every rank, and written by rank 0.
+    """Tensors of other files, by file name without its ending and by tensor name: whole on every
+    rank, and written by rank 0.
     """
 
     def files(self, rank: int) -> dict[str, Mapping[str, Slice]]:
@@ -183,7 +176,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the checkpoint will take on the disk, rounded up."""
+        """Bytes on disk, rounded up."""
         files = self.files(0).values()
         return (
             sum(one.num_bytes for slices in files for one in slices.values())
@@ -194,7 +187,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint on disk whose every byte was found to be as it was written."""
+    """A checkpoint on disk whose every byte was checked."""
 
     folder: Path
     step: int
@@ -202,11 +195,11 @@ class Checkpoint:
     manifest: Mapping[str, Any]
 
     def tensors(self) -> tuple[TensorFile, TensorFile]:
-        """The masters and the optimiser's state, read as they are asked for."""
+        """The masters and the optimiser's state, read on access."""
         return TensorFile(self.folder / MASTERS), TensorFile(self.folder / OPTIMISER)
 
     def extras(self) -> dict[str, TensorFile]:
-        """The tensors of all other files, by the file's name without its ending."""
+        """The tensors of the other files, by file name without its ending."""
         names = [name for name in self.manifest["files"] if name.endswith(_TENSORS)]
         return {
             name.removesuffix(_TENSORS): TensorFile(self.folder / name)
@@ -216,7 +209,6 @@ class Checkpoint:
 
 
 def folder_name(step: int) -> str:
-    """The name of a step's checkpoint folder: ``step_000010``."""
     return f"step_{step:06}"
 
 
@@ -230,16 +222,14 @@ def step_of(folder: Path) -> int | None:
 
 
 def folders_by_step(parent: Path) -> dict[int, Path]:
-    """The checkpoints in a folder, damaged or not, in no order; none where there is no such
-    folder.
-    """
+    """The checkpoints in a folder, damaged or not, unordered."""
     folders = parent.iterdir() if parent.is_dir() else ()
     return {step: folder for folder in folders if (step := step_of(folder)) is not None}
 
 
 def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> Path:
-    """Write a checkpoint that is not there yet, by all ranks together.  Raises StorageError on all,
-    leaving all other checkpoints as they are, where it cannot be written.
+    """Write a new checkpoint, on all ranks together.  Raises StorageError on all where it cannot be
+    written, and leaves the other checkpoints as they are.
     """
     folder = parent / folder_name(snapshot.step)
     partial = parent / f".{folder.name}.partial"
@@ -271,7 +261,8 @@ def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> 
     try:
         write_on_first(world, create)
         write_on_all(world, write)
-        sizes = broadcast(world, lambda: _sizes(partial, files))
+        names = (*files, STATE)
+        sizes = broadcast(world, lambda: {name: (partial / name).stat().st_size for name in names})
         chunks = chunks_of(sizes, CHUNK_BYTES)
         made = write_on_all(world, read_back)
         write_on_first(world, commit)
@@ -283,7 +274,7 @@ def write_checkpoint(parent: Path, snapshot: Snapshot, world: World = ALONE) -> 
 
 
 def _check_alike(world: World, plans: Mapping[str, FilePlan]) -> None:
-    """Every rank is about to write into the same files."""
+    """Assert that all ranks plan the same files."""
     headers = b"".join(plan.header for plan in plans.values())
     found = world.all_gather(hashlib.sha256(headers).hexdigest())
     assert len(set(found)) == 1, f"ranks plan other files: {found}"
@@ -297,10 +288,6 @@ def _create(partial: Path, plans: Mapping[str, FilePlan], state: Mapping[str, An
     for file in partial.iterdir():
         sync(file)
     sync(partial)
-
-
-def _sizes(folder: Path, tensor_files: Iterable[str]) -> dict[str, int]:
-    return {name: (folder / name).stat().st_size for name in (*tensor_files, STATE)}
 
 
 def _write_manifest(
@@ -326,8 +313,8 @@ def _write_manifest(
 
 
 def read_checkpoint(folder: Path, world: World = ALONE) -> Checkpoint:
-    """Check a checkpoint in full, by all ranks together.  Raises CheckpointError, the same on all,
-    with the file and what is wrong with it.
+    """Check a checkpoint in full, on all ranks together.  Raises CheckpointError, the same on all,
+    with the file and what is wrong.
     """
 
     def described() -> str:
@@ -335,16 +322,17 @@ def read_checkpoint(folder: Path, world: World = ALONE) -> Checkpoint:
         _check_sizes(folder, manifest)
         return json.dumps(manifest)
 
-    manifest = json.loads(_told_or_refused(world, described))
+    manifest = json.loads(_broadcast_or_raise(world, described))
     chunks, expected = _recorded(manifest)
     damage = first_damage(world, folder, chunks, expected)
     if damage is not None:
         raise CheckpointError(damage)
-    state = _told_or_refused(world, lambda: _read_text(folder / STATE))
+    state = _broadcast_or_raise(world, lambda: _read_text(folder / STATE))
     return Checkpoint(folder, manifest["step"], json.loads(state), manifest)
 
 
-def _told_or_refused(world: World, make: Callable[[], str]) -> str:
+def _broadcast_or_raise(world: World, make: Callable[[], str]) -> str:
+    """What rank 0 makes, on every rank; its CheckpointError is raised on all."""
     """What rank 0 makes, on every rank.  Raises the CheckpointError of rank 0 on all."""
 
     def attempt() -> dict[str, str]:
@@ -360,7 +348,7 @@ def _told_or_refused(world: World, make: Callable[[], str]) -> str:
 
 
 def _read_text(path: Path) -> str:
-    """Raises CheckpointError, whatever the operating system answers."""
+    """Raises CheckpointError for any error of the operating system."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -390,7 +378,7 @@ def _check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _recorded(manifest: Mapping[str, Any]) -> tuple[list[Chunk], list[str]]:
-    """The chunks of a manifest's files with their digests."""
+    """The chunks of a manifest's files, and their digests."""
     files = manifest["files"]
     sizes = {name: recorded["bytes"] for name, recorded in files.items()}
     chunks = chunks_of(sizes, manifest["chunk_bytes"])

@@ -1,12 +1,8 @@
-"""Which settings a resumed run may change, and the refusal of all others, and of other data, reward
-code, tokenizers (``isobit.run.data``) or bits (``isobit.store.manifest``).
+"""Which settings and inputs a resumed run may change; all other changes are refused.
 
-What may change leaves every step the function that it was.  Anything else would make the rest of
-the run one that no uninterrupted run could have been: it has to be allowed by name
-(``--allow-change``), and is journalled.
-
-What a run has recorded of all that its steps depend on beside the recipe, compared with what is
-there now.
+What may change leaves the result of every step as it was.  Anything else has to be allowed by name
+(``--allow-change``) and is journalled.  Inputs are data, reward code, tokenizers
+(``isobit.run.data``) and the class of bits (``isobit.store.manifest``).
 """
 
 import json
@@ -38,7 +34,7 @@ MAY_CHANGE = {
     "training.offload_moments": "where the moments lie changes none of them",
     "training.steps": "with the constant schedule, and not below the steps already done",
 }
-"""Keys, or whole tables, with the reason."""
+"""Keys or whole tables, with the reason."""
 
 Changes = Mapping[str, tuple[Any, Any]]
 """By name: the value in the run, and now."""
@@ -52,13 +48,13 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What is refused where something has changed, and what to do then."""
+    """What is refused after a change, and what the user can do."""
 
     name: str
     settings: str
-    """Of settings, behind "set them back"."""
+    """For settings, after "set them back"."""
     inputs: str
-    """Of inputs, behind "put it back"; the names that differ follow."""
+    """For inputs, after "put it back"."""
 
 
 RESUMING = Doing(
@@ -78,7 +74,7 @@ REPLAYING = Doing(
 
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Changes:
-    """Dotted keys whose values differ, with both: in the saved configuration, and now."""
+    """The dotted keys whose values differ, with the saved value and the one now."""
     old, new = flat(saved), flat(config)
     keys = sorted(old.keys() | new.keys())
     return {
@@ -95,8 +91,8 @@ def check_compatible(
     allowed: Sequence[str] = (),
     doing: Doing = RESUMING,
 ) -> Changes:
-    """The keys that differ and may: by themselves, or because the user has ``allowed`` them.
-    Raises ConfigError listing all those that may not; ``step`` steps are done.
+    """The keys that differ and may, by themselves or because they are ``allowed``.  Raises
+    ConfigError listing all that may not; ``step`` steps are done.
     """
     changed = changed_keys(saved, config)
     refused = {
@@ -105,16 +101,13 @@ def check_compatible(
         if not _may_change(key, config, step) and not is_allowed(key, allowed)
     }
     if refused:
-        raise ConfigError(
-            "\n".join(
-                [
-                    f"this run cannot be {doing.name} with another configuration; {len(refused)} "
-                    f"{'key differs' if len(refused) == 1 else 'keys differ'}",
-                    *_table(refused),
-                    "set them back" + doing.settings.format(names=",".join(refused)),
-                ]
-            )
-        )
+        lines = [
+            f"this run cannot be {doing.name} with another configuration; {len(refused)} "
+            f"{'key differs' if len(refused) == 1 else 'keys differ'}",
+            *_table(refused),
+            "set them back" + doing.settings.format(names=",".join(refused)),
+        ]
+        raise ConfigError("\n".join(lines))
     return changed
 
 
@@ -124,8 +117,8 @@ def check_inputs(
     allowed: Sequence[str] = (),
     doing: Doing = RESUMING,
 ) -> Changes:
-    """The same for what a run reads beside its recipe, and for its class of bits: all that differs
-    is refused where it is not ``allowed``.  What ``saved`` does not name is not compared.
+    """The same for inputs and class of bits, where every difference must be ``allowed``.  Names
+    that ``saved`` lacks are not compared.
     """
     changed = {
         name: (value, inputs.get(name, _ABSENT))
@@ -134,17 +127,13 @@ def check_inputs(
     }
     refused = {name: values for name, values in changed.items() if not is_allowed(name, allowed)}
     if refused:
-        raise ConfigError(
-            "\n".join(
-                [
-                    f"this run cannot be {doing.name}: not all that its steps depend on is what it "
-                    "was",
-                    *_table(refused),
-                    *([_BITS] if any(is_allowed(name, ["bits"]) for name in refused) else []),
-                    "put it back" + doing.inputs.format(names=",".join(refused)),
-                ]
-            )
-        )
+        lines = [
+            f"this run cannot be {doing.name}: not all that its steps depend on is what it was",
+            *_table(refused),
+            *([_BITS] if any(is_allowed(name, ["bits"]) for name in refused) else []),
+            "put it back" + doing.inputs.format(names=",".join(refused)),
+        ]
+        raise ConfigError("\n".join(lines))
     return changed
 
 
@@ -161,7 +150,7 @@ def check_names(allowed: Sequence[str], known: Collection[str]) -> None:
 
 
 def is_allowed(key: str, allowed: Sequence[str]) -> bool:
-    """Whether a key, or a table that it stands in, is among those named."""
+    """Whether a key, or a table that contains it, is among those named."""
     return any(key == name or key.startswith(f"{name}.") for name in allowed)
 
 
@@ -178,7 +167,7 @@ def _table(changes: Changes) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    """A digest by its first digits."""
+    """A value, a digest by its first digits."""
     is_digest = isinstance(value, str) and _DIGEST.fullmatch(value)
     return f"SHA-256 {value[:12]}.." if is_digest else repr(value)
 
@@ -199,7 +188,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Inputs, and the versions and the machine that computed."""
+    """The inputs, and the versions and machine that computed."""
 
     inputs: Mapping[str, str]
     """Digests by name."""
@@ -207,7 +196,7 @@ class Recorded:
 
 
 def recorded(manifest: Mapping[str, Any], checkpoint: Checkpoint | None) -> Recorded:
-    """At the checkpoint, or at the beginning of the run, whose manifest is ``run.json``."""
+    """At the checkpoint, or at the start of the run, whose manifest is ``run.json``."""
     if checkpoint is None:
         return Recorded(manifest["inputs"], manifest)
     return Recorded(checkpoint.manifest["inputs"], checkpoint.manifest["environment"])
@@ -222,8 +211,8 @@ def compare(
     settings: Collection[str] = (),
     doing: Doing = RESUMING,
 ) -> Changes:
-    """Inputs and class of bits that differ and are ``allowed``, as are the ``settings`` that do.
-    Raises ConfigError for others, and for an allowed name that means nothing.
+    """The inputs and parts of the class of bits that differ and are ``allowed``.  Raises
+    ConfigError for others, and for an allowed name that is no key, setting or input.
     """
     before, now = old.environment["bits"], environment["bits"]
     saved = {**old.inputs, **{f"bits.{name}": value for name, value in before.items()}}
@@ -234,8 +223,8 @@ def compare(
 
 
 def run_manifest(directory: RunDirectory, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """``run.json``, or what the checkpoint knows of it where it is lost; its configuration is the
-    one of the checkpoint, with the processes that there were.
+    """``run.json``, or what the checkpoint has of it where it is lost; with the checkpoint's
+    configuration, but the number of processes of ``run.json``.
     """
     config = {"config": checkpoint.manifest["config"]} if checkpoint else {}
     try:
@@ -256,7 +245,7 @@ def run_manifest(directory: RunDirectory, checkpoint: Checkpoint | None) -> dict
 
 
 def notes(old: Recorded, differs: Sequence[str], now: Mapping[str, Any]) -> list[str]:
-    """Lines on what ``differs`` and on other versions."""
+    """Lines about ``differs`` and about other versions."""
     return [
         f"note: {line}: the bits may not be those of a run that was never interrupted"
         for line in (*differs, *_differences(old.environment, now))
@@ -264,9 +253,7 @@ def notes(old: Recorded, differs: Sequence[str], now: Mapping[str, Any]) -> list
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Versions and machines that are not those recorded, and of which the class of bits says
-    nothing.
-    """
+    """Versions and machines that differ and are not part of the class of bits."""
     compared = {"threads", "type", *new["bits"]}
     pairs = {
         name: (old.get(part, {}).get(name), value)

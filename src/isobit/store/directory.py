@@ -1,44 +1,25 @@
-"""The directory of a run: where each file lies, and the refusal of one that is already used.
+"""The directory of a run: its files, its lock, and where it is.
 
     run.json            manifest: versions, machine, resolved configuration, precision graph
-    metrics.jsonl       one JSON object a step
+    metrics.jsonl       the figures of each step and evaluation
     tensorboard/        the same figures as TensorBoard events
     completions.jsonl   a few graded completions of each step and evaluation
     rewards.jsonl       every reward that the run was given
     digests.jsonl       of each step of reinforcement learning, digests of its tokens,
-                        log-probabilities, rewards, and of what its update left
-    budget.jsonl        changes of the tokens a micro-batch after an out-of-memory; there only if
-                        one came
-    checkpoints/        the whole state after some of the steps: ``step_000010``, ..
+                        log-probabilities, rewards, and of the state after its update
+    budget.jsonl        changes of the tokens a micro-batch after an out-of-memory, if any
+    checkpoints/        the state after some of the steps: ``step_000010``, ..
                         (``isobit.store.checkpoint``)
     model/              the trained policy as a Hugging Face folder, with its tokenizer
-    summary.json        the figures at the end
-    ending.json         why the run has ended before its time, until it goes on
+    summary.json        the figures at the end, written last
+    ending.json         why the run ended early, until it is resumed
 
-A run writes into a directory that holds anything only to go on in it (``--resume``): two runs would
-mix their metrics.  The directory itself may be a link; a file of the run that is one is refused:
-behind it lies what belongs to somebody else.
+A run uses a directory that is not empty only to resume (``--resume``): two runs would mix their
+metrics.  The directory itself may be a link; a link in place of one of its files is refused, since
+its target is not the run's.
 
-The files of a run that only grow, and how they go back to where a checkpoint was taken.
-
-A checkpoint records the size of each: ``metrics.jsonl``, ``completions.jsonl``, ``rewards.jsonl``,
-``digests.jsonl``, ``budget.jsonl`` and the event files of TensorBoard. Everything in them up to
-there belongs to steps before the checkpoint, and everything after it to steps that a resumed run
-does again.
-
-One process at a time in a run's directory: an advisory lock of the kernel on ``.lock``, which
-ends with the process, however it ends.
-
-The file names the holder for the message to the other one; it stays, empty of meaning, when nobody
-holds the lock.  A process that is forked from the holder (by a reward, say) gives its copy of the
-descriptor up: it must not hold the directory once the run is dead.
-
-Where the directory of a run is: somebody may move or remove it while the run goes on.
-
-The directory is held open, and Linux says where what is open lies now.  Files that are open go with
-it; what is opened by its path would be made anew at the old place, apart from all the rest.
-
-The lines of a run's files that only grow, read to be compared, whatever has become of them.
+A checkpoint records the size of each file that only grows (the ``.jsonl`` files and TensorBoard's
+events).  What follows belongs to steps that a resumed run repeats, and is cut.
 """
 
 import fcntl
@@ -48,7 +29,6 @@ import shlex
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,78 +40,30 @@ _BEFORE_A_RUN = {LOCK_FILE, ".run.json.partial"}
 _ADVICE = "name another directory (--output PATH)"
 
 
-@dataclass(frozen=True, slots=True)
 class RunDirectory:
     """The paths of a run's files."""
 
-    root: Path
-
-    @property
-    def manifest(self) -> Path:
-        """``run.json``: what is needed to understand or repeat the run."""
-        return self.root / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        """``metrics.jsonl``: the figures of each step and evaluation."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard's events: the figures of ``metrics.jsonl``."""
-        return self.root / "tensorboard"
-
-    @property
-    def completions(self) -> Path:
-        """``completions.jsonl``: a few graded completions of each step and evaluation."""
-        return self.root / "completions.jsonl"
-
-    @property
-    def rewards(self) -> Path:
-        """``rewards.jsonl``: every reward that the run was given."""
-        return self.root / "rewards.jsonl"
-
-    @property
-    def digests(self) -> Path:
-        """``digests.jsonl``: what each step drew, was given and left, as digests."""
-        return self.root / "digests.jsonl"
-
-    @property
-    def budget(self) -> Path:
-        """``budget.jsonl``: changes of the tokens a micro-batch after an out-of-memory."""
-        return self.root / "budget.jsonl"
-
-    @property
-    def growing(self) -> tuple[Path, ...]:
-        """The files that grow line by line."""
-        return (self.metrics, self.completions, self.rewards, self.digests, self.budget)
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints, from which the run can be resumed."""
-        return self.root / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The trained policy as a Hugging Face folder."""
-        return self.root / "model"
-
-    @property
-    def summary(self) -> Path:
-        """``summary.json``: the figures at the end, written last."""
-        return self.root / "summary.json"
-
-    @property
-    def ending(self) -> Path:
-        """``ending.json``: why the run has ended before its time; only then, until it goes on."""
-        return self.root / "ending.json"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.manifest = root / "run.json"
+        self.metrics = root / "metrics.jsonl"
+        self.tensorboard = root / "tensorboard"
+        self.completions = root / "completions.jsonl"
+        self.rewards = root / "rewards.jsonl"
+        self.digests = root / "digests.jsonl"
+        self.budget = root / "budget.jsonl"
+        self.growing = (self.metrics, self.completions, self.rewards, self.digests, self.budget)
+        self.checkpoints = root / "checkpoints"
+        self.model = root / "model"
+        self.summary = root / "summary.json"
+        self.ending = root / "ending.json"
 
 
 def check_unused(root: Path) -> None:
-    """Refuse a path that a run cannot have to itself: a file, a directory with anything in it, or a
+    """Refuse a path that a run cannot have to itself: a file, a directory that is not empty, or a
     place that is not writable.
 
-    Writes nothing.  Raises ConfigError naming the path and the ways out.
+    Writes nothing.  Raises ConfigError with the path and what to do.
     """
     if root.exists() and not root.is_dir():
         raise ConfigError(
@@ -154,8 +86,8 @@ def check_unused(root: Path) -> None:
 
 
 def check_no_links(root: Path) -> None:
-    """Refuse a directory where a file or folder of the run is a symbolic link: writing, cutting or
-    removing it would reach what lies elsewhere.  Raises ConfigError with the link and its target.
+    """Refuse a directory where a file or folder of the run is a symbolic link.  Raises ConfigError
+    with the link and its target.
     """
     directory = RunDirectory(root)
     own = (
@@ -176,13 +108,13 @@ def check_no_links(root: Path) -> None:
 
 
 def is_run(root: Path) -> bool:
-    """Whether the directory is recognised as that of a run, by ``run.json`` or its checkpoints."""
+    """Whether the directory is that of a run, by ``run.json`` or its checkpoints."""
     directory = RunDirectory(root)
     return directory.manifest.is_file() or any(directory.checkpoints.glob("step_*/manifest.json"))
 
 
 def holds_run(root: Path) -> bool:
-    """Whether there is a run to go on with; not in a directory that is new or empty.  Raises
+    """Whether there is a run to resume; not in a directory that is new or empty.  Raises
     ConfigError as ``check_no_links`` does, and for one that holds other files.
     """
     if is_empty(root):
@@ -194,19 +126,19 @@ def holds_run(root: Path) -> bool:
 
 
 def no_run(root: Path) -> ConfigError:
-    """What is said of a directory without a run."""
+    """The error for a directory without a run."""
     return ConfigError(f"{root} holds files, but no run that could be resumed; {_ADVICE}")
 
 
 def is_empty(root: Path) -> bool:
     """Whether a path holds nothing, or only what a process leaves that was killed before its run
-    had begun.
+    began.
     """
     return not root.is_dir() or all(path.name in _BEFORE_A_RUN for path in root.iterdir())
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file as a whole: a reader sees the old one or the new one, never a part."""
+    """Write a JSON file atomically."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)  # a killed process's; of a link only the link goes
@@ -216,29 +148,29 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _removal(root: Path) -> str:
-    """Advice to remove a run; none where the directory holds the user's home or where they are."""
+    """Advice to remove a run; none where the directory holds the user's home or working
+    directory.
+    """
     place, home = root.resolve(), Path(os.path.expanduser("~")).resolve()
     holds_more = any(here == place or place in here.parents for here in (home, Path.cwd()))
     return "" if holds_more else f", or remove it (rm -r {shlex.quote(str(root))})"
 
 
 EVENTS_SUFFIX = ".isobit"
-"""Of the event files that a run writes: only these are cut and removed, whatever else lies in the
-folder.
-"""
+"""Of the event files that a run writes; other files in their folder are left alone."""
 Positions = Mapping[str, int]
 """Bytes by path relative to the run's directory."""
 
 
 def positions(directory: RunDirectory) -> dict[str, int]:
-    """The sizes of the files now; whoever writes them has flushed."""
+    """The sizes of the files now, once they are flushed."""
     return {
         str(path.relative_to(directory.root)): path.stat().st_size for path in _journals(directory)
     }
 
 
 def sync_journals(directory: RunDirectory) -> None:
-    """Wait until the files are on the disk: a checkpoint that counts on them comes after."""
+    """Sync the files, before a checkpoint that records their sizes."""
     for path in _journals(directory):
         sync(path)
     for folder in (directory.tensorboard, directory.root):
@@ -247,7 +179,7 @@ def sync_journals(directory: RunDirectory) -> None:
 
 
 def check_positions(directory: RunDirectory, recorded: Positions) -> None:
-    """Raise CheckpointError for a file that is gone or shorter than a checkpoint recorded."""
+    """Raise CheckpointError for a file that is missing or shorter than a checkpoint recorded."""
     for name, size in recorded.items():
         path = directory.root / name
         try:
@@ -263,10 +195,10 @@ def check_positions(directory: RunDirectory, recorded: Positions) -> None:
 
 
 def rewind(directory: RunDirectory, recorded: Positions) -> None:
-    """Cut every file to its recorded size and remove those of the run that were not there.
+    """Cut every file to its recorded size and remove those of the run that did not exist.
 
-    ``rewards.jsonl`` and ``budget.jsonl`` stay whole: what lies beyond their positions is wanted
-    for the steps that are done again.  A file that has lost lines keeps those that are whole.
+    ``rewards.jsonl`` and ``budget.jsonl`` stay whole: repeated steps read what follows.  A file
+    that has lost lines keeps those that are whole.
     """
     names = {str(path.relative_to(directory.root)) for path in _journals(directory)}
     for name in sorted(names | recorded.keys()):
@@ -281,8 +213,8 @@ def rewind(directory: RunDirectory, recorded: Positions) -> None:
 
 
 def whole_lines(path: Path, position: int) -> list[bytes]:
-    """The lines after byte ``position``, none where there is no file; one that a killed process
-    left unfinished is no line, nor is anything after a damaged one.
+    """The lines after byte ``position``, up to the first that is unfinished or damaged; none where
+    there is no file.
     """
     if not path.is_file():
         return []
@@ -299,7 +231,7 @@ def whole_lines(path: Path, position: int) -> list[bytes]:
 
 
 def _journals(directory: RunDirectory) -> list[Path]:
-    """The files that are there, and no link: those behind one are not the run's."""
+    """The files that exist and are not links."""
     events = sorted(directory.tensorboard.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}"))
     files = (*directory.growing, *events)
     return [path for path in files if path.is_file() and not path.is_symlink()]
@@ -311,8 +243,9 @@ _held: set[int] = set()
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory.  Raises ConfigError naming the process, and its machine, that holds it
-    already.
+    """Hold the directory, by an advisory lock of the kernel on ``.lock``, which ends with the
+    process.  Raises ConfigError naming the process and the machine that holds it, as the file says;
+    the file stays when nobody holds the lock.
     """
     descriptor = os.open(
         directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666
@@ -336,7 +269,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a process of this machine writes into a run's directory; changes nothing."""
+    """Whether a process of this machine writes into a run's directory."""
     try:
         with open(directory / LOCK_FILE, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -348,7 +281,9 @@ def is_held(directory: Path) -> bool:
 
 
 def _let_go() -> None:
-    """In a forked child the lock is the parent's; the number stays taken, for who closes it."""
+    """A forked child (of a reward, say) gives up its copy of the descriptor, so that it does not
+    hold the directory once the run has ended.  The number stays taken until it is closed.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in _held:
         os.dup2(nothing, descriptor, inheritable=False)
@@ -370,13 +305,17 @@ _REMOVED = " (deleted)"
 
 
 class DirectoryWatch:
-    """Of a run's directory, once it is held."""
+    """Where the directory of a run is, which a user may move or remove during the run.
+
+    The directory is held open, and Linux says where it is now.  Open files move with it; what is
+    opened by its path would be created at the old place.
+    """
 
     def __init__(self) -> None:
         self._root = Path()
         self._descriptor: int | None = None
         self._name: str | None = None
-        """What the kernel called it at first."""
+        """The kernel's name for it at first."""
 
     def hold(self, root: Path) -> None:
         """Keep the directory open until ``release``.  Raises OSError."""
@@ -386,15 +325,12 @@ class DirectoryWatch:
         self._name = self._name_now()
 
     def release(self) -> None:
-        """Hold it no longer."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
 
     def now(self) -> Path | None:
-        """Where the directory is: its path as the run knows it, or another; None where it was
-        removed.
-        """
+        """The directory's path, perhaps a new one; None where it was removed."""
         if self._descriptor is None:
             return self._root
         name = self._name_now()
@@ -403,7 +339,7 @@ class DirectoryWatch:
         return None if name.endswith(_REMOVED) else Path(name)
 
     def check(self) -> None:
-        """Raise StorageError, with what became of it, where it is no longer where it was."""
+        """Raise StorageError, saying what happened, where it was moved or removed."""
         place = self.now()
         if place == self._root:
             return
@@ -426,7 +362,7 @@ class DirectoryWatch:
 
 
 def _is_there(path: Path) -> bool:
-    """A disk that does not answer says nothing of what is on it."""
+    """Whether a path exists, as far as the disk answers."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -437,8 +373,8 @@ def _is_there(path: Path) -> bool:
 
 
 def read_lines(path: Path, position: int = 0) -> list[dict[str, Any] | None]:
-    """The lines from byte ``position`` on, in order, none where there is no file; None for one that
-    is damaged, and no JSON object.  Raises OSError.
+    """The JSON objects from byte ``position`` on, None for a damaged line; none where there is no
+    file.  Raises OSError.
     """
     if not path.is_file():
         return []

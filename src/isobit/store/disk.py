@@ -1,7 +1,5 @@
-"""The disk under a run: whether it has enough space before the run begins, what happens when it
-fills up later, and whether all hosts see the same output directory.
-
-Space before the run begins, so that no run ends on a full disk:
+"""The disk of a run: the space that it needs before it begins, waiting when the disk fills up
+later, and whether all hosts see the same output directory.
 
     a checkpoint     4 P bytes and the moments'      FP32 masters of P parameters, and what
                                                      ``isobit.training.optimiser.moment_bytes`` says
@@ -11,14 +9,10 @@ Space before the run begins, so that no run ends on a full disk:
 An old checkpoint is removed only once the new one is complete, so at the last save the disk holds
 the ``keep_last`` before it, the new one, those of ``keep_every``, and the best.
 
-A disk that fills up while the run goes on: each write is tried again until there is space or
-``checkpoint.wait_for_space_s`` seconds have passed, since what was learnt after the last checkpoint
-is in memory alone.  A signal ends the wait within a second.  All ranks count the same pauses
-instead of reading their clocks, so that none gives up before another.
-
-A shared directory: all ranks write a checkpoint into the same files.  If each host had a disk of
-its own, each would keep a part that nobody can use.  So rank 0 leaves a file before the run begins,
-and every rank looks for it.
+When the disk fills up during the run, each write is retried until there is space or
+``checkpoint.wait_for_space_s`` seconds have passed, since all that was learned after the last
+checkpoint is in memory alone.  A signal ends the wait within a second.  All ranks count the same
+pauses instead of reading their clocks, so that none gives up before another.
 """
 
 import secrets
@@ -40,32 +34,28 @@ from isobit.util.files import disk_errors, free_bytes
 from isobit.util.terminal import gib
 
 _BESIDE_TENSORS = 1 << 16
-"""Headers, counters and the manifest of a checkpoint; the configuration and the tokenizer of a
-model.
-"""
+"""Headers, counters and manifest of a checkpoint; configuration and tokenizer of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskPlan:
-    """What a run writes, apart from its logs, where at most ``checkpoints`` are on the disk at
-    once.
-    """
+    """What a run writes, apart from its logs, with at most ``checkpoints`` on disk at once."""
 
     root: Path
     checkpoint_bytes: int
     checkpoints: int
     on_disk: int
-    """Checkpoints that are there already."""
+    """Checkpoints that exist already."""
     model_bytes: int
     free: int
 
     @property
     def needed(self) -> int:
-        """Bytes that the run will still write: checkpoints not there yet, and the model."""
+        """Bytes that the run will still write."""
         return max(self.checkpoints - self.on_disk, 0) * self.checkpoint_bytes + self.model_bytes
 
     def describe(self) -> str:
-        """One line: what the run writes, and what is free where it does."""
+        """A line with what the run writes and what is free."""
         parts = [f"the trained model of {gib(self.model_bytes)}"]
         if self.checkpoints:
             there = f", of which {self.on_disk} are there" if self.on_disk else ""
@@ -78,13 +68,12 @@ class DiskPlan:
         return f"disk: {room} for {' and '.join(parts)}"
 
     def check(self) -> None:
-        """Raise StorageError where the disk has too little room."""
+        """Raise StorageError where the disk has too little space."""
         if self.needed > self.free:
             raise StorageError(
                 f"{self.describe()}: too little; lower checkpoint.keep_last (0 writes no "
-                "checkpoint at all), set checkpoint.every = 0 "
-                "(a checkpoint at the end only), free some space, or name a directory on another "
-                "disk (--output PATH)"
+                "checkpoint at all), set checkpoint.every = 0 (a checkpoint at the end only), "
+                "free some space, or name a directory on another disk (--output PATH)"
             )
 
 
@@ -97,8 +86,8 @@ def plan_disk(
     on_disk: Collection[int] = (),
     extra_bytes: int = 0,
 ) -> DiskPlan:
-    """The plan of a run in ``root``, of a model of ``shape``, that has its checkpoints of the steps
-    ``on_disk`` already; each has at most ``extra_bytes`` of tensors of extras.
+    """The plan of a run in ``root`` of a model of ``shape``, which has checkpoints of the steps
+    ``on_disk``; each holds at most ``extra_bytes`` of tensors of extras.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     size = 4 * sum(masters) + moment_bytes(masters, training.moments)
@@ -111,8 +100,8 @@ def plan_disk(
 def most_at_once(
     steps: int, rules: CheckpointConfig, evaluated_every: int = 0, on_disk: Collection[int] = ()
 ) -> int:
-    """Checkpoints that are on the disk together at most, while the last of a run of ``steps`` is
-    written and everything before is still there.
+    """The most checkpoints on disk together, while the last of a run of ``steps`` is written and
+    everything before is still there.
     """
     if rules.keep_last == 0:
         return len(on_disk)
@@ -148,16 +137,16 @@ def _multiples(every: int, steps: int) -> range:
 
 T = TypeVar("T")
 FIRST_S, LONGEST_S = 2.0, 60.0
-"""Of the pauses between two attempts, each twice as long as the one before: a quota is only found
-by writing.
+"""The pauses between two attempts, each twice as long as the one before, since a quota is only
+noticed by writing.
 """
 LOOK_S = 0.5
-"""Between two looks at signals in a pause."""
+"""Between two looks for signals in a pause."""
 SAID_EVERY_S = 120.0
 
 
 class WaitingWriter:
-    """Of a run in ``root``, for every write that is its own."""
+    """Writes the files of a run in ``root``, and waits where the disk is full."""
 
     def __init__(
         self,
@@ -167,21 +156,21 @@ class WaitingWriter:
         say: Callable[[str], None],
         look: Callable[[], None],
     ) -> None:
-        """``look`` raises Interrupted where a signal to stop has come to this rank."""
+        """``look`` raises Interrupted where this rank has received a signal to stop."""
         self._world, self._root, self._say, self._look = world, root, say, look
         self._seconds = seconds
 
     def follow(self, root: Path) -> None:
-        """The run's directory is there now."""
+        """Continue in the run's directory ``root``."""
         self._root = root
 
     def give_up(self) -> None:
-        """The run ends: what does not fit from now on is an error at once."""
+        """Wait no more: a full disk is an error at once."""
         self._seconds = 0
 
     def write(self, attempt: Callable[[], T]) -> T:
-        """``attempt``, by all ranks together, again and again where it raises NoSpaceError on all;
-        raises it in the end, and Interrupted on all where a signal comes meanwhile.
+        """``attempt``, on all ranks together, repeated where it raises NoSpaceError on all, which
+        is raised in the end; raises Interrupted on all after a signal.
         """
         waited, said_at, pause = 0.0, -SAID_EVERY_S, FIRST_S
         while True:
@@ -194,7 +183,10 @@ class WaitingWriter:
                     raise
                 if waited - said_at >= SAID_EVERY_S:
                     said_at = waited
-                    self._say(_describe(error, left))
+                    self._say(
+                        f"note: {error}; trying again for {left:.0f} s "
+                        "(checkpoint.wait_for_space_s), in which nothing is lost"
+                    )
                 pause = min(pause, left)
             else:
                 if waited:
@@ -204,7 +196,7 @@ class WaitingWriter:
             waited, pause = waited + pause, min(2 * pause, LONGEST_S)
 
     def write_on_first(self, attempt: Callable[[], None]) -> None:
-        """``write`` of what rank 0 does alone; its error, of whatever file, is that of all."""
+        """``write`` of what rank 0 does alone; its error is raised on all."""
 
         def first() -> None:
             with disk_errors(self._root, "the files of the run"):
@@ -219,20 +211,16 @@ class WaitingWriter:
             seconds -= LOOK_S
 
 
-def _describe(error: NoSpaceError, left: float) -> str:
-    return (
-        f"note: {error}; trying again for {left:.0f} s (checkpoint.wait_for_space_s), in which "
-        "nothing is lost"
-    )
-
-
 PATIENCE_S = 5.0
-"""A network file system may show a new file that much later."""
+"""A network file system may show a new file this much later."""
 
 
 def check_shared(world: World, root: Path) -> None:
-    """Raise ConfigError on all ranks, naming those that do not see what rank 0 writes where the
-    run's directory ``root`` is or will be.
+    """Raise ConfigError on all ranks, naming those that do not see a file that rank 0 writes where
+    the run's directory ``root`` is or will be.
+
+    All ranks write a checkpoint into the same files.  If each host had its own disk, each would
+    keep a useless part.
     """
     if world.size == 1:
         return
@@ -265,7 +253,7 @@ def check_shared(world: World, root: Path) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Whether a file is there, or comes soon."""
+    """Whether a file exists within PATIENCE_S."""
     last = monotonic() + PATIENCE_S
     while True:
         with suppress(OSError):  # reading the folder is what makes a network file system look again

@@ -1,31 +1,20 @@
-"""Writes the checkpoints of a run when they are due, and when the run ends before its time.
+"""Writes a run's checkpoints when they are due and when the run ends early, and removes old ones.
 
-Due is one every n steps, after the last step, and where an evaluation was the best so far
-(``keep_best``); none with ``keep_last = 0``. Before its time, a run ends by
+A checkpoint is due every n steps, after the last step, and where an evaluation was the best so far
+(``keep_best``); none with ``keep_last = 0``.  The newest, every so many steps, and the best stay.
+A run ends early by
 
-    a signal            the last moment between two steps is written, if it is not on the disk
-                        already
-    an error            of any kind: the same, and the policy as a model folder, as far as either
-                        can still be written
+    a signal            the last state between two steps is written, if it is not on disk already
+    an error            the same, and the policy as a model folder, as far as either can be written
     a second Ctrl-C     nothing is written: the process may be in the middle of anything
 
-Weights that are not finite are written nowhere: a checkpoint of them would take the place of a good
-one.  Why the run has ended stays in ``ending.json``, until it goes on.  Where its directory was
-moved, the last checkpoint goes there; where it was removed, it is made again for it.
+Weights that are not finite are never written, since they would replace a good checkpoint.  Why the
+run ended stays in ``ending.json`` until it is resumed.  Where its directory was moved, the last
+checkpoint goes there; where it was removed, it is created again.
 
-All ranks write a checkpoint together.  So of several processes nothing is written after an error
-that only one rank knows of: the others are still waiting for it in the middle of something, and the
-launcher ends them.  Errors that all have agreed on, signals too, are as good as one process's
-(``isobit.parallel.world.is_agreed``).
-
-Which checkpoints stay: the newest, every so many steps, and the best.  Decided from what is on
-the disk, after each new one.
-
-A checkpoint is renamed to a hidden name before its files go, so that a kill in between leaves
-nothing that looks like a damaged one.
-
-How much of a run's time goes into its checkpoints: a file system that is slow, or has become so,
-shows in nothing else.
+All ranks write a checkpoint together.  So nothing is written after an error that only one rank
+knows of: the others are waiting for it, and the launcher ends them.  After errors that all have
+raised, and signals, all can write (``isobit.parallel.world.is_raised_on_all``).
 """
 
 import shutil
@@ -41,7 +30,6 @@ from isobit.config.tables import CheckpointConfig
 from isobit.models.folder import write_model
 from isobit.parallel.world import broadcast, is_raised_on_all, run_on_all
 from isobit.store.checkpoint import (
-    Snapshot,
     folder_name,
     folders_by_step,
     read_manifest,
@@ -62,8 +50,8 @@ from isobit.util.errors import (
 
 
 def steps_to_keep(figures: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
-    """Of the steps on disk, those that stay; ``figures`` holds the value to be best by, None where
-    there was no evaluation.
+    """The steps that stay; ``figures`` gives each step on disk its value, None without
+    evaluation.
     """
     steps = sorted(figures)
     keep = set(steps[-config.keep_last :])
@@ -80,23 +68,26 @@ def best_step(figures: Mapping[int, float | None]) -> int | None:
 
 
 def worth(figures: Mapping[str, float], name: str) -> float | None:
-    """The figure to be best by, None where it was not measured; the best has the highest, so that a
-    loss is negated.
+    """The value to compare, higher is better (a loss is negated); None where it was not
+    measured.
     """
     value = figures.get(name)
     return -value if value is not None and name.endswith("/loss") else value
 
 
 def best_on_disk(parent: Path, name: str) -> int | None:
-    """The step of the best checkpoint in ``parent`` by an evaluation figure; None where none of
-    them has it.
+    """The step of the best checkpoint in ``parent`` by an evaluation figure; None where none has
+    it.
     """
     folders = folders_by_step(parent)
     return best_step({step: _figure(folder, name) for step, folder in folders.items()})
 
 
 def apply_retention(parent: Path, config: CheckpointConfig) -> None:
-    """Remove the checkpoints in ``parent`` that need not stay."""
+    """Remove the checkpoints in ``parent`` that need not stay.
+
+    Each is renamed to a hidden name first, so that a kill in between leaves no damaged one.
+    """
     figures = {
         step: _figure(folder, config.keep_best) for step, folder in folders_by_step(parent).items()
     }
@@ -115,23 +106,23 @@ def _figure(folder: Path, name: str | None) -> float | None:
 
 
 SLOW_S, SLOW_SHARE = 30.0, 0.1
-"""A save that takes longer than this, and more than this share of the time from the one before to
-its own end, is told of.
+"""A save is reported when it takes longer than this, and more than this share of the time since the
+end of the one before.
 """
 
 
 class SaveTime:
-    """Of the checkpoints of one process, written every so many steps."""
+    """How much of a run's time its checkpoints take, so that a slow file system is noticed."""
 
     def __init__(self, every: int, now: Callable[[], float] = monotonic) -> None:
-        """``now`` gives seconds, and never runs back."""
+        """``now`` gives monotonic seconds."""
         self._every, self._now = every, now
         self._seconds, self._since, self._said = 0.0, 0.0, 0.0
         self._ended_at = now()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A block that writes a checkpoint; one that fails counts for nothing."""
+        """A block that writes a checkpoint; one that fails does not count."""
         began_at = self._now()
         yield
         ended_at = self._now()
@@ -139,8 +130,8 @@ class SaveTime:
         self._ended_at = ended_at
 
     def notes(self, step: int, num_bytes: int, folder: Path) -> list[str]:
-        """What a user should know of the last one, of ``num_bytes``; again only where it has taken
-        twice as long as what was said.
+        """What to tell the user about the last save of ``num_bytes``; again only where it took
+        twice as long as the one reported before.
         """
         share = self._seconds / self._since if self._since else 0.0
         if self._seconds <= max(SLOW_S, 2 * self._said) or share <= SLOW_SHARE:
@@ -155,12 +146,10 @@ class SaveTime:
 
 
 class KeepsBoundary(Protocol):
-    """The log of a training: it knows the last moment between two steps."""
+    """The log of a training, which knows the last moment between two steps."""
 
     @property
-    def boundary(self) -> Boundary:
-        """All that a checkpoint of that moment holds beside the tensors."""
-        ...
+    def boundary(self) -> Boundary: ...
 
     def evaluation_figures(self) -> Mapping[int, Mapping[str, float]]:
         """The figures of every evaluation so far, by step."""
@@ -168,24 +157,16 @@ class KeepsBoundary(Protocol):
 
 
 class Announces(Protocol):
-    """Where lines are printed."""
+    def line(self, text: str = "") -> None: ...
 
-    def line(self, text: str = "") -> None:
-        """Print one line."""
-        ...
+    def writing(self, what: str, num_bytes: int) -> AbstractContextManager[None]: ...
 
-    def writing(self, what: str, num_bytes: int) -> AbstractContextManager[None]:
-        """A block in which ``what`` is written."""
-        ...
-
-    def notes(self, notes: Sequence[str]) -> None:
-        """Print what is worth knowing and ends nothing."""
-        ...
+    def notes(self, notes: Sequence[str]) -> None: ...
 
 
 class CheckpointKeeper:
-    """Entered for the steps of a run; with ``model_when_interrupted`` a signal leaves the policy as
-    a model folder, too.
+    """A context around the steps of a run; with ``model_when_interrupted`` a signal also saves the
+    policy as a model folder.
     """
 
     def __init__(
@@ -204,10 +185,8 @@ class CheckpointKeeper:
         self._writer = start.writer
         self._save_time = SaveTime(self._config.every)
         self._is_ours = True
-        """Whether what is called as the run's directory was is that still."""
-        self._on_disk = (
-            start.step
-        )  # step 0 needs no checkpoint: it is a function of the configuration
+        """Whether the directory at the run's path still is the run's."""
+        self._on_disk = start.step  # step 0 follows from the configuration: no checkpoint
 
     def __enter__(self) -> Self:
         if self._config.keep_last:  # the run may have been killed before it came to it
@@ -231,8 +210,8 @@ class CheckpointKeeper:
         self._watch.check()
 
     def _save_at_the_end(self, is_interrupted: bool) -> None:
-        """What stands, and how to go on.  An error of its own is said: the first one counts.  Who
-        has asked to stop does not wait for a full disk.
+        """Save and say how to resume.  A further error is only reported, since the first one
+        counts. After a signal, a full disk is not waited for.
         """
         cause = "" if is_interrupted else "once the cause is gone, "
         if is_interrupted:
@@ -249,7 +228,7 @@ class CheckpointKeeper:
         self._console.line(f"checkpoint: {self._where()}; {cause}go on with {self._how()}")
 
     def _follow(self) -> None:
-        """To where the directory is now."""
+        """Use the directory where it is now."""
         if self._world.size == 1 and self._watch.now() == self._directory.root:
             return
         root = broadcast(self._world, self._root_now)
@@ -267,7 +246,6 @@ class CheckpointKeeper:
         return str(place or root)
 
     def _note_ending(self, error: BaseException) -> None:
-        """For the report."""
         if self._world.rank > 0 or not self._is_ours:
             return
         reason = (
@@ -296,7 +274,6 @@ class CheckpointKeeper:
         return False
 
     def save_if_due(self, step: int) -> None:
-        """The checkpoint after ``step``, if one is asked for."""
         every = self._config.every
         if (
             (every > 0 and step % every == 0)
@@ -306,13 +283,13 @@ class CheckpointKeeper:
             self._save()
 
     def save_now(self) -> None:
-        """A checkpoint that somebody has asked for."""
+        """Write a checkpoint on request."""
         self._save()
         self._console.line(f"checkpoint: {self._where()}")
 
     def save_model(self) -> None:
-        """The policy as a Hugging Face folder; an older one is replaced as a whole.  All ranks
-        together.
+        """Write the policy as a Hugging Face folder, which replaces an older one as a whole;
+        collective.
         """
         self._check_finite()
         self._world.pulse.beat("model folder")
@@ -338,17 +315,18 @@ class CheckpointKeeper:
         self._check_finite()
         self._world.pulse.beat("checkpoint")
         content = snapshot(boundary, self._run, self._environment)
+        folder = self._directory.checkpoints
+
+        def write() -> None:
+            with self._save_time.writing():
+                write_checkpoint(folder, content, self._world)
+
         self._writer.write_on_first(lambda: sync_journals(self._directory))
         with self._console.writing(f"the checkpoint of step {boundary.step}", content.num_bytes):
-            self._writer.write(lambda: self._write(content))
-        folder = self._directory.checkpoints
+            self._writer.write(write)
         self._console.notes(self._save_time.notes(boundary.step, content.num_bytes, folder))
         self._on_disk = boundary.step
         self._apply_retention()
-
-    def _write(self, content: Snapshot) -> None:
-        with self._save_time.writing():
-            write_checkpoint(self._directory.checkpoints, content, self._world)
 
     def _check_finite(self) -> None:
         """Raise NonFiniteError, on all ranks, where a weight is not finite on any."""

@@ -1,24 +1,22 @@
-"""``run.json``: what is needed to understand a run later, or to repeat its bits.
+"""``run.json``: what is needed to understand a run later or to repeat its bits, and what a run's
+directory has to know of a training (``TrainingRun``).
 
-Gradients repeat at a fixed number of threads and on one kind of CPU (the instruction set chooses
-the kernels), so both are recorded beside the versions, the resolved configuration and the formats
-of every site on both sides.
+Gradients repeat at a fixed number of threads on one kind of CPU (the instruction set chooses the
+kernels), so both are recorded beside the versions, the resolved configuration and the formats of
+every site.
 
-The class of bits of a machine: two of one class compute the same bits from the same inputs at
-the same number of threads; of two classes nobody promises it.
+Machines of one class of bits compute the same bits from the same inputs at the same number of
+threads:
 
     device        cpu or cuda
-    arithmetic    of a CPU: SHA-256 of what torch's operations make of fixed inputs.  The name of
-                  an instruction set would say too little: AVX2 and AVX-512 multiply matrices to
-                  the same bits and differ in softmax, and MKL and oneDNN choose for themselves
+    arithmetic    of a CPU: SHA-256 of the results of torch's operations on fixed inputs.  The
+                  instruction set alone is not enough: AVX2 and AVX-512 multiply matrices to the
+                  same bits and differ in softmax, and MKL and oneDNN choose for themselves
                   (benchmarks/instruction_sets.py)
     torch         its version
-    kernels       SHA-256 of the definitions of Isobit's kernels and formats: of their syntax,
-                  without comments, docstrings and the names of the files that they stand in
+    kernels       SHA-256 of the syntax of Isobit's kernels and formats, without comments,
+                  docstrings and names of files
     PACKAGE       versions of the packages that compute for the kernels
-
-What a run's directory has to know of a training, whatever it learns from: the parts that a
-checkpoint saves and puts back, and what the manifest says of the others.
 """
 
 import ast
@@ -52,11 +50,13 @@ from isobit.util.machine import openmp_libraries, processor_name, read_memory, u
 _COMPUTE = ("kernels", "precision")
 """Folders of the package."""
 _GEMMS = ((1, 128, 128), (7, 300, 130), (64, 1024, 512), (257, 2048, 96))
-"""M, K, N: of one row, of odd sizes, and longer than a block of each library."""
+"""M, K, N: one row, odd sizes, and longer than a block of each library."""
 
 
 def class_of_bits(device: torch.device, libraries: Mapping[str, str]) -> dict[str, str]:
-    """Of this machine; ``libraries`` are the versions of those that the device's back end needs."""
+    """The class of this machine; ``libraries`` are the versions of those that the back end
+    needs.
+    """
     return {
         "device": device.type,
         **({"arithmetic": arithmetic_sha256()} if device.type == "cpu" else {}),
@@ -80,11 +80,11 @@ def kernels_sha256() -> str:
 
 
 def definitions_sha256(sources: Mapping[str, str]) -> str:
-    """Of what modules, given by their dotted names, define and execute, wherever it stands.
+    """Of what modules, given by dotted names, define and execute, in whatever module it is.
 
-    A global name counts as the definition that it refers to: ``linear.dgrad`` and ``dgrad`` are the
-    same under the imports that make them so.  Definitions of one name in several modules are told
-    apart by their own syntax, and by their module where even that is the same.
+    A global name counts as the definition that it refers to: ``linear.dgrad`` and ``dgrad`` are
+    equal under the right imports.  Definitions of one name in several modules are distinguished by
+    their syntax, and by their module where that is equal too.
     """
     trees = {module: ast.parse(source) for module, source in sources.items()}
     labels = _labels(trees)
@@ -101,7 +101,7 @@ def definitions_sha256(sources: Mapping[str, str]) -> str:
 
 
 _Labels = dict[str, dict[str, str]]
-"""By module and by name: what stands for a definition wherever it is read."""
+"""By module and name: the text that stands for a definition."""
 
 
 def _labels(trees: Mapping[str, ast.Module]) -> _Labels:
@@ -131,7 +131,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 
 
 class _Syntax:
-    """The syntax of one module as text that is the same in every version of Python."""
+    """The syntax of a module as text that is the same in every version of Python."""
 
     _UNREAD = frozenset({"ctx", "kind", "type_comment"})
 
@@ -175,7 +175,7 @@ class _Syntax:
 
 
 def _says_nothing(node: ast.AST) -> bool:
-    """Whether it is a docstring, of whatever it documents, or an import from this package."""
+    """Whether it is a docstring or an import from this package."""
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     return isinstance(node, ast.ImportFrom) and _is_ours(str(node.module))
@@ -187,7 +187,7 @@ def _is_ours(module: str) -> bool:
 
 @cache
 def arithmetic_sha256() -> str:
-    """Of the results of the operations that the specification is made of, on one thread."""
+    """Of the results of the specification's operations, on one thread."""
     threads, digest = torch.get_num_threads(), hashlib.sha256()
     torch.set_num_threads(1)
     try:
@@ -218,66 +218,56 @@ def _results() -> Iterator[Tensor]:
 
 
 class Extra(Protocol):
-    """A part of a training, beside policy and trainer, that a checkpoint saves and puts back: a
-    reference model, for example, or a replay buffer.
+    """A part of a training, beside policy and trainer, that a checkpoint saves and restores, such
+    as a reference model or a replay buffer.
     """
 
     def state(self) -> Mapping[str, Any]:
-        """Ready for JSON, and never the same again once ``tensors`` are others: this says whether
-        they still are those of the last moment between two steps.
-        """
+        """Serialisable as JSON; must differ whenever ``tensors`` differ."""
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What a file of its own holds, by name; where there are none, there is no file."""
+        """The tensors of its own file, by name; without any there is no file."""
         ...
 
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Be what it was when both were taken.  Raises CheckpointError where that cannot be."""
+        """Return to a saved state.  Raises CheckpointError where that is impossible."""
         ...
 
 
 class TrainingRun(Protocol):
-    """A training whose parts are ready."""
+    """A prepared training."""
 
     @property
-    def config(self) -> Recipe:
-        """The recipe that the training was made from."""
-        ...
+    def config(self) -> Recipe: ...
 
     @property
-    def model(self) -> LoadedModel:
-        """The policy that learns, with its folder and tokenizer."""
-        ...
+    def model(self) -> LoadedModel: ...
 
     @property
-    def trainer(self) -> Trainer:
-        """The optimiser, its counters and its budget."""
-        ...
+    def trainer(self) -> Trainer: ...
 
     @property
-    def sampler(self) -> PromptSampler:
-        """The order of what is learnt from, and the place in it."""
-        ...
+    def sampler(self) -> PromptSampler: ...
 
     @property
     def extras(self) -> Mapping[str, Extra]:
-        """What else a checkpoint holds, by the name of its file."""
+        """By the name of its file."""
         ...
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """Digests by name of what is read beside the recipe: data, tokenizer, code of the user's
-        (``isobit.run.data``).  A run goes on with the same only.
+        """Digests by name of what is read beside the recipe: data, tokenizer, the user's code
+        (``isobit.run.data``).  They must be the same when a run is resumed.
         """
         ...
 
     def data_figures(self) -> dict[str, Any]:
-        """What it learns from and is measured on, in numbers, for the manifest."""
+        """Numbers about the data, for the manifest."""
         ...
 
     def engine_figures(self) -> dict[str, Any] | None:
-        """The sizes that its engine has, for the manifest; None where nothing is generated."""
+        """The sizes of its engine, for the manifest; None where nothing is generated."""
         ...
 
 
@@ -285,7 +275,7 @@ _LIBRARIES = ("transformers", "safetensors", "datasets", "reasoning-gym", "numpy
 
 
 def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
-    """The manifest of a run that is about to start, ready for JSON; ``hosts`` by rank."""
+    """The manifest of a run that is about to start, serialisable as JSON; ``hosts`` by rank."""
     policy = run.model.policy
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -306,8 +296,8 @@ def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the bits of a gradient on a device depend on beside the configuration: versions, GPU or
-    instruction set, threads; and the class of bits that follows from them.
+    """What the bits of a gradient depend on beside the configuration: versions, GPU or instruction
+    set, threads; and the class of bits.
     """
     offered = support(device.type)
     libraries, model = (*_LIBRARIES, *offered.libraries), offered.device_model(device)
@@ -338,7 +328,7 @@ def _version(library: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Where the run takes place: what explains its speed, and no bit of its results."""
+    """The machine, which explains the run's speed but none of its bits."""
     memory = read_memory()
     return {
         "platform": platform.platform(),
@@ -351,7 +341,7 @@ def machine() -> dict[str, Any]:
 
 
 def processes(hosts: Sequence[str]) -> dict[str, Any]:
-    """How many processes the run has, and how many of them each host has."""
+    """The number of processes, in all and on each host."""
     return {"processes": len(hosts), "hosts": dict(Counter(hosts))}
 
 
@@ -369,5 +359,5 @@ def precision_graph(flow: PrecisionFlow) -> dict[str, Any]:
 
 
 def _formats(site: Site) -> dict[str, object]:
-    """A site without its sizes, which are the model's."""
+    """A site without its sizes."""
     return {name: value for name, value in asdict(site).items() if name != "parts"}

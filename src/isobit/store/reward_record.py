@@ -1,16 +1,14 @@
-"""``rewards.jsonl``: every reward that the run was given, one line a grading, in the order of the
-gradings.
+"""``rewards.jsonl``: every reward that the run was given, one line a grading, in their order.
 
     {"weights_version": 3, "prompts": [["train/7", 0], ..], "completions": SHA-256 of their tokens,
     "rewards": [[1.0, null], ..], "parts": {"format": [[0.5, null], ..], ..}, ..}
 
-``parts`` stands there where a run has several rewards, ``counts`` where graders met something
-unusual (``isobit.rewards.outcome``).
+``parts`` is present where a run has several rewards, ``counts`` where graders met something unusual
+(``isobit.rewards.outcome``).
 
-A run is a pure function of its configuration, its data and these rewards.  A reward function need
-not be one (a judge, a clock): a resumed run therefore takes the rewards of the steps that it does
-again from here, instead of asking once more.  The completions come out as they were, and their
-digest proves it.
+A run is a pure function of its configuration, its data and these rewards, while a reward function
+(a judge, a clock) need not be.  A resumed run therefore takes the rewards of repeated steps from
+here.  The digest proves that the completions are the same.
 """
 
 import hashlib
@@ -26,15 +24,15 @@ from isobit.util.files import LineFile
 
 Say = Callable[[str], None]
 _IDENTITY = ("weights_version", "prompts", "completions")
-"""What a line is of."""
+"""What identifies a grading."""
 
 
 class RewardRecord:
-    """Grades groups: from the record where it goes on, otherwise by asking, and into the record."""
+    """Grades groups from the record where it has them, otherwise by asking, and records them."""
 
     def __init__(self, say: Say, lines: Sequence[bytes] = (), position: int = 0) -> None:
-        """Go on at byte ``position`` of an older record, which has these lines from there on.
-        Nothing is written before ``open``, and then by ``write`` alone.
+        """Continue at byte ``position`` of an older record, which has ``lines`` from there on.
+        Nothing is written before ``open``, and then only by ``write``.
         """
         self._say = say
         self._lines = deque(lines)
@@ -44,48 +42,45 @@ class RewardRecord:
         self._follows = False
 
     def follow(self) -> None:
-        """Know the same from now on as a record that another rank writes, and write nothing."""
+        """Keep the same state as a record that another rank writes, and write nothing."""
         self._follows = True
         self._size = self.position
         self._unwritten.clear()
 
     def open(self, path: Path) -> None:
-        """Write to ``path`` from now on, and first what was graded before."""
+        """Write to ``path``, first what was graded before."""
         self._file = LineFile(path)
         self._file.cut(self._size + sum(map(len, self._lines)))
         self.write()
 
     def write(self) -> None:
-        """Write what has been graded since, as far as there is a file; what could not be written is
-        kept for the next time.  Raises StorageError.
+        """Write new gradings, if there is a file; what cannot be written is kept for the next call.
+        Raises StorageError.
         """
         while self._file is not None and self._unwritten:
             self._file.write(self._unwritten[0])
             self._size += len(self._unwritten.pop(0))
 
     def close(self) -> None:
-        """Write no more."""
         if self._file is not None:
             self._file.close()
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next grading is recorded, as far as is known before it is made: nothing
-        should be asked for in advance then.
-        """
+        """Whether the next grading may be recorded, so that nothing should be graded in advance."""
         return bool(self._lines)
 
     @property
     def lines_ahead(self) -> list[bytes]:
-        """The gradings that are recorded and have not come again yet."""
+        """The recorded gradings that have not been repeated yet."""
         return list(self._lines)
 
     def forget_ahead(self) -> None:
-        """Ask anew for what is recorded and has not come again: another reward grades it."""
+        """Drop the recorded gradings that have not been repeated: another reward grades them."""
         self._lines.clear()
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Gradings that others have made, in their order: those of the record again, or new."""
+        """Gradings that other ranks made, in their order: repeated or new."""
         for line in lines:
             if self._lines and self._lines[0] == line:
                 self._size += len(self._lines.popleft())
@@ -95,8 +90,8 @@ class RewardRecord:
             self._add(line)
 
     def grade(self, groups: Sequence[Group], grading: Grading) -> GradeStats:
-        """Fill the rewards of groups: from the record where it has these completions, else by
-        ``grading``.  Raises what that raises; nothing is recorded then.
+        """Fill the rewards of groups, from the record where it has these completions, else by
+        ``grading``.  Raises what that raises, and records nothing then.
         """
         identity = _identity(groups)
         recorded = self._next(identity)
@@ -118,13 +113,11 @@ class RewardRecord:
 
     @property
     def position(self) -> int:
-        """Bytes of the record up to and with the last grading."""
+        """Bytes of the record up to the end of the last grading."""
         return self._size + sum(map(len, self._unwritten))
 
     def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """The next recorded grading if it is of these completions; a record of others is dropped,
-        and that is said.
-        """
+        """The next recorded grading if it is of these completions; else the rest is dropped."""
         if not self._lines:
             return None
         recorded = json.loads(self._lines[0])
@@ -135,7 +128,6 @@ class RewardRecord:
         return None
 
     def _drop(self) -> None:
-        """Forget what lies ahead."""
         self._say(
             "the completions of this step are not those that were graded before the interruption: "
             "they are graded anew"
@@ -152,13 +144,12 @@ class RewardRecord:
 
 
 class SentRecord(RewardRecord):
-    """A record whose gradings are handed to the ranks that write it."""
+    """A record whose gradings are sent to the ranks that write it."""
 
     def __init__(self, say: Say, lines: Sequence[bytes]) -> None:
-        """Go on with the lines that these ranks have ahead."""
         super().__init__(say, lines)
         self.gradings: list[bytes] = []
-        """Those made, or replayed, since then."""
+        """Those made or repeated since the start."""
 
     def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
         ahead = self.lines_ahead
@@ -172,8 +163,8 @@ class SentRecord(RewardRecord):
 
 
 class KnownRewards(RewardRecord):
-    """A record in which each grading is looked up, whatever came before it; those that are found
-    are not written again.
+    """A record that looks each grading up, whatever came before it; what it finds is not written
+    again.
     """
 
     def __init__(self, say: Say, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -183,7 +174,6 @@ class KnownRewards(RewardRecord):
 
     @property
     def is_ahead(self) -> bool:
-        """Nothing should be asked for in advance: the next grading may be known."""
         return True
 
     def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
@@ -195,8 +185,8 @@ def _key(line: Mapping[str, Any]) -> str:
 
 
 def _identity(groups: Sequence[Group]) -> dict[str, Any]:
-    """What was graded: the prompts with their visits, the weights that answered, and a digest of
-    the answers' tokens.
+    """The prompts with their visits, the version of the weights, and a digest of the answers'
+    tokens.
     """
     tokens = [[completion.token_ids for completion in group.completions] for group in groups]
     return {

@@ -1,59 +1,37 @@
-"""What a run is between two steps: taken from it for a checkpoint, and put back.
+"""The state of a run between two steps, for checkpoints, and the records of its steps.
 
-    tensors    FP32 masters, AdamW's moments, and those of the extras, each of which has a state of
-               its own too (``isobit.store.manifest.Extra``)
+A checkpoint saves and restores:
+
+    tensors    FP32 masters, AdamW's moments, and the tensors of extras
+               (``isobit.store.manifest.Extra``)
     counters   the trainer's updates and skipped steps, the version of the weights
     cursors    the sampler's epoch and place, and the size of every file that grows
                (``isobit.store.directory``)
     budget     the tokens a micro-batch, as far as out-of-memories have lowered them
     log        evaluations so far, totals and seconds of the summary
 
-The counters and cursors are taken after every step and every evaluation, the tensors only when a
-checkpoint is written: a step that is abandoned has moved the cursors, but no tensor.
+Counters and cursors are taken after every step and evaluation, tensors only when a checkpoint is
+written: an abandoned step has moved the cursors, but no tensor.
 
-The part of a checkpoint's tensors that a rank owns: rows of masters, and AdamW's state of them.
-
-MASTER                      rows that ``isobit.parallel.ownership`` gives the rank
-MASTER.exp_avg, exp_avg_sq  the same rows
-MASTER.*_scale              the groups of 128 elements of these rows: whole ones, as rows are cut
-                            where an element's number is a multiple of 128
-MASTER.step                 the same number on all ranks; rank 0 writes it
-
-Checksums of what an update leaves (``isobit.models.checksum``), the same on any number of
-processes:
-
-    weights    the published bytes and scales, which both sides read
-    masters    the FP32 numbers
-    moments    AdamW's state
-
-Each rank adds what it owns of masters and moments.  Published weights are whole on all ranks, and
-so they are compared: a byte that one rank alone has otherwise is trained and sampled with, and no
-log-probability shows it.
-
-``budget.jsonl``: every change of the tokens a micro-batch, one line each, on the disk before
-anything is learnt with it.
+``budget.jsonl`` has a line for every change of the tokens a micro-batch, written before the change
+takes effect.  A run is a pure function of its configuration, data, rewards and these changes, so a
+resumed run makes them again at the same updates.  From the update after 13 others, in step 7:
 
     {"step": 7, "update": 13, "old": 4096, "new": 2048}
 
-says that from the update after 13 others on, which is in step 7, there are fewer.
-
-A run is a pure function of its configuration, its data, its rewards and these changes.  A run that
-is resumed from a checkpoint before such a line reads it, and makes the change at the same update.
-
-``digests.jsonl``: of each step what it drew, was given and left, one line each, by which
-``isobit replay`` tells a step that is done again from the one that was recorded.
+``digests.jsonl`` has a line for each step, with which ``isobit replay`` compares a repeated step:
+three digests of the groups that it trained on (``isobit.records.digests``), and checksums of the
+published weights, the FP32 masters and AdamW's state after it.  A line does not depend on the
+number of processes.
 
     {"step": 7, "tokens": SHA-256, "log_probs": SHA-256, "rewards": SHA-256,
      "weights": checksum, "masters": checksum, "moments": checksum}
-
-The first three are of the groups that the step learnt from (``isobit.records.digests``), the others
-of what its update left (``isobit.store.state``), or of what it left alone.  A line does not
-depend on the number of processes.
 """
 
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -81,10 +59,16 @@ _STEP, _SCALE = "step", "_scale"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of one rank."""
+    """The part of a checkpoint's tensors that a rank owns.
+
+    MASTER                      rows that ``isobit.parallel.ownership`` gives the rank
+    MASTER.exp_avg, exp_avg_sq  the same rows
+    MASTER.*_scale              the groups of 128 elements of these rows, which are whole
+    MASTER.step                 the same number on all ranks; rank 0 writes it
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the whole masters."""
+    """Of whole masters."""
     ownership: Ownership
     rank: int
 
@@ -100,11 +84,11 @@ class Share:
         return {key: self._moment(key, tensor) for key, tensor in own.items()}
 
     def own_masters(self, file: TensorFile) -> "OwnRows":
-        """The rank's masters, of a file of whole ones."""
+        """The rank's rows of a file of masters."""
         return OwnRows(file, {name: self.ownership.rows(name, self.rank) for name in file})
 
     def own_moments(self, file: TensorFile) -> "OwnRows":
-        """The rank's moments, of a file of whole ones."""
+        """The rank's rows of a file of moments."""
         return OwnRows(file, {key: self._rows(key) for key in file})
 
     def _moment(self, key: str, own: Tensor) -> Slice:
@@ -114,13 +98,13 @@ class Share:
         return Slice(self._shape(key), rows.start, own)
 
     def _shape(self, key: str) -> tuple[int, ...]:
-        """Of a whole moment that has rows."""
+        """The shape of a whole moment that has rows."""
         name, _, kind = key.rpartition(".")
         shape = self.shapes[name]
         return (num_groups(prod(shape)),) if kind.endswith(_SCALE) else shape
 
     def _rows(self, key: str) -> slice | None:
-        """The rank's rows of a moment; None of a number that all have."""
+        """The rank's rows of a moment; None of a number that all ranks have."""
         name, _, kind = key.rpartition(".")
         if kind == _STEP:
             return None
@@ -150,17 +134,17 @@ class OwnRows(Mapping[str, Tensor]):
 
 
 TRAINED_ON = "data.train.content"
-"""The input that is learnt from, by its name (``isobit.run.data``)."""
+"""The name of the input that the run trains on (``isobit.run.data``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A moment between two steps: everything but the tensors."""
+    """The state between two steps, without the tensors."""
 
     step: int
     """Steps done."""
     state: Mapping[str, Any]
-    """Ready for JSON."""
+    """Serialisable as JSON."""
     evaluation: Mapping[str, float]
     """Figures of the evaluation after this step, empty without one."""
 
@@ -172,7 +156,7 @@ def take_boundary(
     positions: Mapping[str, int],
     evaluation: Mapping[str, float],
 ) -> Boundary:
-    """The run as it stands; ``log`` is the log's own state, and ``positions`` what rank 0 sees."""
+    """The run's state now; ``log`` is the log's own state, and ``positions`` those of rank 0."""
     state = {
         "step": step,
         "weights_version": run.model.policy.version,
@@ -188,8 +172,8 @@ def take_boundary(
 
 
 def holds(boundary: Boundary, run: TrainingRun) -> bool:
-    """Whether the tensors still are those of the boundary: no update was taken, or begun, and no
-    extra has changed since.
+    """Whether the tensors still are those of the boundary: no update was begun, and no extra has
+    changed since.
     """
     state = boundary.state
     return (
@@ -200,8 +184,8 @@ def holds(boundary: Boundary, run: TrainingRun) -> bool:
 
 
 def snapshot(boundary: Boundary, run: TrainingRun, environment: Mapping[str, Any]) -> Snapshot:
-    """The boundary with this rank's share of the tensors, which must still be the boundary's;
-    ``environment`` is what ``isobit.store.manifest.environment`` says of this process.
+    """The boundary with this rank's tensors, which must still be the boundary's; ``environment`` is
+    ``isobit.store.manifest.environment`` of this process.
     """
     assert holds(boundary, run), "the weights have moved since the boundary was taken"
     policy = run.model.policy
@@ -224,16 +208,21 @@ def snapshot(boundary: Boundary, run: TrainingRun, environment: Mapping[str, Any
 
 
 def restore(checkpoint: Checkpoint, run: TrainingRun, other_prompts: bool = False) -> None:
-    """Put a freshly prepared run where the checkpoint was taken, by all ranks together, however
-    many have written it: each reads its share.  Of ``other_prompts`` than it had a new epoch
-    begins.
+    """Put a newly prepared run into the checkpoint's state, on all ranks together; any number of
+    ranks may have written it.  With ``other_prompts`` than before, a new epoch begins.
 
-    Raises CheckpointError for tensors that are not this model's, and for extras that cannot be what
-    they were.
+    Raises CheckpointError for tensors that are not this model's, and for extras that cannot be
+    restored.
     """
     state, policy = checkpoint.state, run.model.policy
     share = _share(policy)
-    masters, moments = run_on_all(policy.world, lambda: _open_tensors(checkpoint, run))
+
+    def open_tensors() -> tuple[TensorFile, TensorFile]:
+        masters, moments = checkpoint.tensors()
+        _check_shapes(checkpoint, policy.shapes, masters.shapes())
+        return masters, moments
+
+    masters, moments = run_on_all(policy.world, open_tensors)
     policy.restore(share.own_masters(masters), state["weights_version"])
     run.trainer.restore(state["trainer"], share.own_moments(moments))
     run.trainer.budget.changes = [BudgetChange(**change) for change in state["budget"]]
@@ -243,13 +232,6 @@ def restore(checkpoint: Checkpoint, run: TrainingRun, other_prompts: bool = Fals
 
 def _share(policy: Policy) -> Share:
     return Share(policy.shapes, policy.ownership, policy.world.rank)
-
-
-def _open_tensors(checkpoint: Checkpoint, run: TrainingRun) -> tuple[TensorFile, TensorFile]:
-    """Masters and moments, checked to be this run's."""
-    masters, moments = checkpoint.tensors()
-    _check_shapes(checkpoint, run.model.policy.shapes, masters.shapes())
-    return masters, moments
 
 
 def _extra_states(run: TrainingRun) -> dict[str, Any]:
@@ -279,14 +261,14 @@ def _check_shapes(
         if expected.get(name) != found.get(name):
             raise CheckpointError(
                 f"{checkpoint.folder}: {name} has the shape {found.get(name)}, but the model in "
-                "the folder `model` has "
-                f"{expected.get(name)}: it is not the model that this run began with"
+                f"the folder `model` has {expected.get(name)}: it is not the model that this run "
+                "began with"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """16 hexadecimal digits each."""
+    """Checksums (``isobit.models.checksum``) of 16 hexadecimal digits."""
 
     weights: str
     masters: str
@@ -294,11 +276,14 @@ class StateDigest:
 
 
 def state_digest(run: TrainingRun) -> StateDigest:
-    """Of a run between two updates; all ranks together, in the trainer's turn.  Raises
-    MismatchError, on all, where ranks read other published bytes.
+    """The digest of a run between two updates; collective, in the trainer's turn.  Each rank adds
+    what it owns of masters and moments.
+
+    Published weights are whole on all ranks and are compared.  Raises MismatchError, on all, where
+    they differ: rollout and training would agree on them, so no log-probability shows it.
     """
     policy = run.model.policy
-    share = Share(policy.shapes, policy.ownership, policy.world.rank)
+    share = _share(policy)
     masters = checksum(share.masters(policy.masters).items())
     moments = checksum(share.moments(run.trainer.moments()).items())
     _, weights = policy.compare(policy.world)
@@ -311,13 +296,13 @@ def state_digest(run: TrainingRun) -> StateDigest:
 
 
 def checkpoint_digest(checkpoint: Checkpoint) -> dict[str, str]:
-    """Of the masters and the moments in a checkpoint's files, by name."""
+    """Checksums of the masters and the moments in a checkpoint's files."""
     masters, moments = checkpoint.tensors()
     return {"masters": _of_file(masters), "moments": _of_file(moments)}
 
 
 def _of_file(tensors: Mapping[str, Tensor]) -> str:
-    """One after the other: a file may be larger than the memory."""
+    """One after another: a file may be larger than the memory."""
     return _digits(added_up(checksum_of({name: tensors[name]}) for name in tensors))
 
 
@@ -326,9 +311,7 @@ def _digits(checksum: int) -> str:
 
 
 def write_change(path: Path, step: int, change: BudgetChange) -> None:
-    """Add a line and wait until it is on the disk.  Raises OSError and StorageError, and leaves no
-    part of it then.
-    """
+    """Add a line and sync it.  Raises OSError and StorageError, and then leaves no part of it."""
     file = LineFile(path)
     try:
         file.write((json.dumps({"step": step, **asdict(change)}) + "\n").encode(), lasting=True)
@@ -343,14 +326,14 @@ def read_changes(path: Path, position: int) -> list[BudgetChange]:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut a last line that was left unfinished, so that the next one begins at its own start."""
+    """Cut an unfinished last line."""
     if path.is_file():
         os.truncate(path, sum(map(len, whole_lines(path, 0))))
 
 
 @dataclass(frozen=True, slots=True)
 class StepDigests:
-    """A line."""
+    """A line of ``digests.jsonl``."""
 
     step: int
     tokens: str
@@ -360,11 +343,10 @@ class StepDigests:
 
     @classmethod
     def of(cls, step: int, groups: Sequence[Group], left: StateDigest) -> Self:
-        """Of the graded groups of a step and what its update left."""
+        """Of the graded groups of a step and the state after its update."""
         return cls(step, **group_digests(groups), left=left)
 
     def line(self) -> bytes:
-        """With its end."""
         return json_line({"step": self.step, **self.by_name()})
 
     def by_name(self) -> dict[str, str]:
@@ -378,7 +360,7 @@ class StepDigests:
 
     @classmethod
     def of_line(cls, content: Mapping[str, Any]) -> Self:
-        """Raises KeyError and TypeError for what is none."""
+        """Raises KeyError and TypeError for a line that is damaged."""
         names = ("tokens", "log_probs", "rewards", "weights", "masters", "moments")
         digests = [content[name] for name in names]
         if not isinstance(content["step"], int) or not all(isinstance(d, str) for d in digests):
@@ -388,13 +370,15 @@ class StepDigests:
 
 
 def read_digests(root: Path) -> dict[int, StepDigests | None]:
-    """By step, of the run in a directory; None of a line that is damaged, whose step is the one
+    """The digests in a run's directory by step; None for a damaged line, whose step is the one
     after the line before it, or before the line after it.
     """
     found: dict[int, StepDigests | None] = {}
     damaged = 0
     for content in read_lines(RunDirectory(root).digests):
-        line = None if content is None else _of_line(content)
+        line = None
+        with suppress(KeyError, TypeError):
+            line = StepDigests.of_line(content or {})
         if line is None and not found:
             damaged += 1
         elif line is None:
@@ -403,10 +387,3 @@ def read_digests(root: Path) -> dict[int, StepDigests | None]:
             found |= dict.fromkeys(range(line.step - damaged, line.step))
             found[line.step], damaged = line, 0
     return found
-
-
-def _of_line(content: Mapping[str, Any]) -> StepDigests | None:
-    try:
-        return StepDigests.of_line(content)
-    except (KeyError, TypeError):
-        return None

@@ -1,11 +1,9 @@
-"""Which checkpoint of a run's directory a run goes on from, and what happens to the others.
+"""Which checkpoint a run resumes from, and what happens to the others.
 
-The newest checkpoint whose bytes are right is used.  One that is damaged is named, with the file
-and what is wrong, and the one before it is tried.  A damaged one is moved aside, not removed:
-``step_000010.unusable``.  Hidden folders that a killed process left half written or half removed
-are removed, with a line that says so.
-
-Rank 0 looks and decides; the other ranks read their part of each checkpoint.
+The newest checkpoint with intact bytes is used.  A damaged one is reported, with the file and what
+is wrong, and renamed to ``step_000010.unusable``; then the one before it is tried.  Hidden folders
+that a killed process was writing or removing are removed, and that is reported.  Rank 0 decides;
+the other ranks read their part of each checkpoint.
 """
 
 import shutil
@@ -26,15 +24,14 @@ from isobit.util.files import LARGE
 from isobit.util.terminal import gib
 
 Say = Callable[[str], None]
-"""Prints a line."""
 
 
 def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Checkpoint | None:
-    """The newest checkpoint whose bytes are right, None where there never was one; all ranks
-    together.  Raises CheckpointError if there are only others.
+    """The newest checkpoint with intact bytes, None where there never was one; collective.  Raises
+    CheckpointError if all are damaged.
 
-    One whose files that grow (figures, completions) have lost lines since is used where no older
-    one has all of its own: what was learnt is worth more.
+    One whose figures or completions have lost lines since is used only where no older checkpoint
+    has all of its own.
     """
     problems: list[str] = []
     whole: Checkpoint | None = None
@@ -62,23 +59,18 @@ def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Ch
         )
         return whole
     if problems:
-        raise raised_on_all(
-            CheckpointError(
-                "\n".join(
-                    [
-                        f"no checkpoint in {directory.checkpoints} can be used",
-                        *(f"  {problem}" for problem in problems),
-                        f"put back a good copy, or remove {directory.checkpoints} to begin again "
-                        "at step 1 with --resume",
-                    ]
-                )
-            )
-        )
+        lines = [
+            f"no checkpoint in {directory.checkpoints} can be used",
+            *(f"  {problem}" for problem in problems),
+            f"put back a good copy, or remove {directory.checkpoints} to begin again at step 1 with "
+            "--resume",
+        ]
+        raise raised_on_all(CheckpointError("\n".join(lines)))
     return None
 
 
 def tidy(directory: RunDirectory, step: int, say: Say) -> None:
-    """Move unusable checkpoints aside, and remove what was left half written or half removed."""
+    """Rename unusable checkpoints, and remove what was left partly written or partly removed."""
     for folder in sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []:
         found = step_of(folder)
         if found is not None and found > step:
@@ -96,7 +88,7 @@ def tidy(directory: RunDirectory, step: int, say: Say) -> None:
 
 
 def _candidates(directory: RunDirectory, say: Say) -> list[tuple[int, int]]:
-    """Steps and bytes of the checkpoints, the newest first; what else lies there is named."""
+    """Steps and bytes of the checkpoints, the newest first; other entries are reported."""
     try:
         folders = sorted(directory.checkpoints.iterdir()) if directory.checkpoints.is_dir() else []
     except OSError as error:
@@ -112,7 +104,7 @@ def _candidates(directory: RunDirectory, say: Say) -> list[tuple[int, int]]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of its files, as far as they can be looked at: reading it says what is wrong."""
+    """Bytes of its files; 0 where they cannot be listed, since reading then says what is wrong."""
     try:
         return sum(file.lstat().st_size for file in folder.iterdir())
     except OSError:
@@ -120,7 +112,7 @@ def _size(folder: Path) -> int:
 
 
 def _lost_lines(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> str | None:
-    """Which file is gone or shorter than it was, on all ranks; None where all are there."""
+    """Which file is missing or shorter than it was, on all ranks; None where all are intact."""
 
     def problem() -> str | None:
         try:
@@ -133,7 +125,7 @@ def _lost_lines(directory: RunDirectory, checkpoint: Checkpoint, world: World) -
 
 
 def _is_ours(folder: Path) -> bool:
-    """Leftovers of writing and removing, and checkpoints moved aside."""
+    """Whether it is a leftover of writing or removing, or a checkpoint moved aside."""
     return (
         folder.name.startswith(".step_") and folder.suffix in (".partial", ".deleted")
     ) or ".unusable" in folder.name
