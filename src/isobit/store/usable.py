@@ -62,8 +62,8 @@ def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Ch
         lines = [
             f"no checkpoint in {directory.checkpoints} can be used",
             *(f"  {problem}" for problem in problems),
-            f"put back a good copy, or remove {directory.checkpoints} to begin again at step 1 with "
-            "--resume",
+            f"put back a good copy, or remove {directory.checkpoints} to begin again at step 1 "
+            "with --resume",
         ]
         raise raised_on_all(CheckpointError("\n".join(lines)))
     return None

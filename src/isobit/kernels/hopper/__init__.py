@@ -1,7 +1,5 @@
-"""The same operations on Hopper GPUs, in Triton and through DeepGEMM: a file here for a file of
-``isobit.kernels``.
+"""The operations on Hopper GPUs, in Triton, Gluon and DeepGEMM.
 
-Bytes of the quantisers equal the CPU's; the bits of a product do not (tensor cores round their
-partial sums).  What holds on both is that a row's bits depend on that row alone, so rollout and
-training agree.
+Bytes of the quantisers equal the CPU's; bits of products do not, since tensor cores round partial
+sums.  On both, a row's bits depend on that row alone, so rollout and training agree.
 """

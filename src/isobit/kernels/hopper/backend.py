@@ -1,7 +1,5 @@
-"""The Hopper kernels as a back end, under the names of ``isobit.kernels.backend``.
-
-Calls return before the GPU has computed; whatever has a layout of its own (``QuantRows``,
-``Attended``, pages) is made and read here alone.
+"""The Hopper kernels as a back end, under the names of ``isobit.kernels.backend``.  Calls return
+before the GPU has computed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -119,25 +117,21 @@ class HopperBackend:
         return table.index_select(0, token_ids)
 
     def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
-        """Pages on the GPU."""
         return HopperKvCache(shape, flow, num_pages, self.device)
 
     def paged_attention(
         self, cache: KvCache, batch: PagedBatch, positions: torch.Tensor
     ) -> PagedAttention:
-        """New K and V are written first."""
         assert isinstance(cache, HopperKvCache)
         return PagedAttention(cache, batch, positions)
 
     def decode_attention(self, cache: KvCache, batch: DecodeBatch) -> DecodeAttention:
-        """Reads nothing from the host."""
         assert isinstance(cache, HopperKvCache)
         return DecodeAttention(cache, batch)
 
     def capture(
         self, step: Callable[[], tuple[torch.Tensor, ...]], beside: Captured | None = None
     ) -> CapturedGraph:
-        """A CUDA graph."""
         assert beside is None or isinstance(beside, CapturedGraph)
         return CapturedGraph(step, beside)
 
@@ -146,34 +140,27 @@ class HopperBackend:
         return PART << (-(-length // PART) - 1).bit_length()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Through page-locked memory."""
         return to_device(tensor, self.device)
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopies:
-        """Into page-locked memory."""
         return HostCopies(tensors)
 
     def synchronize(self) -> None:
-        """Wait for the GPU."""
         synchronize(self.device)
 
     def describe(self) -> Mapping[str, str]:
-        """The products' libraries."""
         return describe_back_ends()
 
     def fallbacks(self) -> Sequence[str]:
-        """What stands in for DeepGEMM, and why."""
         if why_not_deep_gemm() is None:
             return ()
         return [f"{operation}: {library}" for operation, library in describe_back_ends().items()]
 
     def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:
-        """Rows of scales lie along the tokens; their view is the specification's."""
         made = quantise_rows(x, scales)
         return QuantTensor(made.values, made.scales, "1x128")
 
 
 def make(device: torch.device) -> Backend:
-    """The back end of a GPU."""
     assert device.type == "cuda"
     return HopperBackend(device)

@@ -1,17 +1,17 @@
-"""Where the choices of tokens stand when each expert multiplies its own: rows sorted by expert, and
-within an expert by token.
+"""Where tokens' choices of experts stand when each expert multiplies its own: rows sorted by
+expert, and within an expert by token.
 
-A choice is a token and a rank, of T k.  Two layouts of rows, both with as many as there may be, so
-that nothing is read back by the host:
+A choice is a token and a rank, of T k.  Both layouts have as many rows as there may be, so that the
+host reads nothing back:
 
-    contiguous   an expert's rows begin at a multiple of 128 behind those of the one before; the
-                 groups of 128 are the tiles of GEMMs and the token groups of WGrad
+    contiguous   an expert's rows begin at a multiple of 128; the groups of 128 are the tiles of
+                 GEMMs and the token groups of WGrad
     masked       expert e has the rows from e * height on: fewer empty tiles where tokens are few
 
-A token chooses an expert at most once, so a choice's place is its expert's first row plus how many
-earlier tokens chose that expert.  Blocks of tokens are counted, then each adds up those before it:
-integers, no atomics, the same places however it runs.  Rows behind an expert's last are padding:
-nothing reads what becomes of them, except where they are zeros to begin with (``gather``).
+A token chooses an expert at most once, so a choice's row is its expert's first row plus the number
+of earlier tokens that chose that expert.  Counts of blocks of tokens are added up as integers,
+without atomics.  Rows behind an expert's last are padding and are not read, except where ``gather``
+has zeroed them.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -35,16 +35,16 @@ _WIDTH = 1024  # columns of a program
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The places of T k choices among the rows of E experts."""
+    """The rows of T k choices of E experts."""
 
     places: torch.Tensor
     """int32 [T, k]: the row of each choice."""
     rows: int
-    """All of them, padding included."""
+    """Their number, with padding."""
     counts: torch.Tensor
-    """int32 [E]: rows of each expert without padding."""
+    """int32 [E]: rows of each expert, without padding."""
     starts: torch.Tensor
-    """int32 [E + 1]: groups of 128 rows before each expert, and all of them; contiguous layout."""
+    """int32 [E + 1]: groups of 128 rows before each expert, and in all; contiguous layout."""
     experts: torch.Tensor | None
     """int32 [rows], contiguous layout: the expert of each row, -1 for padding."""
     height: int
@@ -52,14 +52,13 @@ class Dispatch:
 
     @property
     def is_masked(self) -> bool:
-        """Which layout it is."""
         return self.experts is None
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedRows:
-    """An operand whose rows are places: values [rows, K] in E4M3 with FP32 scales [rows / height,
-    ceil(K / 128), height], or in BF16 without.
+    """An operand in dispatched rows: E4M3 values [rows, K] with FP32 scales [rows / height, ceil(K
+    / 128), height], or BF16 values without.
     """
 
     values: torch.Tensor
@@ -69,7 +68,7 @@ class GroupedRows:
     def empty(
         cls, dispatch: Dispatch, columns: int, device: torch.device, is_quantised: bool
     ) -> "GroupedRows":
-        """Unwritten storage."""
+        """Uninitialised."""
         dtype = E4M3 if is_quantised else torch.bfloat16
         values = torch.empty((dispatch.rows, columns), dtype=dtype, device=device)
         if not is_quantised:
@@ -78,7 +77,6 @@ class GroupedRows:
         return cls(values, torch.empty(shape, dtype=torch.float32, device=device))
 
     def zero_(self) -> "GroupedRows":
-        """Zeros everywhere, so that padding is zeros."""
         self.values.view(torch.uint8).zero_()
         if self.scales is not None:
             self.scales.zero_()
@@ -86,7 +84,7 @@ class GroupedRows:
 
     @classmethod
     def of(cls, x: Operand) -> "GroupedRows":
-        """Rows of the contiguous layout that a quantiser made, or BF16 ones."""
+        """Rows of the contiguous layout, from a quantiser or in BF16."""
         if isinstance(x, torch.Tensor):
             return cls(x, None)
         assert isinstance(x, QuantRows)
@@ -94,7 +92,7 @@ class GroupedRows:
 
 
 def most_rows(tokens: int, top_k: int, num_experts: int) -> int:
-    """Rows of the contiguous layout: as many as the most unequal choice of experts takes."""
+    """Rows of the contiguous layout for the most unequal choice of experts."""
     choices = tokens * top_k
     return (choices + min(num_experts, choices) * (BLOCK - 1)) // BLOCK * BLOCK
 
@@ -167,7 +165,7 @@ def _label_kernel(TOTALS, STARTS, EXPERTS, NUM_EXPERTS: tl.constexpr, E: tl.cons
 
 
 def make_dispatch(experts: torch.Tensor, num_experts: int, height: int | None = None) -> Dispatch:
-    """``Routing.experts`` int32 [T, k] -> the places; masked with a ``height``, a multiple of 128
+    """``Routing.experts`` int32 [T, k] -> the rows; masked with a ``height``, a multiple of 128
     that is at least T.
     """
     tokens, top_k = experts.shape
@@ -214,7 +212,7 @@ def _gather_kernel(
 
 
 def gather(x: Operand, dispatch: Dispatch, pads: bool = False) -> GroupedRows:
-    """x [T, C] of the tokens -> the rows of their choices; padding is zeros where ``pads``."""
+    """x [T, C] -> the rows of the tokens' choices; padding is zeros with ``pads``."""
     values = x if isinstance(x, torch.Tensor) else x.values
     scales = x.scales if isinstance(x, QuantRows) else None
     columns = values.shape[1]
@@ -252,8 +250,8 @@ def _combine_kernel(
 def combine(
     rows: torch.Tensor, dispatch: Dispatch, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """BF16 [rows, C] -> BF16 [T, C]: for each token the sum of its choices' rows, times their
-    ``weights`` FP32 [T, k], in FP32 and in the order of the ranks, rounded once.
+    """BF16 [rows, C] -> BF16 [T, C]: a token's choices times their ``weights`` FP32 [T, k], summed
+    in FP32 in the order of the ranks and rounded once.
     """
     (tokens, top_k), columns = dispatch.places.shape, rows.shape[1]
     out = torch.empty((tokens, columns), dtype=torch.bfloat16, device=rows.device)

@@ -1,38 +1,23 @@
-"""The experts of a layer on Hopper: dispatch, two grouped GEMMs with SwiGLU between them, and the
-sum over each token's choices.
+"""A mixture of experts on Hopper: the router, and the experts with their backward.
 
-    rows of the choices, by expert        ``dispatch``: bytes and scales as they are
-    gate_up = rows W_gate_up^T            ``grouped_gemm``
-    activation, as down reads it          for the choices alone: padding is left out
-    out = activation W_down^T             ``grouped_gemm``
-    y[t] = sum over ranks of w * out      FP32, in their order, rounded once
+**Router.**  The logits x router^T are summed in FP32 by the GEMM of lm_head (``gemm``), whose rows
+do not depend on the batch.  One program a token takes the softmax over all experts and chooses the
+k largest, of equal ones the lower index.  A logit and its index become one integer that orders as
+the choice does, so k distinct experts are found even among NaN.
 
-Few tokens go to DeepGEMM's masked kernel, which skips what is empty; more, and everything that has
-a backward, are laid out without gaps.  Both give the same bits.  With a backward, padding is zeros,
-so that what was made here can be quantised in whole groups of 128 rows (``experts_backward``).
+**Experts**, forward and backward over the rows of all choices (``dispatch``):
 
-The backward of a layer's experts on Hopper, over the rows of all choices together.
+    rows of the choices, by expert              d_out = w * dy, BF16;   d_w = <dy, out>, FP32
+    gate_up = rows W_gate_up^T                  down: dX, and dW of each expert over its rows
+    activation, as down reads it                SwiGLU
+    out = activation W_down^T                   gate_up: dX and dW
+    y[t] = sum over ranks of w * out            dx[t] = sum over ranks of dX
 
-    d_out = w * dy, rounded to BF16;   d_w = <dy, out>, FP32
-    down:      dX by a grouped GEMM, dW of each expert over its rows
-    SwiGLU
-    gate_up:   the same
-    dx[t] = sum over ranks of dX       FP32, in their order, rounded once
-
-Rows are those of ``experts_saving``: an expert's begin at a multiple of 128 and are filled up with
-zeros, so the quantisers of the dense linear take them all at once, in groups that never mix two
-experts, and a tile of a GEMM has one expert.  Matrices are transposed for DGrad a layer at a time.
-
-The router on Hopper: FP32 logits of BF16 rows, the experts that they choose, and the backward.
-
-    logits   x router^T, the products' sums in FP32: the GEMM of lm_head (``gemm``), whose rows do
-             not depend on the batch
-    choice   softmax over all experts, the k largest by falling logit, of equal ones the lower
-             index, weights divided by their sum where ``renormalise``: one kernel, one program a
-             token, so a token's bits depend on its logits alone
-
-A logit and its index are made one integer that orders as the choice does; so k distinct experts are
-found even among NaN.
+Sums over ranks are in FP32 in their order, rounded once.  Few tokens go to DeepGEMM's masked
+kernel, which skips empty tiles; more tokens, and passes with a backward, use the contiguous layout.
+Both give the same bits.  With a backward, padding is zeros, so the quantisers of the dense linear
+can take all rows in groups of 128, none of which mixes two experts.  DGrad transposes the matrices
+a layer at a time.
 """
 
 from dataclasses import dataclass, replace
@@ -73,7 +58,7 @@ from isobit.precision.quant_tensor import BLOCK, ScaleKind, num_blocks
 
 @dataclass(frozen=True, slots=True)
 class SavedExperts:
-    """What ``experts_backward`` reads; rows are places, padding is zeros."""
+    """What ``experts_backward`` reads, in dispatched rows with zeros as padding."""
 
     x: torch.Tensor
     """The input, BF16 [T, C]."""
@@ -90,7 +75,7 @@ def _swiglu_rows_kernel(
     C: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """One program GROUPS groups of the row of one choice: gate [row, column], up [row, C + column];
-    without SCALES in BF16.
+    in BF16 without SCALES.
     """
     row = tl.load(PLACES + tl.program_id(0)).to(tl.int64)
     first = tl.program_id(1) * GROUPS
@@ -113,8 +98,8 @@ def _swiglu_rows_kernel(
 def swiglu_rows(
     gate_up: torch.Tensor, dispatch: Dispatch, scales: ScaleKind | None, pads: bool
 ) -> GroupedRows:
-    """BF16 [rows, 2 I] -> ``swiglu`` of the choices' rows as down reads it; padding is zeros where
-    ``pads``.
+    """BF16 [rows, 2 I] -> ``swiglu`` of the choices' rows as down reads it; padding is zeros with
+    ``pads``, and is skipped without.
     """
     columns = gate_up.shape[1] // 2
     out = GroupedRows.empty(dispatch, columns, gate_up.device, scales is not None)
@@ -234,7 +219,7 @@ def _dgrad(dy: Operand, weight: LinearWeight, dispatch: Dispatch) -> torch.Tenso
 
 @triton.jit
 def _order(logits, expert, NUM_EXPERTS: tl.constexpr, E: tl.constexpr):
-    """FP32 logits -> int64 that fall as the choice does; a zero has no sign."""
+    """FP32 logits -> int64 that fall as the choice does; zero loses its sign."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = (rising.to(tl.int64) << 32) | (E - 1 - expert).to(tl.int64)
@@ -243,7 +228,7 @@ def _order(logits, expert, NUM_EXPERTS: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def _softmax(logits):
-    """FP32, over all of them; -inf beyond the last expert."""
+    """FP32; -inf beyond the last expert."""
     powers = tl.exp(logits - tl.max(logits, 0))
     return tl.div_rn(powers, tl.sum(powers, 0))
 
@@ -303,8 +288,8 @@ def _choose_backward_kernel(
 ):  # fmt: skip
     """One program a token.  With p the softmax, w the weights and d their gradients:
 
-    renormalised   d logit_e = w_e (d_e - sum_j w_j d_j) for the chosen alone
-    else           d logit_e = p_e (d_e - sum_j w_j d_j), d_e = 0 for the others
+    renormalised   d logit_e = w_e (d_e - sum_j w_j d_j) for the chosen alone else           d
+    logit_e = p_e (d_e - sum_j w_j d_j), d_e = 0 for the others
     """
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E)
@@ -335,8 +320,8 @@ def route_backward(
     loss: RouterLoss | None,
     grad: torch.Tensor,
 ) -> torch.Tensor:
-    """d_weights FP32 [T, k], x BF16 [T, C] -> the gradient of x, BF16; grad, FP32 [E, C], is added
-    to.  Both products are in FP32: they are small.
+    """d_weights FP32 [T, k], x BF16 [T, C] -> the gradient of x, BF16; adds to grad, FP32 [E, C].
+    Both products are in FP32: they are small.
     """
     d_logits = torch.empty_like(routing.logits)
     tokens, num_experts = d_logits.shape

@@ -5,12 +5,12 @@
     WGrad          grad[e, n, k] += sum over expert e's rows of A[row, n] B[row, k]
 
 An element is computed as by the dense GEMMs (``gemm``), in the same order along K, so an expert's
-output for a token has the bits of a dense call with its matrix alone, whatever the layout and
-whoever else is there: DeepGEMM's masked and contiguous kernels, its dense one and the Triton kernel
-here agree (tests/gpu/test_experts.py).  A choice between them may therefore depend on anything.
+output for a token has the bits of a dense call with its matrix alone: DeepGEMM's masked, contiguous
+and dense kernels and the Triton kernel here agree (tests/gpu/test_experts.py).  A choice between
+them may therefore depend on anything.
 
-DeepGEMM knows one grid of blocks a matrix: experts whose parts are not whole blocks go to Triton,
-as BF16 sizes that are not whole tiles do.  It has no WGrad of groups: that is
+DeepGEMM has one grid of blocks a matrix, so experts whose parts are not whole blocks, and BF16
+sizes that are not whole tiles, go to Triton.  It has no grouped WGrad: that is
 ``isobit.kernels.hopper.wgrad`` in E4M3, and a kernel here in BF16.
 """
 
@@ -37,10 +37,8 @@ _WHOLE = 64  # DeepGEMM's BF16 tiles
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """The matrices of E experts: values [E, N, K] in E4M3 with FP32 scales [E, blocks of N, blocks
-    of K], or in BF16 without.
-
-    N is that of parts of ``part`` rows, whose blocks begin anew.
+    """The matrices of E experts: E4M3 values [E, N, K] with FP32 scales [E, blocks of N, blocks of
+    K], or BF16 values without.  Blocks of N begin anew at each ``part`` rows.
     """
 
     values: torch.Tensor
@@ -60,7 +58,7 @@ class ExpertMatrices:
 
     @property
     def suits_deep_gemm(self) -> bool:
-        """Whether its sizes are DeepGEMM's."""
+        """Whether DeepGEMM takes its sizes."""
         _, n, k = self.values.shape
         if self.scales is None:
             return n % _WHOLE == 0 and k % _WHOLE == 0
@@ -78,8 +76,8 @@ def grouped_gemm_nt(
     dispatch: Dispatch,
     back_end: Literal["deep_gemm", "triton"] | None = None,
 ) -> torch.Tensor:
-    """A [rows, K] times each expert's B^T -> BF16 [rows, N]; what padding rows get is not said,
-    but zeros give zeros, and rows of no expert zeros.
+    """A [rows, K] times each expert's B^T -> BF16 [rows, N].  Padding rows are undefined, but zeros
+    give zeros, and rows of no expert are zeros.
     """
     num_experts, n, k = b.values.shape
     rows = dispatch.rows
@@ -115,8 +113,8 @@ def _grouped_gemm_kernel(
     N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of OUT [rows, N], all of one expert and one part of its matrix; tiles are
-    walked as by ``triton_gemm``.
+    """One program a tile of OUT [rows, N] within one expert and one part of its matrix; the tiles
+    are walked as in ``gemm``.
     """
     tiles_of_part: tl.constexpr = (PART + BLOCK_N - 1) // BLOCK_N
     tiles_n: tl.constexpr = N // PART * tiles_of_part
@@ -177,8 +175,8 @@ def _transpose_kernel(
     VALUES, SCALES, OUT_VALUES, OUT_SCALES,
     N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of one expert and its scale, of N rows to COLUMNS, where each part is
-    padded to whole blocks with zeros; bytes as integers, since nothing is computed with them.
+    """One program a block of one expert and its scale; N rows become COLUMNS, where zeros pad each
+    part to whole blocks.  Bytes are handled as integers.
     """
     of_part: tl.constexpr = (PART + 127) // 128
     blocks_n: tl.constexpr = N // PART * of_part
@@ -248,8 +246,8 @@ def _grouped_wgrad_kernel(
 def grouped_gemm_tn(
     dy: Operand, x: Operand, grad: torch.Tensor, dispatch: Dispatch, num_experts: int
 ) -> None:
-    """grad, FP32 [E N, K], contiguous, += dY^T X of each expert's rows, which are padded with zeros
-    to whole groups of 128: dY [rows, N] and X [rows, K] in BF16, or dY^T and X^T in token groups.
+    """grad, FP32 [E N, K], contiguous, += dY^T X of each expert's rows, padded with zeros to whole
+    groups of 128: dY [rows, N] and X [rows, K] in BF16, or dY^T and X^T in token groups.
     """
     assert grad.is_contiguous()
     if isinstance(x, QuantRows):

@@ -1,12 +1,9 @@
-"""Publishing a weight on a GPU: FP32 master -> BF16 -> E4M3 in 128x128 blocks, in place and in one
-pass over the master.
+"""Publishing a weight: FP32 master -> BF16 -> E4M3 in 128x128 blocks, in place and in one pass.
 
-The bytes are those of ``isobit.kernels.spec.quantise.quantise_blocks(master.bfloat16())``, blocks
-beginning anew at each part that the matrix fuses: a launch takes one run of them
-(``isobit.kernels.hopper.device_functions``).  A program holds its block in registers, so the master
-is read
-once: 4 bytes in and 1 byte out a weight, at the card's bandwidth.  Where it is asked how many bytes
-become others, it reads the old ones too.
+The bytes are those of ``isobit.kernels.spec.quantise.quantise_blocks(master.bfloat16())``; blocks
+begin anew at each part, and a launch takes one run of them
+(``isobit.kernels.hopper.device_functions``).  A program holds its block in registers, so a weight
+costs 4 bytes in and 1 byte out, and one more in where changed bytes are counted.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -26,9 +23,10 @@ from isobit.precision.quant_tensor import BLOCK, DTYPES, QuantTensor, ScaleKind,
 
 @triton.jit
 def _differing(a, b):
-    """How many bytes differ, int32, counted in every fourth element: whole words, each of one row.
+    """How many bytes differ, int32, counted in every fourth element: words of four, each of one
+    row.
 
-    Byte by byte, ptxas of CUDA 12.8 compares what was never set.
+    Byte by byte, ptxas of CUDA 12.8 compares uninitialised bytes.
     """
     return tl.inline_asm_elementwise(
         "mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; vset4.u32.u32.ne.add $0, $4, $5, $1;",
@@ -40,8 +38,8 @@ def _differing(a, b):
 def _publish_kernel(
     MASTER, VALUES, SCALES, CHANGED, K: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):
-    """One program a block; neighbours share rows of the matrix.  ROWS are its rows where a block is
-    short, or None.
+    """One program a block; neighbours share rows of the matrix.  ROWS is the number of rows where a
+    block is short, else None.
     """
     blocks: tl.constexpr = (K + 127) // 128
     block = tl.program_id(0)
@@ -74,7 +72,7 @@ def publish_blocks(
 ) -> None:
     """Overwrite ``out`` with the quantisation of master, FP32 [N, K], of its parts.
 
-    ``changed``, int32 like ``out.scales``, is given how many bytes of each block are others now.
+    ``changed``, int32 like ``out.scales``, receives how many bytes of each block have changed.
     """
     rows, columns = master.shape
     assert out.granularity == "128x128"
@@ -107,7 +105,7 @@ def publish(site: Site, master: torch.Tensor) -> Operand:
 
 
 def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
-    """Write newer values into the same tensors; -> how many numbers are others now, int64."""
+    """Write newer values into the same tensors; -> how many numbers have changed, int64."""
     master, matrix = master.detach(), weight.matrix
     if isinstance(matrix, QuantTensor):
         changed = torch.empty(matrix.scales.shape, dtype=torch.int32, device=master.device)
@@ -121,5 +119,5 @@ def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
 
 
 def publish_head(table: torch.Tensor) -> torch.Tensor:
-    """lm_head is multiplied with as it is."""
+    """lm_head is used as it is."""
     return table

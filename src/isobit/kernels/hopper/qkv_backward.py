@@ -9,13 +9,11 @@ one kernel.
     d = dv                                                  V
     dbias += sum over tokens of d                           in models that have a bias
 
-Straight-through: the quantisation passes gradients on as they are.  Rounding is that of
-``isobit.kernels.spec.qkv``, ``rms_norm`` and ``linear``; without norms the bits of d are theirs,
-with norms they differ where a sum of D numbers rounds to another number.
+Quantisation passes gradients straight through.  Rounding is that of ``isobit.kernels.spec``;
+without norms d has its bits, with norms they differ where a sum of D numbers rounds differently.
 
-One program takes N tokens
-and up to HEADS heads of one kind, so a token's rows depend on no other token.  It leaves its sums
-over tokens to ``add_block_sums``: no atomics, and one order for every number of tokens.
+A program takes N tokens and up to HEADS heads of one kind and leaves its sums over tokens to
+``add_block_sums``, which has one order for every number of tokens.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -71,10 +69,10 @@ def _rotated_heads(
     COUNT: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr, HADAMARD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Up to HEADS of the COUNT heads of Q or of K, which stand in qkv from ``first_head`` on.
+    """Up to HEADS of the COUNT heads of Q or K, which begin in qkv at ``first_head``.
 
-    A head is two halves [N, HALF] in registers, since the rotation pairs j with HALF + j.  Behind
-    the matrix H (HADAMARD) it was divided by SIZE.
+    A head is two halves [N, HALF] in registers, since the rotation pairs j with HALF + j.  After H
+    (HADAMARD) it was divided by SIZE.
     """
     block = tl.program_id(0).to(tl.int64)
     t = block * N + tl.arange(0, N)
@@ -84,7 +82,7 @@ def _rotated_heads(
     cos = tl.load(COS + angle)
     sin = tl.load(SIN + angle)
 
-    # Terms of the norm's gradient, over the heads; the sum over tokens comes once, at the end.
+    # Terms of the norm's gradient, summed over the heads here and over the tokens at the end.
     sum1 = tl.zeros([N, HALF], tl.float32)
     sum2 = tl.zeros([N, HALF], tl.float32)
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, COUNT), num_stages=1):
@@ -100,7 +98,6 @@ def _rotated_heads(
         d2 = (y2 * cos - y1 * sin).to(tl.bfloat16)
         column = (first_head + head) * (2 * HALF) + j
 
-        # Back through the norm, whose input is read and normed again.
         if NORM is not None:
             g1 = d1.to(tl.float32)
             g2 = d2.to(tl.float32)
@@ -183,7 +180,7 @@ def qkv_backward(
     """BF16 dq [T, H, D], dk and dv [T, G, D], and the forward's qkv, transform and positions ->
     BF16 d_qkv [T, (H + 2G) D], all contiguous.
 
-    Gradients of the norms, FP32 [D], and of the bias, FP32 [(H + 2G) D], are added to; each is
+    Adds to the gradients of the norms, FP32 [D], and of the bias, FP32 [(H + 2G) D], which are
     given exactly if the transform has that weight.
     """
     tokens, heads, kv_heads, dim = (
@@ -199,7 +196,7 @@ def qkv_backward(
         triton.cdiv(n, unit) for n, unit in ((tokens, N), (heads, HEADS), (kv_heads, HEADS))
     )
 
-    # FP32 sums of each block of tokens; of the norms, of each unit of heads too, which share them.
+    # FP32 sums of each block of tokens and, of the norms, of each unit of heads.
     def sums(grad: torch.Tensor | None, units: int) -> torch.Tensor | None:
         return (
             None
@@ -218,7 +215,7 @@ def qkv_backward(
         *(part for _, part in parts), tokens, transform.epsilon, heads, kv_heads, dim, N, HEADS,
         transform.hadamard, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    # One order of adding, whatever the order in which programs ran.
+
     for grad, part in parts:
         if grad is not None and part is not None:
             add_block_sums(part, grad)

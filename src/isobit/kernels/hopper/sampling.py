@@ -1,21 +1,18 @@
-"""Drawing tokens on a GPU from FP32 logits: one read of the logits, and bits that depend on a row,
-its key and its position alone.
+"""Drawing tokens from FP32 logits, which are read once; a token's bits depend on its row, key and
+position alone.
 
 The draw is Gumbel-max in two stages.  With S_c the log-sum-exp of the x of chunk c and independent
 Gumbel noise g,
 
     c* = argmax_c S_c + g_(V + c)        v* = argmax over v in c* of x_v + g_v
 
-gives v with probability exp(S_c - L) exp(x_v - S_c) = p_v.  So noise is made for the chunks and for
-one chunk's entries, not for the vocabulary.  g_i comes from output i of the sample's generator at
-that position (``isobit.kernels.spec.head``), in FP32: with u the uniform of 53 bits, -log(u) is
--log1p(-(1 - u)), which keeps its relative precision where it is small, and there alone a draw is
-decided.  Temperature 0 takes the largest logit, the lowest id among equals.
+gives v with probability exp(S_c - L) exp(x_v - S_c) = p_v.  So noise is made only for the chunks
+and for one chunk's entries.  g_i comes from output i of the sample's generator at that position
+(``isobit.kernels.spec.head``), in FP32: with u the uniform of 53 bits, -log(u) is -log1p(-(1 - u)),
+which keeps its relative precision where it is small, the only range that decides a draw.
+Temperature 0 takes the largest logit, the lowest id among equals.
 
 Chunks, L and log-probabilities are those of ``isobit.kernels.hopper.head``.
-
-The counter-based noise of ``isobit.kernels.spec.head`` inside a kernel: output i + 1 of
-splitmix64 is mix(seed + (i + 1) * golden).
 """
 
 import torch
@@ -60,14 +57,14 @@ def splitmix64(seed, index):
 _UNIT = tl.constexpr(2.0**-53)
 _BELOW_1 = tl.constexpr(1 - 2.0**-24)  # a complement that rounds to 1 would make the noise infinite
 _TRUNCATED_ROWS = 16
-"""Rows of a block that is sorted: always as many, because a library may choose its algorithm by the
-number of rows.
+"""Rows of a block that is sorted: a fixed number, since a library may choose its algorithm by
+it.
 """
 
 
 @triton.jit
 def _gumbel(seed, index):
-    """Gumbel noise -log(-log u) in FP32."""
+    """-log(-log u) in FP32."""
     odd = (splitmix64(seed, index.to(tl.uint64)) >> 11) | 1  # u is odd * 2^-53
     complement = ((1 << 53) - odd).to(tl.float32) * _UNIT
     return -tl.log(-libdevice.log1p(-tl.minimum(complement, _BELOW_1)))
@@ -78,9 +75,8 @@ def _draw_kernel(
     LOGITS, ROW, TEMPERATURE, KEY, POSITION, STATS, TOKEN, LOG_PROB,
     V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One program a sample: its chunk, then its token.
-
-    ``argmax`` takes the lowest index among equals.
+    """One program a sample: its chunk, then its token.  ``argmax`` takes the lowest index among
+    equals.
     """
     n = tl.program_id(0).to(tl.int64)
     temperature = tl.load(TEMPERATURE + n)
@@ -88,19 +84,19 @@ def _draw_kernel(
     logits = LOGITS + tl.load(ROW + n).to(tl.int64) * V
     seed = splitmix64(tl.load(KEY + n).to(tl.uint64), tl.load(POSITION + n).to(tl.uint64))
 
-    # The chunk: S_c = m + log s.  Padding has m = -inf and s = 0, and loses.
+    # S_c = m + log s; padding has m = -inf and s = 0.
     m, s, log_sum, _ = combine(STATS, n, CHUNKS, PADDED)
     score = m
     if temperature > 0:
         score += tl.log(s) + _gumbel(seed, V + tl.arange(0, PADDED))
 
-    # The token: the chosen chunk's logits alone are read again.
+    # Only the chosen chunk's logits are read again.
     column = tl.argmax(score, 0) * CHUNK + tl.arange(0, CHUNK)
     score = tl.load(logits + column, mask=column < V, other=-float("inf")) * inverse
     if temperature > 0:
         score += _gumbel(seed, column)
     token = tl.argmax(score, 0) + tl.min(column, 0)
-    # No comparison says where a row with a NaN would end up.
+    # A row with a NaN would give an arbitrary index.
     token = tl.where(log_sum == log_sum, token, 0)
     tl.store(TOKEN + n, token.to(tl.int64))
     tl.store(LOG_PROB + n, tl.load(logits + token) * inverse - log_sum)
@@ -109,8 +105,7 @@ def _draw_kernel(
 def sample_tokens(
     logits: Tensor, rows: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a sample from the full vocabulary.  Nothing waits for the device: it can be
-    captured in a graph.
+    """Draw one token a sample from the full vocabulary; a graph can capture it.
 
     Args:
         logits: FP32 [R, V].
@@ -120,8 +115,8 @@ def sample_tokens(
         positions: int64 [N].
 
     Returns:
-        Tokens int64 [N] and their log-probabilities FP32 [N].  A row with a NaN or an infinity
-        gives token 0 with log-probability NaN.
+        Tokens int64 [N] and their log-probabilities FP32 [N].  A row with a NaN or an infinity gives
+        token 0 with log-probability NaN.
     """
     stats = chunk_stats(logits, rows, temperatures)
     tokens, log_probs = torch.empty_like(keys), torch.empty_like(temperatures)
@@ -145,30 +140,18 @@ def sample_truncated(
     min_p: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sample_tokens`` where some samples truncate their distribution
-    (``isobit.kernels.spec.head.truncate``).
+    (``isobit.kernels.spec.head.truncate``): top_k int64 [N] (0 is off), top_p FP64 [N] (1 is off)
+    and min_p FP64 [N] (0 is off).
 
-    A sample without a filter, or greedy, gets what ``sample_tokens`` gives it, whatever its
-    neighbours do.
-
-    Args:
-        logits: FP32 [R, V].
-        rows: int32 [N].
-        temperatures: FP32 [N].
-        keys: int64 [N].
-        positions: int64 [N].
-        top_k: int64 [N]; 0 is off.
-        top_p: FP64 [N]; 1 is off.
-        min_p: FP64 [N]; 0 is off.
-
-    Returns:
-        Tokens int64 [N], log-probabilities over the full vocabulary and under the truncated
-        distribution, FP32 [N].
+    -> tokens int64 [N], log-probabilities over the full vocabulary and under the truncated
+    distribution, FP32 [N].  A sample without a filter, or greedy, gets what ``sample_tokens``
+    gives.
     """
-    # Every sample is drawn both ways: which of them truncates is known on the device alone.
+    # Every sample is drawn both ways: only the device knows which of them truncates.
     tokens, log_probs = sample_tokens(logits, rows, temperatures, keys, positions)
     log_sums, _ = log_sums_and_entropies(logits, temperatures, rows)
 
-    # Blocks of always as many rows; the last is filled up from the first samples.
+    # The last block is filled up from the first samples.
     samples = rows.numel()
     order = (
         torch.arange(-(-samples // _TRUNCATED_ROWS) * _TRUNCATED_ROWS, device=logits.device)
@@ -217,8 +200,8 @@ def _draw_truncated(
 
 
 def draw_tokens(logits: Tensor, draws: Draws) -> Drawn:
-    """The next token of N samples, each from its row of the logits FP32 [R, V]; the fused draw
-    where nobody has a filter.  Nothing waits for the device without one.
+    """The next token of N samples, each from its row of the logits FP32 [R, V].  Without filters
+    the host does not wait for the device.
     """
     noise = draws.rows, draws.temperatures, draws.keys, draws.positions
     if draws.filters is None:

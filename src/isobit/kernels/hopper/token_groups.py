@@ -1,5 +1,4 @@
-"""Quantisers of WGrad's operands on a GPU: E4M3 in groups of 128 tokens of one column, written
-transposed.
+"""Quantisers of WGrad's operands: E4M3 in groups of 128 tokens of one column, written transposed.
 
     quantise_tokens    x                  -> x^T in token groups
     quantise_both      x                  -> x in row groups, and x^T in token groups
@@ -7,20 +6,17 @@ transposed.
     swiglu_tokens      silu(gate) * up    -> y^T in token groups
     swiglu_both        silu(gate) * up    -> y in row groups, and y^T in token groups
 
-each from one read of its input; row groups are those of FProp or DGrad.  The tensor cores want both
+each from one read of its input; row groups are those of FProp or DGrad.  Tensor cores read both
 operands along the tokens, so X [T, C] becomes values [C, Tp], Tp = T rounded up to 128, and scales
-[C, Tp / 128]: a ``QuantRows`` of X^T, zeros beyond T.  The bytes are those of
-``isobit.kernels.spec.quantise.quantise_tokens``, and of ``quantise_rows`` for the row groups.  What
-is quantised is rounded to BF16 first.
+[C, Tp / 128]: a ``QuantRows`` of X^T, zeros beyond T.  The bytes are those of ``quantise_tokens``
+and ``quantise_rows`` in ``isobit.kernels.spec.quantise``, of input that is rounded to BF16 first.
 
-A program has a tile of 128 tokens and 128 columns, so it has both kinds of group whole, and takes
-it in strips, in Gluon.  Strips of 32 tokens are loaded, leave as row groups, and wait in shared
-memory in BF16; strips of 32 columns are then read from there across and leave as token groups.  A
-thread holds 16 numbers at a time, and up to six programs share a multiprocessor, so that each hides
-behind the others: a whole tile in registers is loaded, computed and stored in turn.  A warp stores
-whole lines of both copies.  The rows of shared memory are padded by 16 bytes every 16 rows: the 8
-threads that read a column's 128 tokens find them in different banks, and vectors of 16 bytes stay
-aligned, which Triton does not check.
+A program has a tile of 128 tokens and 128 columns, in which both kinds of group are whole.  Strips
+of 32 tokens are loaded, stored as row groups, and kept in shared memory in BF16; strips of 32
+columns are then read from there and stored as token groups.  A thread holds 16 numbers at a time,
+so up to six programs share a multiprocessor and hide each other's latency.  The rows of shared
+memory are padded by 16 bytes every 16 rows: the 8 threads that read a column's 128 tokens then use
+different banks, and vectors of 16 bytes stay aligned, which Triton does not check.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -51,7 +47,7 @@ _amax_bits, _to_e4m3, _gated = (gluon.jit(part.fn) for part in (amax_bits, to_e4
 @gluon.jit
 def widen(x):
     """BF16 -> FP32 by pairs: beside casts of single numbers, ptxas also rounds to BF16 one by one,
-    by the slow instruction.
+    with the slow instruction.
     """
     return gl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
@@ -65,8 +61,8 @@ def widen(x):
 
 @gluon.jit
 def load_rows(X, row, inside, group, C: gl.constexpr, ROW: gl.constexpr):
-    """BF16 strip of the first C columns of X [tokens, ROW], a group of 128; zeros beyond the tokens
-    and the columns.
+    """BF16 strip of one group of 128 of the first C columns of X [tokens, ROW]; zeros beyond the
+    tokens and the columns.
     """
     column = group * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
     mask = inside[:, None]
@@ -124,14 +120,14 @@ def _quantise_kernel(
     C: gl.constexpr, X_ROW: gl.constexpr, OUT: gl.constexpr, OUT_ROW: gl.constexpr,
     COLUMNS: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    """One program a tile of C columns of X [tokens, X_ROW], to OUT of OUT_ROW in row groups and to
-    C rows of COLUMNS in token groups; or where GATED, of y: X has gate, and C columns further up.
+    """One program a tile of C columns of X [tokens, X_ROW], to OUT columns of OUT_ROW in row groups
+    and to C rows of COLUMNS in token groups; if GATED, of silu(gate) * up, with up C columns
+    behind.
     """
     tile = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
     group = gl.program_id(0)  # of columns; axis 1 counts groups of tokens
 
-    # Strips of 32 tokens: from memory to row groups, and to the tile for the way across.  Tokens
-    # beyond the last are zeros in the tile, and so in the token groups.
+    # Strips of 32 tokens, to row groups and to the tile; zeros for tokens beyond the last.
     for strip in gl.static_range(128 // STRIP):
         row = (
             gl.program_id(1).to(gl.int64) * 128
@@ -151,8 +147,7 @@ def _quantise_kernel(
                 x, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, group, OUT, OUT_ROW,
                 POWER_OF_TWO,
             )  # fmt: skip
-
-    # Strips of 32 columns, in the other layout.  The compiler puts the barrier between.
+    # The compiler puts the barrier between.
     store_tokens(tile, TOKEN_VALUES, TOKEN_SCALES, group, C, 0, COLUMNS, POWER_OF_TWO)
 
 
@@ -193,9 +188,7 @@ def gradient_both(
 
 
 def swiglu_tokens(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
-    """[T, 2 C] BF16, contiguous, gate before up -> y^T in token groups, [C, Tp]; y = silu(gate) *
-    up.
-    """
+    """[T, 2 C] BF16, contiguous, gate before up -> (silu(gate) * up)^T in token groups, [C, Tp]."""
     tokens = empty_tokens(gate_up, gate_up.shape[1] // 2)
     _quantise(gate_up, None, tokens, scales, gate_up.shape[1], gated=True)
     return tokens
@@ -222,7 +215,7 @@ def _quantise(
     gated: bool = False,
 ) -> None:
     """Columns of x, whose rows are ``row`` apart, to as many rows of ``tokens``, and to ``rows``,
-    zeros behind.
+    followed by zeros.
     """
     count, columns = x.shape[0], tokens.values.shape[0]
     to = tokens if rows is None else rows
@@ -237,12 +230,14 @@ def _quantise(
 
 
 def empty_tokens(source: torch.Tensor, columns: int) -> QuantRows:
-    """Unwritten storage for a matrix [T, columns] in token groups, made from ``source``, T rows."""
+    """Uninitialised token groups of a matrix [T, columns] that is made from ``source``, with T
+    rows.
+    """
     assert source.dtype == torch.bfloat16
     assert source.is_contiguous()
     return QuantRows.empty(columns, num_blocks(source.shape[0]) * BLOCK, source.device)
 
 
 def tile_grid(tokens: int, columns: int) -> tuple[int, int]:
-    """The grid: neighbours share tokens."""
+    """The grid; neighbours share tokens."""
     return num_blocks(columns), num_blocks(tokens)

@@ -1,19 +1,17 @@
-"""WGrad's GEMM in E4M3 where DeepGEMM is missing, with its bits where scales are powers of two:
-summed in FP32, added to the gradient.
+"""WGrad's GEMM in E4M3 where DeepGEMM is missing, with the same bits where scales are powers of
+two:
 
     grad[n, k] += sum over t of  (sum_j A[n, 128 t + j] B[k, 128 t + j]) * a[n, t] * b[k, t]
 
-over token groups t.  A = dY^T [N, Tp] and B = X^T [K, Tp] are what
-``isobit.kernels.hopper.token_groups`` writes, a and b their scales.  Tensor cores hold the product
-of a group in 14 bits, so each is scaled and added up in FP32, in the order of the groups.  Unlike
-in the other GEMMs both operands have a scale a row and group: that is two operations an element,
-and they, not the tensor cores, are what the kernel waits for.
+over token groups t, in FP32.  A = dY^T [N, Tp] and B = X^T [K, Tp] come from
+``isobit.kernels.hopper.token_groups``, a and b are their scales.  Tensor cores hold a group's
+product in 14 bits, so each is scaled and added in FP32, in the order of the groups.  The two
+operations an element that this takes, not the tensor cores, limit the kernel.
 
-A program holds 256 x 128 sums in two warpgroups of 128 rows, which is all that the registers have
-room for; a third role, one warp, fetches the tiles of a token group into a ring of buffers with the
-copy engine: `full` says that they have come, `empty` that both warpgroups are done with them.  A
-warpgroup computes the product of 64 rows at a time, 64 registers of a thread.  The finished sum is
-added to ``grad``.
+A program holds 256 x 128 sums in two warpgroups of 128 rows, all that the registers have space for,
+and each computes the product of 64 rows at a time.  One more warp copies the tiles of token groups
+into a ring of buffers: `full` signals that they have arrived, `empty` that both warpgroups have
+read them.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -39,7 +37,7 @@ ROWS = gl.constexpr(256)  # of A, of a program
 PART = gl.constexpr(64)  # of them, of a product: two of each warpgroup
 BLOCK = gl.constexpr(128)  # rows of B, and tokens of a group
 STAGES = 4  # buffers
-NEIGHBOURS = gl.constexpr(8)  # programs that follow each other share B, so many times
+NEIGHBOURS = gl.constexpr(8)  # consecutive programs that share B
 SWIZZLED = gl.NVMMASharedLayout(128, 8, rank=2)  # E4M3 tiles, as the tensor cores read them
 FLAT = gl.NVMMASharedLayout(0, 32, rank=1)  # FP32 vectors
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
@@ -63,14 +61,13 @@ def _consumer(
 ):  # fmt: skip
     """One warpgroup: rows 2 WHICH PART to 2 PART more of the program's, and all of its columns.
 
-    Its FP32 sums are in registers, one matrix for each PART of rows, and the product of one PART at
-    a time beside them.
+    The FP32 sums are in registers, one matrix for each PART of rows, beside one PART's product.
     """
     STAGES: gl.constexpr = b_smem.shape[0]
     upper = gl.zeros([PART, BLOCK], gl.float32, SUMS)
     lower = gl.zeros([PART, BLOCK], gl.float32, SUMS)
     for group in range(groups):
-        # Each buffer's phases alternate: the parity of how often it was filled before.
+        # The phase of a buffer is the parity of how often it was filled before.
         stage = group % STAGES
         mbarrier.wait(full.index(stage), group // STAGES & 1)
         b = b_smem.index(stage)
@@ -90,10 +87,9 @@ def _consumer(
             a_scale.slice((2 * WHICH + 1) * PART, PART),
             b_scale,
         )
-        # Both products are done and both scales are in registers: the buffer may be overwritten.
+
         mbarrier.arrive(empty.index(stage))
 
-    # No other program has these elements of grad [N, K].
     column = first_column + gl.arange(0, BLOCK, gl.SliceLayout(0, SUMS))
     row = first_row + 2 * WHICH * PART + gl.arange(0, PART, gl.SliceLayout(1, SUMS))
     at = row.to(gl.int64)[:, None] * K + column[None, :]
@@ -114,10 +110,10 @@ def _producer(
     a_desc, b_desc, a_scale_desc, b_scale_desc, a_smem, b_smem, a_scales, b_scales, full, empty,
     first_row, first_column, rows, K, first_group, groups,
 ):  # fmt: skip
-    """The warp that fetches both operands and their scales, a token group at a time.
+    """The warp that copies both operands and their scales, a token group at a time.
 
-    Scales are read as vectors [groups * rows].  Where a last tile hangs over, the rows beyond the
-    matrix are zeros and their scales another group's or zeros: they are computed and not stored.
+    Scales are read as vectors [groups * rows].  In a tile that exceeds the matrix, rows beyond it
+    are zeros and their scales arbitrary: they are computed and not stored.
     """
     STAGES: gl.constexpr = b_smem.shape[0]
     for group in range(groups):
@@ -154,8 +150,8 @@ def _wgrad_kernel(
     Shared memory: the ring, of A in parts of PART rows (part p of buffer s is s * 4 + p), of B, and
     of both scales.
     """
-    # Tiles are taken in bands of NEIGHBOURS tile rows, column by column: who follows each other
-    # shares B's columns in the L2 cache.  The last band may be lower.
+    # Bands of NEIGHBOURS tile rows are walked column by column: consecutive programs share B's
+    # columns in the L2 cache.  The last band may be lower.
     tiles: gl.constexpr = (N + ROWS - 1) // ROWS
     across: gl.constexpr = (K + BLOCK - 1) // BLOCK
     pid = gl.program_id(0)
@@ -175,7 +171,6 @@ def _wgrad_kernel(
     b_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, BLOCK], b_desc.layout)
     a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], a_scale_desc.layout)
     b_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], b_scale_desc.layout)
-
     # `full` takes the producer's arrival and its bytes, `empty` one arrival from each warpgroup.
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -207,11 +202,11 @@ def _wgrad_kernel(
 def triton_fp8_gemm_tn(
     dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, starts: torch.Tensor | None = None
 ) -> None:
-    """Add dY^T X to grad, FP32 [N, K], contiguous, from dY^T [N, Tp] and X^T [K, Tp] in groups of
-    128 tokens; N and K are multiples of 8, for the copy engine.
+    """grad, FP32 [N, K], contiguous, += dY^T X, from dY^T [N, Tp] and X^T [K, Tp] in groups of 128
+    tokens; N and K are multiples of 8, for the copy engine.
 
-    With ``starts``, int32 [E + 1], grad is [E N, K]: expert e has the groups [starts[e], starts[e +
-    1]).
+    With ``starts``, int32 [E + 1], grad is [E N, K], and expert e has the groups [starts[e],
+    starts[e + 1]).
     """
     (n, tokens), k = dy_t.values.shape, x_t.values.shape[0]
     assert grad.dtype == torch.float32
