@@ -1,17 +1,14 @@
-"""The checksum of bytes (``isobit.kernels.noise``) on a GPU: one launch for any number of
-tensors, each byte read once and nothing written but a number a program.
+"""The checksum of bytes (``isobit.kernels.noise``): one launch for any number of tensors, each byte
+read once and one number written a program.
 
-A u_i is some twenty instructions, more than there is time for at every word.  They are the same in
-every chunk, so a program takes the same places of several chunks, and the sums change places:
+A u_i takes some twenty instructions, too many for every word.  They are the same in every chunk, so
+a program takes the same places of up to _RUN chunks and computes each u_i once:
 
     sum_i u_i (sum_c v_c word_(c C + i))
 
-A word is then multiplied by a number that all lanes share, and a u_i is made once for up to _RUN
-words.  A chunk's places are columns of _WIDTH; a tensor's programs are the columns that it touches,
-all of them where it is as long as a chunk, times runs of _RUN chunks.  Which tensors there are, and
-whose a program is, stands in tables on the device.
-
-Integers wrap modulo 2^64 and their sums have no order: how they are cut changes nothing.
+A chunk's places are columns of _WIDTH.  A tensor's programs are the columns that it touches times
+its runs of _RUN chunks; tables on the device say which tensor a program has.  Integer sums modulo
+2^64 have no order, so the division into programs changes nothing.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -44,7 +41,7 @@ def _outer(seed, chunk):
 
 @triton.jit
 def _from_bytes(origin, start, begin, end, WIDTH: tl.constexpr):
-    """int32 [WIDTH] from byte ``start`` of a tensor; zeros for bytes that are not there."""
+    """int32 [WIDTH] from byte ``start`` of a tensor; zeros for bytes outside it."""
     address = origin.to(tl.pointer_type(tl.uint8))
     words = tl.zeros([WIDTH], tl.int32)
     for place in range(_WORD):
@@ -58,8 +55,7 @@ def _from_bytes(origin, start, begin, end, WIDTH: tl.constexpr):
 def _sums_kernel(TABLE, OWNER, SUMS, CHUNK: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr):
     """One program WIDTH places of RUN chunks of a tensor, whose row of the table is ``_row``'s.
 
-    Where all of a column's bytes are there, which are as aligned as the tensor's, they are read as
-    vectors of words; at the ends of a tensor byte by byte.
+    Whole aligned columns are read as vectors of words; the ends of a tensor byte by byte.
     """
     program = tl.program_id(0)
     row = TABLE + tl.load(OWNER + program) * _FIELDS
@@ -94,8 +90,8 @@ def _sums_kernel(TABLE, OWNER, SUMS, CHUNK: tl.constexpr, WIDTH: tl.constexpr, R
 
 
 def checksum(rows: Sequence[Rows]) -> int:
-    """See ``Backend``.  Rows whose address and place in the whole tensor are not equal modulo 16
-    are read byte by byte.
+    """The checksum of rows.  Where their address and place in the whole tensor are not equal modulo
+    16, they are read byte by byte.
     """
     tensors = [one.tensor.contiguous() for one in rows]
     table, programs = list[tuple[int, ...]](), 0
@@ -111,8 +107,8 @@ def checksum(rows: Sequence[Rows]) -> int:
 
 
 def _row(tensor: torch.Tensor, begin: int, seed: int, before: int) -> tuple[int, ...]:
-    """Where byte 0 of the whole tensor would lie; the bytes that are there, from and to; the seed;
-    its columns, the programs of the tensors before it, and its own.
+    """The address of byte 0 of the whole tensor; the range of bytes; the seed; its columns, the
+    number of programs of earlier tensors, and its own.
     """
     end = begin + tensor.nbytes
     columns = min(_touched(begin, end, _WIDTH), CHUNK // _WIDTH)
@@ -121,6 +117,6 @@ def _row(tensor: torch.Tensor, begin: int, seed: int, before: int) -> tuple[int,
 
 
 def _touched(begin: int, end: int, words: int) -> int:
-    """Blocks of so many words in which bytes lie."""
+    """Blocks of ``words`` words that contain some of the bytes."""
     size = words * WORD
     return -(-end // size) - begin // size

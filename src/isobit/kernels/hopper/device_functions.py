@@ -1,28 +1,18 @@
-"""Sums over tokens without atomics: each block of tokens leaves its sum, and one kernel adds the
-blocks to a gradient.
+"""What several kernels share: sums over blocks, the Hadamard product, and runs of parts.
 
-    grad[c] += sum over blocks b of sums[b, c]
-
-Of a column, ROWS running sums take blocks b = i, i + ROWS, ... in ascending order; a fixed tree
-joins them, and one addition brings the total to the gradient.  So a sum's order depends on the
+**Sums over tokens** without atomics: each block of tokens leaves its sum, and ``add_block_sums``
+computes grad[c] += sum over blocks b of sums[b, c].  In a column, ROWS running sums take the blocks
+b = i, i + ROWS, ... in ascending order, and a fixed tree joins them: the order depends on the
 number of blocks alone.
 
-``isobit.kernels.spec.qkv`` of vectors in registers, with its bits, for the kernels between
-the qkv GEMM and attention.
+**Hadamard.**  The product of ``isobit.kernels.spec.qkv`` of vectors in registers, with its bits.  A
+vector is two halves, since the rotation pairs j with D / 2 + j, and a half lies in a few
+neighbouring threads of one warp: close pairs are in one thread, the others cost a shuffle.
 
-A vector is two halves there, since the rotation pairs j with D / 2 + j, and a half lies in a few
-neighbouring threads of one warp: pairs that are close stand in one thread, the others cost a
-shuffle.
-
-The parts of a fused matrix, as kernels and products take them.
-
-The grid of 128x128 blocks begins anew at each part.  Behind a part of whole blocks it goes on as if
-there were no border, so that such parts are taken together with what follows: a *run*.  A model
-whose sizes are multiples of 128 has one run a matrix.
-
-DGrad contracts over the rows of a matrix, along which its two operands then share the grid.  Both
-are laid out in whole blocks: where a block is short, zeros fill it up, N numbers become
-``padded_size``.
+**Runs.**  The grid of 128x128 blocks begins anew at each part of a fused matrix.  Parts of whole
+blocks are taken together with what follows, as a *run*: if all sizes are multiples of 128, a matrix
+is one run.  DGrad contracts over the rows of a matrix, so both its operands are laid out in whole
+blocks, with zeros behind short ones: N rows become ``padded_size``.
 """
 
 from dataclasses import dataclass
@@ -58,7 +48,7 @@ def _add_kernel(SUMS, GRAD, blocks, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 
 
 def add_block_sums(sums: torch.Tensor, grad: torch.Tensor) -> None:
-    """FP32 [blocks, C] is added over its blocks to FP32 [C], in place."""
+    """grad FP32 [C] += the sum of FP32 [blocks, C] over its blocks."""
     blocks, columns = sums.shape
     _add_kernel[(triton.cdiv(columns, _COLUMNS),)](
         sums, grad, blocks, columns, _ROWS, _COLUMNS, num_warps=4
@@ -67,11 +57,11 @@ def add_block_sums(sums: torch.Tensor, grad: torch.Tensor) -> None:
 
 @triton.jit
 def _pairs(x, APART: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr):
-    """FP32 [N, SIZE]: (a, b) -> (a + b, a - b) of numbers that are so far apart."""
+    """FP32 [N, SIZE]: (a, b) -> (a + b, a - b) of numbers that are APART."""
     pairs: tl.constexpr = SIZE // (2 * APART)
     bits = tl.reshape(x, [N, pairs, 2, APART]).to(tl.int32, bitcast=True)
-    # A sum of two integers less one of them is the other one: Triton has sums along an axis, which
-    # become shuffles, and no way to ask for the neighbour.
+    # The sum of two integers minus one of them is the other: Triton has sums along an axis, which
+    # become shuffles, but no access to a neighbour.
     other = (tl.sum(bits, 2, keep_dims=True) - bits).to(tl.float32, bitcast=True)
     sign = (tl.arange(0, 2) << 31)[None, None, :, None]
     own = (bits ^ sign).to(tl.float32, bitcast=True)
@@ -89,7 +79,7 @@ def hadamard(x1, x2, N: tl.constexpr, HALF: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring rows of a matrix whose blocks are all whole, but perhaps the last."""
+    """Consecutive rows of a matrix whose blocks are whole, except perhaps the last."""
 
     first: int
     """Row of the matrix."""
@@ -100,7 +90,6 @@ class Run:
 
     @property
     def blocks(self) -> int:
-        """Blocks along the rows."""
         return num_blocks(self.size)
 
 

@@ -1,36 +1,26 @@
-"""The GEMMs on Hopper, through a library where one is exact: FP8 blocks for the linears, BF16 for
-lm_head and for layers in BF16.
+"""The GEMMs on Hopper: FP8 blocks for the linears, BF16 for lm_head and for layers in BF16.
 
-    Y[m, n] = sum over blocks k of  (sum_j A[m, kj] B[n, kj]) * scale_a[m, k] * scale_b[n/128, k]
+    E4M3   Y[m, n] = sum over blocks k of  (sum_j A[m, kj] B[n, kj]) * scale_a[m, k] * scale_b[n/128, k]
+    BF16   Y[m, n] = sum_j A[m, j] B[n, j]
 
-with FP32 in between.
-
-A row's bits may not depend on M.  What holds that, in order of preference (tests/gpu/test_gemm.py
-measures all of it):
+summed in FP32.  A row's bits may not depend on M.  These libraries keep that, in order of
+preference (tests/gpu/test_gemm.py):
 
     deep_gemm    promotes each 128-long block to FP32 in ascending order of K and never splits K;
-                 the fastest at every decode size. Compiles each kernel at its first use with nvcc
+                 the fastest at every decode size.  Compiles each kernel at its first use with nvcc
                  (DG_JIT_CACHE_DIR keeps them).
-    scaled_mm    cuBLASLt, FP8 with power-of-two scales only: the same bits as DeepGEMM for every
-                 shape and M tried, since scaling is exact. With FP32 scales its rows change with M
-                 (seen: 4096 x 12288, M = 3 against 1024), and cuBLAS's BF16 rows do too.
-    triton       ``isobit.kernels.hopper.gemm``: needs nothing, takes every size; the same
-                 bits as DeepGEMM in FP8 and in BF16.
+    scaled_mm    cuBLASLt, FP8 with power-of-two scales only, where scaling is exact: the bits of
+                 DeepGEMM for every shape and M tried.  With FP32 scales its rows change with M
+                 (seen: 4096 x 12288, M = 3 against 1024), as do cuBLAS's BF16 rows.
+    triton       the kernel below: needs no library, takes every size, slower, and has the bits of
+                 DeepGEMM in FP8 and BF16.
 
 A choice may depend on what is installed and on N and K, never on M.
 
-The GEMM that needs no library, for FP8 blocks and for BF16: slower than DeepGEMM, with the same
-bits.
-
-    E4M3   Y[m, n] = sum over blocks k, ascending, of
-                         fma(sum_j A[m, kj] B[n, kj], scale_a[m, k] * scale_b[n/128, k], .)
-    BF16   Y[m, n] = sum_j A[m, j] B[n, j]
-
-the BF16 sum in the tensor cores' FP32 accumulator, ascending in steps of 16.
-
-One program makes a whole element, K is never split, and both tiles, 64x128 and 128x128, issue wgmma
-of 64 rows: an element's operations are the same in either.  A tile of fewer than 64 rows would be
-lowered to another instruction with other bits.
+In the Triton kernel one program computes a whole element, by one fma a block in FP8, and in BF16 in
+the tensor cores' FP32 accumulator in steps of 16, both ascending.  K is never split, and both
+tiles, 64x128 and 128x128, issue wgmma of 64 rows, so an element's operations are the same in
+either.  A tile of fewer rows would be lowered to another instruction with other bits.
 """
 
 import importlib.util
@@ -56,9 +46,7 @@ from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 
 
 _BLOCK = 128
-_PROGRAMS = (
-    132  # multiprocessors of a Hopper card: from as many large tiles on, large tiles are the faster
-)
+_PROGRAMS = 132  # multiprocessors of a Hopper card: with as many large tiles, these are faster
 
 
 @triton.jit(do_not_specialize=["m", "a_scale_stride"])
@@ -66,8 +54,8 @@ def _gemm_kernel(
     A, B, A_SCALE, B_SCALE, OUT, m, n, k, a_scale_stride, out_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of OUT [m, n]; the tiles of 8 tile rows are walked column by column, so
-    that they share B in the L2 cache.
+    """One program a tile of OUT [m, n]; bands of 8 tile rows are walked column by column, to share
+    B in the L2 cache.
     """
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
@@ -104,8 +92,8 @@ def _gemm_kernel(
 
 
 def triton_fp8_gemm_nt(a: QuantRows, b: QuantTensor, out: torch.Tensor) -> None:
-    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks of one part -> A B^T to out, BF16
-    [M, N], perhaps columns of a larger matrix.
+    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks of one part -> A B^T to out, BF16 [M,
+    N], perhaps columns of a larger matrix.
     """
     _launch(a.values, b.values, out, a.scales, b.scales)
 
@@ -144,7 +132,7 @@ def tile(m: int, n: int) -> tuple[int, int]:
 
 
 def stages(block_m: int, element_size: int) -> int:
-    """Tiles of A and B that fit the shared memory at once, for loads in flight."""
+    """Pipeline stages of tiles of A and B that fit the shared memory."""
     return min(6, 196 * 1024 // ((block_m + _BLOCK) * _BLOCK * element_size))
 
 
@@ -178,8 +166,8 @@ def why_not_deep_gemm() -> str | None:
 
 
 def call_deep_gemm(name: str, *operands: Any, **options: Any) -> None:
-    """Call a function of DeepGEMM, one thread at a time: it keeps what it has compiled in a table
-    without a lock, and its binding (tvm-ffi) lets go of Python's own while it is called.
+    """Call a function of DeepGEMM, one thread at a time: its table of compiled kernels has no lock,
+    and its binding (tvm-ffi) releases Python's.
     """
     import deep_gemm  # pyright: ignore[reportMissingImports]
 
@@ -188,7 +176,7 @@ def call_deep_gemm(name: str, *operands: Any, **options: Any) -> None:
 
 
 def find_nvcc() -> str | None:
-    """Where DeepGEMM's own search would find the compiler."""
+    """The compiler that DeepGEMM would find."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home is not None:
         return shutil.which("nvcc", path=str(Path(home) / "bin"))
@@ -196,19 +184,17 @@ def find_nvcc() -> str | None:
 
 
 def gemm_back_end(scales: ScaleKind) -> BackEnd:
-    """What multiplies FP8 blocks with scales of this kind."""
+    """The library for FP8 blocks with scales of this kind."""
     if why_not_deep_gemm() is None:
         return "deep_gemm"
     return "scaled_mm" if scales == "power_of_two" else "triton"
 
 
 def bf16_back_end() -> Literal["deep_gemm", "triton"]:
-    """What multiplies BF16 matrices."""
     return "deep_gemm" if why_not_deep_gemm() is None else "triton"
 
 
 def wgrad_back_end() -> WGradBackEnd:
-    """What multiplies WGrad's operands."""
     return "deep_gemm" if why_not_deep_gemm() is None else "triton"
 
 
@@ -234,10 +220,9 @@ def describe_back_ends() -> dict[str, str]:
 def fp8_gemm_nt(
     a: QuantRows, b: QuantTensor, scales: ScaleKind, back_end: BackEnd | None = None
 ) -> torch.Tensor:
-    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks, scales of one kind -> A B^T, BF16
-    [M, N].
-
-    The libraries know one grid, so B's parts are multiplied a run at a time, to their own columns.
+    """A [M, K] in 1x128 groups, B [N, K] in 128x128 blocks, scales of one kind -> A B^T, BF16 [M,
+    N].  Each run of B's parts is multiplied into its own columns, since the libraries have one grid
+    of blocks.
     """
     assert b.granularity == "128x128"
     back_end = back_end or gemm_back_end(scales)
@@ -283,7 +268,7 @@ def _multiply(a: QuantRows, b: QuantTensor, out: torch.Tensor, back_end: BackEnd
 
 
 def _scaled_mm(a: QuantRows, b: QuantTensor) -> torch.Tensor:
-    """cuBLASLt wants rows of A in multiples of 4, like their scales, and B's scales with K padded
+    """cuBLASLt takes rows of A in multiples of 4, like their scales, and B's scales with K padded
     to a multiple of 4 blocks.
     """
     rows, blocks = a.scales.shape

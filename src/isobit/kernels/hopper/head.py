@@ -1,52 +1,46 @@
-"""What a log-probability is on a GPU: log-softmax(logits / temperature) over the full vocabulary,
-the same bits for everybody.
+"""Log-probabilities, lm_head and the scalar head.
+
+**Log-probabilities** are log-softmax(logits / temperature) over the full vocabulary:
 
     x = logits * (1 / temperature)                    one division a row, rounded; then one FP32
                                                       multiplication an entry
     log p_v = x_v - L,    L = M + log sum_v exp(x_v - M),    M = max x
     entropy = log sum_v exp(x_v - M) - sum_v p_v (x_v - M)
 
-Sampler, loss and reference get L from the two steps of this file:
+Sampler, loss and reference compute L in the same two steps, so a token's log-probability has the
+bits that it was sampled with:
 
-  1. ``chunk_stats``: one program takes 4096 entries of a row and leaves m = max x,
-     s = sum exp(x - m), t = sum exp(x - m) (x - m).  It is one compiled kernel with one layout,
-     whoever calls, so the order of its sums depends on nothing but the vocabulary's size.
-  2. ``combine``: joins a row's chunks.  Their terms are added as integers, in units of 2^-40: that
+1. ``chunk_stats``: one program takes 4096 entries of a row and leaves m = max x,
+     s = sum exp(x - m), t = sum exp(x - m) (x - m).  All callers use one compiled kernel with one
+     layout, so the order of its sums depends on the vocabulary's size alone.
+2. ``combine`` joins a row's chunks.  Their terms are added as integers, in units of 2^-40: that
      sum has no order, so it may be compiled into any kernel.
 
-A row with a NaN or an infinity has L = NaN: t becomes NaN also where an exp(-inf) would hide it.  A
+A row with a NaN or an infinity has L = NaN: t becomes NaN even where exp(-inf) would hide it.  A
 temperature of 0 is greedy decoding, whose log-probabilities are taken at temperature 1.
 
-A head of one output on Hopper: a number for each hidden state, and its backward in one pass over
-them.
-
-    y_n   = sum_c h_nc w_c                     FP32
-    dh_n  = d_n w                              FP32, rounded to BF16 once
-    dw   += sum over n of d_n h_n              FP32
-
-One program takes a row whole, in a layout that depends on the width alone, so a row's output
-depends on no other row.  In the backward at most ``BLOCKS`` programs walk the rows, each a run of
-neighbours in ascending order, and leave their sums of d_n h_n to ``add_block_sums``: no atomics,
-and one order for every number of rows.
-
-lm_head and log-probability on a GPU: the logits of a batch never exist all at once, neither
-forward nor backward.
+**lm_head.**  The logits of a batch never exist all at once:
 
     logits   = H W^T                                  BF16 operands, FP32 out; rows are independent
-    log p, entropy                                    as in ``isobit.kernels.hopper.head``
     d logits = (g (onehot(target) - p)
                - e p (log p + entropy)) / temperature rounded to BF16
     dH       = d logits W
     dW      += d logits^T H
 
-g and e are the gradients of log p and of the entropy; without e the kernel has no trace of it.
-Rows are taken in parts.  In the forward a part is about a gigabyte of logits, and its size changes
-no bit: the product's rows do not depend on the batch, nor does anything after it.  The sampler
-takes the same two steps, so a token's log-probability has the bits it was sampled with.  The
-backward computes a part's logits, L and entropies again, by the same kernels, and adds the parts to
-the head's gradient one by one.  Its parts take 2 GiB, 4 bytes a logit and 2 for its gradient: each
-part reads and writes the head's gradient, 5 GB for 151,936 x 4096, so that small ones would cost
-more than their products.
+g and e are the gradients of log p and of the entropy.  Rows are taken in parts.  In the forward a
+part is about a gigabyte of logits, and its size changes no bit.  The backward computes a part's
+logits, L and entropies again, by the same kernels, and adds the parts to the head's gradient one by
+one.  Its parts take 2 GiB, 4 bytes a logit and 2 for its gradient: each part reads and writes the
+head's gradient, 5 GB for 151,936 x 4096, which would cost small parts more than their products.
+
+**Scalar head.**  A number for each hidden state:
+
+    y_n   = sum_c h_nc w_c                     FP32
+    dh_n  = d_n w                              FP32, rounded to BF16 once
+    dw   += sum over n of d_n h_n              FP32
+
+One program takes a row whole, in a layout that depends on the width alone.  The backward's sums are
+ordered as in RMSNorm's (``isobit.kernels.hopper.pointwise``).
 """
 
 import torch
@@ -101,7 +95,7 @@ def _chunk_kernel(
 
 @triton.jit
 def _sum(terms):
-    """FP32 sum of FP32 numbers that are taken in whole units, which is free of the order."""
+    """FP32 sum of FP32 numbers in whole units, which has no order."""
     return (tl.sum((terms.to(tl.float64) * UNITS).to(tl.int64), 0).to(tl.float64) / UNITS).to(
         tl.float32
     )
@@ -171,8 +165,8 @@ def chunk_stats(
 def log_sums_and_entropies(
     logits: torch.Tensor, temperatures: torch.Tensor, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP32 logits [R, V], FP32 temperatures [N], int32 rows [N] (by default each in its place) -> L
-    and the entropy, FP32 [N].
+    """FP32 logits [R, V], FP32 temperatures [N], int32 rows [N] (default: 0 .. R - 1) -> L and the
+    entropy, FP32 [N].
     """
     if rows is None:
         rows = torch.arange(logits.shape[0], dtype=torch.int32, device=logits.device)
@@ -187,9 +181,7 @@ def log_sums_and_entropies(
 
 
 def log_sum_exp(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """FP32 logits [N, V], FP32 temperatures [N] -> L, FP32 [N]; NaN where a row holds a NaN or an
-    infinity.
-    """
+    """L, FP32 [N]; NaN where a row holds a NaN or an infinity."""
     return log_sums_and_entropies(logits, temperatures)[0]
 
 
@@ -208,7 +200,7 @@ def log_softmax(
 
 
 def _inverse(temperatures: torch.Tensor) -> torch.Tensor:
-    """``inverse_temperature`` on the host's side: the same rounded division."""
+    """``inverse_temperature`` in torch: the same rounded division."""
     return torch.where(temperatures > 0, temperatures, 1.0).reciprocal()
 
 
@@ -265,8 +257,8 @@ def scalar_head(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def scalar_head_backward(
     hidden: torch.Tensor, weight: torch.Tensor, d: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the outputs, FP32 [N] -> that of hidden, BF16 [N, C]; that of the weight is
-    added to ``grad``, FP32 [C].  The same bits every time at the same sizes.
+    """The gradient of the outputs, FP32 [N] -> that of hidden, BF16 [N, C]; adds that of the weight
+    to ``grad``, FP32 [C].  Repeats its bits at the same sizes.
     """
     count, columns = hidden.shape
     _check_alignment(hidden, weight)
@@ -303,9 +295,7 @@ def token_log_probs(
     hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden BF16 [N, C], head BF16 [V, C], targets int64 [N], temperatures FP32 [N] -> FP32
-    log-probabilities [N] and entropies [N].
-
-    Both are NaN for a row whose logits hold a NaN or an infinity.
+    log-probabilities [N] and entropies [N], NaN where a row's logits are not finite.
     """
     rows = forward_rows(head.shape[0])
     log_probs, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
@@ -327,20 +317,9 @@ def token_log_probs_backward(
     grad: torch.Tensor,
     d_entropies: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add the head's gradient to ``grad`` and return that of ``hidden``; the same bits every time
-    at the same sizes.
-
-    Args:
-        hidden: BF16 [N, C].
-        head: BF16 [V, C].
-        targets: int64 [N].
-        temperatures: FP32 [N].
-        d_log_probs: FP32 [N], the loss's gradient by each log-probability.
-        grad: FP32 [V, C].
-        d_entropies: FP32 [N], that by each entropy; None for zeros.
-
-    Returns:
-        BF16 [N, C].  NaN where the logits are not finite.
+    """Inputs as for ``token_log_probs``; d_log_probs and d_entropies FP32 [N] are the loss's
+    gradients, None for zeros -> that of hidden, BF16 [N, C], NaN where the logits are not finite;
+    adds the head's to ``grad``, FP32 [V, C].  Repeats its bits at the same sizes.
     """
     rows = backward_rows(head.shape[0])
     d_hidden = torch.empty_like(hidden)
@@ -370,7 +349,7 @@ def _part_gradients(
     d_log_probs: torch.Tensor,
     d_entropies: torch.Tensor | None,
 ) -> torch.Tensor:
-    """-> d logits BF16 [N, V]; the FP32 logits are gone when this returns."""
+    """-> d logits BF16 [N, V]; the FP32 logits are freed when this returns."""
     logits = bf16_gemm_nt(hidden, head, torch.float32)
     log_sums, entropies = log_sums_and_entropies(logits, temperatures)
     of_entropies = None if d_entropies is None else (entropies, d_entropies)
@@ -386,8 +365,8 @@ def logit_gradients(
     of_entropies: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """FP32 logits [N, V] and their L [N], int64 targets [N], FP32 temperatures and d
-    log-probabilities [N], and the entropies with their gradients, FP32 [N] -> d logits, BF16
-    [N, V].
+    log-probabilities [N], and the entropies with their gradients, FP32 [N] -> d logits, BF16 [N,
+    V].
     """
     rows, vocab_size = logits.shape
     assert logits.is_contiguous()
@@ -406,9 +385,8 @@ def _gradient_kernel(
     LOGITS, TARGET, TEMPERATURE, LOG_SUM, D_LOG_PROB, ENTROPY, D_ENTROPY, OUT, V: tl.constexpr,
     WIDTH: tl.constexpr
 ):  # fmt: skip
-    """One program WIDTH entries of a row; a row has ``pieces`` programs, which follow each other.
-
-    The scaled logit x has the forward's own bits, and so has L: p is what was sampled from.
+    """One program WIDTH entries of a row, of which ``pieces`` consecutive programs compute one.  x
+    and L have the forward's bits, so p is what was sampled from.
     """
     pieces: tl.constexpr = (V + WIDTH - 1) // WIDTH
     n = (tl.program_id(0) // pieces).to(tl.int64)

@@ -1,28 +1,16 @@
-"""AdamW on a GPU: one pass over master, gradient and moments, with the bits of
-``isobit.kernels.spec.optimiser``.
+"""AdamW, sums of squares of gradients and ordered sums of gradients.
 
-An element costs 28 bytes with FP32 moments, 20 with BF16 ones and 16 with 8-bit ones.  Division and
-square root are the rounded ones, no product is fused with a sum, and the noise is a function of the
-element's number in the whole tensor: nothing depends on the launch.
+**AdamW** takes one pass over master, gradient and moments, with the bits of
+``isobit.kernels.spec.optimiser``.  An element costs 28 bytes with FP32 moments, 20 with BF16 ones
+and 16 with 8-bit ones.  Division and square root are the rounded ones, no product is fused with a
+sum, and the noise is a function of the element's number in the whole tensor: nothing depends on the
+launch.  8-bit moments are tiles of [groups, 128] elements with scales [groups, 1]; shifts and a
+product with a power of two convert their codes.
 
-The 8-bit moments of ``isobit.kernels.spec.optimiser`` inside a kernel, with the same bits: tiles
-of [groups, 128] elements, scales [groups, 1].
-
-Codes are read and written as bytes: the conversions between them and FP32 are shifts and a product
-with a power of two.
-
-Sums of squares of gradients on a GPU, one for every 128 rows: in FP64 and in an order that
-nothing but the size of these rows decides.
-
-The rows of a block lie together.  They are cut into pieces of 16384 elements; a program takes one,
-2048 at a time, one FP64 sum a lane, then adds its lanes.  A second kernel adds the sums of a
-block's pieces, ascending.  So a slice of a tensor at a multiple of 128 rows gives the sums that it
-has in the whole.  The square of an FP32 number is exact in FP64 and cannot overflow: a sum is
-finite if and only if every element is.
-
-Sums of gradients in the order of their micro-batches, on a GPU: each number is read once and
-the total is read and written once, where one addition after the other would do that for every
-addend.
+**Sums of squares** of every 128 rows, in FP64.  A program sums a piece of 16384 elements, 2048 at a
+time, one sum a lane, then its lanes; a second kernel adds a block's pieces, ascending.  So a slice
+of a tensor at a multiple of 128 rows has the sums that it has in the whole.  The square of an FP32
+number is exact in FP64 and cannot overflow: a sum is finite if and only if every element is.
 """
 
 from collections.abc import Sequence
@@ -50,13 +38,12 @@ _MAGNITUDE, _INFINITY = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
 
 @triton.jit
 def _value(codes, MANTISSA: tl.constexpr):
-    """The FP32 number of an int32 code, a sign in front of eight bits of exponent."""
+    """The FP32 number of an int32 code, a sign and eight bits of exponent."""
     return (codes << (23 - MANTISSA)).to(tl.float32, bitcast=True) * _REBIAS
 
 
 @triton.jit
 def _of_byte(scales):
-    """FP32 scales."""
     return (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
@@ -76,9 +63,7 @@ def decode_second(codes, scales):
 
 @triton.jit
 def _scales(x, ABOVE: tl.constexpr):
-    """-> the bytes of the scales, their FP32 reciprocals, and which groups hold a number that is
-    not finite.
-    """
+    """-> the bytes of the scales, their FP32 reciprocals, and which groups are not finite."""
     largest = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, 1, keep_dims=True)
     bad = largest >= _INFINITY
     exponent = tl.maximum(((largest + ABOVE) >> 23) - 8, 1)
@@ -137,8 +122,8 @@ def _adamw_kernel(
     size, decay,
     WIDTH: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
-    """Moments in FP32, or with NOISE in BF16; one program WIDTH elements of n, the tensor's from
-    ``first`` on.
+    """FP32 moments, or BF16 with NOISE; one program WIDTH of n elements, from the tensor's
+    ``first``.
     """
     element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = element < n
@@ -162,8 +147,8 @@ def _adamw_8_bits_kernel(
     clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Moments in 8 bits; one program GROUPS groups of 128 elements, of n elements, the tensor's
-    from ``first`` on.
+    """8-bit moments; one program GROUPS groups of 128 of n elements, from the tensor's
+    ``first``.
     """
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     element = group * 128 + tl.arange(0, 128)[None, :]
@@ -197,7 +182,7 @@ def adamw_step(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     first_element: int = 0,
 ) -> None:
-    """What ``isobit.kernels.spec.optimiser.adamw_step`` says; ``key`` is the noise's, None for FP32
+    """``isobit.kernels.spec.optimiser.adamw_step``; ``key`` is the noise's, None for FP32
     moments.
     """
     check_moments(master, grad, exp_avg, exp_avg_sq, key, scales, first_element)
@@ -235,8 +220,8 @@ _BLOCKS = 128  # of a program that adds pieces
 def _squares_kernel(X, SUMS, stride, SIZE: tl.constexpr, PIECE: tl.constexpr, WIDTH: tl.constexpr):
     """One program a piece of a block of SIZE elements: its sum to SUMS[piece, block].
 
-    SIZE is known to the compiler: whether the end of a block is aligned decides the layout, and so
-    the order of the lanes.
+    SIZE is a constant: whether the end of a block is aligned decides the layout, and so the order
+    of the lanes.
     """
     pieces: tl.constexpr = (SIZE + PIECE - 1) // PIECE
     block, piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
@@ -255,9 +240,7 @@ def _squares_kernel(X, SUMS, stride, SIZE: tl.constexpr, PIECE: tl.constexpr, WI
 
 @triton.jit(do_not_specialize=["blocks", "pieces"])
 def _add_squares_kernel(SUMS, OUT, blocks, pieces, BLOCKS: tl.constexpr):
-    """One program BLOCKS blocks: their pieces, ascending; a zero for a piece that is not there
-    changes nothing.
-    """
+    """One program BLOCKS blocks: their pieces, ascending; a missing piece is zero."""
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < blocks
     at = SUMS + block
@@ -269,8 +252,8 @@ def _add_squares_kernel(SUMS, OUT, blocks, pieces, BLOCKS: tl.constexpr):
 
 
 def gradient_squares(grads: Sequence[torch.Tensor]) -> list[float]:
-    """The sums of all blocks of 128 rows, tensor by tensor, which this waits for; NaN or infinite
-    where an element is.  FP32 tensors, contiguous, of any shapes; one without rows has none.
+    """The sums of all blocks of 128 rows, tensor by tensor, NaN or infinite where an element is.
+    FP32 tensors, contiguous, of any shapes; one without rows has none.  The host waits.
     """
     grads = [grad for grad in grads if grad.numel()]
     total = sum(num_blocks(len(grad)) for grad in grads)
@@ -296,7 +279,7 @@ def gradient_squares(grads: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _launch(x: torch.Tensor, sums: torch.Tensor, blocks: int, size: int) -> None:
-    """The pieces of so many blocks of ``size`` elements."""
+    """The pieces of ``blocks`` blocks of ``size`` elements."""
     if not blocks * size:
         return
     piece = min(_PIECE, triton.next_power_of_2(size))
@@ -340,7 +323,9 @@ def _add_kernel(TOTAL, A0, A1, A2, A3, A4, A5, A6, A7, n, COUNT: tl.constexpr, W
 
 
 def add_in_order(total: torch.Tensor, addends: Sequence[torch.Tensor]) -> None:
-    """See ``isobit.kernels.spec.optimiser``: contiguous, of as many elements each."""
+    """``isobit.kernels.spec.optimiser.add_in_order``, reading each number once and reading and
+    writing the total once a launch.
+    """
     n = total.numel()
     for tensor in (total, *addends):
         assert tensor.dtype == torch.float32

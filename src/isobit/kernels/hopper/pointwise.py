@@ -1,18 +1,12 @@
-"""The backward of the embedding on Hopper: rows of equal ids are added in the order of their
-tokens, without atomics.
+"""RMSNorm and SwiGLU with the quantisation that follows (``quantise``, ``token_groups``,
+``swiglu_backward``), and the backwards of RMSNorm and the embedding.
 
-    grad[v] += sum over tokens t with token_ids[t] = v, ascending, of d_hidden[t]     FP32
-
-A stable sort brings equal ids together and keeps their tokens in order.  A program looks at one
-place of the sorted ids: if a run of equal ids begins there, it adds the whole run, starting from
-zero, and then adds that to the gradient's row, which it alone writes. These are the bits of
+**Embedding.**  A stable sort brings equal ids together and keeps their tokens in order.  The
+program at the first place of a run of equal ids adds the run's rows of d_hidden in FP32, starting
+from zero, and then adds the sum to the gradient's row, which no other program writes: the bits of
 ``torch.ops.aten.embedding_dense_backward`` on the CPU.
 
-The residual stream and its norm on Hopper, one kernel with the quantisation that follows
-(``isobit.kernels.hopper.quantise``); WGrad's copy is quantised from the BF16 norm.
-
-The backward of RMSNorm on Hopper, with the residual's gradient and the weight's, in one pass
-over the tokens.
+**RMSNorm**, with the residual's gradient and the weight's, in one pass:
 
     n  = h / sqrt(mean(h^2) + eps)              h: the norm's input, the residual stream
     s  = dy w
@@ -20,14 +14,11 @@ over the tokens.
                                                 second term alone
     dw += sum over tokens of dy n               FP32
 
-A token's sums are taken by one program in a layout that depends on the number of channels alone, so
-a row of dh depends on no other row. At most BLOCKS programs walk the tokens, each a run of
-neighbours in ascending order, and leave their sums of dy n to ``add_block_sums``: no atomics, and
-one order for every number of tokens.  The kernel moves 8 bytes a number, and BLOCKS sums of 4 bytes
-a channel.
-
-SwiGLU on Hopper: the activation as the linear behind it reads it, and its gradient, each in one
-kernel (``quantise``, ``token_groups``, ``swiglu_backward``).
+One program computes a token's sums, in a layout that depends on the number of channels alone, so a
+row of dh depends on no other row.  At most BLOCKS programs walk the tokens, each a run of
+neighbours in ascending order, and leave their sums of dy n to ``add_block_sums``, which has one
+order for every number of tokens.  The kernel moves 8 bytes a number, and BLOCKS sums of 4 bytes a
+channel.
 """
 
 import torch
@@ -76,13 +67,13 @@ def _run_kernel(
 
 
 def columns_of_program(columns: int) -> int:
-    """Columns of a program, a power of two, for rows of so many."""
+    """Columns of a program, a power of two, for rows of ``columns``."""
     return min(_WIDEST, triton.next_power_of_2(columns))
 
 
 def embedding_backward(d_hidden: torch.Tensor, token_ids: torch.Tensor, grad: torch.Tensor) -> None:
-    """d_hidden BF16 [T, C] and token_ids int64 [T], contiguous -> added to the rows of FP32 [V, C],
-    in place.  No host synchronisation.
+    """d_hidden BF16 [T, C] and token_ids int64 [T], contiguous -> added to the rows of FP32 [V, C].
+    The host does not wait.
     """
     tokens, columns = d_hidden.shape
     if not tokens:
@@ -104,7 +95,7 @@ def add_rms_norm(
     save: bool = False,
     keep: bool = False,
 ) -> Normed:
-    """h and x BF16 [T, C]; the norm itself is written only where somebody reads it."""
+    """h and x BF16 [T, C]; the norm itself is written only where it is read."""
     scales = site.scales if site is not None and site.forward == "e4m3" else None
     keep = keep or scales is None or save or is_observed()
     h, norm, quantised = rms_norm_quantise(h, x, weight, epsilon, scales, keep)
@@ -120,10 +111,8 @@ def add_rms_norm(
 
 
 BLOCKS = 512  # almost four programs for each of an H200's 132 multiprocessors
-_NUMBERS = 2048  # that a program holds at once: rows of fewer channels are taken several at a time
-_NUMBERS_OF_WARP = (
-    512  # at 1024 the registers leave room for 8 warps a multiprocessor instead of 16
-)
+_NUMBERS = 2048  # that a program holds at once, of several rows where they are short
+_NUMBERS_OF_WARP = 512  # at 1024 the registers allow 8 warps a multiprocessor instead of 16
 _MOST_WARPS = 16  # beyond 8192 channels a few registers spill, with 32 warps many
 
 
@@ -170,11 +159,9 @@ def rms_norm_backward(
     d_residual: torch.Tensor | None,
     grad: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradients of ``y = RMSNorm(h)``: all BF16 [T, C] and contiguous, the published weight BF16
-    [C] -> BF16 [T, C] for h.
-
-    ``d_residual`` is the gradient that reaches h past the norm, or None.  The weight's is added to
-    ``grad``, FP32 [C].
+    """The gradient of ``y = RMSNorm(h)`` for h: all BF16 [T, C] and contiguous, the published
+    weight BF16 [C].  ``d_residual`` is the gradient that reaches h past the norm, or None.  The
+    weight's is added to ``grad``, FP32 [C].
     """
     tokens, columns = h.shape
     dh = torch.empty_like(h)

@@ -57,9 +57,7 @@ def splitmix64(seed, index):
 _UNIT = tl.constexpr(2.0**-53)
 _BELOW_1 = tl.constexpr(1 - 2.0**-24)  # a complement that rounds to 1 would make the noise infinite
 _TRUNCATED_ROWS = 16
-"""Rows of a block that is sorted: a fixed number, since a library may choose its algorithm by
-it.
-"""
+"""Rows of a block that is sorted: fixed, since a library may choose its algorithm by it."""
 
 
 @triton.jit
@@ -115,8 +113,8 @@ def sample_tokens(
         positions: int64 [N].
 
     Returns:
-        Tokens int64 [N] and their log-probabilities FP32 [N].  A row with a NaN or an infinity gives
-        token 0 with log-probability NaN.
+        Tokens int64 [N] and log-probabilities FP32 [N]; token 0 and NaN for a row with a NaN or an
+        infinity.
     """
     stats = chunk_stats(logits, rows, temperatures)
     tokens, log_probs = torch.empty_like(keys), torch.empty_like(temperatures)

@@ -9,8 +9,8 @@ q(n) = n + n / 32 bytes are n numbers in E4M3 with an FP32 scale for each 128.
     lm_head      6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows backward: a part of the logits
                  of about 1 GiB; logits and their gradient of 2 GiB
     score head   6 C T, of a model without lm_head
-    experts      rows of k choices a token and 127 more an expert, in each of them what the dense
-                 linears take for a token; the matrices of all experts transposed, of one linear
+    experts      rows of k choices a token and 127 more an expert, each like a token of the dense
+                 linears; the transposed matrices of all experts of one linear
 """
 
 from collections.abc import Mapping
@@ -29,18 +29,16 @@ BACKWARD_BYTES = 2 << 30
 BYTES_A_LOGIT = 6
 """In lm_head's backward: the logit in FP32, and its gradient in BF16."""
 MASKED_TOKENS = 256
-"""Up to so many, each expert has room for them all: DeepGEMM's masked kernel is the faster."""
+"""Up to so many tokens, DeepGEMM's masked kernel is faster; each expert has space for all."""
 _LABELS = 12
-"""Of a row of experts: its place and its expert, and the counts of a block of tokens."""
+"""Bytes of an expert's row: its place and its expert, and the counts of a block of tokens."""
 _SCALES = 1024
-"""Bytes of a transposed matrix to one of its scales, and more."""
+"""A lower bound for the bytes of a transposed matrix to one of its scales."""
 _TILE = 128
 
 
 def forward_rows(vocab_size: int) -> int:
-    """Rows of a part of lm_head's forward, about a gigabyte of FP32 logits: whole tiles of the
-    GEMM.
-    """
+    """Rows of a part of lm_head's forward, whole tiles of about a gigabyte of FP32 logits."""
     return _rows(FORWARD_LOGITS, vocab_size)
 
 
@@ -50,9 +48,7 @@ def backward_rows(vocab_size: int) -> int:
 
 
 def page_formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
-    """The format of each layer's pages.  Raises ConfigError for FP32, which attention on a GPU does
-    not take.
-    """
+    """The format of each layer's pages.  Raises ConfigError for FP32."""
     formats = kv_formats(shape, flow)
     if "fp32" in formats:
         raise ConfigError("the fp32 flow runs on the CPU: attention on a GPU takes e4m3 and bf16")
@@ -75,26 +71,22 @@ def matrix(site: Site, columns: int) -> int:
 
 
 def head_copy(numbers: int, itemsize: int) -> int:
-    """lm_head is multiplied with as it is."""
+    """lm_head is used as it is."""
     return 0
 
 
 def read(site: Site, numbers: int) -> int:
-    """In E4M3 with a scale for 128; or the input itself."""
     return _quantised(numbers) if site.forward == "e4m3" else 0
 
 
 def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
-    """In E4M3 with a scale for 128 tokens; or the input itself."""
     if site.wgrad == "e4m3":
         return _quantised(numbers)
     return 0 if is_kept else 2 * numbers
 
 
 def gradient(site: Site, numbers: int) -> int:
-    """Both copies in E4M3, from one read; or one of them beside the gradient itself.  DGrad's is in
-    whole blocks of the parts.
-    """
+    """Two copies in E4M3, or one of them beside the gradient itself; DGrad's is in whole blocks."""
     if site.forward != "e4m3":
         return 2 * numbers
     rows = _quantised(-(-numbers * _whole(site) // sum(site.parts)))
@@ -102,16 +94,13 @@ def gradient(site: Site, numbers: int) -> int:
 
 
 def transposed(site: Site, columns: int) -> int:
-    """The matrix's bytes, which FP8 tensor cores want along the contraction, each part in whole
-    blocks.
-    """
+    """The matrix's bytes, each part in whole blocks."""
     if site.forward != "e4m3":
         return 0
     return _whole(site) * columns
 
 
 def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
-    """By rows: k a token, and padding (``isobit.kernels.hopper.dispatch``)."""
     hidden, width = shape.hidden_size, shape.intermediate_size
     gathered, activation = (_operand(site, n) for site, n in ((gate_up, hidden), (down, width)))
     kept = 4 * width + 2 * hidden + _LABELS
@@ -140,7 +129,6 @@ def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
 
 
 def encoded(shape: AttentionShape, format: Format) -> int:
-    """See above."""
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     sums = 4 * shape.num_heads
     if format != "e4m3":
@@ -149,13 +137,11 @@ def encoded(shape: AttentionShape, format: Format) -> int:
 
 
 def attention_gradients(shape: AttentionShape) -> int:
-    """See above."""
     numbers = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     return 4 * numbers + 8 * shape.num_heads
 
 
 def workspaces(shape: WorkShape) -> Mapping[str, int]:
-    """See above."""
     hidden, vocabulary, tokens = shape.hidden_size, shape.vocab_size, shape.tokens
     if not vocabulary:
         return {"score head": 6 * hidden * tokens}
@@ -172,7 +158,7 @@ def _rows(logits: int, vocab_size: int) -> int:
 
 
 def _operand(site: Site, numbers: int) -> int:
-    """Of a product in the forward, in E4M3 or BF16."""
+    """An input of the forward, in E4M3 or BF16."""
     return _quantised(numbers) if site.forward == "e4m3" else 2 * numbers
 
 

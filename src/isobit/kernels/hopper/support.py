@@ -1,5 +1,5 @@
-"""What the Hopper back end says of itself: NVIDIA GPUs of the Hopper generation (sm_90), for which
-its kernels are written and proven.  Loads on every machine.
+"""What the Hopper back end offers: it is for NVIDIA GPUs of the Hopper generation (sm_90).  Loads
+on every machine.
 """
 
 import importlib.util
@@ -30,12 +30,10 @@ outputs.
 
 
 def device_model(device: torch.device) -> str | None:
-    """The card."""
     return torch.cuda.get_device_name(device)
 
 
 def is_present() -> bool:
-    """Whether torch sees an NVIDIA GPU."""
     return torch.cuda.is_available()
 
 
@@ -59,7 +57,7 @@ def state() -> tuple[str, bool]:
 
 
 def problem() -> str | None:
-    """Why no GPU of this machine can be used, or None if one can."""
+    """Why no GPU of this machine can be used, or None."""
     if not torch.cuda.is_available():
         return "torch sees no NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability()
@@ -78,7 +76,6 @@ def problem() -> str | None:
 
 
 def model_problem(needs: ModelNeeds) -> str | None:
-    """Why the kernels do not compute such a model, or None."""
     if needs.preset == "fp32":
         return "precision 'fp32' is the CPU's reference"
     if needs.preset != "bf16":

@@ -1,15 +1,13 @@
-"""SwiGLU's gradient on a GPU: quantised as DGrad and WGrad read it, or in BF16 for a layer that
-stays in BF16.
+"""SwiGLU's gradient, quantised as DGrad and WGrad read it, or in BF16 for a layer in BF16.
 
 With dy the gradient of y = silu(gate) * up, s = 1 / (1 + exp(-gate)) and silu = gate * s:
 
     d gate = dy * up * (s + silu * (1 - s))        d up = dy * silu
 
-both rounded to BF16; the quantised copies are those of ``isobit.kernels.hopper.token_groups``: E4M3
-in row groups, and transposed in token groups.  This is the largest operand of the backward, 2 C
-numbers a token.  A program takes its tile of both gradients in strips, by the parts of
-``token_groups``: three inputs and two tiles in shared memory leave room for three programs a
-multiprocessor.
+both rounded to BF16.  This is the largest operand of the backward, 2 C numbers a token.  A program
+computes a tile of both gradients in strips, with the functions of
+``isobit.kernels.hopper.token_groups``; three inputs and two tiles in shared memory allow three
+programs a multiprocessor.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -74,10 +72,10 @@ def _swiglu_backward_quantise_kernel(
     DY, GATE_UP, ROW_VALUES, ROW_SCALES, scale_stride, TOKEN_VALUES, TOKEN_SCALES, tokens,
     C: gl.constexpr, WHOLE: gl.constexpr, COLUMNS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    """One program a tile of d gate and the same one of d up.
+    """One program a tile of d gate and the same tile of d up.
 
-    The gradient is [tokens, 2 C]: column c of d gate is its column c, of d up its column C + c.  In
-    row groups both are padded to WHOLE columns, zeros behind; token scales lie COLUMNS apart.
+    The gradient is [tokens, 2 C]: d gate, then d up.  In row groups both are padded with zeros to
+    WHOLE columns; token scales lie COLUMNS apart.
     """
     gates = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
     ups = gl.allocate_shared_memory(gl.bfloat16, [128, 128], PADDED)
@@ -105,8 +103,7 @@ def _swiglu_backward_quantise_kernel(
             d_up, ROW_VALUES, ROW_SCALES, scale_stride, row, inside, WHOLE // 128 + group,
             2 * WHOLE, 2 * WHOLE, POWER_OF_TWO,
         )  # fmt: skip
-
-    # Strips of 32 columns, from the tiles across.  The compiler puts the barrier between.
+    # The compiler puts the barrier between.
     store_tokens(gates, TOKEN_VALUES, TOKEN_SCALES, group, C, 0, COLUMNS, POWER_OF_TWO)
     store_tokens(ups, TOKEN_VALUES, TOKEN_SCALES, group, C, C, COLUMNS, POWER_OF_TWO)
 
@@ -132,9 +129,7 @@ def swiglu_backward_quantise(
 
 
 def swiglu_backward_bf16(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """dy [T, C] and gate_up [T, 2 C], BF16, contiguous -> the gradient of gate_up, BF16: what
-    ``swiglu_backward_quantise`` quantises.
-    """
+    """The same gradient in BF16, before it is quantised."""
     assert dy.is_contiguous()
     assert gate_up.is_contiguous()
     count, columns = dy.shape
