@@ -1,23 +1,18 @@
-"""The paged KV cache on Hopper: an arena a format, every page 128 tokens, laid out as
-``isobit.kernels.hopper.attention`` reads it.
+"""Attention of rollout and training on Hopper, and the paged KV cache.
+
+The cache has an arena for each format, in pages of 128 tokens laid out as
+``isobit.kernels.hopper.attention`` reads them.  A layer's ``PagedKeys`` are views of it, so that
+one launch a tensor copies pages in all layers:
 
     e4m3    values [2 (K, V), layer, page, KV head * 128 * D] and scale bytes [2, layer, page, KV
             head * 128]
     bf16    values alone
 
-A layer's ``PagedKeys`` are views of its format's arena, so that pages are copied in all layers by
-one launch a tensor.
-
-Attention of the training forward on Hopper: causal within each sequence of a packed batch, over
-K and V laid end to end.
-
-Attention of the rollout on Hopper: new tokens of every sequence over its pages, written there
-first.
-
-``DecodeAttention`` takes one token a sequence and reads nothing from the host, so it can be
-captured in a CUDA graph. ``PagedAttention`` takes any ragged batch: sequences with one new token go
-through the decode kernel; those with a chunk of several have the keys of their pages laid end to
-end and go through the kernel of the training forward.  Both give the same bits.
+``PackedAttention`` is that of the training forward, causal within each sequence of a packed batch.
+``DecodeAttention`` takes one token a sequence and reads nothing from the host, so a CUDA graph can
+capture it.  ``PagedAttention`` takes any ragged batch: single new tokens use the decode kernel, and
+chunks have the keys of their pages gathered and use the kernel of the training forward.  New tokens
+are written to the pages first.  All give the same bits.
 """
 
 from collections.abc import Sequence
@@ -58,7 +53,7 @@ _COPIED = 4096  # words of one copying program
 
 
 class HopperKvCache:
-    """Pages of K and V for all layers; which page belongs to whom is the scheduler's business."""
+    """``KvCache`` of a GPU."""
 
     page_tokens = PAGE_TOKENS
 
@@ -77,9 +72,6 @@ class HopperKvCache:
         ]
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy each source page to its target, in every layer.  The targets are all different, and
-        none of them is a source.
-        """
         if not sources:
             return
         device = next(iter(self._arenas.values())).values.device
@@ -104,7 +96,6 @@ class HopperKvCache:
         )
 
     def clear(self) -> None:
-        """Zeros everywhere, in place."""
         for arena in self._arenas.values():
             arena.values.zero_()
             if arena.bytes is not None:
@@ -125,9 +116,7 @@ class _Arena:
     def zeros(
         cls, layers: int, pages: int, shape: KvShape, format: Format, device: torch.device | str
     ) -> "_Arena":
-        """Zeros, so that keys beyond a sequence's end are finite: their probability is 0, and 0 *
-        NaN would not be.
-        """
+        """Zeros, so that keys beyond a sequence's end are finite: 0 times a NaN would not be 0."""
         rows, vectors = (2, layers, pages), shape.num_kv_heads * PAGE_TOKENS
         dtype = torch.uint8 if format == "e4m3" else torch.bfloat16
         values = torch.zeros((*rows, vectors * shape.head_dim), dtype=dtype, device=device)
@@ -179,7 +168,7 @@ _ONE = 127  # the E8M0 byte of the scale 1
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What attention of a layer read and made: its backward starts from that."""
+    """What attention of a layer read and produced, for the backward."""
 
     queries: Queries
     keys: PackedKeys
@@ -191,8 +180,8 @@ class Attended:
 
 
 class PackedAttention:
-    """Attention for packed sequences of the given lengths (``AttendWithBackward``); the same object
-    serves all layers.
+    """``AttendWithBackward`` for packed sequences of the given lengths; one object serves all
+    layers.
     """
 
     def __init__(self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor) -> None:
@@ -207,13 +196,13 @@ class PackedAttention:
         )
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
-        """Causal attention of each sequence over itself: [T, (H + 2 G) D] -> [T, H D]."""
+        """[T, (H + 2 G) D] -> [T, H D]."""
         return self.attend(layer, qkv, transform)[0]
 
     def attend(
         self, layer: int, qkv: torch.Tensor, transform: QkvTransform
     ) -> tuple[torch.Tensor, Attended]:
-        """The same, and what the backward reads."""
+        """[T, (H + 2 G) D] -> [T, H D], and what the backward reads."""
         format = self._formats[layer]
         queries, keys = encode_packed(qkv, transform, self._positions, format)
         if is_observed():
@@ -236,12 +225,9 @@ class PackedAttention:
     def backward(
         self, attended: Attended, d_output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient of one layer: d_output BF16 [T, H D] -> dq [T, H, D], dk and dv [T, G,
-        D].
-        """
-        from isobit.kernels.hopper.attention_backward import (
-            attention_backward,
-        )  # Gluon, which the forward does without
+        """The gradient of [T, H D], BF16 -> dq [T, H, D], dk and dv [T, G, D]."""
+        # Gluon, which the forward does not need
+        from isobit.kernels.hopper.attention_backward import attention_backward
 
         queries, keys, output = attended.queries, attended.keys, attended.output
         return attention_backward(
@@ -277,13 +263,12 @@ def _key_heads(keys: PackedKeys, format: Format) -> tuple[Heads, Heads]:
 
 
 class DecodeAttention:
-    """A attention (``Attend``) for decoding sequences; the same object serves all layers."""
+    """``Attend`` for decoding sequences; one object serves all layers."""
 
     def __init__(self, cache: HopperKvCache, batch: DecodeBatch) -> None:
         self._cache, self._batch = cache, batch
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
-        """Attend in one layer."""
         batch, pages = self._batch, self._cache.layers[layer]
         queries = encode_paged(qkv, transform, batch.positions, batch.slots, pages)
         out, _ = decode_attention(
@@ -323,7 +308,7 @@ class _Chunks:
 
 
 class PagedAttention:
-    """Attention (``Attend``) for a ragged batch; one object serves all layers of one forward."""
+    """``Attend`` for a ragged batch; one object serves all layers of one forward."""
 
     def __init__(self, cache: HopperKvCache, batch: PagedBatch, positions: torch.Tensor) -> None:
         """``batch`` on the host, ``positions`` int64 [T] on the GPU."""
@@ -339,7 +324,6 @@ class PagedAttention:
         self._chunks = _chunks(counts > 1, starts, counts, table, lengths, positions.device)
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
-        """Attend in one layer."""
         queries = encode_paged(
             qkv, transform, self._positions, self._slots, self._cache.layers[layer]
         )

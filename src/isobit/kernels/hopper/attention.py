@@ -1,7 +1,7 @@
-"""Attention on Hopper whose bits do not depend on who asks: decode over pages, prefill and training
-over packed sequences.
+"""Batch-invariant attention on Hopper: decode over pages, prefill and training over packed
+sequences.
 
-Two forms, FP8 and BF16, of the same kernels.  c = log2(e) / sqrt(D), M the running maximum of s; a
+The kernels have an FP8 and a BF16 form.  c = log2(e) / sqrt(D), M the running maximum of s; a
 masked key has s = -inf:
 
     FP8     s_j = (q . k_j) s_k (s_q c) + log2(s_v)    FP8 MMA, then one product and one fma in FP32
@@ -13,39 +13,36 @@ masked key has s = -inf:
             l   = sum_j p_j
             o   = sum_j BF16(p_j) v_j / l
 
-in KV tiles of 128 (FP8) or 64 (BF16) tokens.  The range of keys is cut into parts of 8192 at fixed
+in KV tiles of 128 (FP8) or 64 (BF16) tokens.  The keys are cut into parts of 8192 at fixed
 positions.  A part starts from nothing; parts are joined in ascending order:
 
     M' = max(M, m)    O' = o 2^(m - M') + O 2^(M - M')    L' = l 2^(m - M') + L 2^(M - M')
 
-Decode runs the parts of a sequence in parallel and joins them in a second kernel, prefill has a
-launch for each: the same operations on the same numbers, so only the time depends on it.  What else
-keeps the bits equal:
+Decode runs the parts of a sequence in parallel and joins them in a second kernel; prefill has a
+launch for each part.  Both do the same operations on the same numbers, because
 
-  - Tiles and parts start at multiples of their size from the sequence's own position 0, for
-    everybody.
+  - Tiles and parts start at multiples of their size from the sequence's position 0.
   - A product's bits depend on the order of its inner sum only, and wgmma's is the same with keys on
     the M side (decode: 16 queries fill the N side) as with queries there (prefill: P stays in
-    registers).  Both need 64 rows or more, or Triton takes another one.
+    registers).  Both need at least 64 rows, or Triton takes another instruction.
   - Everything between the two products is one function, ``_weigh``: `max` has no order; the sums
-    add two numbers at a time along a fixed tree (``_partial_sums``, ``_final_sum``), whatever the
-    layout.
-  - ``enable_fp_fusion=False`` and explicit fma: the compiler may not contract a multiplication and
-    an addition in one kernel only.
+    add two numbers at a time along a fixed tree (``_partial_sums``, ``_final_sum``) in any layout.
+  - With ``enable_fp_fusion=False`` and explicit fma, the compiler cannot contract a multiplication
+    and an addition in one kernel only.
 
-With a sliding window w a query at position p sees the keys p - w + 1 .. p.  Tiles and parts stay
-where they are; a program begins with the tile of the first key that its queries see, and parts
-before that are not visited.  A query that has seen no key yet has M = -inf, L = O = 0, which tiles
-of masked keys leave as they are: so prefill, whose queries share tiles, and decode agree.
+With a sliding window w a query at position p sees the keys p - w + 1 .. p.  A program begins with
+the tile of the first key that its queries see, and earlier parts are skipped.  A query that has
+seen no key yet has M = -inf, L = O = 0, which tiles of masked keys do not change: so prefill, whose
+queries share tiles, and decode agree.
 
 A NaN in K or V reaches the output of every query that sees it.  One in V also reaches the earlier
-queries of its tile, since the weight of a masked key is multiplied too: pages may hold anything
-finite beyond a sequence's length, but no NaN.
+queries of its tile, since the weight of a masked key is multiplied too: beyond a sequence's length
+pages may hold any finite numbers.
 
 Layouts.  Pages of TILE tokens: K [page, G, token, D] E4M3; V [page, G, D, token] E4M3, transposed,
 because an FP8 tile cannot be transposed on its way to the tensor cores; E8M0 scale bytes [page, G,
-token].  Packed: K [T, G, D] E4M3, V [T, G, D] as FP16 copies of the E4M3 values, bytes [T, G].  The
-BF16 form has K and V alike, [page, G, token, D] and [T, G, D], and no bytes.
+token].  Packed: K [T, G, D] E4M3, V [T, G, D] as FP16 copies of the E4M3 values, bytes [T, G].  In
+the BF16 form K and V are both [page, G, token, D] or [T, G, D], without bytes.
 
 Measured on one H200 (32 query heads, 8 KV heads of 128): benchmarks/results/attention.json.
 """
@@ -71,8 +68,8 @@ _COLUMNS = MOST_QUERY_HEADS  # query heads of one decode program, padded
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the kernels are built for a format.  The tile is part of the arithmetic; the rest changes
-    the time alone.
+    """How the kernels are built for a format.  The tile is part of the arithmetic; the rest affects
+    only the time.
     """
 
     scaled: bool
@@ -114,7 +111,7 @@ def _power_of_two(exponent):
 @triton.jit
 def _partial_sums(x, TILE: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """(TILE, N) or (N, TILE) -> 32 partial sums a query, adding keys that differ in bit 3 and (of
-    128) bit 6: one thread holds them.
+    128) bit 6, which one thread holds.
     """
     if KEYS_FIRST:
         x = tl.sum(tl.reshape(x, [TILE // 16, 2, 8, N]), 1)
@@ -141,7 +138,7 @@ def _final_sum(x, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def _finite(m, WINDOW: tl.constexpr):
-    """The maximum as it is taken from exponents; under a window a query may have seen no key."""
+    """The maximum to subtract in exponents; under a window a query may have seen no key."""
     if WINDOW:
         return tl.where(m == -float("inf"), 0.0, m)
     else:
@@ -154,11 +151,11 @@ def _weigh(
     AXIS: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
     """A tile's products q . k, of N queries and with the keys along AXIS -> p, the new maximum and
-    sum, and what the old ones decay by.
+    sum, and the factor that the old ones decay by.
     """
-    # Base-2 exponents s.  log2(s_v) goes into them, so that p carries V's scale and the second
-    # product takes V's values as they are; ``terms`` takes it out of the sum again.  A scale of a
-    # power of two rounds nothing.
+    # Base-2 exponents s.  They include log2(s_v), so that p carries V's scale and the second
+    # product takes V's values as they are; ``terms`` removes it from the sum.  A power of two
+    # rounds nothing.
     if SCALED:
         k_scale = tl.expand_dims(_power_of_two(k_byte), 1 - AXIS)
         s = tl.math.fma(
@@ -207,10 +204,10 @@ def _decode_kernel(
     STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program a KV head, sequence and part: the H / G query heads that share the KV head,
-    padded to N columns.  Parts count from the first that the query sees a key of.
+    padded to N columns.  Parts count from the first that holds a key the query sees.
 
-    Everything is transposed, keys or D down and query heads across: [TILE, D] K times [D, N] Q,
-    then [D, TILE] V^T times [TILE, N] P.  So the side of 64 rows that wgmma needs is full.
+    Keys or D are down and query heads across: [TILE, D] K times [D, N] Q, then [D, TILE] V^T times
+    [TILE, N] P.  So the side of 64 rows that wgmma needs is full.
     """
     tl.static_assert(TILE == PAGE or not SCALED)
     R: tl.constexpr = H // G
@@ -248,22 +245,20 @@ def _decode_kernel(
         page = tl.load(table + start // PAGE).to(tl.int64) * G + g
         next_k_byte = tl.load(K_BYTE + page * PAGE + t)
         next_v_byte = tl.load(V_BYTE + page * PAGE + t)
-    # The pipeline keeps the K and V of STAGES tiles on their way to shared memory.  Said here, it
-    # is 5% faster than as a launch option.
+    # num_stages here is 5% faster than as a launch option.
     for first in tl.range(start, end, TILE, num_stages=STAGES):
         page = tl.load(table + first // PAGE).to(tl.int64) * G + g
         k_byte = next_k_byte if SCALED else None
         v_byte = next_v_byte if SCALED else None
         if SCALED:
-            # The next tile's scales are fetched one tile ahead: used where they are loaded, they
-            # would stall the loop.
+            # Scales are loaded one tile ahead, or the loop would stall.
             ahead = tl.load(table + tl.minimum(first + TILE, end - 1) // PAGE).to(tl.int64) * G + g
             next_k_byte = tl.load(K_BYTE + ahead * PAGE + t)
             next_v_byte = tl.load(V_BYTE + ahead * PAGE + t)
         rows = first % PAGE + t  # of the page: a BF16 tile is half of one
         k = tl.load(K + page * (PAGE * D) + rows[:, None] * D + d[None, :])
-        # A tile is read whole, also beyond the length: pages hold finite numbers there, and only
-        # the last tile, and the first of a window, pay for the mask.
+        # A tile is read whole, since pages hold finite numbers beyond the length; only the last
+        # tile, and the first of a window, are masked.
         seen = (first + t)[:, None] < end
         masked = first + TILE > end
         if WINDOW:
@@ -297,8 +292,8 @@ def _decode_kernel(
 
 @triton.jit
 def _join(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
-    """Join a part to what came before it; ``AXIS`` is the dimension of o that the queries do not
-    have (1: D last, 0: one query).
+    """Join a part to the earlier ones; ``AXIS`` is the dimension of o that is not the queries' (1:
+    D last, 0: one query).
     """
     m_new = tl.maximum(m, part_m)
     old = tl.math.exp2(m - m_new)
@@ -352,25 +347,25 @@ def _prefill_part(
     """The keys of one part from tile ``start`` on, for NQ queries: their maximum, sum and
     accumulator.
 
-    K, V and their bytes point at the sequence's first token and the KV head, so token j stands at
-    j (G D), its byte at j G.  K is read transposed: [NQ, D] Q times [D, TILE] K.
+    K, V and their bytes point at the sequence's first token and the KV head, so token j is at j (G
+    D), its byte at j G.  K is read transposed: [NQ, D] Q times [D, TILE] K.
     """
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     m = tl.full([NQ], -float("inf"), tl.float32)
     l = tl.zeros([NQ, 4, 8], tl.float32)
     acc = tl.zeros([NQ, D], tl.float32)
-    # Every query of the block sees the whole of a tile that ends at or before its first position.
+    # All queries of the block see the whole of a tile that ends at or before its first position.
     unmasked_end = tl.minimum(part_end, tl.maximum(start, (first_position + 1) // TILE * TILE))
     if WINDOW:
         last_window = _first_seen(first_position + NQ - 1, WINDOW)
-    # Scale bytes are fetched one tile ahead: no copy of single bytes can be left running, and
-    # waiting for one costs a tenth of the time.
+    # Scale bytes are loaded one tile ahead: single bytes cannot be copied asynchronously, and
+    # waiting for them costs a tenth of the time.
     if SCALED:
         next_k_byte = tl.load(K_BYTE + tl.minimum(start + t, length - 1) * G)
         next_v_byte = tl.load(V_BYTE + tl.minimum(start + t, length - 1) * G)
 
-    # Whole tiles: no mask, but in those where a window begins; K and V fetched STAGES tiles ahead.
+    # Whole tiles, masked only where a window begins.
     for first in tl.range(start, unmasked_end, TILE, num_stages=STAGES):
         j = first + t
         k_byte = next_k_byte if SCALED else None
@@ -388,8 +383,8 @@ def _prefill_part(
         )  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
 
-    # The tiles on the diagonal, and one that the sequence does not fill: three at most, not worth
-    # a pipeline.  V is zero beyond the length because a masked key's weight is multiplied.
+    # The tiles on the diagonal and a last short one: three at most, not worth a pipeline.  V is
+    # zero beyond the length because a masked key's weight is multiplied.
     for first in tl.range(unmasked_end, part_end, TILE, num_stages=1):
         j = first + t
         inside = j < length
@@ -418,8 +413,8 @@ def _prefill_kernel(
     """One program NQ consecutive queries of one head; the queries are the last Q_COUNT of LENGTH
     tokens (all of them, in training).
 
-    With more than one part there is a launch for each, with the key ``start`` that it begins at.
-    What is joined so far waits in PART_O, PART_M and PART_L for the next.
+    Each part has a launch, beginning at key ``start``.  PART_O, PART_M and PART_L hold what is
+    joined so far.
     """
     h = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
@@ -451,7 +446,6 @@ def _prefill_kernel(
     q = tl.load(Q + row[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
     q_scale = tl.load(Q_SCALE + row, mask=valid, other=0.0) * c if SCALED else None
 
-    # This part's keys, from nothing.
     K += (k_start * G + g) * D
     V += (k_start * G + g) * D
     if SCALED:
@@ -464,15 +458,14 @@ def _prefill_kernel(
     )  # fmt: skip
     place = row[:, None] * D + d[None, :]
 
-    # Join it to the parts before it, which earlier launches left; the last part goes on to divide.
+    # Join it to the parts of earlier launches; the last part goes on to divide.
     if SPLIT:
         if start > first_seen:
             before = tl.load(PART_O + place, mask=valid[:, None], other=0.0)
             before_m = tl.load(PART_M + row, mask=valid, other=0.0)
             before_total = tl.load(PART_L + row, mask=valid, other=1.0)
             joined, joined_m, joined_total = _join(before, before_m, before_total, acc, m, total, 1)
-            # An earlier query sees none of this part's keys: its m is -inf, its sums are not to
-            # be used.
+            # A query before this part sees none of its keys: its m is -inf.
             reached = position >= start
             acc = tl.where(reached[:, None], joined, before)
             m = tl.where(reached, joined_m, before_m)
@@ -488,7 +481,7 @@ def _prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PagedKeys:
-    """K and V pages of one layer (layouts at the top of the file); the BF16 form has no bytes."""
+    """K and V pages of one layer (layouts above); without bytes in the BF16 form."""
 
     keys: torch.Tensor
     key_bytes: torch.Tensor | None
@@ -498,7 +491,7 @@ class PagedKeys:
 
 @dataclass(frozen=True, slots=True)
 class PackedKeys:
-    """K and V of packed sequences (layouts at the top of the file); the BF16 form has no bytes."""
+    """K and V of packed sequences (layouts above); without bytes in the BF16 form."""
 
     keys: torch.Tensor
     key_bytes: torch.Tensor | None
@@ -515,9 +508,8 @@ def decode_attention(
     max_length: int,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query a sequence: E4M3 [B, H, D] with FP32 scales [B, H], or BF16; table int32
-    [B, pages], lengths int32 [B], at most max_length; of its keys a query sees the last ``window``,
-    or all.
+    """One query a sequence: E4M3 [B, H, D] with FP32 scales [B, H], or BF16; table int32 [B,
+    pages], lengths int32 [B], at most max_length; a query sees the last ``window`` keys, or all.
 
     -> output BF16 [B, H, D] and log-sum-exp (base 2) FP32 [B, H].  The launch depends on B,
     max_length and the window alone, so it can be captured.
@@ -582,8 +574,8 @@ def prefill_attention(
     """Packed queries, E4M3 [T, H, D] with FP32 scales [T, H], or BF16: of sequence b the last
     query_counts[b] of lengths[b] tokens; each sees the last ``window`` keys up to its own, or all.
 
-    query_starts and key_starts (int32 [B]) say where a sequence's queries and keys begin in their
-    packed tensors. -> output BF16 [T, H, D] and log-sum-exp (base 2) FP32 [T, H].
+    query_starts and key_starts (int32 [B]) are the first rows of a sequence's queries and keys. ->
+    output BF16 [T, H, D] and log-sum-exp (base 2) FP32 [T, H].
     """
     tokens, heads, dim = queries.shape
     kv_heads = keys.keys.shape[1]

@@ -1,31 +1,29 @@
 """The backward of causal attention on Hopper: two kernels without atomics, which repeat their bits.
 
-Straight-through: Q, K and V are the dequantised values (E4M3 times a power of two is exact in
-BF16), the output O and the base-2 log-sum-exp L are the exact forward's own.  With c = log2(e) /
-sqrt(D):
+Q, K and V are the dequantised values (E4M3 times a power of two is exact in BF16), the output O and
+the base-2 log-sum-exp L those of the forward.  With c = log2(e) / sqrt(D):
 
     P  = 2^(c Q K^T - L)          delta = rowsum(dO * O)
     dS = P * (dO V^T - delta)     dV = P^T dO     dK = dS^T Q / sqrt(D)     dQ = dS K / sqrt(D)
 
-Products of BF16 numbers, summed in FP32; P and dS are rounded to BF16 as operands.  The keys'
+Products are of BF16 numbers, summed in FP32; P and dS are rounded to BF16 as operands.  The keys'
 kernel owns keys and walks the queries that see them, through all query heads of the KV head in
 order; the queries' kernel owns queries and walks the keys that they see.  So every sum has one
-order, which depends on nothing but the sequence itself.  The price is 7 products instead of the 5
-of a kernel that adds dQ up with atomics.
+order, which depends on the sequence alone, at the price of 7 products instead of the 5 of a kernel
+that adds dQ up with atomics.
 
-With a sliding window w a key is seen by the w queries from its own position on, and neither kernel
-walks further than that.  Of the tiles that its edge cuts, those of a block of BLOCK rows, a
-warpgroup may find one wholly masked: P = 0 there.
+With a sliding window w, w queries see a key, from its own position on, and neither kernel walks
+further.  A tile that the window's edge cuts may be wholly masked for one warpgroup: P = 0 there.
 
-Tiles count from the sequence's own start.  So that the copy engine reads whole tiles, a first
-kernel lays Q, K, V and dO out in BF16 as [head, padded token, D], where sequences begin at
-multiples of BLOCK rows and the padding is zeros (and a log-sum-exp of +inf, hence P = 0): 2 (2H +
-2G) D bytes a token, for the time of the call.  A NaN reaches no other sequence.
+Tiles count from the sequence's start.  So that the copy engine reads whole tiles, a first kernel
+copies Q, K, V and dO in BF16 to [head, padded token, D], where sequences begin at multiples of
+BLOCK rows and the padding is zeros (with a log-sum-exp of +inf, hence P = 0): 2 (2H + 2G) D bytes a
+token during the call.  A NaN reaches no other sequence.
 
-A program is two warpgroups that compute, GROUP rows each, and one warp that fetches tiles into a
-ring of buffers: `full` says that a tile has come, `empty` that both groups are done with it.  Roles
-and registers are dealt out by hand, in Gluon: under Triton's own pipeline the keys' kernel spills
-or waits, and the whole reaches 290 TFLOP/s (4 x 4096) instead of 450.  The blocks with the longest
+A program is two warpgroups that compute GROUP rows each, and one warp that copies tiles into a ring
+of buffers: `full` signals that a tile has arrived, `empty` that both groups have read it.  Roles
+and registers are assigned by hand, in Gluon: under Triton's own pipeline the keys' kernel spills or
+waits, and the whole reaches 290 TFLOP/s (4 x 4096) instead of 450.  The blocks with the longest
 walk run first.
 
 Measured on one H200 (32 query heads, 8 KV heads of 128):
@@ -69,11 +67,9 @@ def _prepare_kernel(
     DO_OUT, STATS, padded_tokens,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One program GROUP tokens of one head of Q, or of K and V: their padded copies in BF16, and
-    the queries' log-sum-exp and delta.
-
-    Copies are [head, padded token, D].  Rows between a sequence's length and the next multiple of
-    BLOCK are written too: zeros, by the masks' ``other``.
+    """One program GROUP tokens of one head of Q, or of K and V: padded copies in BF16 [head, padded
+    token, D], and the queries' log-sum-exp and delta.  Padding up to the next multiple of BLOCK
+    rows is written too: zeros, by the masks' ``other``.
     """
     head = tl.program_id(0)
     first = tl.program_id(1) * GROUP
@@ -87,7 +83,7 @@ def _prepare_kernel(
     row = tl.load(START + b).to(tl.int64) + token
     padded_row = tl.load(PADDED_START + b).to(tl.int64) + token
     if head < H:
-        # Q and dO: ``at`` is the row in [T, H], ``to`` the row in [H, padded token].
+        # ``at`` is the row in [T, H], ``to`` the row in [H, padded token].
         at = row * H + head
         to = head * padded_tokens.to(tl.int64) + padded_row
         wide = at[:, None] * D + d[None, :]
@@ -107,7 +103,6 @@ def _prepare_kernel(
         tl.store(stats, lse)
         tl.store(stats + GROUP, delta)
     else:
-        # K and V, by the numbers that follow the query heads'.
         at = row * G + head - H
         to = (head - H) * padded_tokens.to(tl.int64) + padded_row
         wide = at[:, None] * D + d[None, :]
@@ -128,12 +123,12 @@ def _prepare_kernel(
 
 @gluon.jit
 def _ring(STAGES: gl.constexpr):
-    """The barriers of a ring of buffers, and one for what is fetched once -> full, empty, ready.
+    """The barriers of a ring of buffers, and one for what is copied once -> full, empty, ready.
 
     `full` and `ready` take one arrival, the producer's ``expect``, and turn when its bytes have
-    come; `empty` takes one from each of the two warpgroups.  At step i, buffer i % STAGES is used
-    for the (i // STAGES)th time, and that number's parity is the phase that a consumer waits for.
-    The producer waits for the other one, which a fresh barrier passes at once.
+    arrived; `empty` takes one from each of the two warpgroups.  Step i uses buffer i % STAGES for
+    the (i // STAGES)th time, and that number's parity is the phase that a consumer waits for.  The
+    producer waits for the other phase, which a new barrier passes at once.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -150,12 +145,12 @@ def _keys_tile(
     k, v, q_smem, do_smem, stats_smem, full, empty, step, distance, dk, dv, c,
     DIAGONAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Add GROUP queries' part to the dK and dV of GROUP keys, of which the first is ``distance``
+    """Add GROUP queries' part to the dK and dV of GROUP keys, the first of which is ``distance``
     positions behind the first query.
 
-    Transposed, keys down and queries across: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T
-    are already the left operands of dV = P^T dO and dK = dS^T Q.  All four products read their
-    right operand, Q or dO, in shared memory; P^T and dS^T stay in registers.
+    Keys are down and queries across: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T, in
+    registers, are the left operands of dV = P^T dO and dK = dS^T Q.  All four products read their
+    right operand, Q or dO, in shared memory.
     """
     STAGES: gl.constexpr = q_smem.shape[0]
     D: gl.constexpr = q_smem.shape[2]
@@ -193,8 +188,7 @@ def _keys_tile(
     ds = gl.convert_layout((p * dp).to(gl.bfloat16), a_layout)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
 
-    # In flight across tiles, these two would cost registers and 2% of the time.  After them nobody
-    # here reads the buffer.
+    # In flight across tiles, these two would cost registers and 2% of the time.
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     mbarrier.arrive(empty.index(stage))
     return dk, dv
@@ -206,10 +200,9 @@ def _keys_consumer(
     scale,
     R: gl.constexpr, G: gl.constexpr, WHICH: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup of a program of `_keys_kernel`: keys WHICH * GROUP to GROUP more of its BLOCK.
+    """One warpgroup of `_keys_kernel`: keys WHICH * GROUP to GROUP more of its BLOCK.
 
-    Queries' tiles count from the block's own first token, so tile WHICH is on the diagonal.  dK and
-    dV are FP32 in registers throughout.
+    Queries' tiles count from the block's first token, so tile WHICH is on the diagonal.
     """
     D: gl.constexpr = q_smem.shape[2]
     STAGES: gl.constexpr = q_smem.shape[0]
@@ -221,7 +214,7 @@ def _keys_consumer(
     mbarrier.wait(ready, 0)
     step = 0  # of the ring: tiles of all heads, end to end
     for _ in range(R):
-        # No query of the first tile sees a key of the second group, which gives the buffer back
+        # No query of the first tile sees a key of the second group, which must release the buffer
         # unread, since `empty` counts both groups.
         if WHICH == 1:
             mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
@@ -253,7 +246,7 @@ def _keys_producer(
     empty, ready,
     kv_row, q_row, padded_tokens, tiles, R: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fetches K and V once, and the queries' tiles of all heads in order."""
+    """The warp that copies K and V once, and the queries' tiles of all heads in order."""
     D: gl.constexpr = q_smem.shape[2]
     STAGES: gl.constexpr = q_smem.shape[0]
     mbarrier.expect(ready, 4 * BLOCK * D)  # bytes: two BF16 tiles
@@ -289,11 +282,11 @@ def _keys_kernel(
     c, scale,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK keys of one KV head, GROUP a warpgroup, which walks the queries that see
-    them; all heads of the group in order.
+    """dK and dV of BLOCK keys of one KV head, GROUP a warpgroup, over the queries of all heads that
+    see them.
 
-    Shared memory: K and V of the block once, a half for each warpgroup, and the ring of Q, dO and
-    stats.  Registers: dK and dV, and a tile's S and dP.
+    Shared memory: K and V of the block, a half for each warpgroup, and the ring of Q, dO and stats.
+    Registers: dK and dV in FP32, and a tile's S and dP.
     """
     g = gl.program_id(0)
     b = gl.program_id(1)
@@ -352,8 +345,8 @@ def _queries_tile(
     """Add BLOCK keys' part to the dQ of GROUP queries; DIAGONAL: the first tile.
 
     S = Q K^T and dP = dO V^T have queries down and keys across; dS stays in registers as the left
-    operand of dQ = dS K.  The last product is in flight when this returns, and the tile's buffer is
-    given back by the next call.
+    operand of dQ = dS K.  The last product is in flight when this returns, and the next call
+    releases the tile's buffer.
     """
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[2]
@@ -394,8 +387,8 @@ def _queries_consumer(
     c, scale,
     H: gl.constexpr, WHICH: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup of a program of `_queries_kernel`: queries WHICH * GROUP to GROUP more of its
-    BLOCK.  Their dQ, log-sum-exp and delta are in registers throughout.
+    """One warpgroup of `_queries_kernel`: queries WHICH * GROUP to GROUP more of its BLOCK, with
+    dQ, log-sum-exp and delta in registers.
     """
     D: gl.constexpr = k_smem.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -432,8 +425,8 @@ def _queries_producer(
     q_desc, k_desc, v_desc, do_desc, q_smem, do_smem, k_smem, v_smem, full, empty, ready, q_row,
     kv_row, tiles
 ):  # fmt: skip
-    """The warp that fetches Q and dO once, and the tiles of keys from the diagonal down to that
-    which begins at ``kv_row``.
+    """The warp that copies Q and dO once, and the tiles of keys from the diagonal down to the one
+    that begins at ``kv_row``.
     """
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[2]
@@ -460,10 +453,10 @@ def _queries_kernel(
     scale,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK queries of one head, GROUP a warpgroup, which walks the keys that they see from
-    the diagonal down.
+    """dQ of BLOCK queries of one head, GROUP a warpgroup, over the keys that they see, from the
+    diagonal down.
 
-    Shared memory: Q and dO of the block once, a half for each warpgroup, and the ring of K and V.
+    Shared memory: Q and dO of the block, a half for each warpgroup, and the ring of K and V.
     """
     h = gl.program_id(0)
     b = gl.program_id(1)
@@ -523,16 +516,16 @@ def attention_backward(
     max_length: int,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of ``prefill_attention`` over whole sequences and that window, with respect to the
-    dequantised Q, K and V.
+    """Gradients of ``prefill_attention`` over whole sequences, with respect to the dequantised Q, K
+    and V.
 
-    queries E4M3 [T, H, D] with FP32 scales [T, H], or BF16 without; output and d_output BF16
-    [T, H, D]; log_sum_exp FP32 [T, H], base 2; sequence b is rows starts[b] to starts[b] +
-    lengths[b] (int32 [B], at most max_length, disjoint).
+    queries E4M3 [T, H, D] with FP32 scales [T, H], or BF16 without; output and d_output BF16 [T, H,
+    D]; log_sum_exp FP32 [T, H], base 2; sequence b is rows starts[b] to starts[b] + lengths[b]
+    (int32 [B], at most max_length, disjoint).
 
-    -> dq BF16 [T, H, D], dk and dv BF16 [T, G, D]; rows of no sequence are undefined.  ValueError
-    for shapes and formats that attention on Hopper does not take, and for tensors that are not
-    contiguous.
+    -> dq BF16 [T, H, D], dk and dv BF16 [T, G, D]; rows of no sequence are undefined.  Raises
+    ValueError for shapes and formats that attention on Hopper does not take, and for tensors that
+    are not contiguous.
     """
     tokens, heads, dim = queries.shape
     kv_heads, device = keys.keys.shape[1], queries.device
@@ -552,8 +545,8 @@ def attention_backward(
 
 
 class _Places(NamedTuple):
-    """Where sequences stand, in the packed tensors and in the padded copies: int32 [B], and the
-    rows of a head in the copies.
+    """Starts of sequences in the packed tensors and in the padded copies, int32 [B], and the rows
+    of a head in the copies.
     """
 
     starts: torch.Tensor
@@ -596,7 +589,6 @@ def _prepare(
     places: _Places,
     blocks: int,
 ) -> _Copies:
-    """The padded copies of Q, K, V and dO, and the stats."""
     (_, heads, dim), kv_heads, device = queries.shape, keys.keys.shape[1], queries.device
     padded_tokens = places.padded_tokens
     q, do = torch.empty((2, heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
@@ -619,7 +611,7 @@ def _launch_keys(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """dK and dV; the copy engine reads GROUP rows of each operand at once, as a warpgroup does."""
+    """The copy engine reads GROUP rows of each operand at once, as a warpgroup does."""
     _, kv_heads, dim = dk.shape
     group = GROUP.value
     _keys_kernel[(kv_heads, places.lengths.numel(), blocks)](
@@ -634,7 +626,7 @@ def _launch_keys(
 def _launch_queries(
     copies: _Copies, places: _Places, blocks: int, window: int | None, dq: torch.Tensor
 ) -> None:
-    """dQ; K and V are read BLOCK rows at once, for both warpgroups."""
+    """K and V are read BLOCK rows at once, for both warpgroups."""
     _, heads, dim = dq.shape
     _queries_kernel[(heads, places.lengths.numel(), blocks)](
         _tiles(copies.q, GROUP.value), _tiles(copies.k, BLOCK.value),

@@ -1,6 +1,7 @@
 """The GEMMs on Hopper: FP8 blocks for the linears, BF16 for lm_head and for layers in BF16.
 
-    E4M3   Y[m, n] = sum over blocks k of  (sum_j A[m, kj] B[n, kj]) * scale_a[m, k] * scale_b[n/128, k]
+    E4M3   Y[m, n] = sum over blocks k of
+                         (sum_j A[m, kj] B[n, kj]) * scale_a[m, k] * scale_b[n/128, k]
     BF16   Y[m, n] = sum_j A[m, j] B[n, j]
 
 summed in FP32.  A row's bits may not depend on M.  These libraries keep that, in order of

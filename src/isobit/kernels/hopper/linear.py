@@ -1,26 +1,20 @@
 """The linear layer on Hopper: its operands in the formats of a site, and its three products.
 
-    FProp   ``isobit.kernels.hopper.gemm``               rows whose bits do not depend on the batch
-    DGrad, WGrad   ``isobit.kernels.hopper.linear``
-
-WGrad reads X in E4M3 groups of 128 tokens, transposed, or in BF16 (``precision.wgrad``, and layers
-that stay in BF16).  Where both copies of an operand are wanted, one kernel reads it once.
-
-DGrad and WGrad of a linear on a GPU.
-
+    FProp   Y   = X W^T       ``isobit.kernels.hopper.gemm``
     DGrad   dX  = dY W
     WGrad   dW += dY^T X
             dW[n, k] += sum over token groups t of
                             (sum_j dY^T[n, tj] X^T[k, tj]) * scale_y[n, t] * scale_x[k, t]
 
-In E4M3, DGrad's dY is in 1x128 groups along N and W's 128x128 blocks are the forward's own, their
-bytes transposed, both in whole blocks of W's parts (``parts``).  WGrad's operands are both in
-groups of 128 tokens (``token_groups``), transposed.
+In E4M3, DGrad's dY is in 1x128 groups along N and W's 128x128 blocks are the forward's, both in
+whole blocks of W's parts.  WGrad's operands are in groups of 128 tokens (``token_groups``), or in
+BF16 (``precision.wgrad``, and layers in BF16).  Where both copies of an operand are needed, one
+kernel reads it once.
 
-FP8 tensor cores read both operands along the contraction, so W is transposed a layer at a time,
-here, rather than stored twice. dW is the FP32 gradient of the master: each call adds one finished
-sum to every element.  No bit of the backward has to agree with a rollout, so cuBLAS does what it is
-fastest at; every result repeats at fixed shapes.
+FP8 tensor cores read both operands along the contraction, so W is transposed here, a layer at a
+time, rather than stored twice.  Each WGrad adds one finished sum to every element of the master's
+FP32 gradient.  No bit of the backward has to agree with a rollout, so cuBLAS may choose its
+algorithm; every result repeats at fixed shapes.
 """
 
 import torch
@@ -53,8 +47,8 @@ def _transpose_kernel(
     VALUES, SCALES, OUT_VALUES, OUT_SCALES,
     N: tl.constexpr, K: tl.constexpr, OUT_ROW: tl.constexpr, OUT_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program a block and its scale, of N rows to N of the OUT_ROW columns; bytes as integers,
-    since nothing is computed with them.  Behind the rows go zeros, up to a whole block.
+    """One program a block and its scale, of N rows to N of the OUT_ROW columns, with zeros up to a
+    whole block.  Bytes are handled as integers.
     """
     block_n = tl.program_id(1)
     block_k = tl.program_id(0)
@@ -75,8 +69,8 @@ def _transpose_kernel(
 
 
 def transpose_blocks(weight: QuantTensor) -> QuantTensor:
-    """A weight [N, K] in 128x128 blocks -> its transpose, the same bytes and scales: [K, N] where
-    all blocks along N are whole, else [K, ``padded_size``] with zeros behind each short one.
+    """A weight [N, K] in 128x128 blocks -> its transpose, the same bytes and scales: [K, N], or [K,
+    ``padded_size``] with zeros behind each short block along N.
     """
     assert weight.granularity == "128x128"
     assert weight.values.is_contiguous()
@@ -115,8 +109,8 @@ def bf16_gemm_nn(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def fp8_gemm_tn(
     dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: WGradBackEnd | None = None
 ) -> None:
-    """dY^T [N, Tp] and X^T [K, Tp] in groups of 128 tokens: grad, FP32 [N, K], contiguous, += dY^T
-    X.
+    """grad, FP32 [N, K], contiguous, += dY^T X, of dY^T [N, Tp] and X^T [K, Tp] in groups of 128
+    tokens.
     """
     assert grad.dtype == torch.float32
     assert grad.is_contiguous()
@@ -129,9 +123,7 @@ def fp8_gemm_tn(
 
 
 def bf16_gemm_tn(dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
-    """dY [T, N] and X [T, K], BF16: grad, FP32 [N, K], += dY^T X, added up in FP32 and never
-    rounded to BF16.
-    """
+    """grad, FP32 [N, K], += dY^T X, of dY [T, N] and X [T, K], BF16; never rounded to BF16."""
     torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
 
 

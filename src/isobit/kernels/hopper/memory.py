@@ -1,14 +1,10 @@
 """The GPU's memory, transfers between it and the host, and steps captured as CUDA graphs.
 
-``allocate_in_pages``: what torch keeps of freed blocks is given back between the turns of engine
-and trainer.  For that its blocks must not be held by a small tensor in each of them, moments among
-activations for example, so they are made of pages that come and go by themselves.
-
-Several runs may go on in one process, each in a thread with a stream of its own (``torch.cuda.
-stream``): their kernels then run at once.  While one captures, nobody may wait for the whole device
-or give memory back, which would end the capture: hence ``_DEVICE``.  Nor may anybody launch on the
-stream that is captured, and torch deals 32 streams out again and again: the 33rd is the first one,
-which another thread may have as its own.  So a thread captures on its own.
+Several runs may share a process, each in a thread with its own stream (``torch.cuda.stream``), so
+that their kernels run at once.  While one captures, no thread may wait for the whole device or free
+memory, which would end the capture: hence ``_DEVICE``.  Nor may another thread launch on the
+captured stream.  torch reuses 32 streams, so a new one may be another thread's, and each thread
+captures on its own.
 """
 
 import gc
@@ -21,7 +17,7 @@ from functools import cache
 import torch
 
 _DEVICE = threading.Lock()
-"""Held by the thread that captures, and by one that does what concerns the device as a whole."""
+"""Held by the thread that captures, and by one that does something to the whole device."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -32,11 +28,9 @@ class HopperMemory:
         self._device = device
 
     def available(self) -> int:
-        """What is free, and what torch holds."""
         return self.free() + torch.cuda.memory_reserved(self._device)
 
     def free(self) -> int:
-        """On the GPU, whoever asks."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def release_cached(self) -> None:
@@ -44,15 +38,16 @@ class HopperMemory:
             torch.cuda.empty_cache()
 
     def peak(self) -> int:
-        """Bytes of tensors."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """Begin to measure anew."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def allocate_in_pages(self) -> None:
-        """Unless torch's environment variable says how its allocator is to work."""
+        """Make the allocator's blocks of pages, so that a small tensor does not keep a whole block
+        from being freed between turns, unless torch's environment variable configures the
+        allocator.
+        """
         if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
             _set_allocator("expandable_segments:True")
 
@@ -62,22 +57,20 @@ class HopperMemory:
 
 
 def _set_allocator(settings: str) -> None:
-    """torch has no public function for it; the one for every accelerator is the newer one."""
+    """torch has no public function for it; the one for every accelerator is newer."""
     newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (newer or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that was launched on a GPU, by any thread."""
+    """Wait for all that any thread has launched on a GPU."""
     with _DEVICE:
         torch.cuda.synchronize(device)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the GPU, through page-locked memory and in the order of the stream; the host goes
-    on at once, and torch keeps the source until the copy has been made.
-
-    On a CPU, where tests run what surrounds the kernels, the tensor itself.
+    """A copy on the GPU, through page-locked memory and in the order of the stream; the host does
+    not wait, and torch keeps the source until it is copied.  On a CPU, in tests, the tensor itself.
     """
     if device.type == "cpu":
         return tensor
@@ -96,14 +89,14 @@ class HostCopies:
         self._arrived.record()
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Also where nothing is copied: what was launched before has then been computed."""
+        """Wait for the copies and for all that was launched before them."""
         self._arrived.synchronize()
         return self._copies
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A collection of garbage could free GPU memory in the middle of a capture."""
+    """A garbage collection could free GPU memory in the middle of a capture."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -114,8 +107,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def _stream_to_capture() -> torch.cuda.Stream:
-    """The stream of this thread, or where that is the default one, which cannot be captured, one
-    for all captures.
+    """The thread's stream, or in place of the default one, which cannot be captured, a shared
+    one.
     """
     own = torch.cuda.current_stream()
     return _beside_default(own.device) if own == torch.cuda.default_stream() else own
@@ -134,8 +127,8 @@ class CapturedGraph:
     ) -> None:
         """Run the step once, which compiles and loads its kernels, then capture it.
 
-        ``torch.cuda.graph`` would also collect garbage and give all cached memory back, and the
-        next prompts would wait for gigabytes of it to be allocated again.
+        ``torch.cuda.graph`` would also collect garbage and free all cached memory, and the next
+        prompts would wait for gigabytes of it to be allocated again.
         """
         step()
         self._graph = torch.cuda.CUDAGraph()
@@ -154,6 +147,5 @@ class CapturedGraph:
                 self._graph.capture_end()
 
     def replay(self) -> tuple[torch.Tensor, ...]:
-        """Launch it; the outputs are overwritten by the next replay."""
         self._graph.replay()
         return self._outputs

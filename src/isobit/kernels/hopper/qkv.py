@@ -1,5 +1,5 @@
-"""What lies between the qkv GEMM and attention, in one kernel: bias, the norms of Q and K, rotary
-positions, and the flow's format.
+"""Between the qkv GEMM and attention, in one kernel: bias, the norms of Q and K, rotary positions,
+and the flow's format.
 
     x = BF16(qkv + bias)                           Q, K and V, if there is a bias; added in FP32
     x = BF16(x / sqrt(mean(x^2) + eps) w)          Q and K, in models that have these norms
@@ -9,21 +9,20 @@ positions, and the flow's format.
           value = E4M3(x 2^(127 - byte))
     bf16: value = x
 
-That is ``isobit.kernels.spec.qkv`` and ``Heads.encode``, and the bytes are theirs, except where the
-sum of squares rounds to another number: here it adds two numbers at a time along one fixed tree.
-Every operation of a vector is written so that neither the block size nor the layout can change its
-bits (the tree, `max`, which has no order, no contraction to fma), so decode, prefill and training
-agree. In e4m3 a vector that is not finite has the scale byte 255 and the value bytes 0x7F.
+The bytes are those of ``isobit.kernels.spec.qkv``, except where the sum of squares rounds
+differently: here it adds two numbers at a time along one fixed tree.  Neither the block size nor
+the layout can change a vector's bits (the tree, `max`, no contraction to fma), so decode, prefill
+and training agree.  In e4m3 a vector that is not finite has the scale byte 255 and the value bytes
+0x7F.
 
-K and V go to pages (rollout) or stand packed (training): the layouts of
-``isobit.kernels.hopper.attention``. A page holds V in E4M3 as [D, token], so four consecutive slots
-are written as a word; a single token's V is D bytes, each in a sector of its own, and these writes
-are most of the time in decode.  ``gather_pages`` lays the pages of a batch end to end for prefill
-attention.
+K and V go to pages (rollout) or are packed (training), in the layouts of
+``isobit.kernels.hopper.attention``.  A page holds V in E4M3 as [D, token], so four consecutive
+slots are written as a word; a single token's V is D bytes, each in its own sector, and these writes
+are most of the time in decode.  ``gather_pages`` lays the pages of a batch end to end for prefill.
 
-Measured on one H200 before there was H (32 query heads, 8 KV heads of 128, with norms), paged:
-256 tokens 14 us in e4m3 (8 us if the pages are in the L2), 4 us in bf16; 16,384 tokens 183 us and
-109 us, packed 105 us in e4m3.  Gathering runs at 3.3 TB/s in e4m3, 4.0 TB/s in bf16.
+Measured on one H200 before there was H (32 query heads, 8 KV heads of 128, with norms), paged: 256
+tokens 14 us in e4m3 (8 us if the pages are in the L2), 4 us in bf16; 16,384 tokens 183 us and 109
+us, packed 105 us in e4m3.  Gathering runs at 3.3 TB/s in e4m3, 4.0 TB/s in bf16.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -50,9 +49,7 @@ _GATHERED = 64  # tokens of one gathering program
 
 
 class Tiling(NamedTuple):
-    """How the work on up to ``most`` tokens is cut: tokens and heads of a program, and its
-    warps.
-    """
+    """Tokens and heads of a program, and its warps, for up to ``most`` tokens."""
 
     most: float
     tokens: int
@@ -84,7 +81,7 @@ def _load(QKV, BIAS, t, inside, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def _sum_of_squares(x1, x2, N: tl.constexpr, HALF: tl.constexpr):
-    """Two halves [N, HALF] -> [N], neighbours first: one thread holds them."""
+    """Two halves [N, HALF] -> [N], neighbours first, which one thread holds."""
     x = x1 * x1 + x2 * x2
     for level in tl.static_range(6 if HALF == 64 else 5):
         x = tl.sum(tl.reshape(x, [N, HALF >> (level + 1), 2]), 2)
@@ -125,9 +122,7 @@ def _rotated(
 
 @triton.jit
 def _amax_bits(x):
-    """[N, n] -> [N]: the largest magnitude's bits, as an integer: a NaN is larger than any
-    number.
-    """
+    """[N, n] -> [N]: the bits of the largest magnitude, as an integer; a NaN is largest."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
 
 
@@ -143,7 +138,7 @@ def _to_e4m3(x, byte):
     """FP32 [N, n] and bytes [N] -> E4M3."""
     factor = ((254 - byte) << 23).to(tl.float32, bitcast=True)
     factor = tl.where(byte == 255, float("nan"), factor)
-    # At most 448, by the choice of the byte: nothing to clamp.
+    # At most 448, by the choice of the byte.
     return (x * factor[:, None]).to(tl.float8e4nv)
 
 
@@ -182,7 +177,7 @@ def _queries(
 
 @triton.jit
 def _vector_row(t, slot, g, G: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr):
-    """Where the vectors of KV head g stand, counted in vectors."""
+    """The place of the vectors of KV head g, counted in vectors."""
     if PAGED:
         return (slot // TILE * G + g) * TILE + slot % TILE
     else:
@@ -217,7 +212,7 @@ def _values(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr,
     E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Where V stands as [token, D]."""
+    """V as [token, D]."""
     d = tl.arange(0, D)
     x = _load(QKV, BIAS, t, inside, (H + G + g) * D + d, (H + 2 * G) * D)
     row = _vector_row(t, slot, g, G, TILE, PAGED)
@@ -238,8 +233,8 @@ def _value_bytes(
     QKV, BIAS, V_BYTE, SLOT, first, i, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """Rows i of N tokens -> E4M3 values as int32 [rows, D], slots and which of them there are;
-    stores the scale bytes.
+    """Rows i of N tokens -> E4M3 values as int32 [rows, D], slots and which of them exist; stores
+    the scale bytes.
 
     Rows are rotated so that a row's number is its slot's within N, if slots are consecutive.
     """
@@ -264,7 +259,7 @@ def _transposed_values(
     QKV, BIAS, V, V_BYTE, SLOT, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """Where V stands as [D, token]: a word at a time where four slots fill one, else a byte."""
+    """V as [D, token]: a word at a time where four slots fill one, else a byte."""
     # Four loads of every fourth row: a thread then holds all four bytes of a word.
     first = tl.program_id(0).to(tl.int64) * N
     i = tl.arange(0, N // 4) * 4
@@ -309,11 +304,8 @@ def _encode_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr, HADAMARD: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
-    """One program N tokens and HEADS query heads, or HEADS key heads, or one value head.  Without
-    SLOT, K and V are packed.
-
-    Axis 1 of the grid counts these units: first all of the queries, then the keys, then the values.
-    A vector is whole in its program.
+    """One program N tokens and HEADS query heads, or HEADS key heads, or one value head, in this
+    order along axis 1 of the grid.  Without SLOT, K and V are packed.
     """
     HALF: tl.constexpr = D // 2
     QUERY_UNITS: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -322,7 +314,7 @@ def _encode_kernel(
     t = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     inside = t < tokens
 
-    # Padding of a captured batch has a query that nobody reads, but no slot to write K and V to.
+    # Padding of a captured batch has a query, but no slot to write K and V to.
     slot = t
     written = inside
     if SLOT is not None:
@@ -370,7 +362,7 @@ def encode_paged(
     to the pages, in the pages' format.
 
     slot = page * 128 + offset, all different, in any order; a negative one (the padding of a
-    captured batch) writes nothing. The launch depends on T alone, so it can be captured.
+    captured batch) writes nothing.  The launch depends on T alone, so it can be captured.
     """
     return _encode(qkv, transform, positions, slots, pages)
 
@@ -378,10 +370,9 @@ def encode_paged(
 def encode_packed(
     qkv: torch.Tensor, transform: QkvTransform, positions: torch.Tensor, format: Format
 ) -> tuple[Queries, PackedKeys]:
-    """qkv BF16 [T, (H + 2G) D] and positions int64 [T] -> queries, and K and V of all tokens in the
-    order in which they stand.
+    """qkv BF16 [T, (H + 2G) D] and positions int64 [T] -> queries, and packed K and V.
 
-    Raises ConfigError for the FP32 format, which attention on a GPU does not have.
+    Raises ConfigError for the FP32 format, which attention on a GPU does not take.
     """
     if format == "fp32":
         raise ConfigError("the fp32 flow runs on the CPU: attention on a GPU takes e4m3 and bf16")
@@ -459,7 +450,7 @@ def _gather_kernel(
     if K_BYTE is None:
         tl.store(V_OUT + out, tl.load(V + vector[:, None] * D + d[None, :]), mask=inside[:, None])
     else:
-        # V is read as it lies, [D, token], and leaves transposed and widened.
+        # V is read as [D, token] and stored transposed and widened.
         v = tl.load(V + (page * (TILE * D) + offset)[None, :] + d[:, None] * TILE)
         tl.store(V_OUT + out, tl.trans(v).to(tl.float16), mask=inside[:, None])
         tl.store(K_BYTE_OUT + row, tl.load(K_BYTE + vector), mask=inside)
@@ -474,7 +465,7 @@ def gather_pages(
     total: int,
     max_length: int,
 ) -> PackedKeys:
-    """The first lengths[b] tokens of each sequence b, whose pages table[b] names, at starts[b] of
+    """The first lengths[b] tokens of each sequence b, whose pages are table[b], at starts[b] of
     ``total`` packed tokens.
 
     table int32 [B, pages], starts and lengths int32 [B], the lengths at most max_length.

@@ -1,21 +1,19 @@
-"""Quantisers to E4M3 on a GPU, fused with what makes their input: the bytes of
+"""Quantisers to E4M3, fused with what makes their input: the bytes of
 ``isobit.kernels.spec.quantise``.
 
     quantise_rows        [M, K] BF16            -> values, scales
     quantise_gradient    [M, N] BF16            -> values, scales: dY as DGrad reads it
     rms_norm_quantise    h + x, then RMSNorm    -> new h, values, scales (and the norm if asked for)
     swiglu_quantise      silu(gate) * up        -> values, scales
-    swiglu               silu(gate) * up        -> BF16, for a layer that stays in BF16
+    swiglu               silu(gate) * up        -> BF16, for a layer in BF16
 
-Every input of a quantiser is rounded to BF16 first, as it is on the CPU.  amax is a maximum that a
-NaN passes through, looked at in its bits, where a NaN is larger than any number: a group that is
-not finite is found without a comparison that a NaN could pass.  The cast to E4M3 saturates, so
-nothing is clamped.  A row's sum of squares is taken by one program with one layout, so it depends
-on that row alone.
+Inputs are rounded to BF16 first, as on the CPU.  amax is compared by its bits, in which a NaN is
+larger than any number, so a group that is not finite is found without a comparison of NaN.  The
+cast to E4M3 saturates, so nothing is clamped.  One program with one layout takes a row's sum of
+squares, so it depends on that row alone.
 
-Scales are written K-group-major, [ceil(K/128), M] with M padded to a multiple of 4, the layout that
-DeepGEMM and cuBLASLt read through TMA.  The last group of a row may be short; where all are whole,
-no instruction asks.
+Scales are K-group-major, [ceil(K/128), M] with M padded to a multiple of 4, the layout that
+DeepGEMM and cuBLASLt read through TMA.  The last group of a row may be short.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -33,9 +31,8 @@ from isobit.precision.quant_tensor import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX, Sca
 
 _FLOOR_BITS = 0x21800000
 _INF_BITS = tl.constexpr(0x7F800000)
-_ROUND_UP_ABOVE_1_75 = tl.constexpr(
-    0x1FFFFF
-)  # carries into the exponent exactly when the mantissa is above 0.75
+# carries into the exponent exactly when the mantissa is above 0.75
+_ROUND_UP_ABOVE_1_75 = tl.constexpr(0x1FFFFF)
 assert torch.tensor(AMAX_FLOOR).view(torch.int32).item() == _FLOOR_BITS
 FLOOR_BITS = tl.constexpr(_FLOOR_BITS)
 MAX = tl.constexpr(E4M3_MAX)
@@ -52,13 +49,13 @@ class QuantRows:
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> "QuantRows":
-        """Unwritten storage in the right layout."""
+        """Uninitialised."""
         padded = -(-rows // 4) * 4
         scales = torch.empty((num_blocks(columns), padded), dtype=torch.float32, device=device)
         return cls(torch.empty((rows, columns), dtype=E4M3, device=device), scales.t()[:rows])
 
     def groups(self, first: int, count: int) -> "QuantRows":
-        """So many whole groups of every row, not copied."""
+        """``count`` whole groups of every row, not copied."""
         columns = slice(first * BLOCK, (first + count) * BLOCK)
         return QuantRows(self.values[:, columns], self.scales[:, first : first + count])
 
@@ -71,8 +68,8 @@ def larger(a, b):
 
 @triton.jit
 def amax_bits(x, AXIS: tl.constexpr):
-    """The largest |x| along an axis of FP32 numbers, as an integer: ordered as the numbers are, a
-    NaN above all.
+    """The bits of the largest |x| along an axis of FP32 numbers, as an integer; a NaN is
+    largest.
     """
     return tl.reduce(tl.abs(x), AXIS, larger).to(tl.int32, bitcast=True)
 
@@ -132,7 +129,7 @@ def _rms_norm_kernel(
     C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr,
     QUANTISE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """One program a row of C numbers, padded to WIDTH: the same layout for every batch."""
+    """One program a row of C numbers, padded to WIDTH: one layout for every batch."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < C
@@ -158,10 +155,10 @@ def _rms_norm_kernel(
 def four_sigmoids(x):
     """4 / (1 + exp(-x)) of FP32 x.
 
-    A denominator of a quarter is at least 1/4 and at most 2^126, or infinite: neither it nor its
-    reciprocal is subnormal, and an exponential that vanishes beside 1 may as well be zero.  So the
-    approximate instructions do alone, without the dozen others by which the plain expression takes
-    care of such numbers; the bits are its own, scaled by the power of two.
+    A quarter of the denominator is at least 1/4 and at most 2^126, or infinite: neither it nor its
+    reciprocal is subnormal, and an exponential that vanishes beside 1 may be zero.  So the
+    approximate instructions suffice, without the dozen others by which the plain expression handles
+    such numbers, and give its bits, scaled by the power of two.
     """
     power = tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;",
@@ -235,7 +232,7 @@ def quantise_gradient(
     dy: torch.Tensor, parts: tuple[int, ...], scales: ScaleKind = "power_of_two"
 ) -> QuantRows:
     """dY [M, N] BF16, contiguous, of a matrix with these ``parts`` -> [M, ``padded_size``]: groups
-    begin anew at each part, and zeros fill up a short one.
+    begin anew at each part, and zeros pad a short one.
     """
     out = QuantRows.empty(dy.shape[0], padded_size(parts), dy.device)
     for run in runs(parts):
@@ -247,8 +244,8 @@ def quantise_gradient(
 def _quantise(
     x: torch.Tensor, row: int, out: QuantRows, columns: int, written: int, scales: ScaleKind
 ) -> None:
-    """The first ``columns`` of x, whose rows are ``row`` apart, to ``written`` of out: zeros
-    behind.
+    """The first ``columns`` of x, whose rows are ``row`` apart, to ``written`` columns of out,
+    padded with zeros.
     """
     groups = _groups_of_program(columns)
     grid = (x.shape[0], triton.cdiv(columns, groups * BLOCK))
@@ -280,10 +277,7 @@ def rms_norm_quantise(
     keep: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, QuantRows | None]:
     """Residual h [M, C] and the layer's output x to add to it (or None), both BF16 -> new h,
-    RMSNorm(h) if ``keep``, and its quantisation.
-
-    ``scales`` None leaves the quantisation out: the input of a layer that stays in BF16, and of
-    lm_head.
+    RMSNorm(h) if ``keep``, and its quantisation, unless ``scales`` is None.
     """
     rows, columns = h.shape
     h_out = h if x is None else torch.empty_like(h)
@@ -323,9 +317,7 @@ def swiglu_quantise(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """[M, 2 C] BF16, gate before up -> silu(gate) * up, [M, C] BF16: what ``swiglu_quantise``
-    quantises.
-    """
+    """[M, 2 C] BF16, gate before up -> silu(gate) * up, [M, C] BF16."""
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, columns), dtype=torch.bfloat16, device=gate_up.device)
     width = min(1024, triton.next_power_of_2(columns))
