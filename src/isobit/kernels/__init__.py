@@ -1,22 +1,16 @@
-"""The operations, and the seam that everything above calls them through.
+"""The operations, and the protocol through which everything above calls them (``backend.py``).
 
-    backend.py              the seam: the protocol ``Backend``, its operations by name, and which
-                            back end a device has
-    operands.py             what passes through it: weights, quantised operands, batches, caches
-    sizes.py                what a back end takes, in bytes, without loading it
-    trace.py                where a diagnosis looks on as operations run
-    adamw.py, noise.py,     what has one definition for every back end
-    rope.py
-    spec/                   the CPU specification, in torch: what an operation's result is
-    hopper/                 the same on Hopper GPUs: Triton, Gluon and DeepGEMM
-
-The two folders are siblings with the same file names, an operation a file.  The rule of exactness
-that both keep is in ``backend.py``.
+    backend.py     the protocol ``Backend``, and which back end a device has
+    operands.py    what its operations take and return: weights, operands, batches, caches
+    sizes.py       bytes that a back end needs, without loading it
+    noise.py       noise keys, AdamW's factors and checksums, the same for every back end
+    spec/          the CPU specification in torch, which defines an operation's result
+    hopper/        the same on Hopper GPUs: Triton, Gluon and DeepGEMM
 
 A product's name is DeepGEMM's: precision, operation, layout.  ``fp8`` has E4M3 operands with
-scales, ``bf16`` plain ones, and ``grid`` (on the CPU) BF16 or FP32 that was snapped to a grid so
+scales, ``bf16`` plain ones, and ``grid`` (on the CPU) BF16 or FP32 that was rounded to a grid so
 that its sums are exact.  The layout has a letter for each operand as the layer holds it, A before
-B: ``n`` as it stands in the product, ``t`` transposed.
+B: ``n`` as it is in the product, ``t`` transposed.  ``triton_`` means that no library is called.
 
     nt    Y  = X W^T      FProp: X [M, K], W [N, K]
     nn    dX = dY W       DGrad: dY [M, N], W [N, K]
@@ -24,5 +18,4 @@ B: ``n`` as it stands in the product, ``t`` transposed.
 
 FP8 tensor cores read both operands along the contraction.  So ``fp8_gemm_nn`` transposes the bytes
 of W itself, and ``fp8_gemm_tn`` takes dY^T and X^T as the quantisers of token groups wrote them.
-``triton_`` in front says that no library is called.
 """

@@ -1,20 +1,15 @@
-"""The seam between the layers and a device: the operations that a back end must offer.
+"""The operations that a back end must offer, and the choice of a back end.
 
-Everything above ``isobit.kernels`` computes through a ``Backend`` and names no device.  Two exist,
-folders beside this file with the same file names:
+Everything above ``isobit.kernels`` computes through a ``Backend`` and names no device.  Each is a
+folder beside this file and an entry of ``_BACK_ENDS``: ``spec`` on a CPU, which defines every
+result, and ``hopper`` on NVIDIA GPUs of the Hopper generation.
 
-    spec      the CPU specification: torch alone, exact; the fused operations are composed of single
-              ones, and what they give defines what every other back end has to give
-    hopper    NVIDIA GPUs of the Hopper generation: Triton, Gluon and DeepGEMM
-
-Another device is another folder and a line of ``_BACK_ENDS``.
-
-The rule of exactness holds in the forward: an output row's bits depend on that row's inputs alone,
-never on the number of rows, its place among them, or the operation's form (paged or packed,
-captured or not).  The backward repeats its bits for the same call.  Gradients of masters are FP32
-and are added to: each call adds one finished sum, started from zero, to every element.  Only
-``token_log_probs_backward`` may add the parts that it takes rows in one by one: who has a sum
-already gives it zeros, and adds those.
+In the forward an output row's bits depend on that row's inputs alone, never on the number of rows,
+its place among them, or the operation's form (paged or packed, captured or not).  The backward
+repeats its bits for the same call.  Gradients of masters are FP32 and are added to: each call adds
+one finished sum, started from zero, to every element.  Only ``token_log_probs_backward`` may add
+the parts in which it takes rows one by one: a caller whose gradient is not zero passes zeros, and
+adds the result.
 
 Shapes: T tokens end to end, C hidden size, H query heads and G KV heads of D numbers, V vocabulary.
 """
@@ -60,37 +55,31 @@ class Backend(Protocol):
     """The operations of one device.  Tensors are on it unless a method says otherwise."""
 
     @property
-    def name(self) -> str:
-        """Its folder."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
-        ...
+    def device(self) -> torch.device: ...
 
     @property
-    def sizes(self) -> Sizes:
-        """What its operands and caches take, in bytes, without computing anything."""
-        ...
+    def sizes(self) -> Sizes: ...
 
     # Weights
 
     def publish(self, site: Site, master: torch.Tensor) -> Operand:
-        """The matrix that a linear multiplies with, of its FP32 master [N, K]: from the BF16
-        rounding, except in FP32.
+        """The matrix that a linear reads, from its FP32 master [N, K] by way of BF16, except in
+        FP32.
         """
         ...
 
     def republish(self, weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
-        """Write newer values into the same tensors; -> how many numbers are others now, int64 on
-        the device.  In E4M3 a number is its byte, and scales do not count.
+        """Write newer values into the same tensors; -> how many numbers have changed, int64 on the
+        device.  In E4M3 these are bytes, without scales.
         """
         ...
 
     def publish_head(self, table: torch.Tensor) -> torch.Tensor:
-        """What ``logits`` multiplies with, of lm_head's [V, C] in the format between operators: the
-        same tensor where that will do.
+        """What ``head_logits`` reads, from lm_head's [V, C] in the format between operators;
+        perhaps the same tensor.
         """
         ...
 
@@ -111,7 +100,7 @@ class Backend(Protocol):
         keep: bool = False,
     ) -> Normed:
         """h + x (None adds nothing), its RMSNorm, and that as the linear ``site`` reads it; with
-        ``save`` also as WGrad will.  The norm itself with ``keep``, and without a site.
+        ``save`` also as WGrad reads it.  Returns the norm itself with ``keep``, and without a site.
         """
         ...
 
@@ -120,7 +109,7 @@ class Backend(Protocol):
         ...
 
     def joined_rows(self, values: torch.Tensor, scales: torch.Tensor) -> Operand:
-        """Columns of ``linear_input``'s that other ranks have made, as a linear reads them: E4M3
+        """Columns of ``linear_input`` that other ranks have made, as a linear reads them: E4M3
         values [T, K], and FP32 scales of their 1x128 groups, a row a group, [ceil(K / 128), T].
         """
         ...
@@ -144,9 +133,9 @@ class Backend(Protocol):
     def route(
         self, x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool
     ) -> Routing:
-        """The ``top_k`` experts of each token: x [T, C] and the published router [E, C] -> logits
-        x router^T in FP32, whose softmax over all experts gives the weights, divided by their sum
-        over the chosen ones where ``renormalise``.
+        """The ``top_k`` experts of each token: x [T, C] and the published router [E, C] -> FP32
+        logits x router^T; the weights are their softmax over all experts, divided by the sum over
+        the chosen ones if ``renormalise``.
         """
         ...
 
@@ -155,8 +144,8 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """x [T, C] as ``gate_up`` reads it -> y [T, C]: the sum over the ranks j of a token, in
         FP32 and in their order, of weight_j * down_e(swiglu(gate_up_e(x))), e its expert; rounded
-        once.  Matrices stand one below the other: [E 2 I, C] and [E C, I].  An expert's output for
-        a token has the bits of ``linear`` with its matrix alone.
+        once. The matrices are stacked: [E 2 I, C] and [E C, I].  An expert's output for a token has
+        the bits of ``linear`` with its matrix alone.
         """
         ...
 
@@ -164,7 +153,7 @@ class Backend(Protocol):
         self, x: LinearInput, routing: Routing, gate_up: LinearWeight, down: LinearWeight
     ) -> tuple[torch.Tensor, RoutedExperts]:
         """The same bits, and what ``experts_backward`` reads; ``x.saved`` is x itself, [T, C] in
-        the format between operators: each expert groups its own tokens for WGrad.
+        the format between operators, since each expert groups its own tokens for WGrad.
         """
         ...
 
@@ -179,22 +168,20 @@ class Backend(Protocol):
         targets: torch.Tensor,
         temperatures: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-softmax(logits / temperature) at the targets, int64 [N], and the entropies of the
-        distributions: FP32 [N] each.  Logits that are not finite give NaN, or raise NonFiniteError.
+        """Log-softmax(logits / temperature) at the targets, int64 [N], and the entropies: FP32 [N]
+        each.  Logits that are not finite give NaN, or raise NonFiniteError.
         """
         ...
 
     def scalar_head(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """A number for each hidden state, a value or a score: [N, C] and a published weight [C] ->
-        FP32 [N].
-        """
+        """A value or score for each hidden state: [N, C] and a published weight [C] -> FP32 [N]."""
         ...
 
     def packed_attention(
         self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor
     ) -> AttendWithBackward:
         """Attention of the training forward over whole sequences of these lengths; positions int64
-        [T].  The same object serves all layers.
+        [T].  One object serves all layers.
         """
         ...
 
@@ -202,14 +189,12 @@ class Backend(Protocol):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether calls return before the device has computed: then the engine keeps it busy by
-        planning a step ahead, and captures its decode steps.
+        """Whether calls return before the device has computed; then the engine plans a step ahead
+        and captures its decode steps.
         """
         ...
 
-    def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache:
-        """Empty pages."""
-        ...
+    def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache: ...
 
     def paged_attention(self, cache: KvCache, batch: PagedBatch, positions: torch.Tensor) -> Attend:
         """Attention of a ragged batch over the pages of ``cache``; new K and V are written first.
@@ -218,23 +203,23 @@ class Backend(Protocol):
         ...
 
     def decode_attention(self, cache: KvCache, batch: DecodeBatch) -> Attend:
-        """``paged_attention`` of one new token a sequence, without reading anything from the host:
-        it can be captured.
+        """``paged_attention`` of one new token a sequence, which reads nothing from the host and
+        can be captured.
         """
         ...
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> Drawn:
-        """The next token of N samples from FP32 logits [R, V]: Gumbel-max with noise that is keyed
-        by (key, position, entry).
+        """The next token of N samples from FP32 logits [R, V]: Gumbel-max with noise keyed by (key,
+        position, entry).
         """
         ...
 
     def capture(
         self, step: Callable[[], tuple[torch.Tensor, ...]], beside: "Captured | None" = None
     ) -> "Captured":
-        """A step whose operations can be launched again at once, on the same tensors.  ``step`` is
-        called meanwhile, more than once.  It shares the memory of a step captured before,
-        ``beside``: the outputs of one are read before the other is launched.
+        """A step that can be launched again on the same tensors; ``step`` is called more than once.
+        It shares the memory of ``beside``, so the outputs of one are read before the other is
+        launched.
         """
         ...
 
@@ -271,9 +256,7 @@ class Backend(Protocol):
         down: LinearWeight,
         grads: ExpertGradients,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """dy [T, C] -> dx [T, C] through the experts, and the gradient of the routing's weights,
-        FP32 [T, k].
-        """
+        """dy [T, C] -> dx [T, C], and the gradient of the routing's weights, FP32 [T, k]."""
         ...
 
     def route_backward(
@@ -286,8 +269,8 @@ class Backend(Protocol):
         loss: RouterLoss | None,
         grad: torch.Tensor,
     ) -> torch.Tensor:
-        """The gradient of the weights FP32 [T, k], and of the router's own losses -> that of x
-        [T, C]; grad [E, C].  The choice of experts has no gradient.
+        """The gradient of the weights FP32 [T, k], and of the router's own losses -> that of x [T,
+        C]; grad [E, C].  The choice of experts has no gradient.
         """
         ...
 
@@ -301,7 +284,7 @@ class Backend(Protocol):
         positions: torch.Tensor,
         grads: QkvGradients,
     ) -> torch.Tensor:
-        """From the gradients of attention to that of the projection's output, [T, (H + 2 G) D]."""
+        """The gradients of attention -> that of the projection's output, [T, (H + 2 G) D]."""
         ...
 
     def rms_norm_backward(
@@ -356,21 +339,21 @@ class Backend(Protocol):
         scales: tuple[torch.Tensor, torch.Tensor] | None = None,
         first_element: int = 0,
     ) -> None:
-        """One update of a master and its moments in place (``isobit.kernels.spec.optimiser``); of a
-        slice from ``first_element`` on, a multiple of 128, to the bits that it has in the whole.
+        """Update a master and its moments in place (``isobit.kernels.spec.optimiser``).  A slice
+        from ``first_element`` on, a multiple of 128, gets the bits that it has in the whole.
         """
         ...
 
     def gradient_squares(self, grads: Sequence[torch.Tensor]) -> list[float]:
-        """The sum of squares, in FP64, of every 128 rows of each FP32 tensor, from its first row,
-        in the order of tensors and rows; a vector's rows are its elements, the last may be fewer.
-        A sum depends on its own rows alone: a slice at a multiple of 128 rows has the same.
+        """The FP64 sum of squares of every 128 rows of each FP32 tensor, in the order of tensors
+        and rows; a vector's rows are its elements, the last block may be short.  A sum depends on
+        its own rows alone, so a slice at a multiple of 128 rows has the same.
         """
         ...
 
     def add_in_order(self, total: torch.Tensor, addends: Sequence[torch.Tensor]) -> None:
-        """((total + a0) + a1) + .., element by element, in place: FP32, contiguous, of as many
-        elements each.
+        """((total + a0) + a1) + .., element by element, in place: FP32, contiguous, of equal
+        sizes.
         """
         ...
 
@@ -384,11 +367,11 @@ class Backend(Protocol):
         ...
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a host's tensor, which the host does not wait for; or the tensor itself."""
+        """A copy of a host's tensor, for which the host does not wait; or the tensor itself."""
         ...
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> "Arriving":
-        """Copies on the host, on their way behind everything that was launched before."""
+        """Copies on the host, made after everything that was launched before."""
         ...
 
     def synchronize(self) -> None:
@@ -402,44 +385,42 @@ class Backend(Protocol):
         ...
 
     def fallbacks(self) -> Sequence[str]:
-        """Lines to be said once: where a slower library stands in for the one that is meant."""
+        """Lines to print once about slower libraries in use."""
         ...
 
     # For proofs
 
     def checksum(self, rows: Sequence[Rows]) -> int:
-        """The checksum (``isobit.kernels.noise``) of rows of one tensor or more, from 0 to
-        2^64 - 1; waits for the device, once.
+        """The checksum (``isobit.kernels.noise``) of rows of one or more tensors, from 0 to 2^64 -
+        1; waits for the device, once.
         """
         ...
 
     def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:
-        """[M, K] in 1x128 groups, in the specification's layout: bytes are the same everywhere."""
+        """[M, K] in 1x128 groups, in the specification's layout; bytes are equal on all back
+        ends.
+        """
         ...
 
 
 class DeviceMemory(Protocol):
-    """Memory that a device has for itself."""
+    """Memory that a device has for itself, in bytes."""
 
     def available(self) -> int:
-        """Bytes that this process has or could have now."""
+        """What this process holds or can still allocate."""
         ...
 
     def free(self) -> int:
-        """Bytes that nobody holds."""
+        """What no process holds."""
         ...
 
-    def release_cached(self) -> None:
-        """Give back what is cached and not in use."""
-        ...
+    def release_cached(self) -> None: ...
 
     def peak(self) -> int:
-        """The most bytes in use since the last ``reset_peak``."""
+        """The most in use since the last ``reset_peak``."""
         ...
 
-    def reset_peak(self) -> None:
-        """Begin to measure anew."""
-        ...
+    def reset_peak(self) -> None: ...
 
     def allocate_in_pages(self) -> None:
         """Let the allocator map single pages, so that engine and trainer can take turns.  Called
@@ -448,7 +429,7 @@ class DeviceMemory(Protocol):
         ...
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """uint8 [size] of main memory that copies to and from the device are fast with."""
+        """uint8 [size] of host memory with fast copies to and from the device."""
         ...
 
 
@@ -456,21 +437,19 @@ class Captured(Protocol):
     """A step that can be launched again."""
 
     def replay(self) -> tuple[torch.Tensor, ...]:
-        """Launch it; the outputs are overwritten by the next replay."""
+        """Launch it; the next replay overwrites the outputs."""
         ...
 
 
 class Arriving(Protocol):
-    """Tensors on their way to the host."""
+    """Tensors that are being copied to the host."""
 
-    def wait(self) -> Sequence[torch.Tensor]:
-        """Those tensors, once they have arrived."""
-        ...
+    def wait(self) -> Sequence[torch.Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What a model in a flow asks of a back end, as far as one may not have it."""
+    """What a model in a flow needs that a back end may lack."""
 
     num_heads: int
     num_kv_heads: int
@@ -481,18 +460,14 @@ class ModelNeeds:
 
 
 class Support(Protocol):
-    """What a back end says of itself before anything of it is made (its ``support.py``): it loads
-    on every machine.
-    """
+    """What a back end says about itself (its ``support.py``), which loads on every machine."""
 
     @property
-    def sizes(self) -> Sizes:
-        """What its operands take, in bytes."""
-        ...
+    def sizes(self) -> Sizes: ...
 
     @property
     def has_own_memory(self) -> bool:
-        """Whether its memory is apart from the host's."""
+        """Whether its memory is separate from the host's."""
         ...
 
     @property
@@ -502,7 +477,7 @@ class Support(Protocol):
 
     @property
     def extra(self) -> str | None:
-        """The optional part of Isobit with the packages that it is meant to have."""
+        """The optional dependency group of Isobit with its packages."""
         ...
 
     @property
@@ -511,7 +486,7 @@ class Support(Protocol):
         ...
 
     def device_model(self, device: torch.device) -> str | None:
-        """Which of its devices this is; None where that is the host's processor."""
+        """The device's name; None where that is the host's processor."""
         ...
 
     def is_present(self) -> bool:
@@ -519,9 +494,7 @@ class Support(Protocol):
         ...
 
     def state(self) -> tuple[str, bool]:
-        """What the machine has of such devices, in a line; and whether a user should look into
-        it.
-        """
+        """A line on the machine's devices, and whether the user should look into it."""
         ...
 
     def problem(self) -> str | None:
@@ -534,23 +507,22 @@ class Support(Protocol):
 
 
 _BACK_ENDS = {"cuda": "hopper", "cpu": "spec"}
-"""torch's type of a device -> folder; the one to be preferred comes first."""
+"""torch's type of a device -> folder; the preferred comes first."""
 
 
 def support(device_type: str) -> Support:
-    """What the back end of a device offers, without loading its kernels."""
+    """The ``Support`` of a device, without its kernels."""
     return import_module(f"isobit.kernels.{_BACK_ENDS[device_type]}.support")  # pyright: ignore[reportReturnType]
 
 
 @cache
 def backend_of(device: torch.device) -> Backend:
-    """The back end of a device; loads its kernels."""
+    """The back end of a device, with its kernels."""
     module = import_module(f"isobit.kernels.{_BACK_ENDS[device.type]}.backend")
     return module.make(device)
 
 
 def is_present(device_type: str) -> bool:
-    """Whether the machine has such a device, usable or not."""
     return support(device_type).is_present()
 
 
@@ -561,17 +533,17 @@ def usable_devices() -> dict[str, str | None]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The device that a command computes on, and why not on one that would have been preferred."""
+    """The device that a command computes on."""
 
     device: torch.device
     passed_over: tuple[str, ...] = ()
-    """Why each device that the machine has was not taken."""
+    """Why each preferred device of the machine was not chosen."""
 
 
 def choose_device(wanted: Device, needs: ModelNeeds) -> DeviceChoice:
     """``auto`` is the first device of this machine that computes a model with these needs.
 
-    Raises ConfigError for a device asked for by name that cannot be used, or not for this.
+    Raises ConfigError for a named device that cannot be used, at all or for this model.
     """
     passed_over: list[str] = []
     for kind, why_not in usable_devices().items():

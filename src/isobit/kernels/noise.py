@@ -1,39 +1,22 @@
-"""Sampling noise that depends on nothing but whose token it is: counter-based, no generator, no
-state.
+"""Noise keys, AdamW's factors and the checksum, which have one definition for every back end.
 
-A sample is named by a 64-bit key, a stable hash of (run seed, prompt, visit, sample).  The noise of
-vocabulary entry v at position p of that sample is output v + 1 of the splitmix64 generator whose
-seed is output p + 1 of the splitmix64 generator seeded with the key.  Output i of splitmix64 is a
-pure function of seed and i,
+**Sampling noise** is counter-based, without state.  A sample has a 64-bit key, a hash of (run seed,
+prompt, visit, sample).  The noise of vocabulary entry v at position p is output v + 1 of the
+splitmix64 generator whose seed is output p + 1 of the one seeded with the key.  Output i is
+mix(seed + i * 0x9E3779B97F4A7C15), in 64 bits, so the [N, V] block of noise is a dozen elementwise
+integer operations, and a sample's tokens depend neither on scheduling nor on other samples.  The
+integers are in int64 tensors: multiplication and addition wrap, and an arithmetic shift followed by
+a mask is a logical one.
 
-    mix(seed + i * 0x9E3779B97F4A7C15)        (all in 64 bits, wrapping)
-
-so a whole [N, V] block of noise is a dozen elementwise integer operations, and the tokens of a
-sample do not depend on the order in which requests were scheduled, on its neighbours, or on being
-preempted.
-
-The integers live in int64 tensors: multiplication and addition wrap, and an arithmetic shift
-followed by a mask is a logical one.
-
-AdamW in numbers: what the elements of a tensor have in common in one update, the formats of the
-moments, and what their rounding is keyed by.  ``isobit.kernels.spec.optimiser`` has the equation.
-
-A 64-bit checksum of bytes, the same on every device and cheap enough for every step of a run:
+**The checksum** of bytes is 64 bits, the same on every device and fast enough for every step:
 
     checksum = sum_c v_c sum_i u_i word_(c C + i)       modulo 2^64
 
-over the 32-bit words of a tensor's bytes (signed; the last one filled up with zeros), C = 2^21 of
-them a chunk; u_i and v_c are random odd 64-bit numbers (``isobit.kernels.noise``), u_i the same for
-all tensors, v_c those of the tensor's seed.  So
-
-    one changed word    always changes it: an odd number has an inverse modulo 2^64
-    several             or words that have changed places, leave it with a probability of about
-                        2^-32
-    rows                of several ranks, each with its place in the whole tensor, add up to the
-                        checksum of the whole: sums of integers have no order
-
-``isobit.kernels.spec.optimiser`` computes it on a host, ``isobit.kernels.hopper.checksum``
-on a GPU.
+over the 32-bit words of a tensor's bytes (signed; the last padded with zeros), C = 2^21 of them a
+chunk; u_i and v_c are random odd 64-bit numbers, u_i the same for all tensors, v_c those of the
+tensor's seed.  One changed word always changes it, since an odd number has an inverse modulo 2^64;
+several changed or exchanged words leave it with a probability of about 2^-32.  Rows of several
+ranks, each with its place in the whole tensor, add up to the checksum of the whole.
 """
 
 import hashlib
@@ -55,11 +38,8 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
 def sample_key(seed: int, prompt_id: str, visit: int, sample: int) -> int:
-    """The key of one sample, a signed 64-bit integer: the same in every process and on every
-    machine.
-    """
-    # the id comes last: it may hold a slash, the numbers cannot
-    name = f"{seed}/{visit}/{sample}/{prompt_id}"
+    """The key of a sample, a signed 64-bit integer, the same on every machine."""
+    name = f"{seed}/{visit}/{sample}/{prompt_id}"  # the id is last, since it may hold a slash
     return int.from_bytes(
         hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True
     )
@@ -79,9 +59,7 @@ def splitmix64(seeds: Tensor, indices: Tensor) -> Tensor:
 
 
 def splitmix64_of(seed: int, index: int) -> int:
-    """One output of ``splitmix64``, of signed 64-bit integers, without tensors: a host that has a
-    key to make for every master must not keep a GPU waiting.
-    """
+    """One output of ``splitmix64`` for signed 64-bit integers, without tensors."""
     bits = (seed + (index + 1) * _GOLDEN) & _MASK
     bits = (bits ^ bits >> 30) * _MULTIPLIER_1 & _MASK
     bits = (bits ^ bits >> 27) * _MULTIPLIER_2 & _MASK
@@ -89,7 +67,6 @@ def splitmix64_of(seed: int, index: int) -> int:
 
 
 def logical_shift_right(bits: Tensor, places: int) -> Tensor:
-    """The logical right shift: zeros come in from the left."""
     return (bits >> places).bitwise_and_((1 << (64 - places)) - 1)
 
 
@@ -105,9 +82,7 @@ def num_groups(elements: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AdamWFactors:
-    """What the elements of a tensor have in common; every figure is rounded to FP32 where it is
-    used.
-    """
+    """What the elements of a tensor have in common; rounded to FP32 where it is used."""
 
     clip: float
     beta1: float
@@ -160,8 +135,8 @@ def check_moments(
     scales: tuple[torch.Tensor, torch.Tensor] | None,
     first_element: int,
 ) -> None:
-    """Assert that the tensors of an update go together: one shape, and the formats of the moments
-    that a key and scales belong to; and that a slice begins where a group of 8-bit moments does.
+    """Assert that the tensors of an update fit together: one shape, and the moments' formats that a
+    key and scales belong to; and that a slice begins at a group of 8-bit moments.
     """
     assert first_element % GROUP == 0
     for x in (master, grad, exp_avg, exp_avg_sq):
@@ -184,11 +159,11 @@ one with the tensor's.
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a tensor, of which a checksum is taken."""
+    """Rows of a tensor, of which a checksum is computed."""
 
     tensor: torch.Tensor
-    """Of any shape and dtype, with an element at least."""
+    """Of any shape and dtype, not empty."""
     first_word: int
-    """In the whole tensor, where these begin."""
+    """Where these begin in the whole tensor."""
     seed: int
     """Of the whole tensor's v_c, a signed 64-bit integer."""

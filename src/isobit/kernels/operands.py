@@ -1,41 +1,17 @@
-"""What passes through the seam between the layers and a back end: weights, operands and batches.
+"""What the operations of a back end take and return: weights, operands and batches; and functions
+on them that every device shares.
 
-Layers hand these from one operation to the next without looking inside: how a quantised operand is
-laid out is its back end's business (``isobit.kernels.spec``: ``QuantTensor``;
+Only a back end looks inside a quantised operand (``isobit.kernels.spec``: ``QuantTensor``;
 ``isobit.kernels.hopper``: ``QuantRows``).
 
 Shapes: T tokens laid end to end, B sequences, H query heads and G KV heads of D numbers.
 
-The table of rotary positions, the same bits on every device.
-
-The angles position * frequency are taken in FP64 and their sines and cosines rounded to FP32 once,
-into a table with a row a position: `pow` in FP32 is one of the operations whose bits depend on the
-place in the tensor.
-
-The router's own losses and their gradient by its logits, in FP32: the same torch operations on
-every device, each of which has one order.
-
-With p the softmax of a token's logits, f_e the share of a sequence's choices that fell on expert e
-times E, P_e the mean of p_e over its tokens, z the log-sum-exp of a token's logits:
-
-    balance   sum_e f_e P_e           1 where all experts are chosen equally often; at most E
-    z         mean of z^2
-
-f is a constant.  A sequence's means are one product with ``RouterLoss.means``.
-
-A seam for watching a forward: each operation shows its result here, to whoever is observing.
-
-    with observing(observer):
-        hidden = hidden_states(...)
-
-calls ``observer(name, values, scales)`` in the order of the forward, with the rows (one a token)
-that each operation made.  Names are those of the flow's sites and of what happens at them:
-``layers.2.qkv_proj.input`` is what the quantiser of that linear gave, ``layers.2.qkv_proj`` its
-product.  Nobody observes an ordinary forward: a call then is one comparison, and the name is not
-even joined.
-
-A rounding to BF16 hides most faults of one ulp in FP32.  So an operation that rounds its result
-does it by ``rounded``; an observer sees the numbers before, too, under ``NAME.unrounded``, first.
+**Observing.**  Each operation shows its result to an observer, if there is one, in the order of the
+forward: ``with observing(observer)`` calls ``observer(name, values, scales)`` with rows, one a
+token. Names are those of the flow's sites: ``layers.2.qkv_proj.input`` is what the quantiser of
+that linear gave, ``layers.2.qkv_proj`` its product.  A rounding to BF16 hides most faults of one
+ulp in FP32, so operations round by ``rounded``, and an observer sees the numbers before it first,
+as ``NAME.unrounded``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,23 +41,19 @@ class Quantised(Protocol):
 
 
 Operand = torch.Tensor | Quantised
-"""Of a product: quantised, or in the format between operators."""
+"""An operand of a product: quantised, or in the format between operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """What a linear reads, made once per publication: its matrix [N, K] as the back end multiplies
-    with it, and its bias [N].
-    """
+    """What a linear reads: its published matrix [N, K] and its bias [N]."""
 
     site: Site
     matrix: Operand
     bias: torch.Tensor | None = None
 
     def rows(self, first: int, last: int) -> "LinearWeight":
-        """Rows ``first`` .. ``last`` - 1 of matrix and bias, not copied: whole blocks of its parts.
-        What is written there stands in the whole.
-        """
+        """Views of rows ``first`` .. ``last`` - 1 of matrix and bias: whole blocks of its parts."""
         matrix = self.matrix
         if isinstance(matrix, QuantTensor):
             matrix = matrix.rows(first, last)
@@ -94,7 +66,9 @@ class LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class LinearInput:
-    """A linear's input [T, K]: as FProp reads it, and as WGrad will, in a pass with a backward."""
+    """A linear's input [T, K] as FProp reads it and, in a pass with a backward, as WGrad reads
+    it.
+    """
 
     read: Operand
     saved: Operand | None = None
@@ -102,7 +76,7 @@ class LinearInput:
 
 @dataclass(frozen=True, slots=True)
 class OutputGradient:
-    """dY [T, N] of a linear: as DGrad reads it, and as WGrad does."""
+    """dY [T, N] of a linear, as DGrad and as WGrad read it."""
 
     rows: Operand
     tokens: Operand
@@ -113,28 +87,28 @@ class Normed:
     """A residual stream after an addition, and its RMSNorm."""
 
     h: torch.Tensor
-    """The residual stream [T, C]."""
+    """[T, C]"""
     norm: torch.Tensor | None
-    """RMSNorm(h) [T, C], where it was asked for or no linear follows."""
+    """[T, C], where it was asked for or no linear follows."""
     input: LinearInput | None
-    """The same as the linear behind it reads it, where one does."""
+    """The norm as the next linear reads it, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which experts each token goes to, by rank, and what the backward of that reads."""
+    """The experts of each token, by rank, and what the backward reads."""
 
     experts: torch.Tensor
     """int32 [T, k]: by falling logit; of equal logits the lower expert comes first."""
     weights: torch.Tensor
-    """FP32 [T, k]: what each expert's output is multiplied with."""
+    """FP32 [T, k]: the factor of each expert's output."""
     logits: torch.Tensor
     """FP32 [T, E]"""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterLoss:
-    """What the router's own losses add to its gradient.
+    """The router's own losses, which add to its gradient.
 
     For each sequence, with f_e the share of its T_s k choices that fell on expert e times E, P_e
     the mean over its tokens of the softmax, and z_t = log sum_e exp(logit_te):
@@ -142,13 +116,11 @@ class RouterLoss:
         balance * sum_e f_e P_e  +  z * mean over its tokens of z_t^2
 
     (Fedus et al., arXiv 2101.03961, section 2.2; Zoph et al., arXiv 2202.08906, section 2.2), f_e
-    taken as a constant.
+    taken as a constant.  The first sum is 1 where all experts are chosen equally often, at most E.
     """
 
     means: torch.Tensor
-    """FP32 [S, T]: a row has 1 / T_s at the tokens of its sequence, so that a product with it is a
-    sequence's mean (``isobit.kernels.operands``).
-    """
+    """FP32 [S, T]: a row has 1 / T_s at its sequence's tokens; a product with it is a mean."""
     balance: float
     """Coefficient of a sequence's load-balancing loss, divided by the update's sequences."""
     z: float
@@ -156,14 +128,12 @@ class RouterLoss:
 
 
 RoutedExperts = Any
-"""What the experts of a layer read and made, for their backward; only its back end looks inside."""
+"""What the experts of a layer leave for their backward; only its back end looks inside."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertGradients:
-    """FP32 gradients that ``experts_backward`` adds to: of gate and up [E 2 I, C] and of down
-    [E C, I].
-    """
+    """FP32 gradients that ``experts_backward`` adds to: [E 2 I, C] and [E C, I]."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -190,9 +160,9 @@ class QkvTransform:
     bias: torch.Tensor | None
     """[(H + 2 G) D]"""
     window: int | None = None
-    """Attention's: a query at position p sees the keys p - window + 1 .. p; None, all up to p."""
+    """A query at position p sees the keys p - window + 1 .. p; None, all up to p."""
     hadamard: bool = False
-    """Whether Q and K are what attention in E4M3 reads (``isobit.kernels.spec.qkv``)."""
+    """Whether attention reads Q and K in E4M3 (``isobit.kernels.spec.qkv``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +176,8 @@ class QkvGradients:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """The ragged batch of one engine forward: T new tokens laid end to end in the order of B
-    sequences.  All of it is on the host.
+    """The ragged batch of one engine forward, on the host: T new tokens laid end to end in the
+    order of B sequences.
     """
 
     counts: tuple[int, ...]
@@ -215,17 +185,17 @@ class PagedBatch:
     lengths: tuple[int, ...]
     """Tokens of each sequence in the cache after this forward."""
     block_table: torch.Tensor
-    """int64 [B, most pages]; beyond a sequence's pages it may hold any page."""
+    """int64 [B, most pages]; any page beyond a sequence's own."""
     slots: torch.Tensor
     """int64 [T], where each new token's K and V go: page * tokens of a page + offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """One new token for each of B sequences, everything on the device."""
+    """One new token for each of B sequences, on the device."""
 
     positions: torch.Tensor
-    """int64 [B]: the place of the new token in its sequence."""
+    """int64 [B], of the new token in its sequence."""
     slots: torch.Tensor
     """int64 [B]: where its K and V go."""
     table: torch.Tensor
@@ -233,19 +203,19 @@ class DecodeBatch:
     lengths: torch.Tensor
     """int32 [B]: tokens in the cache, the new one included."""
     max_length: int
-    """No length is greater, now or when a captured step is replayed."""
+    """A bound of the lengths, now and when a captured step is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What the next tokens of N samples are drawn with; all on the host or where logits are."""
+    """What the next tokens of N samples are drawn with, on the host or where logits are."""
 
     rows: torch.Tensor
     """int32 [N]: the row of the logits of each sample; every row is used."""
     temperatures: torch.Tensor
     """FP32 [N]; 0 is greedy, its log-probability taken at temperature 1."""
     keys: torch.Tensor
-    """int64 [N], with ``positions`` what noise is keyed by."""
+    """int64 [N]; with ``positions`` the key of the noise."""
     positions: torch.Tensor
     """int64 [N]"""
     filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -264,9 +234,8 @@ class Draws:
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """A token int64 [N] for each sample, its log-probability FP32 [N] over the full vocabulary, and
-    that under the truncated distribution where filters were given.
-
-    Logits that are not finite give a log-probability that is not.
+    that under the truncated distribution where filters were given.  Logits that are not finite give
+    a log-probability that is not.
     """
 
     tokens: torch.Tensor
@@ -275,16 +244,16 @@ class Drawn:
 
 
 class Heads(Protocol):
-    """Encoded vectors, one a token and head: values [..., D] and uint8 E8M0 scale bytes [...]."""
+    """Encoded vectors, one a token and head."""
 
     @property
     def values(self) -> torch.Tensor:
-        """In the format's dtype."""
+        """[..., D] in the format's dtype."""
         ...
 
     @property
     def bytes(self) -> torch.Tensor:
-        """uint8: value * 2^(byte - 127) is what it stands for."""
+        """uint8 E8M0 [...]: the factor of the values is 2^(byte - 127)."""
         ...
 
 
@@ -292,19 +261,13 @@ class KvShape(Protocol):
     """What a KV cache needs of a model's configuration."""
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        ...
+    def num_layers(self) -> int: ...
 
     @property
-    def num_kv_heads(self) -> int:
-        """KV heads of a layer."""
-        ...
+    def num_kv_heads(self) -> int: ...
 
     @property
-    def head_dim(self) -> int:
-        """Numbers of a head."""
-        ...
+    def head_dim(self) -> int: ...
 
 
 def kv_formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
@@ -313,12 +276,10 @@ def kv_formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
 
 
 class KvCache(Protocol):
-    """Pages of K and V for all layers; which page belongs to whom is the scheduler's business."""
+    """Pages of K and V for all layers, which the scheduler assigns to sequences."""
 
     @property
-    def num_pages(self) -> int:
-        """All of them."""
-        ...
+    def num_pages(self) -> int: ...
 
     @property
     def page_tokens(self) -> int:
@@ -326,28 +287,26 @@ class KvCache(Protocol):
         ...
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets
-        differ, and none is a source.
+        """Copy pages ``sources[i]`` to ``targets[i]`` in all layers; all targets differ, and none
+        is a source.
         """
         ...
 
     def clear(self) -> None:
-        """Zeros everywhere, in place, also where numbers were not finite."""
+        """Write zeros everywhere, in place."""
         ...
 
 
 class Attend(Protocol):
-    """Attention of one layer in the rollout: the rows of Q, K and V together, [T, (H + 2 G) D], as
-    the projection gives them -> [T, H D].
-    """
+    """Attention of one layer in the rollout."""
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
-        """Attend in one layer."""
+        """Q, K and V as the projection gives them, [T, (H + 2 G) D] -> [T, H D]."""
         ...
 
 
 Attended = Any
-"""What attention of a layer read and made, for its backward; only its back end looks inside."""
+"""What attention of a layer leaves for its backward; only its back end looks inside."""
 
 
 class AttendWithBackward(Attend, Protocol):
@@ -356,7 +315,7 @@ class AttendWithBackward(Attend, Protocol):
     def attend(
         self, layer: int, qkv: torch.Tensor, transform: QkvTransform
     ) -> tuple[torch.Tensor, Attended]:
-        """[T, H D], and what the backward needs."""
+        """[T, H D], and what the backward reads."""
         ...
 
     def backward(
@@ -374,7 +333,11 @@ _ROWS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """cos and sin, FP32 [positions, D/2]; with YaRN both times its attention factor."""
+    """cos and sin, FP32 [positions, D/2]; with YaRN both times its attention factor.
+
+    Angles, cos and sin are computed in FP64 and rounded to FP32 once, since the bits of `pow` in
+    FP32 depend on the place in the tensor.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -383,7 +346,7 @@ class RopeTable:
     def build(
         cls, inverse_frequencies: torch.Tensor, positions: int, attention_scaling: float = 1.0
     ) -> "RopeTable":
-        """From FP64 inverse frequencies [D/2], and what cos and sin are multiplied by."""
+        """From FP64 inverse frequencies [D/2], and the factor of cos and sin."""
         cos, sin = torch.empty(2, positions, len(inverse_frequencies)).unbind()
         for first in range(0, positions, _ROWS):
             places = torch.arange(first, min(first + _ROWS, positions), dtype=torch.float64)
@@ -393,25 +356,20 @@ class RopeTable:
         return cls(cos, sin)
 
     def to(self, device: torch.device) -> "RopeTable":
-        """The table on a device."""
         return RopeTable(self.cos.to(device), self.sin.to(device))
 
     def rows(self, positions: torch.Tensor) -> "RopeTable":
-        """The rows of the given positions, int64 [T], shaped [T, 1, D/2] to broadcast over
-        heads.
-        """
+        """The rows of positions int64 [T], shaped [T, 1, D/2] to broadcast over heads."""
         cos, sin = (x.index_select(0, positions)[:, None] for x in (self.cos, self.sin))
         return RopeTable(cos, sin)
 
     def backward(self) -> "RopeTable":
-        """The table of the transposed rotation: it takes a gradient back, and without an attention
-        factor the rotation itself.
-        """
+        """The table of the transposed rotation."""
         return RopeTable(self.cos, -self.sin)
 
 
 def sequence_means(lengths: Sequence[int]) -> torch.Tensor:
-    """FP32 [S, T] of sequences end to end: a row has 1 / T_s at the tokens of its sequence."""
+    """``RouterLoss.means`` of sequences laid end to end."""
     sizes = torch.tensor(lengths)
     owner = torch.arange(len(lengths)).repeat_interleave(sizes)
     means = torch.zeros(len(lengths), int(sizes.sum()))
@@ -427,8 +385,8 @@ def router_losses(routing: Routing, means: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def logit_gradient(routing: Routing, loss: RouterLoss) -> torch.Tensor:
-    """The gradient of all sequences' losses by the logits, FP32 [T, E]; what has the coefficient 0
-    is not computed.
+    """The gradient of all sequences' losses by the logits, FP32 [T, E]; terms with coefficient 0
+    are skipped.
     """
     p = torch.softmax(routing.logits, -1)
     slope = torch.zeros_like(p[:, :1])
@@ -442,7 +400,7 @@ def logit_gradient(routing: Routing, loss: RouterLoss) -> torch.Tensor:
 
 
 def expert_load(routing: Routing) -> torch.Tensor:
-    """Choices that fell on each expert: whole numbers in FP32 [E], of fewer than 2^24 tokens."""
+    """Choices of each expert: whole numbers in FP32 [E], exact below 2^24 tokens."""
     return _chosen(routing).sum(0)
 
 
@@ -472,7 +430,7 @@ class Observer(Protocol):
 
 _observer: Observer | None = None
 _unrounded = WeakTensorKeyDictionary()
-"""By result, while that is alive: the numbers that it was rounded from."""
+"""By result, while that exists: the numbers that it was rounded from."""
 
 
 @contextmanager
@@ -489,15 +447,15 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 def is_observed() -> bool:
-    """Whether it is worth computing something only to show it."""
+    """Whether to compute something only to show it."""
     return _observer is not None
 
 
 def observe(
     values: torch.Tensor, *name: str | int, scales: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Show ``values`` under the name whose parts are given, after what they were rounded from if
-    that is known; and return them.
+    """Show ``values`` under the joined name, after the numbers that they were rounded from; and
+    return them.
     """
     if _observer is not None:
         site = ".".join(map(str, name))
@@ -509,7 +467,7 @@ def observe(
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``values`` in another format; who is shown this very tensor is shown ``values`` too."""
+    """``values`` in another format, remembered for ``observe`` of the result."""
     result = values.to(dtype)
     if _observer is not None and result is not values:
         _unrounded[result] = values
@@ -517,8 +475,6 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def observe_heads(layer: int, queries: Heads, keys: Heads, values: Heads) -> None:
-    """Show what a layer's attention reads: K and V as the cache holds them, and its queries; [T,
-    heads, D].
-    """
+    """Show what a layer's attention reads: K, V and queries, [T, heads, D]."""
     for heads, name in ((keys, "kv_cache.k"), (values, "kv_cache.v"), (queries, "attention.q")):
         observe(heads.values, "layers", layer, name, scales=heads.bytes)

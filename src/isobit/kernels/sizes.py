@@ -1,9 +1,5 @@
-"""What operands, caches and workspaces of a back end take, in bytes: for plans of the memory, made
+"""Bytes of a back end's operands, caches and workspaces, for plans of the memory that are made
 before anything exists and on machines that cannot load the kernels.
-
-    read(n)      an input of n numbers as FProp reads it, beside the input itself
-    saved(n)     the same as WGrad will read it
-    gradient(n)  an output's gradient as DGrad and WGrad read it, beside the gradient itself
 """
 
 from collections.abc import Mapping
@@ -51,24 +47,24 @@ class ExpertsShape:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBytes:
-    """Bytes of the experts of a layer, upper bounds: a token each, but for the last two."""
+    """Upper bounds of the bytes of a layer's experts: a token each, but for the last two."""
 
     saved: int
     """What ``experts_saving`` leaves for the backward, without the input itself."""
     made: int
-    """What ``experts`` makes at most beside its input and output."""
+    """The most that ``experts`` allocates beside its input and output."""
     kept: int
-    """What ``experts_saving`` makes at most beside input, output and what it saves."""
+    """The most that ``experts_saving`` allocates beside input, output and what it saves."""
     gradients: int
-    """What ``experts_backward`` makes at most beside dy, dx and what was saved."""
+    """The most that ``experts_backward`` allocates beside dy, dx and what was saved."""
     once: int
-    """What a forward or backward makes for itself, whatever the tokens."""
+    """What a forward or backward allocates for any number of tokens."""
     saved_once: int = 0
-    """Of what is saved, whatever the tokens: rows that fill blocks."""
+    """The part of what is saved for any number of tokens: rows that pad blocks."""
 
 
 class Sizes(Protocol):
-    """Bytes by back end."""
+    """Bytes of one back end."""
 
     @property
     def page_tokens(self) -> int:
@@ -77,12 +73,12 @@ class Sizes(Protocol):
 
     @property
     def batched_tokens(self) -> int:
-        """Tokens of one forward of the engine that keep the device busy."""
+        """Tokens of one engine forward that keep the device busy."""
         ...
 
     def page_bytes(self, shape: KvShape, flow: PrecisionFlow) -> int:
-        """A page over all layers, scales included.  Raises ConfigError for a format of the flow
-        that attention does not take.
+        """A page over all layers, scales included.  Raises ConfigError for a format that attention
+        does not take.
         """
         ...
 
@@ -91,28 +87,26 @@ class Sizes(Protocol):
         ...
 
     def head_copy(self, numbers: int, itemsize: int) -> int:
-        """What ``publish_head`` makes beside the table."""
+        """What ``publish_head`` allocates beside the table."""
         ...
 
     def read(self, site: Site, numbers: int) -> int:
-        """See above."""
+        """An input of ``numbers`` numbers as FProp reads it, beside the input itself."""
         ...
 
     def saved(self, site: Site, numbers: int, is_kept: bool = False) -> int:
-        """See above; ``is_kept``: the input itself stays in any case."""
+        """The same as WGrad reads it; ``is_kept``: the input itself stays in any case."""
         ...
 
     def gradient(self, site: Site, numbers: int) -> int:
-        """See above."""
+        """An output's gradient as DGrad and WGrad read it, beside the gradient itself."""
         ...
 
     def transposed(self, site: Site, columns: int) -> int:
         """A matrix [sum of the site's parts, columns] as DGrad makes it for itself."""
         ...
 
-    def experts(self, shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
-        """The experts of a layer."""
-        ...
+    def experts(self, shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes: ...
 
     def encoded(self, shape: AttentionShape, format: Format) -> int:
         """Q, K and V of a token as attention reads them, and what the forward leaves beside its
@@ -125,5 +119,5 @@ class Sizes(Protocol):
         ...
 
     def workspaces(self, shape: WorkShape) -> Mapping[str, int]:
-        """What is there for a while, by the moment, beside what layers make; one by one."""
+        """Temporary memory beside what layers allocate, by name; one at a time."""
         ...
