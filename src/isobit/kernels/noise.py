@@ -109,16 +109,9 @@ class AdamWFactors:
         assert step >= 1
         root = 1 / math.sqrt(1 - beta2**step)
         return cls(
-            clip,
-            beta1,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            root,
-            epsilon,
-            rate / (1 - beta1**step),
+            clip, beta1, 1 - beta1, beta2, 1 - beta2, root, epsilon, rate / (1 - beta1**step),
             rate * weight_decay,
-        )
+        )  # fmt: skip
 
 
 def noise_key(seed: int, step: int, tensor: int) -> int:

@@ -209,17 +209,9 @@ class PackedAttention:
             observe_heads(layer, query_heads(queries), *_key_heads(keys, format))
         starts, lengths, longest = self._starts, self._lengths, self._longest
         out, lse = prefill_attention(
-            queries.values,
-            queries.scales,
-            keys,
-            starts,
-            lengths,
-            starts,
-            lengths,
-            longest,
-            longest,
-            transform.window,
-        )
+            queries.values, queries.scales, keys, starts, lengths, starts, lengths, longest,
+            longest, transform.window,
+        )  # fmt: skip
         return out.view(qkv.shape[0], -1), Attended(queries, keys, out, lse, transform.window)
 
     def backward(
@@ -231,17 +223,9 @@ class PackedAttention:
 
         queries, keys, output = attended.queries, attended.keys, attended.output
         return attention_backward(
-            queries.values,
-            queries.scales,
-            keys,
-            output,
-            attended.log_sum_exp,
-            d_output.view_as(output),
-            self._starts,
-            self._lengths,
-            self._longest,
-            attended.window,
-        )
+            queries.values, queries.scales, keys, output, attended.log_sum_exp,
+            d_output.view_as(output), self._starts, self._lengths, self._longest, attended.window,
+        )  # fmt: skip
 
 
 def query_heads(queries: Queries) -> Heads:
@@ -272,14 +256,9 @@ class DecodeAttention:
         batch, pages = self._batch, self._cache.layers[layer]
         queries = encode_paged(qkv, transform, batch.positions, batch.slots, pages)
         out, _ = decode_attention(
-            queries.values,
-            queries.scales,
-            pages,
-            batch.table,
-            batch.lengths,
-            batch.max_length,
+            queries.values, queries.scales, pages, batch.table, batch.lengths, batch.max_length,
             transform.window,
-        )
+        )  # fmt: skip
         return out.view(qkv.shape[0], -1)
 
 
@@ -357,17 +336,9 @@ class PagedAttention:
             pages, chunks.table, chunks.key_starts, chunks.lengths, chunks.total, chunks.max_length
         )
         return prefill_attention(
-            queries.values,
-            queries.scales,
-            keys,
-            chunks.query_starts,
-            chunks.query_counts,
-            chunks.key_starts,
-            chunks.lengths,
-            chunks.max_count,
-            chunks.max_length,
-            window,
-        )[0]
+            queries.values, queries.scales, keys, chunks.query_starts, chunks.query_counts,
+            chunks.key_starts, chunks.lengths, chunks.max_count, chunks.max_length, window,
+        )[0]  # fmt: skip
 
 
 def _singles(

@@ -83,23 +83,13 @@ class Form:
 
 
 FP8 = Form(
-    scaled=True,
-    tile=128,
-    decode_stages=3,
-    decode_registers=128,
-    queries=64,
-    prefill_warps=4,
+    scaled=True, tile=128, decode_stages=3, decode_registers=128, queries=64, prefill_warps=4,
     prefill_stages=2,
-)
+)  # fmt: skip
 BF16 = Form(
-    scaled=False,
-    tile=64,
-    decode_stages=5,
-    decode_registers=None,
-    queries=128,
-    prefill_warps=8,
+    scaled=False, tile=64, decode_stages=5, decode_registers=None, queries=128, prefill_warps=8,
     prefill_stages=3,
-)
+)  # fmt: skip
 
 
 @triton.jit
@@ -307,18 +297,9 @@ def _join(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
 
 @triton.jit
 def _join_kernel(
-    PART_O,
-    PART_M,
-    PART_L,
-    LENGTH,
-    O,
-    LSE,
-    max_parts,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    PART: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+    PART_O, PART_M, PART_L, LENGTH, O, LSE, max_parts, H: tl.constexpr, D: tl.constexpr,
+    PART: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """One program a query head and sequence: its parts in ascending order."""
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -542,20 +523,9 @@ def decode_attention(
     )  # fmt: skip
     if parts > 1:
         _join_kernel[(heads, batch)](
-            part_output,
-            part_max,
-            part_sum,
-            lengths,
-            output,
-            log_sum_exp,
-            parts,
-            heads,
-            dim,
-            PART,
-            window or 0,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+            part_output, part_max, part_sum, lengths, output, log_sum_exp, parts, heads, dim, PART,
+            window or 0, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return output, log_sum_exp
 
 

@@ -277,14 +277,9 @@ def _scaled_mm(a: QuantRows, b: QuantTensor) -> torch.Tensor:
     values = F.pad(a.values.view(torch.uint8), (0, 0, 0, padded - rows)).view(a.values.dtype)
     b_scales = F.pad(b.scales, (0, -blocks % 4))
     product = F.scaled_mm(
-        values,
-        b.values.t(),
-        scale_a=a.scales.as_strided((padded, blocks), (1, padded)),
-        scale_recipe_a=F.ScalingType.BlockWise1x128,
-        scale_b=b_scales.t(),
-        scale_recipe_b=F.ScalingType.BlockWise128x128,
-        swizzle_a=F.SwizzleType.NO_SWIZZLE,
-        swizzle_b=F.SwizzleType.NO_SWIZZLE,
-        output_dtype=torch.bfloat16,
-    )
+        values, b.values.t(), scale_a=a.scales.as_strided((padded, blocks), (1, padded)),
+        scale_recipe_a=F.ScalingType.BlockWise1x128, scale_b=b_scales.t(),
+        scale_recipe_b=F.ScalingType.BlockWise128x128, swizzle_a=F.SwizzleType.NO_SWIZZLE,
+        swizzle_b=F.SwizzleType.NO_SWIZZLE, output_dtype=torch.bfloat16,
+    )  # fmt: skip
     return product[:rows]

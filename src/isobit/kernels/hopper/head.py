@@ -326,13 +326,9 @@ def token_log_probs_backward(
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
         d_logits = _part_gradients(
-            hidden[part],
-            head,
-            targets[part],
-            temperatures[part],
-            d_log_probs[part],
+            hidden[part], head, targets[part], temperatures[part], d_log_probs[part],
             None if d_entropies is None else d_entropies[part],
-        )
+        )  # fmt: skip
         # FP32 out: cuBLAS may cut so long a sum, over the vocabulary, in pieces, and would add
         # those of a BF16 product in BF16.
         d_hidden[part] = torch.mm(d_logits, head, out_dtype=torch.float32)

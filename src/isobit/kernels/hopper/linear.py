@@ -81,16 +81,10 @@ def transpose_blocks(weight: QuantTensor) -> QuantTensor:
     from_values, to_values = weight.values.view(torch.uint8), out.values.view(torch.uint8)
     for run in runs(parts):
         _transpose_kernel[(num_blocks(k), run.blocks)](
-            from_values[run.first :],
-            weight.scales[run.first_block :],
-            to_values[:, run.first_block * BLOCK :],
-            out.scales[:, run.first_block :],
-            run.size,
-            k,
-            *out.values.shape[1:],
-            *out.scales.shape[1:],
-            num_warps=4,
-        )
+            from_values[run.first :], weight.scales[run.first_block :],
+            to_values[:, run.first_block * BLOCK :], out.scales[:, run.first_block :], run.size, k,
+            *out.values.shape[1:], *out.scales.shape[1:], num_warps=4,
+        )  # fmt: skip
     return out
 
 

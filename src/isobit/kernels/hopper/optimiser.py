@@ -192,18 +192,9 @@ def adamw_step(
     if scales is None:
         number = 0 if key is None else key
         _adamw_kernel[grid](
-            master,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            n,
-            number,
-            first_element,
-            *numbers,
-            _WIDTH,
-            key is not None,
-            **options,
-        )
+            master, grad, exp_avg, exp_avg_sq, n, number, first_element, *numbers, _WIDTH,
+            key is not None, **options,
+        )  # fmt: skip
         return
     codes = exp_avg.view(torch.uint8), exp_avg_sq
     _adamw_8_bits_kernel[grid](
@@ -284,15 +275,9 @@ def _launch(x: torch.Tensor, sums: torch.Tensor, blocks: int, size: int) -> None
         return
     piece = min(_PIECE, triton.next_power_of_2(size))
     _squares_kernel[(blocks * triton.cdiv(size, piece),)](
-        x,
-        sums,
-        sums.stride(0),
-        size,
-        piece,
-        min(_SQUARES_WIDTH, piece),
-        num_warps=4,
+        x, sums, sums.stride(0), size, piece, min(_SQUARES_WIDTH, piece), num_warps=4,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
 _SUM_WIDTH = 4096

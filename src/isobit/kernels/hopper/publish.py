@@ -83,15 +83,10 @@ def publish_blocks(
     for run in runs(out.parts or (rows,)):
         is_whole = not run.size % BLOCK and not columns % BLOCK
         _publish_kernel[(run.blocks * blocks,)](
-            master[run.first :],
-            out.values[run.first :],
-            out.scales[run.first_block :],
-            None if changed is None else changed[run.first_block :],
-            columns,
-            None if is_whole else run.size,
-            scales == "power_of_two",
-            num_warps=8,
-        )
+            master[run.first :], out.values[run.first :], out.scales[run.first_block :],
+            None if changed is None else changed[run.first_block :], columns,
+            None if is_whole else run.size, scales == "power_of_two", num_warps=8,
+        )  # fmt: skip
 
 
 def publish(site: Site, master: torch.Tensor) -> Operand:

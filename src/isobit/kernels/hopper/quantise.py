@@ -101,17 +101,9 @@ def quantise_groups(x, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _quantise_kernel(
-    X,
-    VALUES,
-    SCALES,
-    scale_stride,
-    K: tl.constexpr,
-    X_ROW: tl.constexpr,
-    OUT: tl.constexpr,
-    OUT_ROW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-):
+    X, VALUES, SCALES, scale_stride, K: tl.constexpr, X_ROW: tl.constexpr, OUT: tl.constexpr,
+    OUT_ROW: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
     """One program GROUPS groups of one row: K numbers of the X_ROW in it, to OUT of OUT_ROW."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
@@ -199,14 +191,9 @@ def _swiglu_kernel(GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _swiglu_quantise_kernel(
-    GATE_UP,
-    VALUES,
-    SCALES,
-    scale_stride,
-    C: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GATE_UP, VALUES, SCALES, scale_stride, C: tl.constexpr, GROUPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-):
+):  # fmt: skip
     """One program GROUPS groups of one row: gate [row, column], up [row, C + column]."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
@@ -250,18 +237,9 @@ def _quantise(
     groups = _groups_of_program(columns)
     grid = (x.shape[0], triton.cdiv(columns, groups * BLOCK))
     _quantise_kernel[grid](
-        x,
-        out.values,
-        out.scales,
-        out.scales.stride(1),
-        columns,
-        row,
-        written,
-        out.values.stride(0),
-        groups,
-        scales == "power_of_two",
-        num_warps=4,
-    )
+        x, out.values, out.scales, out.scales.stride(1), columns, row, written,
+        out.values.stride(0), groups, scales == "power_of_two", num_warps=4,
+    )  # fmt: skip
 
 
 def _groups_of_program(columns: int) -> int:
@@ -303,16 +281,9 @@ def swiglu_quantise(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -
     groups = _groups_of_program(columns)
     grid = (rows, triton.cdiv(columns, groups * BLOCK))
     _swiglu_quantise_kernel[grid](
-        gate_up,
-        out.values,
-        out.scales,
-        out.scales.stride(1),
-        columns,
-        groups,
-        scales == "power_of_two",
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        gate_up, out.values, out.scales, out.scales.stride(1), columns, groups,
+        scales == "power_of_two", num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 

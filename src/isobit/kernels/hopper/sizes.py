@@ -119,13 +119,10 @@ def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
     )
     padding, masked = (BLOCK - 1) * shape.count, MASKED_TOKENS * shape.count
     return ExpertBytes(
-        saved=shape.top_k * kept,
-        saved_once=padding * kept,
-        made=shape.top_k * made,
-        kept=shape.top_k * max(gathered, activation),
-        gradients=shape.top_k * (gradients + 4),
+        saved=shape.top_k * kept, saved_once=padding * kept, made=shape.top_k * made,
+        kept=shape.top_k * max(gathered, activation), gradients=shape.top_k * (gradients + 4),
         once=max(masked * made, padding * gradients + turned + turned // _SCALES),
-    )
+    )  # fmt: skip
 
 
 def encoded(shape: AttentionShape, format: Format) -> int:

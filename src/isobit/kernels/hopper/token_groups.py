@@ -178,12 +178,9 @@ def gradient_both(
     for run in runs(parts):
         part = slice(run.first, run.first + run.size)
         _quantise(
-            dy[:, part],
-            rows.groups(run.first_block, run.blocks),
-            QuantRows(tokens.values[part], tokens.scales[part]),
-            scales,
-            row=dy.shape[1],
-        )
+            dy[:, part], rows.groups(run.first_block, run.blocks),
+            QuantRows(tokens.values[part], tokens.scales[part]), scales, row=dy.shape[1],
+        )  # fmt: skip
     return rows, tokens
 
 

@@ -74,19 +74,13 @@ def _consumer(
         a_scale = a_scales.index(stage)
         b_scale = b_scales.index(stage)
         upper = _add_product(
-            upper,
-            a_smem.index(stage * 4 + 2 * WHICH),
-            b,
-            a_scale.slice(2 * WHICH * PART, PART),
+            upper, a_smem.index(stage * 4 + 2 * WHICH), b, a_scale.slice(2 * WHICH * PART, PART),
             b_scale,
-        )
+        )  # fmt: skip
         lower = _add_product(
-            lower,
-            a_smem.index(stage * 4 + 2 * WHICH + 1),
-            b,
-            a_scale.slice((2 * WHICH + 1) * PART, PART),
-            b_scale,
-        )
+            lower, a_smem.index(stage * 4 + 2 * WHICH + 1), b,
+            a_scale.slice((2 * WHICH + 1) * PART, PART), b_scale,
+        )  # fmt: skip
 
         mbarrier.arrive(empty.index(stage))
 
