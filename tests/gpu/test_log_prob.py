@@ -9,7 +9,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.kernels.hopper import gemm, head, sizes
-from isobit.kernels.hopper.gemm import bf16_back_end, bf16_gemm_nt
+from isobit.kernels.hopper.gemm import bf16_gemm_nt, deep_gemm_or_triton
 from isobit.kernels.hopper.head import log_probs_at, log_sum_exp, log_sums_and_entropies
 from isobit.kernels.hopper.sampling import sample_tokens
 
@@ -61,11 +61,11 @@ def test_rows_that_are_not_finite_give_nan() -> None:
     )
 
 
-@pytest.mark.parametrize("back_end", sorted({"triton", bf16_back_end()}))
+@pytest.mark.parametrize("back_end", sorted({"triton", deep_gemm_or_triton()}))
 def test_sampler_and_training_give_the_same_bits(
     back_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemm, "bf16_back_end", lambda: back_end)
+    monkeypatch.setattr(gemm, "deep_gemm_or_triton", lambda: back_end)
     hidden, weight = (
         torch.randn(1024, 1024, device="cuda").bfloat16(),
         (torch.randn(VOCABULARY, 1024, device="cuda") / 8).bfloat16(),

@@ -88,10 +88,10 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, _NoKernel())
     monkeypatch.setitem(sys.modules, "deep_gemm", _NoGemm)
     monkeypatch.setattr(gemm, "gemm_back_end", lambda scales: "deep_gemm")
-    monkeypatch.setattr(gemm, "bf16_back_end", lambda: "deep_gemm")
+    monkeypatch.setattr(gemm, "deep_gemm_or_triton", lambda: "deep_gemm")
     for module in (grouped_gemm, experts):
-        monkeypatch.setattr(module, "grouped_back_end", lambda: "deep_gemm")
-    monkeypatch.setattr(linear, "wgrad_back_end", lambda: "deep_gemm")
+        monkeypatch.setattr(module, "deep_gemm_or_triton", lambda: "deep_gemm")
+    monkeypatch.setattr(linear, "deep_gemm_or_triton", lambda: "deep_gemm")
     monkeypatch.setattr(attend, "to_device", lambda tensor, device: tensor.to(device))
     monkeypatch.setattr(HopperBackend, "to_device", lambda self, tensor: tensor.to(self.device))
     monkeypatch.setattr(policy_module, "backend_of", HopperBackend)

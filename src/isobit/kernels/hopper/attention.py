@@ -506,12 +506,8 @@ def decode_attention(
     log_sum_exp = torch.empty((batch, heads), dtype=torch.float32, device=queries.device)
     part_output, part_max, part_sum = output, log_sum_exp, log_sum_exp  # unused with one part
     if parts > 1:
-        part_output = torch.empty(
-            (batch, parts, heads, dim), dtype=torch.float32, device=queries.device
-        )
-        part_max, part_sum = torch.empty(
-            (2, batch, parts, heads), dtype=torch.float32, device=queries.device
-        )
+        part_output = log_sum_exp.new_empty((batch, parts, heads, dim))
+        part_max, part_sum = log_sum_exp.new_empty((2, batch, parts, heads))
     _decode_kernel[(kv_heads, batch, parts)](
         queries, query_scales, pages.keys, pages.key_bytes, pages.values, pages.value_bytes, table,
         lengths, output, log_sum_exp,
@@ -556,10 +552,8 @@ def prefill_attention(
     log_sum_exp = torch.empty((tokens, heads), dtype=torch.float32, device=queries.device)
     part_output, part_max, part_sum = output, log_sum_exp, log_sum_exp  # unused with one part
     if split:
-        part_output = torch.empty((tokens, heads, dim), dtype=torch.float32, device=queries.device)
-        part_max, part_sum = torch.empty(
-            (2, tokens, heads), dtype=torch.float32, device=queries.device
-        )
+        part_output = log_sum_exp.new_empty((tokens, heads, dim))
+        part_max, part_sum = log_sum_exp.new_empty((2, tokens, heads))
     # A launch reads what the one before it wrote: the stream keeps them in order.
     for start in range(0, max_length, PART):
         _prefill_kernel[(heads, triton.cdiv(max_count, form.queries), lengths.numel())](

@@ -27,10 +27,9 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.dispatch import Dispatch, GroupedRows, combine, gather, make_dispatch
-from isobit.kernels.hopper.gemm import bf16_gemm_nt
+from isobit.kernels.hopper.gemm import bf16_gemm_nt, deep_gemm_or_triton
 from isobit.kernels.hopper.grouped_gemm import (
     ExpertMatrices,
-    grouped_back_end,
     grouped_gemm_nt,
     grouped_gemm_tn,
     transpose_experts,
@@ -120,7 +119,7 @@ def experts(
     """x [T, C] as ``gate_up`` reads it -> y BF16 [T, C]."""
     tokens, num_experts = routing.logits.shape
     matrices = [ExpertMatrices.of(weight, num_experts) for weight in (gate_up, down)]
-    has_kernel = grouped_back_end() == "deep_gemm" and all(m.suits_deep_gemm for m in matrices)
+    has_kernel = deep_gemm_or_triton() == "deep_gemm" and all(m.suits_deep_gemm for m in matrices)
     height = -(-tokens // BLOCK) * BLOCK if tokens <= MASKED_TOKENS and has_kernel else None
     dispatch = make_dispatch(routing.experts, num_experts, height)
     outputs = _multiply(x, dispatch, gate_up, down, pads=False)[1]

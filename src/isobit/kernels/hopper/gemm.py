@@ -138,7 +138,6 @@ def stages(block_m: int, element_size: int) -> int:
 
 
 BackEnd = Literal["deep_gemm", "scaled_mm", "triton"]
-WGradBackEnd = Literal["deep_gemm", "triton"]
 
 _WHOLE = 64  # DeepGEMM's BF16 tiles: other sizes go to Triton
 _CUBLAS = 16  # of N, that cuBLASLt's FP8 takes: others go to Triton
@@ -191,11 +190,8 @@ def gemm_back_end(scales: ScaleKind) -> BackEnd:
     return "scaled_mm" if scales == "power_of_two" else "triton"
 
 
-def bf16_back_end() -> Literal["deep_gemm", "triton"]:
-    return "deep_gemm" if why_not_deep_gemm() is None else "triton"
-
-
-def wgrad_back_end() -> WGradBackEnd:
+def deep_gemm_or_triton() -> Literal["deep_gemm", "triton"]:
+    """The library for all other products but BF16's backward, which is torch's."""
     return "deep_gemm" if why_not_deep_gemm() is None else "triton"
 
 
@@ -245,13 +241,13 @@ def bf16_gemm_nt(
     a: torch.Tensor,
     b: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
-    back_end: Literal["deep_gemm", "triton"] | None = None,
+    back_end: BackEnd | None = None,
 ) -> torch.Tensor:
     """A BF16 [M, K], B BF16 [N, K], both contiguous -> A B^T in ``dtype``, BF16 or FP32 [M, N]."""
     assert a.dtype == b.dtype == torch.bfloat16
     assert all(x.is_contiguous() for x in (a, b))
     n, k = b.shape
-    if (back_end or bf16_back_end()) == "triton" or n % _WHOLE or k % _WHOLE:
+    if (back_end or deep_gemm_or_triton()) == "triton" or n % _WHOLE or k % _WHOLE:
         return triton_bf16_gemm_nt(a, b, dtype)
     out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
     call_deep_gemm("bf16_gemm_nt", a, b, out)

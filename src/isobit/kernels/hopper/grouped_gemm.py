@@ -19,14 +19,13 @@ sizes that are not whole tiles, go to Triton.  It has no grouped WGrad: that is
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.dispatch import Dispatch, GroupedRows
-from isobit.kernels.hopper.gemm import call_deep_gemm, stages, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import BackEnd, call_deep_gemm, deep_gemm_or_triton, stages
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.hopper.wgrad import triton_fp8_gemm_tn
 from isobit.kernels.operands import LinearWeight, Operand
@@ -65,16 +64,11 @@ class ExpertMatrices:
         return self.part == n or self.part % BLOCK == 0
 
 
-def grouped_back_end() -> Literal["deep_gemm", "triton"]:
-    """What multiplies experts."""
-    return "deep_gemm" if why_not_deep_gemm() is None else "triton"
-
-
 def grouped_gemm_nt(
     a: GroupedRows,
     b: ExpertMatrices,
     dispatch: Dispatch,
-    back_end: Literal["deep_gemm", "triton"] | None = None,
+    back_end: BackEnd | None = None,
 ) -> torch.Tensor:
     """A [rows, K] times each expert's B^T -> BF16 [rows, N].  Padding rows are undefined, but zeros
     give zeros, and rows of no expert are zeros.
@@ -82,7 +76,7 @@ def grouped_gemm_nt(
     num_experts, n, k = b.values.shape
     rows = dispatch.rows
     out = torch.empty((rows, n), dtype=torch.bfloat16, device=a.values.device)
-    if (back_end or grouped_back_end()) == "triton" or not b.suits_deep_gemm:
+    if (back_end or deep_gemm_or_triton()) == "triton" or not b.suits_deep_gemm:
         _triton_grouped_gemm_nt(a, b, dispatch, out)
         return out
     if not dispatch.is_masked:

@@ -24,11 +24,11 @@ import triton.language as tl
 
 from isobit.kernels.hopper.device_functions import padded_size, runs
 from isobit.kernels.hopper.gemm import (
-    WGradBackEnd,
+    BackEnd,
     bf16_gemm_nt,
     call_deep_gemm,
+    deep_gemm_or_triton,
     fp8_gemm_nt,
-    wgrad_back_end,
 )
 from isobit.kernels.hopper.quantise import QuantRows, quantise_gradient, quantise_rows
 from isobit.kernels.hopper.token_groups import gradient_both, quantise_both, quantise_tokens
@@ -101,7 +101,7 @@ def bf16_gemm_nn(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_gemm_tn(
-    dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: WGradBackEnd | None = None
+    dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: BackEnd | None = None
 ) -> None:
     """grad, FP32 [N, K], contiguous, += dY^T X, of dY^T [N, Tp] and X^T [K, Tp] in groups of 128
     tokens.
@@ -109,7 +109,7 @@ def fp8_gemm_tn(
     assert grad.dtype == torch.float32
     assert grad.is_contiguous()
     assert grad.shape == (dy_t.values.shape[0], x_t.values.shape[0])
-    if (back_end or wgrad_back_end()) == "triton":
+    if (back_end or deep_gemm_or_triton()) == "triton":
         triton_fp8_gemm_tn(dy_t, x_t, grad)
         return
     left, right = (dy_t.values, dy_t.scales), (x_t.values, x_t.scales)

@@ -377,18 +377,20 @@ def encode_packed(
     if format == "fp32":
         raise ConfigError("the fp32 flow runs on the CPU: attention on a GPU takes e4m3 and bf16")
     vectors = (qkv.shape[0], transform.num_kv_heads)
-    k, v = (torch.bfloat16, torch.bfloat16) if format == "bf16" else (E4M3, torch.float16)
-    key_bytes, value_bytes = (
-        (None, None)
-        if format == "bf16"
-        else torch.empty((2, *vectors), dtype=torch.uint8, device=qkv.device)
-    )
-    keys, values = (
-        torch.empty((*vectors, transform.head_dim), dtype=dtype, device=qkv.device)
-        for dtype in (k, v)
-    )
-    packed = PackedKeys(keys, key_bytes, values, value_bytes)
+    packed = _empty_packed(vectors, transform.head_dim, format == "e4m3", qkv.device)
     return _encode(qkv, transform, positions, None, packed), packed
+
+
+def _empty_packed(
+    vectors: tuple[int, int], dim: int, is_quantised: bool, device: torch.device
+) -> PackedKeys:
+    """Uninitialised K and V of [tokens, KV heads] vectors."""
+    k, v = (E4M3, torch.float16) if is_quantised else (torch.bfloat16, torch.bfloat16)
+    keys, values = (torch.empty((*vectors, dim), dtype=dtype, device=device) for dtype in (k, v))
+    if not is_quantised:
+        return PackedKeys(keys, None, values, None)
+    key_bytes, value_bytes = torch.empty((2, *vectors), dtype=torch.uint8, device=device)
+    return PackedKeys(keys, key_bytes, values, value_bytes)
 
 
 def _encode(
@@ -471,21 +473,10 @@ def gather_pages(
     table int32 [B, pages], starts and lengths int32 [B], the lengths at most max_length.
     """
     _, kv_heads, _, dim = pages.keys.shape
-    device, vectors = pages.keys.device, (total, kv_heads)
-    keys = torch.empty((*vectors, dim), dtype=pages.keys.dtype, device=device)
-    values = torch.empty(
-        (*vectors, dim),
-        dtype=torch.bfloat16 if pages.key_bytes is None else torch.float16,
-        device=device,
-    )
-    key_bytes, value_bytes = (
-        (None, None)
-        if pages.key_bytes is None
-        else torch.empty((2, *vectors), dtype=torch.uint8, device=device)
-    )
+    out = _empty_packed((total, kv_heads), dim, pages.key_bytes is not None, pages.keys.device)
     _gather_kernel[(kv_heads, triton.cdiv(max_length, _GATHERED), lengths.numel())](
-        pages.keys, pages.key_bytes, pages.values, pages.value_bytes, table, starts, lengths, keys,
-        key_bytes, values, value_bytes,
+        pages.keys, pages.key_bytes, pages.values, pages.value_bytes, table, starts, lengths,
+        out.keys, out.key_bytes, out.values, out.value_bytes,
         table.stride(0), kv_heads, dim, TILE, _GATHERED, num_warps=4,
     )  # fmt: skip
-    return PackedKeys(keys, key_bytes, values, value_bytes)
+    return out
