@@ -455,8 +455,7 @@ class ModelNeeds:
     num_kv_heads: int
     head_dim: int
     preset: str
-    linears: tuple[LinearShape, ...] = ()
-    """Each shape once."""
+    linears: tuple[LinearShape, ...] = ()  # each shape once
 
 
 class Support(Protocol):
@@ -536,8 +535,7 @@ class DeviceChoice:
     """The device that a command computes on."""
 
     device: torch.device
-    passed_over: tuple[str, ...] = ()
-    """Why each preferred device of the machine was not chosen."""
+    passed_over: tuple[str, ...] = ()  # why each preferred device of the machine was not chosen
 
 
 def choose_device(wanted: Device, needs: ModelNeeds) -> DeviceChoice:

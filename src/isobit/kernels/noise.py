@@ -71,8 +71,7 @@ def logical_shift_right(bits: Tensor, places: int) -> Tensor:
 
 
 GROUP = 128
-FIRST, SECOND = torch.float8_e4m3fn, torch.uint8
-"""Formats of the codes of m and of sqrt(v)."""
+FIRST, SECOND = torch.float8_e4m3fn, torch.uint8  # formats of the codes of m and of sqrt(v)
 
 
 def num_groups(elements: int) -> int:
@@ -142,8 +141,7 @@ def check_moments(
 
 
 WORD = 4
-CHUNK = 1 << 21
-"""Words."""
+CHUNK = 1 << 21  # words
 SEED = 5
 """u_i is output i + 1 of the splitmix64 generator with this seed, made odd; v_c output c + 1 of the
 one with the tensor's.
@@ -154,9 +152,6 @@ one with the tensor's.
 class Rows:
     """Rows of a tensor, of which a checksum is computed."""
 
-    tensor: torch.Tensor
-    """Of any shape and dtype, not empty."""
-    first_word: int
-    """Where these begin in the whole tensor."""
-    seed: int
-    """Of the whole tensor's v_c, a signed 64-bit integer."""
+    tensor: torch.Tensor  # of any shape and dtype, not empty
+    first_word: int  # where these begin in the whole tensor
+    seed: int  # of the whole tensor's v_c, a signed 64-bit integer

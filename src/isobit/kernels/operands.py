@@ -86,12 +86,9 @@ class OutputGradient:
 class Normed:
     """A residual stream after an addition, and its RMSNorm."""
 
-    h: torch.Tensor
-    """[T, C]"""
-    norm: torch.Tensor | None
-    """[T, C], where it was asked for or no linear follows."""
-    input: LinearInput | None
-    """The norm as the next linear reads it, if there is one."""
+    h: torch.Tensor  # [T, C]
+    norm: torch.Tensor | None  # [T, C], where it was asked for or no linear follows
+    input: LinearInput | None  # the norm as the next linear reads it, if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +97,8 @@ class Routing:
 
     experts: torch.Tensor
     """int32 [T, k]: by falling logit; of equal logits the lower expert comes first."""
-    weights: torch.Tensor
-    """FP32 [T, k]: the factor of each expert's output."""
-    logits: torch.Tensor
-    """FP32 [T, E]"""
+    weights: torch.Tensor  # FP32 [T, k]: the factor of each expert's output
+    logits: torch.Tensor  # FP32 [T, E]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +118,7 @@ class RouterLoss:
     """FP32 [S, T]: a row has 1 / T_s at its sequence's tokens; a product with it is a mean."""
     balance: float
     """Coefficient of a sequence's load-balancing loss, divided by the update's sequences."""
-    z: float
-    """Coefficient of a sequence's z-loss, likewise."""
+    z: float  # coefficient of a sequence's z-loss, likewise
 
 
 RoutedExperts = Any
@@ -150,19 +144,15 @@ class QkvTransform:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    cos: torch.Tensor
-    """FP32 [positions, D/2]"""
+    cos: torch.Tensor  # FP32 [positions, D/2]
     sin: torch.Tensor
     epsilon: float
-    q_norm: torch.Tensor | None
-    """[D], as ``k_norm``; both or none."""
+    q_norm: torch.Tensor | None  # [D], as ``k_norm``; both or none
     k_norm: torch.Tensor | None
-    bias: torch.Tensor | None
-    """[(H + 2 G) D]"""
+    bias: torch.Tensor | None  # [(H + 2 G) D]
     window: int | None = None
     """A query at position p sees the keys p - window + 1 .. p; None, all up to p."""
-    hadamard: bool = False
-    """Whether attention reads Q and K in E4M3 (``isobit.kernels.spec.qkv``)."""
+    hadamard: bool = False  # whether attention reads Q and K in E4M3 (``isobit.kernels.spec.qkv``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +170,9 @@ class PagedBatch:
     order of B sequences.
     """
 
-    counts: tuple[int, ...]
-    """New tokens of each sequence, at least 1."""
-    lengths: tuple[int, ...]
-    """Tokens of each sequence in the cache after this forward."""
-    block_table: torch.Tensor
-    """int64 [B, most pages]; any page beyond a sequence's own."""
+    counts: tuple[int, ...]  # new tokens of each sequence, at least 1
+    lengths: tuple[int, ...]  # tokens of each sequence in the cache after this forward
+    block_table: torch.Tensor  # int64 [B, most pages]; any page beyond a sequence's own
     slots: torch.Tensor
     """int64 [T], where each new token's K and V go: page * tokens of a page + offset."""
 
@@ -194,30 +181,21 @@ class PagedBatch:
 class DecodeBatch:
     """One new token for each of B sequences, on the device."""
 
-    positions: torch.Tensor
-    """int64 [B], of the new token in its sequence."""
-    slots: torch.Tensor
-    """int64 [B]: where its K and V go."""
-    table: torch.Tensor
-    """int32 [B, pages]"""
-    lengths: torch.Tensor
-    """int32 [B]: tokens in the cache, the new one included."""
-    max_length: int
-    """A bound of the lengths, now and when a captured step is replayed."""
+    positions: torch.Tensor  # int64 [B], of the new token in its sequence
+    slots: torch.Tensor  # int64 [B]: where its K and V go
+    table: torch.Tensor  # int32 [B, pages]
+    lengths: torch.Tensor  # int32 [B]: tokens in the cache, the new one included
+    max_length: int  # a bound of the lengths, now and when a captured step is replayed
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
     """What the next tokens of N samples are drawn with, on the host or where logits are."""
 
-    rows: torch.Tensor
-    """int32 [N]: the row of the logits of each sample; every row is used."""
-    temperatures: torch.Tensor
-    """FP32 [N]; 0 is greedy, its log-probability taken at temperature 1."""
-    keys: torch.Tensor
-    """int64 [N]; with ``positions`` the key of the noise."""
-    positions: torch.Tensor
-    """int64 [N]"""
+    rows: torch.Tensor  # int32 [N]: the row of the logits of each sample; every row is used
+    temperatures: torch.Tensor  # FP32 [N]; 0 is greedy, its log-probability taken at temperature 1
+    keys: torch.Tensor  # int64 [N]; with ``positions`` the key of the noise
+    positions: torch.Tensor  # int64 [N]
     filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """top-k int64, top-p FP64 and min-p FP64 [N] (0, 1 and 0 are off); None where none is on."""
 
@@ -305,8 +283,7 @@ class Attend(Protocol):
         ...
 
 
-Attended = Any
-"""What attention of a layer leaves for its backward; only its back end looks inside."""
+Attended = Any  # what attention of a layer leaves for its backward; only its back end looks inside
 
 
 class AttendWithBackward(Attend, Protocol):
@@ -327,8 +304,7 @@ class AttendWithBackward(Attend, Protocol):
         ...
 
 
-_ROWS = 1 << 16
-"""Positions whose FP64 angles are in memory at a time."""
+_ROWS = 1 << 16  # positions whose FP64 angles are in memory at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,9 @@ class WorkShape:
     attention: AttentionShape
     linears: tuple[LinearShape, ...]
     hidden_size: int
-    vocab_size: int
-    """0 for a model without lm_head."""
-    tokens: int
-    """Of the largest micro-batch."""
-    longest: int
-    """Tokens of the longest sequence."""
+    vocab_size: int  # 0 for a model without lm_head
+    tokens: int  # of the largest micro-batch
+    longest: int  # tokens of the longest sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +46,12 @@ class ExpertsShape:
 class ExpertBytes:
     """Upper bounds of the bytes of a layer's experts: a token each, but for the last two."""
 
-    saved: int
-    """What ``experts_saving`` leaves for the backward, without the input itself."""
-    made: int
-    """The most that ``experts`` allocates beside its input and output."""
-    kept: int
-    """The most that ``experts_saving`` allocates beside input, output and what it saves."""
-    gradients: int
-    """The most that ``experts_backward`` allocates beside dy, dx and what was saved."""
-    once: int
-    """What a forward or backward allocates for any number of tokens."""
-    saved_once: int = 0
-    """The part of what is saved for any number of tokens: rows that pad blocks."""
+    saved: int  # what ``experts_saving`` leaves for the backward, without the input itself
+    made: int  # the most that ``experts`` allocates beside its input and output
+    kept: int  # the most that ``experts_saving`` allocates beside input, output and what it saves
+    gradients: int  # the most that ``experts_backward`` allocates beside dy, dx and what was saved
+    once: int  # what a forward or backward allocates for any number of tokens
+    saved_once: int = 0  # the part of what is saved for any number of tokens: rows that pad blocks
 
 
 class Sizes(Protocol):

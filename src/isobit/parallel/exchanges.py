@@ -33,8 +33,7 @@ from typing import Any, Protocol
 
 import torch
 
-Slices = Sequence[Sequence[torch.Tensor]]
-"""By rank."""
+Slices = Sequence[Sequence[torch.Tensor]]  # by rank
 
 
 class Work(Protocol):
@@ -125,21 +124,18 @@ class PostedExchanges:
 class _Started:
     finish: Callable[[], Any]
     receive: list[list[torch.Tensor]]
-    held: Slices = ()
-    """What is kept alive until it has been sent."""
+    held: Slices = ()  # what is kept alive until it has been sent
 
     def wait(self) -> list[list[torch.Tensor]]:
         self.finish()
         return self.receive
 
 
-_LINE = 64
-"""Numbers (256 bytes) that regions and counters are aligned to."""
+_LINE = 64  # numbers (256 bytes) that regions and counters are aligned to
 _TRIALS = 5
 _PATIENCE_S = 20.0
 
-Stream = Any
-"""A queue of a device's work."""
+Stream = Any  # a queue of a device's work
 
 
 class Queues(Protocol):

@@ -28,28 +28,23 @@ from isobit.parallel.exchanges import Arrival, buffer_bytes
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.world import World
 
-AddInOrder = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
-"""``Backend.add_in_order``."""
+AddInOrder = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]  # ``Backend.add_in_order``
 Shape = tuple[int, ...]
 _ALIGNED = 64
 """Numbers: 256 bytes, the alignment of separate tensors, since kernels may be chosen by it."""
-Groups = Sequence[Sequence[str]]
-"""Names of masters, in the order in which a backward finishes them."""
+Groups = Sequence[Sequence[str]]  # names of masters, in the order in which a backward finishes them
 Sums = Callable[[str], torch.Tensor]
 """The running FP32 sum of this rank's rows of a master; zeros where there is none yet."""
-_END_BUFFERS, _LAYER_BUFFERS = 1, 2
-"""For the first and the last group, and for those between."""
+_END_BUFFERS, _LAYER_BUFFERS = 1, 2  # for the first and the last group, and for those between
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
     """What a backward adds to."""
 
-    shapes: Mapping[str, Shape]
-    """Of whole masters."""
+    shapes: Mapping[str, Shape]  # of whole masters
     groups: Groups
-    in_parts: frozenset[str]
-    """Masters to which a micro-batch adds several times."""
+    in_parts: frozenset[str]  # masters to which a micro-batch adds several times
     device: torch.device
     add_in_order: AddInOrder
 
@@ -109,8 +104,7 @@ class _Travelling:
     """A group whose slices are being exchanged."""
 
     group: int
-    active: int
-    """Ranks that have computed a micro-batch."""
+    active: int  # ranks that have computed a micro-batch
     made: torch.Tensor
     arrival: Arrival
 
@@ -137,12 +131,9 @@ class _Layout:
 class SumSizes:
     """What ``ExchangedSum`` holds beside the gradients of its own rows, in FP32 numbers."""
 
-    made: Mapping[str, int]
-    """By buffer that micro-batches are summed in, during an update."""
-    ends: int
-    """The most that a rank sends to another of the first or last group."""
-    layers: int
-    """The same of the groups between."""
+    made: Mapping[str, int]  # by buffer that micro-batches are summed in, during an update
+    ends: int  # the most that a rank sends to another of the first or last group
+    layers: int  # the same of the groups between
 
     @classmethod
     def of(
@@ -179,12 +170,9 @@ class ExchangedSum:
         self._whole = [_Layout({name: shapes[name] for name in names}) for names in groups]
         self._own = {name: ownership.numbers(shapes, [name])[world.rank] for name in shapes}
         """Numbers of each master that this rank owns."""
-        self._made: dict[str, torch.Tensor] = {}
-        """By place."""
-        self._open: set[int] = set()
-        """Groups that something was added to in this round."""
-        self._travelling: _Travelling | None = None
-        """The group that was sent last in this round."""
+        self._made: dict[str, torch.Tensor] = {}  # by place
+        self._open: set[int] = set()  # groups that something was added to in this round
+        self._travelling: _Travelling | None = None  # the group that was sent last in this round
         self._last: _Travelling | None = None
         """The last group of the round before, exchanged during the next forward."""
         self._active = self._next = 0

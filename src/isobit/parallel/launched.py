@@ -34,8 +34,7 @@ VARIABLE = "ISOBIT_LAUNCHER"
 """``pid:descriptor``: of the launcher, and of the page as the rank inherits it."""
 
 _SIZE = 1 << 15
-_LONGEST = 4000
-"""Characters of a text, of at most six bytes of JSON each."""
+_LONGEST = 4000  # characters of a text, of at most six bytes of JSON each
 
 
 class BlackBox:
@@ -70,8 +69,7 @@ class BlackBox:
 
 
 _PR_SET_PDEATHSIG = 1
-_PORTS = range(10_000, 30_000)
-"""Below those that Linux assigns by itself."""
+_PORTS = range(10_000, 30_000)  # below those that Linux assigns by itself
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:

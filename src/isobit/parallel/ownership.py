@@ -25,15 +25,11 @@ import torch
 from isobit.parallel.exchanges import Slices, Work
 from isobit.precision.quant_tensor import BLOCK
 
-_SMALL = 1 << 20
-"""Bytes below which tensors are packed together."""
-_GROUP = 1 << 29
-"""Bytes of the tensors sent together, but for one that is larger."""
+_SMALL = 1 << 20  # bytes below which tensors are packed together
+_GROUP = 1 << 29  # bytes of the tensors sent together, but for one that is larger
 
-Cut = tuple[torch.Tensor, Sequence[slice]]
-"""A tensor, and the rows of each rank."""
-Exchange = Callable[[Slices, Slices], Work]
-"""``World.exchange``, of bytes."""
+Cut = tuple[torch.Tensor, Sequence[slice]]  # a tensor, and the rows of each rank
+Exchange = Callable[[Slices, Slices], Work]  # ``World.exchange``, of bytes
 
 
 def complete(
@@ -113,8 +109,7 @@ def _rows(tensor: torch.Tensor, rows: Sequence[slice], rank: int) -> torch.Tenso
 class Ownership:
     """Rows by master and rank."""
 
-    size: int
-    """Ranks."""
+    size: int  # ranks
     cuts: Mapping[str, tuple[int, ...]]
     """By master: place p owns the rows ``cuts[p]`` to ``cuts[p + 1]``, perhaps none."""
     hosts: int = 1

@@ -37,8 +37,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 """torch 2.13 has another name for it."""
 _FOR_EVER = timedelta(days=7)
 """The limit of a collective: the watch finds ranks that are silent for too long."""
-_worlds = count()
-"""Worlds of a process, each with its own names in the store."""
+_worlds = count()  # worlds of a process, each with its own names in the store
 
 
 class _StoreBoard:
@@ -73,8 +72,7 @@ class Processes:
         self.pulse = Pulse()
         self._store = store
         self.board: Board = _StoreBoard(PrefixStore("isobit", store))
-        self._shared: list[Any] = []
-        """Memory that other ranks write to."""
+        self._shared: list[Any] = []  # memory that other ranks write to
         backend, gpu = "gloo", None
         if torch.cuda.is_available() and dist.is_nccl_available():
             # some launchers show each process its own GPU alone

@@ -30,8 +30,7 @@ from isobit.parallel.world import Alone, World
 @dataclass(frozen=True, slots=True)
 class Slots:
     count: int = 1
-    hosts: int = 1
-    """Hosts that compute slots side by side: a divisor of ``count``."""
+    hosts: int = 1  # hosts that compute slots side by side: a divisor of ``count``
 
     @classmethod
     def of(cls, count: int, world: World) -> "Slots":
@@ -40,8 +39,7 @@ class Slots:
 
 
 ONE_SLOT = Slots()
-BUFFERS = 2
-"""Receive buffers for what other hosts send."""
+BUFFERS = 2  # receive buffers for what other hosts send
 
 
 def _side_by_side(hosts: Sequence[str], count: int) -> int:
@@ -71,8 +69,7 @@ class SlotSum:
         self.slots = slots
         self.host, place = divmod(world.rank, inside)
         """This rank's host among those that compute side by side."""
-        self.group, self._across = world, Alone()
-        """The ranks that compute a slot together."""
+        self.group, self._across = world, Alone()  # the ranks that compute a slot together
         if slots.hosts > 1:
             self.group = world.split(range(0, world.size + 1, inside))
             self._across = world.split_groups(

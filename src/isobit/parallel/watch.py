@@ -43,16 +43,12 @@ _POLL_S = 0.05
 class Limits:
     """Seconds."""
 
-    tick: float = 1.0
-    """Between two signs."""
-    leave: float = 5.0
-    """That a waiting rank is left alone after a verdict."""
+    tick: float = 1.0  # between two signs
+    leave: float = 5.0  # that a waiting rank is left alone after a verdict
     silent: float = 60.0
     stuck: float = 600.0
-    first: float = 1800.0
-    """Of a phase that is new to a rank."""
-    factor: float = 3.0
-    """Of the slowest progress so far, without unit."""
+    first: float = 1800.0  # of a phase that is new to a rank
+    factor: float = 3.0  # of the slowest progress so far, without unit
 
     @classmethod
     def usual(cls) -> "Limits":
@@ -65,31 +61,24 @@ class Sign:
     """What a rank posts on the board."""
 
     host: str
-    machine: str
-    """Equal where process numbers mean the same processes."""
+    machine: str  # equal where process numbers mean the same processes
     process: int
-    number: int
-    """Of this sign."""
+    number: int  # of this sign
     beats: int
     phase: str
-    knows_phase: bool
-    """Whether the rank has been through this phase before."""
-    slowest: float
-    """The longest time without progress in this phase, in seconds."""
+    knows_phase: bool  # whether the rank has been through this phase before
+    slowest: float  # the longest time without progress in this phase, in seconds
     waits_for: str | None
-    has_left: bool = False
-    """It is about to end by itself, and has printed why."""
+    has_left: bool = False  # it is about to end by itself, and has printed why
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     text: str
-    rank: int | None = None
-    """The rank at fault, if it is one."""
+    rank: int | None = None  # the rank at fault, if it is one
     process: int = 0
     machine: str = ""
-    is_to_end: bool = False
-    """Whether that rank still runs and must be killed."""
+    is_to_end: bool = False  # whether that rank still runs and must be killed
 
 
 class Diagnosis:
@@ -183,8 +172,7 @@ class Watch:
         self._ranks = range(world.size) if world.rank == 0 else (0,)
         self._diagnosis = Diagnosis(self._limits, self._ranks)
         self._signs: dict[int, Sign] = {}
-        self._is_to_end = False
-        """Whether to end this rank once it waits."""
+        self._is_to_end = False  # whether to end this rank once it waits
         self._is_closing = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -322,8 +310,7 @@ class _Signing:
         self._phases: set[str] = set()
         self._slowest: dict[str, float] = {}
         self._seen = (pulse.beats, pulse.phase, pulse.waits_for)
-        self.moved_at = time.monotonic()
-        """When it last made progress, or began to wait."""
+        self.moved_at = time.monotonic()  # when it last made progress, or began to wait
 
     def look(self, now: float) -> None:
         """Record whether it has moved since the last call."""

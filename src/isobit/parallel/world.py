@@ -44,11 +44,9 @@ class Pulse:
     def __init__(self) -> None:
         self.phase = "starting"
         self.beats = 0
-        self.waits_for: str | None = None
-        """The collective that it is in; None while it computes."""
+        self.waits_for: str | None = None  # the collective that it is in; None while it computes
         self._waited = 0.0
-        self.on_phase: Callable[[str], None] | None = None
-        """Called when another phase begins."""
+        self.on_phase: Callable[[str], None] | None = None  # called when another phase begins
 
     def beat(self, phase: str | None = None) -> None:
         """Record progress; with ``phase``, another part of the run begins."""
@@ -100,11 +98,9 @@ class Board(Protocol):
 class World(Protocol):
     """The processes of a run, seen from one of them."""
 
-    rank: int
-    """From 0."""
+    rank: int  # from 0
     size: int
-    numbers: tuple[int, ...]
-    """The ranks of the run, by rank of this world."""
+    numbers: tuple[int, ...]  # the ranks of the run, by rank of this world
     host: str
     board: Board
     pulse: Pulse
@@ -217,8 +213,7 @@ class Alone:
         return self
 
 
-ALONE = Alone()
-"""The default world."""
+ALONE = Alone()  # the default world
 
 
 T = TypeVar("T")

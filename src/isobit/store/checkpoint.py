@@ -55,8 +55,7 @@ from isobit.util.files import check_free, commit_folder, disk_errors, sync
 
 CHUNK_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
-_THREADS = 4
-"""Of a process; one hashes 0.5 to 2 GB/s."""
+_THREADS = 4  # of a process; one hashes 0.5 to 2 GB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +141,7 @@ MASTERS, OPTIMISER, STATE, MANIFEST = (
 )
 _TENSORS = ".safetensors"
 _NAME = re.compile(r"step_(\d{6,})")
-_JSON_BYTES = 1 << 16
-"""A generous bound for headers and the two JSON files."""
+_JSON_BYTES = 1 << 16  # a generous bound for headers and the two JSON files
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +152,7 @@ class Snapshot:
     masters: Mapping[str, Slice]
     """This rank's rows (``isobit.store.state``); the same names on all ranks."""
     moments: Mapping[str, Slice]
-    state: Mapping[str, Any]
-    """Rank 0's is written."""
+    state: Mapping[str, Any]  # rank 0's is written
     description: Mapping[str, Any]
     """For the manifest: ``config``, ``environment`` and ``evaluation``; rank 0's is written."""
     extras: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)

@@ -36,8 +36,7 @@ MAY_CHANGE = {
 }
 """Keys or whole tables, with the reason."""
 
-Changes = Mapping[str, tuple[Any, Any]]
-"""By name: the value in the run, and now."""
+Changes = Mapping[str, tuple[Any, Any]]  # by name: the value in the run, and now
 _ABSENT = "nothing"
 _BITS = (
     "  (bits: this processor, torch or Isobit computes other bits than the run was begun with; see "
@@ -51,10 +50,8 @@ class Doing:
     """What is refused after a change, and what the user can do."""
 
     name: str
-    settings: str
-    """For settings, after "set them back"."""
-    inputs: str
-    """For inputs, after "put it back"."""
+    settings: str  # for settings, after "set them back"
+    inputs: str  # for inputs, after "put it back"
 
 
 RESUMING = Doing(
@@ -190,8 +187,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 class Recorded:
     """The inputs, and the versions and machine that computed."""
 
-    inputs: Mapping[str, str]
-    """Digests by name."""
+    inputs: Mapping[str, str]  # digests by name
     environment: Mapping[str, Any]
 
 

@@ -158,8 +158,7 @@ def _removal(root: Path) -> str:
 
 EVENTS_SUFFIX = ".isobit"
 """Of the event files that a run writes; other files in their folder are left alone."""
-Positions = Mapping[str, int]
-"""Bytes by path relative to the run's directory."""
+Positions = Mapping[str, int]  # bytes by path relative to the run's directory
 
 
 def positions(directory: RunDirectory) -> dict[str, int]:
@@ -237,8 +236,7 @@ def _journals(directory: RunDirectory) -> list[Path]:
     return [path for path in files if path.is_file() and not path.is_symlink()]
 
 
-_held: set[int] = set()
-"""Descriptors of this process's locks."""
+_held: set[int] = set()  # descriptors of this process's locks
 
 
 @contextmanager
@@ -314,8 +312,7 @@ class DirectoryWatch:
     def __init__(self) -> None:
         self._root = Path()
         self._descriptor: int | None = None
-        self._name: str | None = None
-        """The kernel's name for it at first."""
+        self._name: str | None = None  # the kernel's name for it at first
 
     def hold(self, root: Path) -> None:
         """Keep the directory open until ``release``.  Raises OSError."""

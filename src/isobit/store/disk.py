@@ -44,8 +44,7 @@ class DiskPlan:
     root: Path
     checkpoint_bytes: int
     checkpoints: int
-    on_disk: int
-    """Checkpoints that exist already."""
+    on_disk: int  # checkpoints that exist already
     model_bytes: int
     free: int
 
@@ -140,8 +139,7 @@ FIRST_S, LONGEST_S = 2.0, 60.0
 """The pauses between two attempts, each twice as long as the one before, since a quota is only
 noticed by writing.
 """
-LOOK_S = 0.5
-"""Between two looks for signals in a pause."""
+LOOK_S = 0.5  # between two looks for signals in a pause
 SAID_EVERY_S = 120.0
 
 
@@ -211,8 +209,7 @@ class WaitingWriter:
             seconds -= LOOK_S
 
 
-PATIENCE_S = 5.0
-"""A network file system may show a new file this much later."""
+PATIENCE_S = 5.0  # a network file system may show a new file this much later
 
 
 def check_shared(world: World, root: Path) -> None:

@@ -184,8 +184,7 @@ class CheckpointKeeper:
         self._directory, self._world, self._watch = start.directory, start.world, start.watch
         self._writer = start.writer
         self._save_time = SaveTime(self._config.every)
-        self._is_ours = True
-        """Whether the directory at the run's path still is the run's."""
+        self._is_ours = True  # whether the directory at the run's path still is the run's
         self._on_disk = start.step  # step 0 follows from the configuration: no checkpoint
 
     def __enter__(self) -> Self:

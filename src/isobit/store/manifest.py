@@ -47,8 +47,7 @@ from isobit.precision.flow import PrecisionFlow, Site, graph_differences
 from isobit.training.trainer import Trainer
 from isobit.util.machine import openmp_libraries, processor_name, read_memory, usable_cores
 
-_COMPUTE = ("kernels", "precision")
-"""Folders of the package."""
+_COMPUTE = ("kernels", "precision")  # folders of the package
 _GEMMS = ((1, 128, 128), (7, 300, 130), (64, 1024, 512), (257, 2048, 96))
 """M, K, N: one row, odd sizes, and longer than a block of each library."""
 
@@ -100,8 +99,7 @@ def definitions_sha256(sources: Mapping[str, str]) -> str:
     return hashlib.sha256("\n".join(sorted(statements)).encode()).hexdigest()
 
 
-_Labels = dict[str, dict[str, str]]
-"""By module and name: the text that stands for a definition."""
+_Labels = dict[str, dict[str, str]]  # by module and name: the text that stands for a definition
 
 
 def _labels(trees: Mapping[str, ast.Module]) -> _Labels:

@@ -23,8 +23,7 @@ from isobit.rewards.grading import GradeStats, Grading
 from isobit.util.files import LineFile
 
 Say = Callable[[str], None]
-_IDENTITY = ("weights_version", "prompts", "completions")
-"""What identifies a grading."""
+_IDENTITY = ("weights_version", "prompts", "completions")  # what identifies a grading
 
 
 class RewardRecord:
@@ -148,8 +147,7 @@ class SentRecord(RewardRecord):
 
     def __init__(self, say: Say, lines: Sequence[bytes]) -> None:
         super().__init__(say, lines)
-        self.gradings: list[bytes] = []
-        """Those made or repeated since the start."""
+        self.gradings: list[bytes] = []  # those made or repeated since the start
 
     def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
         ahead = self.lines_ahead

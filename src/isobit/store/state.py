@@ -67,8 +67,7 @@ class Share:
     MASTER.step                 the same number on all ranks; rank 0 writes it
     """
 
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of whole masters."""
+    shapes: Mapping[str, tuple[int, ...]]  # of whole masters
     ownership: Ownership
     rank: int
 
@@ -141,12 +140,9 @@ TRAINED_ON = "data.train.content"
 class Boundary:
     """The state between two steps, without the tensors."""
 
-    step: int
-    """Steps done."""
-    state: Mapping[str, Any]
-    """Serialisable as JSON."""
-    evaluation: Mapping[str, float]
-    """Figures of the evaluation after this step, empty without one."""
+    step: int  # steps done
+    state: Mapping[str, Any]  # serialisable as JSON
+    evaluation: Mapping[str, float]  # figures of the evaluation after this step, empty without one
 
 
 def take_boundary(

@@ -172,10 +172,8 @@ class Attended:
 
     queries: Queries
     keys: PackedKeys
-    output: torch.Tensor
-    """BF16 [T, H, D]"""
-    log_sum_exp: torch.Tensor
-    """FP32 [T, H], base 2"""
+    output: torch.Tensor  # BF16 [T, H, D]
+    log_sum_exp: torch.Tensor  # FP32 [T, H], base 2
     window: int | None
 
 

@@ -81,12 +81,9 @@ def hadamard(x1, x2, N: tl.constexpr, HALF: tl.constexpr):
 class Run:
     """Consecutive rows of a matrix whose blocks are whole, except perhaps the last."""
 
-    first: int
-    """Row of the matrix."""
-    size: int
-    """Rows."""
-    first_block: int
-    """Of the matrix's blocks."""
+    first: int  # row of the matrix
+    size: int  # rows
+    first_block: int  # of the matrix's blocks
 
     @property
     def blocks(self) -> int:

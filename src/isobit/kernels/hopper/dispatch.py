@@ -37,18 +37,14 @@ _WIDTH = 1024  # columns of a program
 class Dispatch:
     """The rows of T k choices of E experts."""
 
-    places: torch.Tensor
-    """int32 [T, k]: the row of each choice."""
-    rows: int
-    """Their number, with padding."""
-    counts: torch.Tensor
-    """int32 [E]: rows of each expert, without padding."""
+    places: torch.Tensor  # int32 [T, k]: the row of each choice
+    rows: int  # their number, with padding
+    counts: torch.Tensor  # int32 [E]: rows of each expert, without padding
     starts: torch.Tensor
     """int32 [E + 1]: groups of 128 rows before each expert, and in all; contiguous layout."""
     experts: torch.Tensor | None
     """int32 [rows], contiguous layout: the expert of each row, -1 for padding."""
-    height: int
-    """Rows that lie together: of an expert in the masked layout, else all."""
+    height: int  # rows that lie together: of an expert in the masked layout, else all
 
     @property
     def is_masked(self) -> bool:

@@ -59,13 +59,10 @@ from isobit.precision.quant_tensor import BLOCK, ScaleKind, num_blocks
 class SavedExperts:
     """What ``experts_backward`` reads, in dispatched rows with zeros as padding."""
 
-    x: torch.Tensor
-    """The input, BF16 [T, C]."""
+    x: torch.Tensor  # the input, BF16 [T, C]
     dispatch: Dispatch
-    gate_up: torch.Tensor
-    """BF16 [rows, 2 I]"""
-    outputs: torch.Tensor
-    """BF16 [rows, C]"""
+    gate_up: torch.Tensor  # BF16 [rows, 2 I]
+    outputs: torch.Tensor  # BF16 [rows, C]
 
 
 @triton.jit(do_not_specialize=["height"])

@@ -26,14 +26,12 @@ batched_tokens = 16384
 
 FORWARD_LOGITS = 1 << 28
 BACKWARD_BYTES = 2 << 30
-BYTES_A_LOGIT = 6
-"""In lm_head's backward: the logit in FP32, and its gradient in BF16."""
+BYTES_A_LOGIT = 6  # in lm_head's backward: the logit in FP32, and its gradient in BF16
 MASKED_TOKENS = 256
 """Up to so many tokens, DeepGEMM's masked kernel is faster; each expert has space for all."""
 _LABELS = 12
 """Bytes of an expert's row: its place and its expert, and the counts of a block of tokens."""
-_SCALES = 1024
-"""A lower bound for the bytes of a transposed matrix to one of its scales."""
+_SCALES = 1024  # a lower bound for the bytes of a transposed matrix to one of its scales
 _TILE = 128
 
 

@@ -21,8 +21,7 @@ remedy = (
 
 _HOPPER = 9
 HEAD_SIZES = (64, 128)
-MOST_QUERY_HEADS = 16
-"""Of one KV head."""
+MOST_QUERY_HEADS = 16  # of one KV head
 K_MULTIPLE, N_MULTIPLE = 16, 8
 """Of a linear's sizes in FP8: the copy engine reads rows of whole 16 bytes, of E4M3 inputs and BF16
 outputs.
