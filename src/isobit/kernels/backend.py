@@ -66,9 +66,7 @@ class Backend(Protocol):
     # Weights
 
     def publish(self, site: Site, master: torch.Tensor) -> Operand:
-        """The matrix that a linear reads, from its FP32 master [N, K] by way of BF16, except in
-        FP32.
-        """
+        """The matrix that a linear reads, from FP32 [N, K] by way of BF16, except in FP32."""
         ...
 
     def republish(self, weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
@@ -78,9 +76,7 @@ class Backend(Protocol):
         ...
 
     def publish_head(self, table: torch.Tensor) -> torch.Tensor:
-        """What ``head_logits`` reads, from lm_head's [V, C] in the format between operators;
-        perhaps the same tensor.
-        """
+        """What ``head_logits`` reads, from [V, C] between operators; perhaps the same tensor."""
         ...
 
     # Forward
@@ -180,38 +176,28 @@ class Backend(Protocol):
     def packed_attention(
         self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor
     ) -> AttendWithBackward:
-        """Attention of the training forward over whole sequences of these lengths; positions int64
-        [T].  One object serves all layers.
-        """
+        """Training's attention over whole sequences; positions int64 [T]; serves all layers."""
         ...
 
     # Rollout
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether calls return before the device has computed; then the engine plans a step ahead
-        and captures its decode steps.
-        """
+        """Whether calls return early; then the engine plans ahead and captures its decode steps."""
         ...
 
     def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache: ...
 
     def paged_attention(self, cache: KvCache, batch: PagedBatch, positions: torch.Tensor) -> Attend:
-        """Attention of a ragged batch over the pages of ``cache``; new K and V are written first.
-        positions int64 [T].
-        """
+        """Attention of a ragged batch, which writes new K and V first; positions int64 [T]."""
         ...
 
     def decode_attention(self, cache: KvCache, batch: DecodeBatch) -> Attend:
-        """``paged_attention`` of one new token a sequence, which reads nothing from the host and
-        can be captured.
-        """
+        """``paged_attention`` of one token a sequence, without the host, so it can be captured."""
         ...
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> Drawn:
-        """The next token of N samples from FP32 logits [R, V]: Gumbel-max with noise keyed by (key,
-        position, entry).
-        """
+        """The next token of N samples from FP32 logits [R, V], by Gumbel-max (``noise``)."""
         ...
 
     def capture(
@@ -352,9 +338,7 @@ class Backend(Protocol):
         ...
 
     def add_in_order(self, total: torch.Tensor, addends: Sequence[torch.Tensor]) -> None:
-        """((total + a0) + a1) + .., element by element, in place: FP32, contiguous, of equal
-        sizes.
-        """
+        """((total + a0) + a1) + .. of each element, in place: FP32, contiguous, of equal sizes."""
         ...
 
     # Memory and transfers
@@ -391,15 +375,13 @@ class Backend(Protocol):
     # For proofs
 
     def checksum(self, rows: Sequence[Rows]) -> int:
-        """The checksum (``isobit.kernels.noise``) of rows of one or more tensors, from 0 to 2^64 -
-        1; waits for the device, once.
+        """The checksum (``isobit.kernels.noise``) of rows, from 0 to 2^64 - 1; the host waits
+        once.
         """
         ...
 
     def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:
-        """[M, K] in 1x128 groups, in the specification's layout; bytes are equal on all back
-        ends.
-        """
+        """[M, K] in 1x128 groups and the specification's layout, with equal bytes everywhere."""
         ...
 
 
@@ -423,9 +405,7 @@ class DeviceMemory(Protocol):
     def reset_peak(self) -> None: ...
 
     def allocate_in_pages(self) -> None:
-        """Let the allocator map single pages, so that engine and trainer can take turns.  Called
-        before anything is on the device.
-        """
+        """Let the allocator map single pages, for turns; called before anything is allocated."""
         ...
 
     def host_buffer(self, size: int) -> torch.Tensor:

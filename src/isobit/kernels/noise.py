@@ -46,9 +46,7 @@ def sample_key(seed: int, prompt_id: str, visit: int, sample: int) -> int:
 
 
 def splitmix64(seeds: Tensor, indices: Tensor) -> Tensor:
-    """Outputs number ``indices + 1`` of the generators seeded with ``seeds``: int64 tensors that
-    broadcast, int64 bits out.
-    """
+    """Outputs ``indices + 1`` of the generators with ``seeds``: int64, broadcast together."""
     bits = seeds + (indices + 1) * _GOLDEN
     bits ^= logical_shift_right(bits, 30)
     bits *= _MULTIPLIER_1
@@ -143,9 +141,7 @@ def check_moments(
 WORD = 4
 CHUNK = 1 << 21  # words
 SEED = 5
-"""u_i is output i + 1 of the splitmix64 generator with this seed, made odd; v_c output c + 1 of the
-one with the tensor's.
-"""
+"""Of the generator of u_i (output i + 1, made odd); the tensor's seed is that of v_c."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,9 +66,7 @@ class LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class LinearInput:
-    """A linear's input [T, K] as FProp reads it and, in a pass with a backward, as WGrad reads
-    it.
-    """
+    """A linear's input [T, K] as FProp reads it and, with a backward, as WGrad reads it."""
 
     read: Operand
     saved: Operand | None = None
@@ -166,9 +164,7 @@ class QkvGradients:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """The ragged batch of one engine forward, on the host: T new tokens laid end to end in the
-    order of B sequences.
-    """
+    """One engine forward, on the host: T new tokens end to end in the order of B sequences."""
 
     counts: tuple[int, ...]  # new tokens of each sequence, at least 1
     lengths: tuple[int, ...]  # tokens of each sequence in the cache after this forward
@@ -265,9 +261,7 @@ class KvCache(Protocol):
         ...
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy pages ``sources[i]`` to ``targets[i]`` in all layers; all targets differ, and none
-        is a source.
-        """
+        """Copy ``sources[i]`` to ``targets[i]`` in all layers; targets differ, none is a source."""
         ...
 
     def clear(self) -> None:
@@ -298,9 +292,7 @@ class AttendWithBackward(Attend, Protocol):
     def backward(
         self, attended: Attended, d_output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient of [T, H D] -> dq [T, H, D], dk and dv [T, G, D]; straight through the
-        quantisers.
-        """
+        """The gradient of [T, H D] -> dq [T, H, D], dk and dv [T, G, D], straight through."""
         ...
 
 
@@ -361,8 +353,8 @@ def router_losses(routing: Routing, means: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def logit_gradient(routing: Routing, loss: RouterLoss) -> torch.Tensor:
-    """The gradient of all sequences' losses by the logits, FP32 [T, E]; terms with coefficient 0
-    are skipped.
+    """The gradient of all losses by the logits, FP32 [T, E]; terms with coefficient 0 are
+    skipped.
     """
     p = torch.softmax(routing.logits, -1)
     slope = torch.zeros_like(p[:, :1])
@@ -411,9 +403,7 @@ _unrounded = WeakTensorKeyDictionary()
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Show every result of the forwards in the block to ``observer``; the innermost block
-    counts.
-    """
+    """Show all results of the forwards in the block to ``observer``; the innermost block counts."""
     global _observer  # noqa: PLW0603 (one process runs one forward at a time)
     before, _observer = _observer, observer
     try:
@@ -430,9 +420,7 @@ def is_observed() -> bool:
 def observe(
     values: torch.Tensor, *name: str | int, scales: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Show ``values`` under the joined name, after the numbers that they were rounded from; and
-    return them.
-    """
+    """Show ``values``, after the numbers that they were rounded from; and return them."""
     if _observer is not None:
         site = ".".join(map(str, name))
         exact = _unrounded.pop(values, None)

@@ -68,9 +68,7 @@ class Sizes(Protocol):
         ...
 
     def page_bytes(self, shape: KvShape, flow: PrecisionFlow) -> int:
-        """A page over all layers, scales included.  Raises ConfigError for a format that attention
-        does not take.
-        """
+        """A page over all layers, with scales.  Raises ConfigError for an unsupported format."""
         ...
 
     def matrix(self, site: Site, columns: int) -> int:
@@ -100,7 +98,7 @@ class Sizes(Protocol):
     def experts(self, shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes: ...
 
     def encoded(self, shape: AttentionShape, format: Format) -> int:
-        """Q, K and V of a token as attention reads them, and what the forward leaves beside its
+        """Q, K and V of a token as attention reads them, and what the forward keeps beside
         output.
         """
         ...

@@ -1,3 +1,1 @@
-"""Several processes: which rows each owns, what they exchange, and in which order it is added.
-Collectives move bytes and never add.
-"""
+"""Several processes: which rows each owns, what they exchange, and the order of sums."""

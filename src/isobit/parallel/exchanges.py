@@ -59,16 +59,12 @@ class Exchanges(Protocol):
 
 
 def buffer_bytes(size: int, numbers: int, buffers: int) -> int:
-    """Bytes of a rank's receive buffers, for exchanges that bring at most ``numbers`` FP32 numbers
-    from each other rank.
-    """
+    """Bytes of a rank's buffers for at most ``numbers`` FP32 numbers from each other rank."""
     return buffers * (size - 1) * numbers * torch.float32.itemsize
 
 
 def slices_of(region: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Consecutive slices from the start of a region.  Raises AssertionError where they do not
-    fit.
-    """
+    """Consecutive slices of a region.  Raises AssertionError where they do not fit."""
     ends = [0]
     for size in sizes:
         ends.append(ends[-1] + size)
@@ -100,9 +96,7 @@ class PostedExchanges:
         device: torch.device,
         buffers: int,
     ) -> None:
-        """``exchange`` is ``World.exchange``; ``numbers`` is the most that a rank sends to
-        another.
-        """
+        """``exchange`` is ``World.exchange``; a rank sends another at most ``numbers``."""
         self._exchange = exchange
         self._regions = [
             [torch.empty(0 if source == rank else numbers, device=device) for source in range(size)]

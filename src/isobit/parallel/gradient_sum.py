@@ -188,9 +188,7 @@ class ExchangedSum:
         return self._whole[group].view(self._buffer(group), name)
 
     def begin_round(self, active: int) -> None:
-        """A micro-batch begins on the ranks below ``active``; allocates all that the round
-        needs.
-        """
+        """A micro-batch begins on the ranks below ``active``; allocates what the round needs."""
         assert self._travelling is None, "a round ends before the next"
         self._active, self._next = active, 0
         self._open.clear()

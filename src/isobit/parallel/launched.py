@@ -83,9 +83,7 @@ def rank_of_host(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def restarts(environment: Mapping[str, str] = os.environ) -> int:
-    """How often torchrun (``--max-restarts``) has started all processes again; its store keeps what
-    the ended ones wrote.
-    """
+    """How often torchrun has restarted all processes; its store keeps what the old ones wrote."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 

@@ -299,9 +299,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """The world that a launcher has started (``isobit.parallel.launched``), or this process
-    alone.
-    """
+    """The world of a launcher (``isobit.parallel.launched``), or this process alone."""
     if not is_launched():
         yield Alone()
         return

@@ -62,9 +62,7 @@ class SlotSum:
     def __init__(
         self, slots: Slots, targets: Targets, gradient: Sums, ownership: Ownership, world: World
     ) -> None:
-        """``gradient`` has the rows that ``ownership``, cut for the slots' hosts, gives the
-        rank.
-        """
+        """``gradient`` has the rank's rows by ``ownership``, which is cut for the slots' hosts."""
         inside, self._names = world.size // slots.hosts, targets.groups
         self.slots = slots
         self.host, place = divmod(world.rank, inside)

@@ -92,9 +92,7 @@ class Diagnosis:
         self._moved_at: dict[int, float] = {}
 
     def look(self, now: float, signs: Mapping[int, Sign], ended: Collection[int]) -> Verdict | None:
-        """The verdict on the newest signs of the watched ranks and the ranks whose process is
-        gone.
-        """
+        """The verdict on the newest signs and on the ranks whose process is gone."""
         for rank, sign in signs.items():
             before = self._signs.get(rank)
             if before is None or sign.number != before.number:
@@ -131,9 +129,7 @@ class Diagnosis:
         return _verdict(rank, sign, text, True)
 
     def _longest(self, sign: Sign, here: Mapping[int, Sign]) -> float:
-        """How long a rank may go without progress; longer than a missing sign needs to be
-        noticed.
-        """
+        """How long a rank may go without progress; more than a missing sign needs."""
         limits = self._limits
         if not sign.knows_phase:
             return limits.first

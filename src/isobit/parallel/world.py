@@ -306,9 +306,7 @@ _TENSOR = "tensor"
 
 
 def encode(value: Any) -> bytes:
-    """The bytes of None, bool, int, float, str, lists, tuples, dicts with string keys, and
-    tensors.
-    """
+    """The bytes of None, bool, int, float, str, list, tuple, dict with string keys, or tensor."""
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_plain(value, tensors), separators=(",", ":")).encode()
     return struct.pack("<Q", len(text)) + text + save(tensors)

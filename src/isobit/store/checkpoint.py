@@ -89,9 +89,7 @@ def own_digests(world: World, folder: Path, chunks: Sequence[Chunk]) -> list[str
 def first_damage(
     world: World, folder: Path, chunks: Sequence[Chunk], expected: Sequence[str]
 ) -> str | None:
-    """What is wrong with the first damaged chunk, the same on every rank; None where all are
-    intact.
-    """
+    """What is wrong with the first damaged chunk, on every rank; None where all are intact."""
 
     mine = range(world.rank, len(chunks), world.size)
 
@@ -156,8 +154,8 @@ class Snapshot:
     description: Mapping[str, Any]
     """For the manifest: ``config``, ``environment`` and ``evaluation``; rank 0's is written."""
     extras: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Tensors of other files, by file name without its ending and by tensor name: whole on every
-    rank, and written by rank 0.
+    """Whole tensors of other files, by file name without ending and tensor name; rank 0 writes
+    them.
     """
 
     def files(self, rank: int) -> dict[str, Mapping[str, Slice]]:
@@ -310,8 +308,8 @@ def _write_manifest(
 
 
 def read_checkpoint(folder: Path, world: World = ALONE) -> Checkpoint:
-    """Check a checkpoint in full, on all ranks together.  Raises CheckpointError, the same on all,
-    with the file and what is wrong.
+    """Check a checkpoint in full; collective.  Raises CheckpointError with file and problem on
+    all.
     """
 
     def described() -> str:
@@ -385,9 +383,7 @@ def _recorded(manifest: Mapping[str, Any]) -> tuple[list[Chunk], list[str]]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest alone, checked.  Raises CheckpointError for one that is missing, damaged, of
-    another step or of another format.
-    """
+    """The checked manifest.  Raises CheckpointError; also for another step or format."""
     path = folder / MANIFEST
     text = _read_text(path)
     try:

@@ -114,9 +114,7 @@ def check_inputs(
     allowed: Sequence[str] = (),
     doing: Doing = RESUMING,
 ) -> Changes:
-    """The same for inputs and class of bits, where every difference must be ``allowed``.  Names
-    that ``saved`` lacks are not compared.
-    """
+    """The same for inputs and class of bits, all of which must be ``allowed`` to change."""
     changed = {
         name: (value, inputs.get(name, _ABSENT))
         for name, value in sorted(saved.items())

@@ -86,9 +86,7 @@ def check_unused(root: Path) -> None:
 
 
 def check_no_links(root: Path) -> None:
-    """Refuse a directory where a file or folder of the run is a symbolic link.  Raises ConfigError
-    with the link and its target.
-    """
+    """Raise ConfigError where a file or folder of the run is a symbolic link."""
     directory = RunDirectory(root)
     own = (
         *(root / name for name in sorted(_BEFORE_A_RUN)),
@@ -131,9 +129,7 @@ def no_run(root: Path) -> ConfigError:
 
 
 def is_empty(root: Path) -> bool:
-    """Whether a path holds nothing, or only what a process leaves that was killed before its run
-    began.
-    """
+    """Whether a path holds nothing but what a process leaves that is killed before its run."""
     return not root.is_dir() or all(path.name in _BEFORE_A_RUN for path in root.iterdir())
 
 
@@ -148,9 +144,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _removal(root: Path) -> str:
-    """Advice to remove a run; none where the directory holds the user's home or working
-    directory.
-    """
+    """Advice to remove a run, unless the directory contains the home or working directory."""
     place, home = root.resolve(), Path(os.path.expanduser("~")).resolve()
     holds_more = any(here == place or place in here.parents for here in (home, Path.cwd()))
     return "" if holds_more else f", or remove it (rm -r {shlex.quote(str(root))})"
@@ -212,9 +206,7 @@ def rewind(directory: RunDirectory, recorded: Positions) -> None:
 
 
 def whole_lines(path: Path, position: int) -> list[bytes]:
-    """The lines after byte ``position``, up to the first that is unfinished or damaged; none where
-    there is no file.
-    """
+    """The lines after byte ``position``, up to the first that is unfinished or damaged."""
     if not path.is_file():
         return []
     lines: list[bytes] = []
@@ -370,9 +362,7 @@ def _is_there(path: Path) -> bool:
 
 
 def read_lines(path: Path, position: int = 0) -> list[dict[str, Any] | None]:
-    """The JSON objects from byte ``position`` on, None for a damaged line; none where there is no
-    file.  Raises OSError.
-    """
+    """The JSON objects from byte ``position`` on, None for a damaged line.  Raises OSError."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

@@ -99,9 +99,7 @@ def plan_disk(
 def most_at_once(
     steps: int, rules: CheckpointConfig, evaluated_every: int = 0, on_disk: Collection[int] = ()
 ) -> int:
-    """The most checkpoints on disk together, while the last of a run of ``steps`` is written and
-    everything before is still there.
-    """
+    """The most checkpoints on disk, just before the oldest goes at the last of ``steps``."""
     if rules.keep_last == 0:
         return len(on_disk)
     newest, last = max(on_disk, default=0), rules.keep_last + 1
@@ -136,9 +134,7 @@ def _multiples(every: int, steps: int) -> range:
 
 T = TypeVar("T")
 FIRST_S, LONGEST_S = 2.0, 60.0
-"""The pauses between two attempts, each twice as long as the one before, since a quota is only
-noticed by writing.
-"""
+"""Pauses between attempts, each twice the one before: only writing notices a quota."""
 LOOK_S = 0.5  # between two looks for signals in a pause
 SAID_EVERY_S = 120.0
 

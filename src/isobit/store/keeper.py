@@ -50,9 +50,7 @@ from isobit.util.errors import (
 
 
 def steps_to_keep(figures: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
-    """The steps that stay; ``figures`` gives each step on disk its value, None without
-    evaluation.
-    """
+    """The steps that stay, by each step's value; None where it was not evaluated."""
     steps = sorted(figures)
     keep = set(steps[-config.keep_last :])
     if config.keep_every:
@@ -68,17 +66,13 @@ def best_step(figures: Mapping[int, float | None]) -> int | None:
 
 
 def worth(figures: Mapping[str, float], name: str) -> float | None:
-    """The value to compare, higher is better (a loss is negated); None where it was not
-    measured.
-    """
+    """The value to compare, higher is better (a loss is negated); None if not measured."""
     value = figures.get(name)
     return -value if value is not None and name.endswith("/loss") else value
 
 
 def best_on_disk(parent: Path, name: str) -> int | None:
-    """The step of the best checkpoint in ``parent`` by an evaluation figure; None where none has
-    it.
-    """
+    """The step of the best checkpoint in ``parent`` by an evaluation figure, if any has it."""
     folders = folders_by_step(parent)
     return best_step({step: _figure(folder, name) for step, folder in folders.items()})
 
@@ -106,9 +100,7 @@ def _figure(folder: Path, name: str | None) -> float | None:
 
 
 SLOW_S, SLOW_SHARE = 30.0, 0.1
-"""A save is reported when it takes longer than this, and more than this share of the time since the
-end of the one before.
-"""
+"""A longer save is reported, if it took this share of the time since the one before."""
 
 
 class SaveTime:
@@ -165,9 +157,7 @@ class Announces(Protocol):
 
 
 class CheckpointKeeper:
-    """A context around the steps of a run; with ``model_when_interrupted`` a signal also saves the
-    policy as a model folder.
-    """
+    """Saves a run; ``model_when_interrupted``: a signal also saves the policy as a folder."""
 
     def __init__(
         self,
@@ -287,9 +277,7 @@ class CheckpointKeeper:
         self._console.line(f"checkpoint: {self._where()}")
 
     def save_model(self) -> None:
-        """Write the policy as a Hugging Face folder, which replaces an older one as a whole;
-        collective.
-        """
+        """Write the policy as a Hugging Face folder, replacing an older one; collective."""
         self._check_finite()
         self._world.pulse.beat("model folder")
         num_bytes = 2 * sum(map(prod, self._run.model.policy.shapes.values()))

@@ -53,9 +53,7 @@ _GEMMS = ((1, 128, 128), (7, 300, 130), (64, 1024, 512), (257, 2048, 96))
 
 
 def class_of_bits(device: torch.device, libraries: Mapping[str, str]) -> dict[str, str]:
-    """The class of this machine; ``libraries`` are the versions of those that the back end
-    needs.
-    """
+    """The class of this machine; ``libraries`` are those that the back end needs, by version."""
     return {
         "device": device.type,
         **({"arithmetic": arithmetic_sha256()} if device.type == "cpu" else {}),

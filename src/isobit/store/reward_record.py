@@ -53,9 +53,7 @@ class RewardRecord:
         self.write()
 
     def write(self) -> None:
-        """Write new gradings, if there is a file; what cannot be written is kept for the next call.
-        Raises StorageError.
-        """
+        """Write new gradings to the file; what fails is kept for later.  Raises StorageError."""
         while self._file is not None and self._unwritten:
             self._file.write(self._unwritten[0])
             self._size += len(self._unwritten.pop(0))
@@ -161,9 +159,7 @@ class SentRecord(RewardRecord):
 
 
 class KnownRewards(RewardRecord):
-    """A record that looks each grading up, whatever came before it; what it finds is not written
-    again.
-    """
+    """A record that looks every grading up, in any order, and does not write what it finds."""
 
     def __init__(self, say: Say, lines: Iterable[Mapping[str, Any]]) -> None:
         """``lines`` are those of ``rewards.jsonl``."""
@@ -183,9 +179,7 @@ def _key(line: Mapping[str, Any]) -> str:
 
 
 def _identity(groups: Sequence[Group]) -> dict[str, Any]:
-    """The prompts with their visits, the version of the weights, and a digest of the answers'
-    tokens.
-    """
+    """The prompts with visits, the version of the weights, and a digest of the answers' tokens."""
     tokens = [[completion.token_ids for completion in group.completions] for group in groups]
     return {
         "weights_version": max(

@@ -168,9 +168,7 @@ def take_boundary(
 
 
 def holds(boundary: Boundary, run: TrainingRun) -> bool:
-    """Whether the tensors still are those of the boundary: no update was begun, and no extra has
-    changed since.
-    """
+    """Whether the tensors are the boundary's: no update was begun, and no extra has changed."""
     state = boundary.state
     return (
         run.trainer.is_whole

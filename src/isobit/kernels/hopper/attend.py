@@ -80,8 +80,8 @@ class HopperKvCache:
             arena.copy(pairs)
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
-        """K and V at slots int64 [T] = page * 128 + offset: [T, G, D] each; in BF16 with scale
-        bytes of 127.
+        """K and V [T, G, D] at slots int64 [T] = page * 128 + offset; BF16 has scale bytes of
+        127.
         """
         pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
         paged = self.layers[layer]
@@ -178,9 +178,7 @@ class Attended:
 
 
 class PackedAttention:
-    """``AttendWithBackward`` for packed sequences of the given lengths; one object serves all
-    layers.
-    """
+    """``AttendWithBackward`` for sequences of the given lengths; one object serves all layers."""
 
     def __init__(self, graph: Graph, lengths: tuple[int, ...], positions: torch.Tensor) -> None:
         """``positions`` int64 [T], on the GPU."""

@@ -68,9 +68,7 @@ _COLUMNS = MOST_QUERY_HEADS  # query heads of one decode program, padded
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the kernels are built for a format.  The tile is part of the arithmetic; the rest affects
-    only the time.
-    """
+    """How the kernels are built for a format.  All but the tile affects only the time."""
 
     scaled: bool
     tile: int  # keys; divides a page, and is one in the FP8 form
@@ -282,9 +280,7 @@ def _decode_kernel(
 
 @triton.jit
 def _join(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
-    """Join a part to the earlier ones; ``AXIS`` is the dimension of o that is not the queries' (1:
-    D last, 0: one query).
-    """
+    """Join a part to the earlier ones; AXIS is o's dimension beside the queries (0: none)."""
     m_new = tl.maximum(m, part_m)
     old = tl.math.exp2(m - m_new)
     new = tl.math.exp2(part_m - m_new)

@@ -425,9 +425,7 @@ def _queries_producer(
     q_desc, k_desc, v_desc, do_desc, q_smem, do_smem, k_smem, v_smem, full, empty, ready, q_row,
     kv_row, tiles
 ):  # fmt: skip
-    """The warp that copies Q and dO once, and the tiles of keys from the diagonal down to the one
-    that begins at ``kv_row``.
-    """
+    """The warp that copies Q and dO once, and the keys' tiles from the diagonal to ``kv_row``."""
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[2]
     mbarrier.expect(ready, 4 * BLOCK * D)  # bytes: two BF16 tiles
@@ -545,9 +543,7 @@ def attention_backward(
 
 
 class _Places(NamedTuple):
-    """Starts of sequences in the packed tensors and in the padded copies, int32 [B], and the rows
-    of a head in the copies.
-    """
+    """First rows of sequences, packed and padded, int32 [B], and a head's rows in the copies."""
 
     starts: torch.Tensor
     lengths: torch.Tensor
@@ -557,9 +553,7 @@ class _Places(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """BF16 q and d_output [H * padded tokens, D], k and v [G * padded tokens, D]; stats FP32, two a
-    row of q.
-    """
+    """BF16 q and d_output [H * padded tokens, D], k and v [G * ..]; FP32 stats, two a row of q."""
 
     heads: int
     kv_heads: int

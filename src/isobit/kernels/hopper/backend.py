@@ -1,6 +1,4 @@
-"""The Hopper kernels as a back end, under the names of ``isobit.kernels.backend``.  Calls return
-before the GPU has computed.
-"""
+"""``Backend`` of Hopper GPUs; calls return before the GPU has computed."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -90,9 +90,7 @@ def _sums_kernel(TABLE, OWNER, SUMS, CHUNK: tl.constexpr, WIDTH: tl.constexpr, R
 
 
 def checksum(rows: Sequence[Rows]) -> int:
-    """The checksum of rows.  Where their address and place in the whole tensor are not equal modulo
-    16, they are read byte by byte.
-    """
+    """The checksum; rows are read byte by byte where their address and place differ modulo 16."""
     tensors = [one.tensor.contiguous() for one in rows]
     table, programs = list[tuple[int, ...]](), 0
     for one, tensor in zip(rows, tensors, strict=True):

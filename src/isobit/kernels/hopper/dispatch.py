@@ -161,8 +161,8 @@ def _label_kernel(TOTALS, STARTS, EXPERTS, NUM_EXPERTS: tl.constexpr, E: tl.cons
 
 
 def make_dispatch(experts: torch.Tensor, num_experts: int, height: int | None = None) -> Dispatch:
-    """``Routing.experts`` int32 [T, k] -> the rows; masked with a ``height``, a multiple of 128
-    that is at least T.
+    """``Routing.experts`` int32 [T, k] -> the rows; masked with a ``height`` >= T, of whole
+    128s.
     """
     tokens, top_k = experts.shape
     device = experts.device

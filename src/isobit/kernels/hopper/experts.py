@@ -70,9 +70,7 @@ def _swiglu_rows_kernel(
     GATE_UP, PLACES, VALUES, SCALES, height,
     C: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """One program GROUPS groups of the row of one choice: gate [row, column], up [row, C + column];
-    in BF16 without SCALES.
-    """
+    """One program GROUPS groups of one choice's row, gate before up; in BF16 without SCALES."""
     row = tl.load(PLACES + tl.program_id(0)).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * 128 + tl.arange(0, GROUPS * 128)
@@ -94,9 +92,7 @@ def _swiglu_rows_kernel(
 def swiglu_rows(
     gate_up: torch.Tensor, dispatch: Dispatch, scales: ScaleKind | None, pads: bool
 ) -> GroupedRows:
-    """BF16 [rows, 2 I] -> ``swiglu`` of the choices' rows as down reads it; padding is zeros with
-    ``pads``, and is skipped without.
-    """
+    """BF16 [rows, 2 I] -> the activation as down reads it; padding is zeros with ``pads``."""
     columns = gate_up.shape[1] // 2
     out = GroupedRows.empty(dispatch, columns, gate_up.device, scales is not None)
     if pads:

@@ -55,9 +55,7 @@ def _gemm_kernel(
     A, B, A_SCALE, B_SCALE, OUT, m, n, k, a_scale_stride, out_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of OUT [m, n]; bands of 8 tile rows are walked column by column, to share
-    B in the L2 cache.
-    """
+    """One program a tile of OUT [m, n]; bands of 8 tile rows share B in the L2 cache."""
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
     band = tl.program_id(0) // (8 * tiles_n)
@@ -125,9 +123,7 @@ def _launch(
 
 
 def tile(m: int, n: int) -> tuple[int, int]:
-    """Rows of a tile and warps of its program: small tiles where large ones would leave
-    multiprocessors idle.
-    """
+    """Rows of a tile and its warps: small tiles where large ones leave multiprocessors idle."""
     large = triton.cdiv(m, 128) * triton.cdiv(n, _BLOCK) >= _PROGRAMS and m > 64
     return (128, 8) if large else (64, 4)
 
@@ -265,9 +261,7 @@ def _multiply(a: QuantRows, b: QuantTensor, out: torch.Tensor, back_end: BackEnd
 
 
 def _scaled_mm(a: QuantRows, b: QuantTensor) -> torch.Tensor:
-    """cuBLASLt takes rows of A in multiples of 4, like their scales, and B's scales with K padded
-    to a multiple of 4 blocks.
-    """
+    """cuBLASLt pads rows of A to multiples of 4, and B's scales to multiples of 4 blocks of K."""
     rows, blocks = a.scales.shape
     padded = a.scales.stride(1)
     values = F.pad(a.values.view(torch.uint8), (0, 0, 0, padded - rows)).view(a.values.dtype)

@@ -107,8 +107,8 @@ def _grouped_gemm_kernel(
     N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of OUT [rows, N] within one expert and one part of its matrix; the tiles
-    are walked as in ``gemm``.
+    """One program a tile of OUT [rows, N] of one expert and part; tiles are walked as in
+    ``gemm``.
     """
     tiles_of_part: tl.constexpr = (PART + BLOCK_N - 1) // BLOCK_N
     tiles_n: tl.constexpr = N // PART * tiles_of_part

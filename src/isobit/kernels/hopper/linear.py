@@ -103,9 +103,7 @@ def bf16_gemm_nn(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def fp8_gemm_tn(
     dy_t: QuantRows, x_t: QuantRows, grad: torch.Tensor, back_end: BackEnd | None = None
 ) -> None:
-    """grad, FP32 [N, K], contiguous, += dY^T X, of dY^T [N, Tp] and X^T [K, Tp] in groups of 128
-    tokens.
-    """
+    """grad, FP32 [N, K], contiguous, += dY^T X, of dY^T [N, Tp] and X^T [K, Tp] in token groups."""
     assert grad.dtype == torch.float32
     assert grad.is_contiguous()
     assert grad.shape == (dy_t.values.shape[0], x_t.values.shape[0])

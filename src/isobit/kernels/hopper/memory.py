@@ -107,9 +107,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _stream_to_capture() -> torch.cuda.Stream:
-    """The thread's stream, or in place of the default one, which cannot be captured, a shared
-    one.
-    """
+    """The thread's stream, or a shared one for the default stream, which cannot be captured."""
     own = torch.cuda.current_stream()
     return _beside_default(own.device) if own == torch.cuda.default_stream() else own
 

@@ -122,9 +122,7 @@ def _adamw_kernel(
     size, decay,
     WIDTH: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
-    """FP32 moments, or BF16 with NOISE; one program WIDTH of n elements, from the tensor's
-    ``first``.
-    """
+    """FP32 moments, or BF16 with NOISE; one program WIDTH of n elements from ``first`` on."""
     element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = element < n
     w = tl.load(MASTER + element, mask=inside, other=0.0)
@@ -147,9 +145,7 @@ def _adamw_8_bits_kernel(
     clip, beta1, rest1, beta2, rest2, root, epsilon, size, decay,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """8-bit moments; one program GROUPS groups of 128 of n elements, from the tensor's
-    ``first``.
-    """
+    """8-bit moments; one program GROUPS groups of 128 of n elements from ``first`` on."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     element = group * 128 + tl.arange(0, 128)[None, :]
     inside, begun = element < n, group * 128 < n
@@ -182,9 +178,7 @@ def adamw_step(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     first_element: int = 0,
 ) -> None:
-    """``isobit.kernels.spec.optimiser.adamw_step``; ``key`` is the noise's, None for FP32
-    moments.
-    """
+    """``isobit.kernels.spec.optimiser.adamw_step``; ``key`` is None for FP32 moments."""
     check_moments(master, grad, exp_avg, exp_avg_sq, key, scales, first_element)
     n, f = master.numel(), factors
     numbers = (f.clip, f.beta1, f.rest1, f.beta2, f.rest2, f.root, f.epsilon, f.size, f.decay)
@@ -308,9 +302,7 @@ def _add_kernel(TOTAL, A0, A1, A2, A3, A4, A5, A6, A7, n, COUNT: tl.constexpr, W
 
 
 def add_in_order(total: torch.Tensor, addends: Sequence[torch.Tensor]) -> None:
-    """``isobit.kernels.spec.optimiser.add_in_order``, reading each number once and reading and
-    writing the total once a launch.
-    """
+    """((total + a0) + a1) + .., in place, with each addend read once."""
     n = total.numel()
     for tensor in (total, *addends):
         assert tensor.dtype == torch.float32

@@ -72,9 +72,7 @@ def columns_of_program(columns: int) -> int:
 
 
 def embedding_backward(d_hidden: torch.Tensor, token_ids: torch.Tensor, grad: torch.Tensor) -> None:
-    """d_hidden BF16 [T, C] and token_ids int64 [T], contiguous -> added to the rows of FP32 [V, C].
-    The host does not wait.
-    """
+    """d_hidden BF16 [T, C], token_ids int64 [T], contiguous -> added to FP32 [V, C]; no waiting."""
     tokens, columns = d_hidden.shape
     if not tokens:
         return

@@ -38,9 +38,7 @@ def _differing(a, b):
 def _publish_kernel(
     MASTER, VALUES, SCALES, CHANGED, K: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):
-    """One program a block; neighbours share rows of the matrix.  ROWS is the number of rows where a
-    block is short, else None.
-    """
+    """One program a block; ROWS is the number of rows where a block is short, else None."""
     blocks: tl.constexpr = (K + 127) // 128
     block = tl.program_id(0)
     first_row = (block // blocks).to(tl.int64) * 128

@@ -93,9 +93,7 @@ def _rotated(
     QKV, BIAS, NORM, cos, sin, t, inside, first, epsilon, WIDTH: tl.constexpr, N: tl.constexpr,
     HALF: tl.constexpr, HADAMARD: tl.constexpr
 ):  # fmt: skip
-    """The head that begins at column ``first``, normed and rotated: its two halves, BF16 numbers in
-    FP32 [N, HALF], or H times them.
-    """
+    """The head at column ``first``, normed, rotated, perhaps times H: two halves FP32 [N, HALF]."""
     j = tl.arange(0, HALF)
     x1 = _load(QKV, BIAS, t, inside, first + j, WIDTH)
     x2 = _load(QKV, BIAS, t, inside, first + HALF + j, WIDTH)

@@ -40,9 +40,7 @@ MAX = tl.constexpr(E4M3_MAX)
 
 @dataclass(frozen=True, slots=True)
 class QuantRows:
-    """E4M3 values [M, K] in 1x128 groups, and their FP32 scales as a view [M, ceil(K/128)] with
-    strides (1, padded M).
-    """
+    """E4M3 [M, K] in 1x128 groups; FP32 scales [M, ceil(K/128)] with strides (1, padded M)."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -68,16 +66,14 @@ def larger(a, b):
 
 @triton.jit
 def amax_bits(x, AXIS: tl.constexpr):
-    """The bits of the largest |x| along an axis of FP32 numbers, as an integer; a NaN is
-    largest.
-    """
+    """The bits of the largest |x| along an axis of FP32 numbers, as integers; a NaN is largest."""
     return tl.reduce(tl.abs(x), AXIS, larger).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def to_e4m3(x, amax_bits, POWER_OF_TWO: tl.constexpr):
-    """FP32 x, and its groups' ``amax_bits`` in a shape that broadcasts to x -> E4M3 like x, FP32
-    scales like the bits.
+    """FP32 x and its groups' ``amax_bits``, broadcastable -> E4M3 like x, FP32 scales like the
+    bits.
     """
     bits = tl.maximum(amax_bits, FLOOR_BITS)
     bad = bits >= _INF_BITS
@@ -231,9 +227,7 @@ def quantise_gradient(
 def _quantise(
     x: torch.Tensor, row: int, out: QuantRows, columns: int, written: int, scales: ScaleKind
 ) -> None:
-    """The first ``columns`` of x, whose rows are ``row`` apart, to ``written`` columns of out,
-    padded with zeros.
-    """
+    """``columns`` of x, whose rows are ``row`` apart, to ``written`` of out, padded with zeros."""
     groups = _groups_of_program(columns)
     grid = (x.shape[0], triton.cdiv(columns, groups * BLOCK))
     _quantise_kernel[grid](

@@ -73,9 +73,7 @@ def _draw_kernel(
     LOGITS, ROW, TEMPERATURE, KEY, POSITION, STATS, TOKEN, LOG_PROB,
     V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One program a sample: its chunk, then its token.  ``argmax`` takes the lowest index among
-    equals.
-    """
+    """One program a sample; ``argmax`` takes the lowest index among equals."""
     n = tl.program_id(0).to(tl.int64)
     temperature = tl.load(TEMPERATURE + n)
     inverse = inverse_temperature(temperature)
@@ -198,9 +196,7 @@ def _draw_truncated(
 
 
 def draw_tokens(logits: Tensor, draws: Draws) -> Drawn:
-    """The next token of N samples, each from its row of the logits FP32 [R, V].  Without filters
-    the host does not wait for the device.
-    """
+    """The next token of N samples from FP32 [R, V]; without filters the host does not wait."""
     noise = draws.rows, draws.temperatures, draws.keys, draws.positions
     if draws.filters is None:
         return Drawn(*sample_tokens(logits, *noise))

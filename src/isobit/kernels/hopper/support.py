@@ -1,6 +1,4 @@
-"""What the Hopper back end offers: it is for NVIDIA GPUs of the Hopper generation (sm_90).  Loads
-on every machine.
-"""
+"""What the Hopper back end (sm_90) offers; loads on every machine."""
 
 import importlib.util
 from pathlib import Path
@@ -23,9 +21,7 @@ _HOPPER = 9
 HEAD_SIZES = (64, 128)
 MOST_QUERY_HEADS = 16  # of one KV head
 K_MULTIPLE, N_MULTIPLE = 16, 8
-"""Of a linear's sizes in FP8: the copy engine reads rows of whole 16 bytes, of E4M3 inputs and BF16
-outputs.
-"""
+"""Of an FP8 linear's sizes: the copy engine reads rows of whole 16 bytes."""
 
 
 def device_model(device: torch.device) -> str | None:

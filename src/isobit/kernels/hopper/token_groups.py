@@ -46,9 +46,7 @@ _amax_bits, _to_e4m3, _gated = (gluon.jit(part.fn) for part in (amax_bits, to_e4
 
 @gluon.jit
 def widen(x):
-    """BF16 -> FP32 by pairs: beside casts of single numbers, ptxas also rounds to BF16 one by one,
-    with the slow instruction.
-    """
+    """BF16 -> FP32 by pairs, or ptxas would also round to BF16 singly, with a slow instruction."""
     return gl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
         "=r,=r,r",
@@ -61,9 +59,7 @@ def widen(x):
 
 @gluon.jit
 def load_rows(X, row, inside, group, C: gl.constexpr, ROW: gl.constexpr):
-    """BF16 strip of one group of 128 of the first C columns of X [tokens, ROW]; zeros beyond the
-    tokens and the columns.
-    """
+    """BF16 strip of a group of 128 of the first C columns of X [tokens, ROW], zeros beyond both."""
     column = group * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
     mask = inside[:, None]
     if C % 128:
@@ -194,9 +190,7 @@ def swiglu_tokens(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> 
 def swiglu_both(
     gate_up: torch.Tensor, scales: ScaleKind = "power_of_two"
 ) -> tuple[QuantRows, QuantRows]:
-    """[T, 2 C] as for ``swiglu_tokens`` -> y in row groups, [T, C], as ``swiglu_quantise`` gives
-    it, and y^T in token groups, [C, Tp].
-    """
+    """[T, 2 C] as above -> y in row groups, [T, C], and y^T in token groups, [C, Tp]."""
     count, columns = gate_up.shape[0], gate_up.shape[1] // 2
     rows, tokens = QuantRows.empty(count, columns, gate_up.device), empty_tokens(gate_up, columns)
     _quantise(gate_up, rows, tokens, scales, gate_up.shape[1], gated=True)
@@ -211,9 +205,7 @@ def _quantise(
     row: int,
     gated: bool = False,
 ) -> None:
-    """Columns of x, whose rows are ``row`` apart, to as many rows of ``tokens``, and to ``rows``,
-    followed by zeros.
-    """
+    """Columns of x, ``row`` apart, to rows of ``tokens`` and to ``rows``, padded with zeros."""
     count, columns = x.shape[0], tokens.values.shape[0]
     to = tokens if rows is None else rows
     written, out_row = (
@@ -227,9 +219,7 @@ def _quantise(
 
 
 def empty_tokens(source: torch.Tensor, columns: int) -> QuantRows:
-    """Uninitialised token groups of a matrix [T, columns] that is made from ``source``, with T
-    rows.
-    """
+    """Uninitialised token groups of a matrix [T, columns] with the rows of ``source``."""
     assert source.dtype == torch.bfloat16
     assert source.is_contiguous()
     return QuantRows.empty(columns, num_blocks(source.shape[0]) * BLOCK, source.device)
