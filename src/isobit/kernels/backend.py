@@ -375,9 +375,7 @@ class Backend(Protocol):
     # For proofs
 
     def checksum(self, rows: Sequence[Rows]) -> int:
-        """The checksum (``isobit.kernels.noise``) of rows, from 0 to 2^64 - 1; the host waits
-        once.
-        """
+        """The checksum (``noise``) of rows, from 0 to 2^64 - 1; the host waits once."""
         ...
 
     def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:

@@ -353,9 +353,7 @@ def router_losses(routing: Routing, means: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def logit_gradient(routing: Routing, loss: RouterLoss) -> torch.Tensor:
-    """The gradient of all losses by the logits, FP32 [T, E]; terms with coefficient 0 are
-    skipped.
-    """
+    """The gradient of all losses by the logits, FP32 [T, E]; skips terms of coefficient 0."""
     p = torch.softmax(routing.logits, -1)
     slope = torch.zeros_like(p[:, :1])
     if loss.balance:

@@ -98,9 +98,7 @@ class Sizes(Protocol):
     def experts(self, shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes: ...
 
     def encoded(self, shape: AttentionShape, format: Format) -> int:
-        """Q, K and V of a token as attention reads them, and what the forward keeps beside
-        output.
-        """
+        """Q, K and V of a token as attention reads them, and what the forward keeps."""
         ...
 
     def attention_gradients(self, shape: AttentionShape) -> int:

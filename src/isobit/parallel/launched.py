@@ -117,9 +117,7 @@ def first_host(hosts: str) -> str:
 
 
 def end_with_launcher() -> BlackBox | None:
-    """Let the kernel end this process when our launcher ends; -> its black box.  None without our
-    launcher, and then nothing changes.
-    """
+    """Let the kernel end this process with our launcher; -> its black box, None without one."""
     given = os.environ.get(VARIABLE)
     if given is None:
         return None

@@ -266,8 +266,8 @@ def run_and_gather(world: World, attempt: Callable[[], Any]) -> list[Any]:
 
 
 def map_on_all(world: World, items: Sequence[T], compute: Callable[[T], Any]) -> list[Any]:
-    """``compute`` of every item, in their order: rank r takes the items r, r + W, ..; raises as
-    ``run_on_all`` does.
+    """``compute`` of every item, in order, rank r's being r, r + W, ..; raises as
+    ``run_on_all``.
     """
     made = run_and_gather(
         world, lambda: [compute(item) for item in items[world.rank :: world.size]]

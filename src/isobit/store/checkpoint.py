@@ -154,9 +154,7 @@ class Snapshot:
     description: Mapping[str, Any]
     """For the manifest: ``config``, ``environment`` and ``evaluation``; rank 0's is written."""
     extras: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Whole tensors of other files, by file name without ending and tensor name; rank 0 writes
-    them.
-    """
+    """Tensors of other files, by file name without ending and by name; rank 0 writes them."""
 
     def files(self, rank: int) -> dict[str, Mapping[str, Slice]]:
         """What a rank writes, by file and tensor."""
@@ -308,9 +306,7 @@ def _write_manifest(
 
 
 def read_checkpoint(folder: Path, world: World = ALONE) -> Checkpoint:
-    """Check a checkpoint in full; collective.  Raises CheckpointError with file and problem on
-    all.
-    """
+    """Check a checkpoint in full; collective.  Raises CheckpointError with the file, on all."""
 
     def described() -> str:
         manifest = read_manifest(folder)

@@ -99,7 +99,7 @@ def plan_disk(
 def most_at_once(
     steps: int, rules: CheckpointConfig, evaluated_every: int = 0, on_disk: Collection[int] = ()
 ) -> int:
-    """The most checkpoints on disk, just before the oldest goes at the last of ``steps``."""
+    """The most checkpoints on disk: at the last of ``steps``, before old ones are removed."""
     if rules.keep_last == 0:
         return len(on_disk)
     newest, last = max(on_disk, default=0), rules.keep_last + 1

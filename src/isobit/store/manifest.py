@@ -292,9 +292,7 @@ def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the bits of a gradient depend on beside the configuration: versions, GPU or instruction
-    set, threads; and the class of bits.
-    """
+    """What a gradient's bits depend on beside the configuration, and the class of bits."""
     offered = support(device.type)
     libraries, model = (*_LIBRARIES, *offered.libraries), offered.device_model(device)
     return {

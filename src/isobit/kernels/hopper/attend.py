@@ -80,9 +80,7 @@ class HopperKvCache:
             arena.copy(pairs)
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
-        """K and V [T, G, D] at slots int64 [T] = page * 128 + offset; BF16 has scale bytes of
-        127.
-        """
+        """K and V [T, G, D] at slots int64 [T] = page * 128 + offset; BF16 has bytes of 127."""
         pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
         paged = self.layers[layer]
         if paged.key_bytes is None or paged.value_bytes is None:

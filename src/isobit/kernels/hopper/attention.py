@@ -280,7 +280,7 @@ def _decode_kernel(
 
 @triton.jit
 def _join(o, m, l, part_o, part_m, part_l, AXIS: tl.constexpr):
-    """Join a part to the earlier ones; AXIS is o's dimension beside the queries (0: none)."""
+    """Join a part to the earlier ones; o is [queries, D] with AXIS 1, [D] of one query with 0."""
     m_new = tl.maximum(m, part_m)
     old = tl.math.exp2(m - m_new)
     new = tl.math.exp2(part_m - m_new)

@@ -36,7 +36,6 @@ benchmarks/results/attention_backward.json.
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -534,11 +533,25 @@ def attention_backward(
         raise ValueError("the backward of attention takes contiguous tensors")
     places = _places(tokens, starts, lengths)
     blocks = triton.cdiv(max_length, BLOCK.value)
-    copies = _prepare(queries, query_scales, keys, output, log_sum_exp, d_output, places, blocks)
+    q, k, v, do, stats = _prepare(
+        queries, query_scales, keys, output, log_sum_exp, d_output, places, blocks
+    )
     dq = torch.empty((tokens, heads, dim), dtype=torch.bfloat16, device=device)
     dk, dv = torch.empty((2, tokens, kv_heads, dim), dtype=torch.bfloat16, device=device)
-    _launch_keys(copies, places, blocks, window, dk, dv)
-    _launch_queries(copies, places, blocks, window, dq)
+    # The copy engine reads as many rows at once as a warpgroup or, of the queries' kernel's keys,
+    # both.
+    rows, both, batch = GROUP.value, BLOCK.value, lengths.numel()
+    factors = math.log2(math.e) / dim**0.5, dim**-0.5  # of scores in exponents of 2; of dK and dQ
+    q_tiles, do_tiles = _tiles(q, rows), _tiles(do, rows)
+    _keys_kernel[(kv_heads, batch, blocks)](
+        q_tiles, _tiles(k, rows), _tiles(v, rows), do_tiles,
+        TensorDescriptor.from_tensor(stats, [both], FLAT), dk, dv, *places, *factors,
+        heads, kv_heads, dim, KEY_STAGES, window or 0, num_warps=4,
+    )  # fmt: skip
+    _queries_kernel[(heads, batch, blocks)](
+        q_tiles, _tiles(k, both), _tiles(v, both), do_tiles, stats, dq, *places, *factors,
+        heads, kv_heads, dim, QUERY_STAGES, window or 0, num_warps=4,
+    )  # fmt: skip
     return dq, dk, dv
 
 
@@ -549,19 +562,6 @@ class _Places(NamedTuple):
     lengths: torch.Tensor
     padded_starts: torch.Tensor
     padded_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """BF16 q and d_output [H * padded tokens, D], k and v [G * ..]; FP32 stats, two a row of q."""
-
-    heads: int
-    kv_heads: int
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    d_output: torch.Tensor
-    stats: torch.Tensor
 
 
 def _places(tokens: int, starts: torch.Tensor, lengths: torch.Tensor) -> _Places:
@@ -582,7 +582,11 @@ def _prepare(
     d_output: torch.Tensor,
     places: _Places,
     blocks: int,
-) -> _Copies:
+) -> tuple[torch.Tensor, ...]:
+    """Padded BF16 q and d_output [H * tokens, D], k and v [G * tokens, D]; stats, two a row of q.
+
+    Returns q, k, v, d_output and stats.
+    """
     (_, heads, dim), kv_heads, device = queries.shape, keys.keys.shape[1], queries.device
     padded_tokens = places.padded_tokens
     q, do = torch.empty((2, heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
@@ -594,45 +598,7 @@ def _prepare(
         places.starts, places.lengths, places.padded_starts, q, k, v, do, stats, padded_tokens,
         heads, kv_heads, dim, num_warps=4,
     )  # fmt: skip
-    return _Copies(heads, kv_heads, q, k, v, do, stats)
-
-
-def _launch_keys(
-    copies: _Copies,
-    places: _Places,
-    blocks: int,
-    window: int | None,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
-    """The copy engine reads GROUP rows of each operand at once, as a warpgroup does."""
-    _, kv_heads, dim = dk.shape
-    group = GROUP.value
-    _keys_kernel[(kv_heads, places.lengths.numel(), blocks)](
-        _tiles(copies.q, group), _tiles(copies.k, group), _tiles(copies.v, group),
-        _tiles(copies.d_output, group),
-        TensorDescriptor.from_tensor(copies.stats, [BLOCK.value], FLAT),
-        dk, dv, *places, *_factors(dim), copies.heads, kv_heads, dim, KEY_STAGES, window or 0,
-        num_warps=4,
-    )  # fmt: skip
-
-
-def _launch_queries(
-    copies: _Copies, places: _Places, blocks: int, window: int | None, dq: torch.Tensor
-) -> None:
-    """K and V are read BLOCK rows at once, for both warpgroups."""
-    _, heads, dim = dq.shape
-    _queries_kernel[(heads, places.lengths.numel(), blocks)](
-        _tiles(copies.q, GROUP.value), _tiles(copies.k, BLOCK.value),
-        _tiles(copies.v, BLOCK.value), _tiles(copies.d_output, GROUP.value), copies.stats,
-        dq, *places, *_factors(dim), heads, copies.kv_heads, dim, QUERY_STAGES, window or 0,
-        num_warps=4,
-    )  # fmt: skip
-
-
-def _factors(dim: int) -> tuple[float, float]:
-    """Of the scores, as exponents of 2, and of dK and dQ."""
-    return math.log2(math.e) / dim**0.5, dim**-0.5
+    return q, k, v, do, stats
 
 
 def _tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -161,9 +161,7 @@ def _label_kernel(TOTALS, STARTS, EXPERTS, NUM_EXPERTS: tl.constexpr, E: tl.cons
 
 
 def make_dispatch(experts: torch.Tensor, num_experts: int, height: int | None = None) -> Dispatch:
-    """``Routing.experts`` int32 [T, k] -> the rows; masked with a ``height`` >= T, of whole
-    128s.
-    """
+    """int32 [T, k] -> the rows; masked with a ``height`` >= T, a multiple of 128."""
     tokens, top_k = experts.shape
     device = experts.device
     width, blocks = triton.next_power_of_2(num_experts), triton.cdiv(tokens, TOKENS.value)

@@ -107,9 +107,7 @@ def _grouped_gemm_kernel(
     N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of OUT [rows, N] of one expert and part; tiles are walked as in
-    ``gemm``.
-    """
+    """One program a tile of OUT [rows, N] of one expert and part, walked as in ``gemm``."""
     tiles_of_part: tl.constexpr = (PART + BLOCK_N - 1) // BLOCK_N
     tiles_n: tl.constexpr = N // PART * tiles_of_part
     blocks_k: tl.constexpr = (K + 127) // 128

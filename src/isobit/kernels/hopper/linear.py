@@ -89,9 +89,7 @@ def transpose_blocks(weight: QuantTensor) -> QuantTensor:
 
 
 def fp8_gemm_nn(dy: QuantRows, weight: QuantTensor, scales: ScaleKind) -> torch.Tensor:
-    """dY in 1x128 groups, [M, N] in whole blocks of W's parts, W [N, K] in 128x128 blocks, scales
-    of one kind -> dX = dY W, BF16 [M, K].
-    """
+    """dY in 1x128 groups, padded as W's parts, W [N, K] in 128x128 blocks -> dX = dY W, BF16."""
     return fp8_gemm_nt(dy, transpose_blocks(weight), scales)
 
 

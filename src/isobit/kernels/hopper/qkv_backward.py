@@ -38,9 +38,7 @@ def _back_through_norm(
     QKV, BIAS, NORM, g1, g2, t, inside, first, epsilon,
     WIDTH: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Gradients behind the norm of the head at column ``first`` -> before it, and the weight's
-    terms.
-    """
+    """Gradients behind the norm of the head at ``first`` -> before it, and the weight's terms."""
     j = tl.arange(0, HALF)
     x1 = _load(QKV, BIAS, t, inside, first + j, WIDTH)
     x2 = _load(QKV, BIAS, t, inside, first + HALF + j, WIDTH)

@@ -72,9 +72,7 @@ def amax_bits(x, AXIS: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x, amax_bits, POWER_OF_TWO: tl.constexpr):
-    """FP32 x and its groups' ``amax_bits``, broadcastable -> E4M3 like x, FP32 scales like the
-    bits.
-    """
+    """FP32 x and its groups' ``amax_bits``, broadcast to x -> E4M3 x, FP32 scales like the bits."""
     bits = tl.maximum(amax_bits, FLOOR_BITS)
     bad = bits >= _INF_BITS
     if POWER_OF_TWO:

@@ -101,18 +101,9 @@ def _draw_kernel(
 def sample_tokens(
     logits: Tensor, rows: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a sample from the full vocabulary; a graph can capture it.
-
-    Args:
-        logits: FP32 [R, V].
-        rows: int32 [N], the row of each sample.
-        temperatures: FP32 [N]; 0 is greedy, its log-probability taken at temperature 1.
-        keys: int64 [N].
-        positions: int64 [N].
-
-    Returns:
-        Tokens int64 [N] and log-probabilities FP32 [N]; token 0 and NaN for a row with a NaN or an
-        infinity.
+    """Tokens int64 [N] and log-probabilities FP32 [N] from FP32 logits [R, V]; the other arguments
+    are those of ``Draws``.  A row with a NaN or an infinity gives token 0 and NaN.  A graph can
+    capture this.
     """
     stats = chunk_stats(logits, rows, temperatures)
     tokens, log_probs = torch.empty_like(keys), torch.empty_like(temperatures)
@@ -135,9 +126,8 @@ def sample_truncated(
     top_p: Tensor,
     min_p: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``sample_tokens`` where some samples truncate their distribution
-    (``isobit.kernels.spec.head.truncate``): top_k int64 [N] (0 is off), top_p FP64 [N] (1 is off)
-    and min_p FP64 [N] (0 is off).
+    """``sample_tokens`` where some samples truncate their distribution by ``Draws.filters``
+    (``isobit.kernels.spec.head.truncate``).
 
     -> tokens int64 [N], log-probabilities over the full vocabulary and under the truncated
     distribution, FP32 [N].  A sample without a filter, or greedy, gets what ``sample_tokens``
