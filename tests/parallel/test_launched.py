@@ -6,13 +6,9 @@ from isobit.parallel.launched import first_host, is_launched, rank_of_host, rest
 from isobit.util.errors import ConfigError
 
 STEP = {
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
-    "SLURM_JOB_ID": "123456",
-    "SLURM_STEP_ID": "2",
-}
+    "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "2",
+}  # fmt: skip
 
 
 def test_a_step_of_slurm_has_torchs_words() -> None:

@@ -153,14 +153,11 @@ def in_parts(world: World, _: Any) -> dict[str, Any]:
     inner = mine.split_groups([[rank] for rank in range(mine.size)])
     return {
         "strided": [strided.rank, strided.numbers, strided.all_gather(world.rank)],
-        "inner": [mine.numbers, inner.numbers, inner.size],
-        "place": [mine.rank, mine.size],
-        "messages": mine.all_gather(world.rank),
-        "table": table,
-        "received": [float(one.sum()) for one in receive],
-        "all": world.all_gather(world.rank),
+        "inner": [mine.numbers, inner.numbers, inner.size], "place": [mine.rank, mine.size],
+        "messages": mine.all_gather(world.rank), "table": table,
+        "received": [float(one.sum()) for one in receive], "all": world.all_gather(world.rank),
         "here": mine.board.add("here", 0),
-    }
+    }  # fmt: skip
 
 
 def test_ranks_fall_into_worlds_of_their_own() -> None:

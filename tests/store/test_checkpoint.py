@@ -35,17 +35,10 @@ def a_batch(seed: int) -> PackedBatch:
     ids = torch.randint(64, (50,), generator=generator)
     rows, nothing = torch.arange(10, 49), torch.zeros(39)
     return PackedBatch(
-        token_ids=ids,
-        positions=torch.arange(50),
-        lengths=(50,),
-        rows=rows,
-        targets=ids[11:],
-        sequence=torch.zeros(39, dtype=torch.int64),
-        temperatures=nothing + 1,
-        recorded_log_probs=nothing,
-        old_log_probs=nothing,
-        advantages=nothing,
-    )
+        token_ids=ids, positions=torch.arange(50), lengths=(50,), rows=rows, targets=ids[11:],
+        sequence=torch.zeros(39, dtype=torch.int64), temperatures=nothing + 1,
+        recorded_log_probs=nothing, old_log_probs=nothing, advantages=nothing,
+    )  # fmt: skip
 
 
 def a_trainer(seed: int) -> Trainer:

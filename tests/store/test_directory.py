@@ -77,13 +77,8 @@ def test_files_that_are_no_run_are_not_advised_to_be_removed(tmp_path: Path) -> 
 
 NAMES = ("run.json", ".run.json.partial", ".lock", "metrics.jsonl", "completions.jsonl")
 MORE_NAMES = (
-    "rewards.jsonl",
-    "digests.jsonl",
-    "budget.jsonl",
-    "tensorboard",
-    "checkpoints",
-    "model",
-)
+    "rewards.jsonl", "digests.jsonl", "budget.jsonl", "tensorboard", "checkpoints", "model",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*NAMES, *MORE_NAMES, "summary.json"])

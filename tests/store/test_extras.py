@@ -250,10 +250,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 
 
 def test_a_damaged_file_of_an_extra_rules_the_checkpoint_out(
-    make_config: MakeConfig,
-    extras: Extras,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    make_config: MakeConfig, extras: Extras, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = make_config(output=tmp_path / "whole", **STEPS)
     train(whole)

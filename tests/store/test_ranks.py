@@ -27,13 +27,9 @@ from isobit.util.errors import CheckpointError, IsobitError
 from tests.worlds import in_world
 
 SHAPES = {
-    "qkv": (640, 64),
-    "odd": (300, 65),
-    "norm": (192,),
-    "head": (1000, 64),
-    "small": (96, 3),
+    "qkv": (640, 64), "odd": (300, 65), "norm": (192,), "head": (1000, 64), "small": (96, 3),
     "one": (1, 64),
-}
+}  # fmt: skip
 PARTS = {"qkv": (256, 192, 192)}
 FORMATS = ("fp32", "bf16", "fp8")
 CHUNK_BYTES = 10_000
@@ -130,14 +126,12 @@ def everything(world: World, parent: str) -> dict[str, Any]:
     from_one = [reads_its_own(world, place.parent / "1" / moments / "step_000005", moments)
                 for moments in FORMATS]  # fmt: skip
     return {
-        "written": written,
-        "own rows": own_rows,
-        "from one": from_one,
+        "written": written, "own rows": own_rows, "from one": from_one,
         "full disk": on_a_full_disk(world, place / "fp8"),
         "left": sorted(path.name for path in (place / "fp8").iterdir()),
         "still good": reads_its_own(world, Path(written["fp8"]), "fp8"),
         "damaged": damaged(world, place / "damaged"),
-    }
+    }  # fmt: skip
 
 
 def on_a_full_disk(world: World, parent: Path) -> str:

@@ -12,14 +12,7 @@ import pytest
 import torch
 
 from isobit.models.safetensors import Slice
-from isobit.store.checkpoint import (
-    MANIFEST,
-    MASTERS,
-    OPTIMISER,
-    STATE,
-    Snapshot,
-    write_checkpoint,
-)
+from isobit.store.checkpoint import MANIFEST, MASTERS, OPTIMISER, STATE, Snapshot, write_checkpoint
 from isobit.store.directory import RunDirectory
 from isobit.store.usable import newest_usable
 from isobit.util.errors import CheckpointError
@@ -56,14 +49,13 @@ def make_folder(path: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
-    *((name, dangle) for name in FILES),
-    *((name, loop) for name in FILES),
+    *((name, dangle) for name in FILES), *((name, loop) for name in FILES),
     *((name, make_folder) for name in FILES),
     (MANIFEST, lambda path: path.write_text('{"a":' * 100_000)),
     (MANIFEST, lambda path: path.write_text("[" * 100_000)),
     (MANIFEST, lambda path: path.write_bytes(b"\xff\xfe{}")),
     (MANIFEST, lambda path: path.write_text("[]")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES)

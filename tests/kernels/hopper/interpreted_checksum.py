@@ -96,12 +96,5 @@ def main() -> None:
     check_real_chunks()
     specification.CHUNK = ours.CHUNK = SHORT_CHUNK
     ours._WIDTH, ours._RUN = SHORT_WIDTH, SHORT_RUN
-    for one in (
-        check_sizes,
-        check_dtypes,
-        check_alignment,
-        check_ranks,
-        check_flips,
-        check_many,
-    ):
+    for one in (check_sizes, check_dtypes, check_alignment, check_ranks, check_flips, check_many):
         one()

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed")
-
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.attend import PAGE_TOKENS, HopperKvCache

@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip(
-    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
-)
-
-from isobit.kernels.hopper import attention  # noqa: E402
-from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper  # noqa: E402
+from isobit.kernels.hopper import attention
+from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(("Q_SCALE", "LSE", "PART_O", "PART_M", "PART_L"), "*fp32"),
@@ -41,23 +37,13 @@ def shape(dim: int, **more: Any) -> dict[str, Any]:
 def test_decode(name: str, dim: int, split: bool, window: int) -> None:
     form, absent, products = FORMS[name]
     constants = shape(
-        dim,
-        PAGE=attention.TILE,
-        TILE=form.tile,
-        N=16,
-        STAGES=form.decode_stages,
-        SPLIT=split,
-        SCALED=form.scaled,
-        WINDOW=window,
-    )
+        dim, PAGE=attention.TILE, TILE=form.tile, N=16, STAGES=form.decode_stages, SPLIT=split,
+        SCALED=form.scaled, WINDOW=window,
+    )  # fmt: skip
     made = compile_for_hopper(
-        attention._decode_kernel,
-        TYPES | dict.fromkeys("QKV", E4M3 if form.scaled else "*bf16"),
-        constants | absent,
-        4,
-        num_stages=form.decode_stages,
-        maxnreg=form.decode_registers,
-    )
+        attention._decode_kernel, TYPES | dict.fromkeys("QKV", E4M3 if form.scaled else "*bf16"),
+        constants | absent, 4, num_stages=form.decode_stages, maxnreg=form.decode_registers,
+    )  # fmt: skip
     assert made.products == products
     assert made.programs >= (4 if form.scaled else 2)
     # What does not change in the loop may wait there: four programs need it.
@@ -70,21 +56,13 @@ def test_prefill(name: str, dim: int, split: bool, window: int) -> None:
     form, absent, products = FORMS[name]
     types = {"Q": E4M3, "K": E4M3, "V": "*fp16"} if form.scaled else dict.fromkeys("QKV", "*bf16")
     constants = shape(
-        dim,
-        TILE=form.tile,
-        NQ=form.queries,
-        STAGES=form.prefill_stages,
-        SPLIT=split,
-        SCALED=form.scaled,
-        WINDOW=window,
-    )
+        dim, TILE=form.tile, NQ=form.queries, STAGES=form.prefill_stages, SPLIT=split,
+        SCALED=form.scaled, WINDOW=window,
+    )  # fmt: skip
     made = compile_for_hopper(
-        attention._prefill_kernel,
-        TYPES | types,
-        constants | absent,
-        form.prefill_warps,
+        attention._prefill_kernel, TYPES | types, constants | absent, form.prefill_warps,
         num_stages=form.prefill_stages,
-    )
+    )  # fmt: skip
     assert made.products == products
     assert made.sass.count("WARPGROUP.DEPBAR") <= made.sass.count("GMMA") // 4  # they overlap
     assert made.programs >= 8 // form.prefill_warps

@@ -6,15 +6,10 @@ import re
 from typing import Any
 
 import pytest
+from triton.experimental.gluon._runtime import GluonASTSource
 
-triton = pytest.importorskip(
-    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
-)
-
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-
-from isobit.kernels.hopper import linear, swiglu_backward, token_groups  # noqa: E402
-from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper  # noqa: E402
+from isobit.kernels.hopper import linear, swiglu_backward, token_groups
+from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(("X", "DY", "GATE_UP", "OUT"), "*bf16"),
@@ -42,11 +37,8 @@ def quantise_columns(columns: int, gated: bool, rows: bool, power_of_two: bool) 
     """What a launch over a whole matrix is compiled with."""
     return {
         **dict.fromkeys(("C", "OUT", "OUT_ROW", "COLUMNS"), columns),
-        "X_ROW": columns * (1 + gated),
-        "GATED": gated,
-        "ROWS": rows,
-        "POWER_OF_TWO": power_of_two,
-    }
+        "X_ROW": columns * (1 + gated), "GATED": gated, "ROWS": rows, "POWER_OF_TWO": power_of_two,
+    }  # fmt: skip
 
 
 QUANTISED = {

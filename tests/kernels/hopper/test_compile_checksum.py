@@ -4,14 +4,8 @@ of them under way at once, and enough programs beside each other to keep the mem
 
 import re
 
-import pytest
-
-triton = pytest.importorskip(
-    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
-)
-
-from isobit.kernels.hopper import checksum  # noqa: E402
-from tests.kernels.hopper.ahead_of_time import compile_for_hopper  # noqa: E402
+from isobit.kernels.hopper import checksum
+from tests.kernels.hopper.ahead_of_time import compile_for_hopper
 
 TYPES: dict[str, str] = dict.fromkeys(("TABLE", "OWNER", "SUMS"), "*i64")
 

@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip(
-    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
-)
-
-from isobit.kernels.hopper import dispatch, experts, grouped_gemm  # noqa: E402
-from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper  # noqa: E402
+from isobit.kernels.hopper import dispatch, experts, grouped_gemm
+from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(("EXPERTS", "COUNTS", "PLACES", "TOTALS", "STARTS"), "*i32"),

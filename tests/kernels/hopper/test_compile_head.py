@@ -6,13 +6,10 @@ import re
 from typing import Any
 
 import pytest
+import triton
 
-triton = pytest.importorskip(
-    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
-)
-
-from isobit.kernels.hopper import gemm, head, publish, quantise, sampling  # noqa: E402
-from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper  # noqa: E402
+from isobit.kernels.hopper import gemm, head, publish, quantise, sampling
+from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(("LOGITS", "TEMPERATURE", "STATS", "LOG_SUM", "ENTROPY", "LOG_PROB"), "*fp32"),
@@ -93,11 +90,7 @@ def test_gemm(m: int, whole_k: bool, e4m3: bool) -> None:
     constants |= {} if e4m3 else {"A_SCALE": None, "B_SCALE": None}
     types = dict.fromkeys("AB", E4M3 if e4m3 else "*bf16") | {"OUT": "*bf16" if e4m3 else "*fp32"}
     made = compile_for_hopper(
-        gemm._gemm_kernel,
-        TYPES | types,
-        constants,
-        warps,
-        multiples=("n", "k", "out_stride"),
+        gemm._gemm_kernel, TYPES | types, constants, warps, multiples=("n", "k", "out_stride"),
         num_stages=gemm.stages(rows, 1 if e4m3 else 2),
-    )
+    )  # fmt: skip
     assert made.stack == 0 and made.products == {"e4m3" if e4m3 else "bf16"}

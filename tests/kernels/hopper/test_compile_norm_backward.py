@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip(
-    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
-)
-
-from isobit.kernels.hopper import device_functions, head, pointwise, qkv_backward  # noqa: E402
-from tests.kernels.hopper.ahead_of_time import compile_for_hopper  # noqa: E402
+from isobit.kernels.hopper import device_functions, head, pointwise, qkv_backward
+from tests.kernels.hopper.ahead_of_time import compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(("DY", "H", "WEIGHT", "D_RESIDUAL", "DH", "HIDDEN", "D_HIDDEN"), "*bf16"),
@@ -81,12 +77,9 @@ NORMS = ("Q_NORM", "K_NORM", "Q_SUMS", "K_SUMS")
 )  # Qwen3, Qwen2, Llama and Mistral: nobody has biases and norms
 def test_qkv(absent: tuple[str, ...], layout: tuple[int, int, int], hadamard: bool) -> None:
     constants: dict[str, Any] = {
-        **dict(zip("HGD", layout, strict=True)),
-        **dict.fromkeys(absent),
-        "N": qkv_backward.N,
-        "HEADS": qkv_backward.HEADS,
-        "HADAMARD": hadamard,
-    }
+        **dict(zip("HGD", layout, strict=True)), **dict.fromkeys(absent), "N": qkv_backward.N,
+        "HEADS": qkv_backward.HEADS, "HADAMARD": hadamard,
+    }  # fmt: skip
     made = compile_for_hopper(qkv_backward._qkv_kernel, TYPES, constants, qkv_backward.WARPS)
     assert made.stack == 0 and made.wide_loads and made.wide_stores
     assert made.programs >= 2

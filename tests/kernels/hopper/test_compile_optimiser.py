@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip(
-    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
-)
-
-from isobit.kernels.hopper import head, optimiser  # noqa: E402
-from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper  # noqa: E402
+from isobit.kernels.hopper import head, optimiser
+from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(
@@ -67,12 +63,7 @@ def test_adamw_with_8_bit_moments() -> None:
 
 @pytest.mark.parametrize(
     ("size", "piece"),
-    [
-        (128 * 4096, optimiser._PIECE),
-        (128 * 1000, optimiser._PIECE),
-        (128, 128),
-        (37, 64),
-    ],
+    [(128 * 4096, optimiser._PIECE), (128 * 1000, optimiser._PIECE), (128, 128), (37, 64)],
 )
 def test_gradient_squares(size: int, piece: int) -> None:
     constants = {"SIZE": size, "PIECE": piece, "WIDTH": min(optimiser._SQUARES_WIDTH, piece)}

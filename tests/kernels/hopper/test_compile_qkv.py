@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip(
-    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
-)
-
-from isobit.kernels.hopper import attend, qkv  # noqa: E402
-from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper  # noqa: E402
+from isobit.kernels.hopper import attend, qkv
+from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(("QKV", "BIAS", "Q_NORM", "K_NORM"), "*bf16"),
@@ -62,15 +58,9 @@ def test_encode(
     absent: tuple[str, ...], dim: int, e4m3: bool, paged: bool, tiling: qkv.Tiling
 ) -> None:
     constants: dict[str, Any] = {
-        "H": 32,
-        "G": 8,
-        "D": dim,
-        "TILE": qkv.TILE,
-        "N": tiling.tokens,
-        "HEADS": tiling.heads,
-        "HADAMARD": e4m3,
-        "E4M3": e4m3,
-    }
+        "H": 32, "G": 8, "D": dim, "TILE": qkv.TILE, "N": tiling.tokens, "HEADS": tiling.heads,
+        "HADAMARD": e4m3, "E4M3": e4m3,
+    }  # fmt: skip
     constants |= {} if e4m3 else {"Q_SCALE": None, "K_BYTE": None, "V_BYTE": None}
     constants |= dict.fromkeys(absent if paged else (*absent, "SLOT"))
     types = TYPES | value_types(e4m3, paged)

@@ -6,26 +6,19 @@ spills in a loop.
 from typing import Any
 
 import pytest
+from triton.experimental.gluon._runtime import GluonASTSource
 
-triton = pytest.importorskip(
-    "triton", reason="Triton is not installed: kernels are not compiled ahead of time"
-)
-
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-
-from isobit.kernels.hopper import attention_backward, wgrad  # noqa: E402
-from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper  # noqa: E402
+from isobit.kernels.hopper import attention_backward, wgrad
+from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(("O", "DO", "DQ", "DK", "DV", "Q_OUT", "K_OUT", "V_OUT", "DO_OUT"), "*bf16"),
     **dict.fromkeys(("Q_SCALE", "LSE", "STATS"), "*fp32"),
     **dict.fromkeys(("K_BYTE", "V_BYTE"), "*u8"),
     **dict.fromkeys(("START", "LENGTH", "PADDED_START"), "*i32"),
-    **dict.fromkeys(("c", "scale"), "fp32"),
-    **dict.fromkeys(("padded_tokens", "groups"), "i32"),
-    "GRAD": "*fp32",
-    "STARTS": "*i32",
-}
+    **dict.fromkeys(("c", "scale"), "fp32"), **dict.fromkeys(("padded_tokens", "groups"), "i32"),
+    "GRAD": "*fp32", "STARTS": "*i32",
+}  # fmt: skip
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Compiled:

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed")
-
 from isobit.kernels.hopper import gemm
 
 
