@@ -19,7 +19,6 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.kernels.hopper.device_functions import padded_size
 from isobit.kernels.hopper.gemm import (
     BackEnd,
-    WGradBackEnd,
     bf16_gemm_nt,
     fp8_gemm_nt,
     why_not_deep_gemm,
@@ -56,7 +55,7 @@ BACK_ENDS: list[BackEnd] = (
     ["triton", "scaled_mm"] if why_not_deep_gemm() else ["triton", "scaled_mm", "deep_gemm"]
 )
 INVARIANT = [(b, k) for b in BACK_ENDS for k in KINDS if (b, k) != ("scaled_mm", "fp32")]
-WGRAD_BACK_ENDS: list[WGradBackEnd] = ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
+WGRAD_BACK_ENDS: list[BackEnd] = ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
 COLUMNS = (16, 80, 576, 960, 1040, 1536)
 ROWS = (1, 7, 64, 129, 500)
 MATRICES = [

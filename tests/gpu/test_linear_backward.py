@@ -14,7 +14,7 @@ from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.gemm import WGradBackEnd, fp8_gemm_nt, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import BackEnd, fp8_gemm_nt, why_not_deep_gemm
 from isobit.kernels.hopper.linear import (
     bf16_gemm_nn,
     bf16_gemm_tn,
@@ -27,7 +27,7 @@ from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
 from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
-BACK_ENDS: list[WGradBackEnd] = ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
+BACK_ENDS: list[BackEnd] = ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]
 TENSOR_CORE = 2e-3  # of a norm: FP8 tensor cores keep 14 bits within a group
 BF16_ROUNDING = 3e-3  # 1.7e-3, and the above
 SHAPES = [
@@ -97,9 +97,7 @@ def test_dgrad_against_fp64(kind: ScaleKind, n: int, k: int) -> None:
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_wgrad_adds_to_the_gradient(
-    back_end: WGradBackEnd, kind: ScaleKind, n: int, k: int
-) -> None:
+def test_wgrad_adds_to_the_gradient(back_end: BackEnd, kind: ScaleKind, n: int, k: int) -> None:
     for tokens in (1, 128, 300, 1000):
         dy, x = quantise_tokens(bf16(tokens, n), kind), quantise_tokens(bf16(tokens, k), kind)
         exact = rows_fp64(dy) @ rows_fp64(x).t()
@@ -115,7 +113,7 @@ def test_wgrad_adds_to_the_gradient(
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_wgrad_repeats_at_a_training_shape(back_end: WGradBackEnd) -> None:
+def test_wgrad_repeats_at_a_training_shape(back_end: BackEnd) -> None:
     dy, x = quantise_tokens(bf16(8000, 6144)), quantise_tokens(bf16(8000, 4096))
     first = torch.zeros(6144, 4096, device="cuda")
     fp8_gemm_tn(dy, x, first, back_end)
@@ -140,7 +138,7 @@ def test_back_ends_of_wgrad_give_the_same_bits(n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_wgrad_keeps_a_nan_to_its_row(back_end: WGradBackEnd) -> None:
+def test_wgrad_keeps_a_nan_to_its_row(back_end: BackEnd) -> None:
     dy, x = bf16(300, 384), bf16(300, 256)
     dy[200, 300] = float("nan")
     grad = torch.zeros(384, 256, device="cuda")

@@ -54,11 +54,10 @@ from isobit.util.errors import ConfigError
 class Backend(Protocol):
     """The operations of one device.  Tensors are on it unless a method says otherwise."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    name: str
+    device: torch.device
+    is_asynchronous: bool
+    """Whether calls return early; then the engine plans ahead and captures its decode steps."""
 
     @property
     def sizes(self) -> Sizes: ...
@@ -180,11 +179,6 @@ class Backend(Protocol):
         ...
 
     # Rollout
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether calls return early; then the engine plans ahead and captures its decode steps."""
-        ...
 
     def kv_cache(self, shape: KvShape, flow: PrecisionFlow, num_pages: int) -> KvCache: ...
 
@@ -439,28 +433,11 @@ class ModelNeeds:
 class Support(Protocol):
     """What a back end says about itself (its ``support.py``), which loads on every machine."""
 
-    @property
-    def sizes(self) -> Sizes: ...
-
-    @property
-    def has_own_memory(self) -> bool:
-        """Whether its memory is separate from the host's."""
-        ...
-
-    @property
-    def libraries(self) -> tuple[str, ...]:
-        """Packages beside torch that its bits depend on."""
-        ...
-
-    @property
-    def extra(self) -> str | None:
-        """The optional dependency group of Isobit with its packages."""
-        ...
-
-    @property
-    def remedy(self) -> str:
-        """What a user does where the device or its libraries are not found."""
-        ...
+    sizes: Sizes
+    has_own_memory: bool  # whether its memory is separate from the host's
+    libraries: tuple[str, ...]  # packages beside torch that its bits depend on
+    extra: str | None  # the optional dependency group of Isobit with its packages
+    remedy: str  # what a user does where the device or its libraries are not found
 
     def device_model(self, device: torch.device) -> str | None:
         """The device's name; None where that is the host's processor."""

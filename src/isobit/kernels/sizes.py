@@ -57,15 +57,8 @@ class ExpertBytes:
 class Sizes(Protocol):
     """Bytes of one back end."""
 
-    @property
-    def page_tokens(self) -> int:
-        """Tokens of a page of the KV cache."""
-        ...
-
-    @property
-    def batched_tokens(self) -> int:
-        """Tokens of one engine forward that keep the device busy."""
-        ...
+    page_tokens: int  # of a page of the KV cache
+    batched_tokens: int  # of one engine forward, which keep the device busy
 
     def page_bytes(self, shape: KvShape, flow: PrecisionFlow) -> int:
         """A page over all layers, with scales.  Raises ConfigError for an unsupported format."""

@@ -324,18 +324,9 @@ class _Signing:
     def sign(self, has_left: bool) -> Sign:
         self._number += 1
         beats, phase, waits_for = self._seen
-        return Sign(
-            self._host,
-            self.machine,
-            os.getpid(),
-            self._number,
-            beats,
-            phase,
-            phase in self._phases,
-            self._slowest.get(phase, 0.0),
-            waits_for,
-            has_left,
-        )
+        knows_phase, slowest = phase in self._phases, self._slowest.get(phase, 0.0)
+        who = self._host, self.machine, os.getpid()
+        return Sign(*who, self._number, beats, phase, knows_phase, slowest, waits_for, has_left)
 
 
 def _has_moved(before: Sign, now: Sign) -> bool:

@@ -90,13 +90,19 @@ def first_damage(
     world: World, folder: Path, chunks: Sequence[Chunk], expected: Sequence[str]
 ) -> str | None:
     """What is wrong with the first damaged chunk, on every rank; None where all are intact."""
-
     mine = range(world.rank, len(chunks), world.size)
 
     def damage_at(place: int) -> str | None:
-        found = _damage(folder, chunks[place], expected[place])
-        world.pulse.beat()
-        return found
+        path = folder / chunks[place].file
+        try:
+            is_intact = _sha256(folder, chunks[place]) == expected[place]
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
+        finally:
+            world.pulse.beat()
+        if is_intact:
+            return None
+        return f"{path} does not have the SHA-256 of what was written: its bytes have changed"
 
     def look() -> list[tuple[int, str]]:
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -105,17 +111,6 @@ def first_damage(
 
     problems = [problem for found in run_and_gather(world, look) for problem in found]
     return min(problems)[1] if problems else None
-
-
-def _damage(folder: Path, chunk: Chunk, expected: str) -> str | None:
-    path = folder / chunk.file
-    try:
-        found = _sha256(folder, chunk)
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    if found == expected:
-        return None
-    return f"{path} does not have the SHA-256 of what was written: its bytes have changed"
 
 
 def _sha256(folder: Path, chunk: Chunk) -> str:
@@ -131,12 +126,8 @@ def _sha256(folder: Path, chunk: Chunk) -> str:
 
 
 FORMAT = 3
-MASTERS, OPTIMISER, STATE, MANIFEST = (
-    "masters.safetensors",
-    "optimiser.safetensors",
-    "state.json",
-    "manifest.json",
-)
+MASTERS, OPTIMISER = "masters.safetensors", "optimiser.safetensors"
+STATE, MANIFEST = "state.json", "manifest.json"
 _TENSORS = ".safetensors"
 _NAME = re.compile(r"step_(\d{6,})")
 _JSON_BYTES = 1 << 16  # a generous bound for headers and the two JSON files

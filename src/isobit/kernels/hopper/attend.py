@@ -293,8 +293,16 @@ class PagedAttention:
         )
         starts = (counts.cumsum(0) - counts).int()
         table = batch.block_table.int()
-        self._singles = _singles(counts == 1, starts, table, lengths, positions.device)
-        self._chunks = _chunks(counts > 1, starts, counts, table, lengths, positions.device)
+        self._singles = self._chunks = None
+        if bool((one := counts == 1).any()):
+            of = lengths[one]
+            sent = (to_device(x, positions.device) for x in (starts[one].long(), table[one], of))
+            self._singles = _Singles(*sent, max_length=int(of.max()))
+        if bool((more := counts > 1).any()):
+            new, of = counts[more], lengths[more]
+            tensors = starts[more], new, (of.cumsum(0) - of).int(), table[more], of
+            sent = (to_device(x, positions.device) for x in tensors)
+            self._chunks = _Chunks(*sent, int(new.max()), int(of.max()), int(of.sum()))
 
     def __call__(self, layer: int, qkv: torch.Tensor, transform: QkvTransform) -> torch.Tensor:
         queries = encode_paged(
@@ -333,34 +341,3 @@ class PagedAttention:
             queries.values, queries.scales, keys, chunks.query_starts, chunks.query_counts,
             chunks.key_starts, chunks.lengths, chunks.max_count, chunks.max_length, window,
         )[0]  # fmt: skip
-
-
-def _singles(
-    chosen: torch.Tensor,
-    starts: torch.Tensor,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    device: torch.device,
-) -> _Singles | None:
-    if not bool(chosen.any()):
-        return None
-    rows, picked, of = starts[chosen].long(), table[chosen], lengths[chosen]
-    return _Singles(*(to_device(x, device) for x in (rows, picked, of)), max_length=int(of.max()))
-
-
-def _chunks(
-    chosen: torch.Tensor,
-    starts: torch.Tensor,
-    counts: torch.Tensor,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    device: torch.device,
-) -> _Chunks | None:
-    if not bool(chosen.any()):
-        return None
-    new, of = counts[chosen], lengths[chosen]
-    key_starts = (of.cumsum(0) - of).int()
-    tensors = (to_device(x, device) for x in (starts[chosen], new, key_starts, table[chosen], of))
-    return _Chunks(
-        *tensors, max_count=int(new.max()), max_length=int(of.max()), total=int(of.sum())
-    )

@@ -45,9 +45,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
+)
+from triton.experimental.gluon.language.nvidia.hopper.tma import (
+    async_copy_global_to_shared as copy_tile,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -88,9 +90,8 @@ def _prepare_kernel(
         wide = at[:, None] * D + d[None, :]
         q = tl.load(Q + wide, mask=inside[:, None], other=0.0)
         if Q_SCALE is not None:
-            q = (q.to(tl.float32) * tl.load(Q_SCALE + at, mask=inside, other=0.0)[:, None]).to(
-                tl.bfloat16
-            )
+            q_scale = tl.load(Q_SCALE + at, mask=inside, other=0.0)[:, None]
+            q = (q.to(tl.float32) * q_scale).to(tl.bfloat16)
         tl.store(Q_OUT + to[:, None] * D + d[None, :], q)
         d_output = tl.load(DO + wide, mask=inside[:, None], other=0.0)
         tl.store(DO_OUT + to[:, None] * D + d[None, :], d_output)
@@ -108,14 +109,10 @@ def _prepare_kernel(
         k = tl.load(K + wide, mask=inside[:, None], other=0.0)
         v = tl.load(V + wide, mask=inside[:, None], other=0.0)
         if K_BYTE is not None:
-            k = (
-                k.to(tl.float32)
-                * _power_of_two(tl.load(K_BYTE + at, mask=inside, other=0))[:, None]
-            ).to(tl.bfloat16)
-            v = (
-                v.to(tl.float32)
-                * _power_of_two(tl.load(V_BYTE + at, mask=inside, other=0))[:, None]
-            ).to(tl.bfloat16)
+            k_scale = _power_of_two(tl.load(K_BYTE + at, mask=inside, other=0))[:, None]
+            v_scale = _power_of_two(tl.load(V_BYTE + at, mask=inside, other=0))[:, None]
+            k = (k.to(tl.float32) * k_scale).to(tl.bfloat16)
+            v = (v.to(tl.float32) * v_scale).to(tl.bfloat16)
         tl.store(K_OUT + to[:, None] * D + d[None, :], k)
         tl.store(V_OUT + to[:, None] * D + d[None, :], v)
 
@@ -250,12 +247,8 @@ def _keys_producer(
     STAGES: gl.constexpr = q_smem.shape[0]
     mbarrier.expect(ready, 4 * BLOCK * D)  # bytes: two BF16 tiles
     for group in gl.static_range(2):
-        tma.async_copy_global_to_shared(
-            k_desc, [kv_row + group * GROUP, 0], ready, k_smem.index(group)
-        )
-        tma.async_copy_global_to_shared(
-            v_desc, [kv_row + group * GROUP, 0], ready, v_smem.index(group)
-        )
+        copy_tile(k_desc, [kv_row + group * GROUP, 0], ready, k_smem.index(group))
+        copy_tile(v_desc, [kv_row + group * GROUP, 0], ready, v_smem.index(group))
     step = 0
     for r in range(R):
         for i in range(tiles):
@@ -263,15 +256,9 @@ def _keys_producer(
             row = q_row + r * padded_tokens + i * GROUP  # of [H, padded token]
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(stage), 4 * GROUP * D + 4 * BLOCK)  # Q, dO and stats
-            tma.async_copy_global_to_shared(
-                q_desc, [row, 0], full.index(stage), q_smem.index(stage)
-            )
-            tma.async_copy_global_to_shared(
-                do_desc, [row, 0], full.index(stage), do_smem.index(stage)
-            )
-            tma.async_copy_global_to_shared(
-                stats_desc, [row * 2], full.index(stage), stats_smem.index(stage)
-            )
+            copy_tile(q_desc, [row, 0], full.index(stage), q_smem.index(stage))
+            copy_tile(do_desc, [row, 0], full.index(stage), do_smem.index(stage))
+            copy_tile(stats_desc, [row * 2], full.index(stage), stats_smem.index(stage))
             step += 1
 
 
@@ -429,19 +416,15 @@ def _queries_producer(
     D: gl.constexpr = k_smem.shape[2]
     mbarrier.expect(ready, 4 * BLOCK * D)  # bytes: two BF16 tiles
     for group in gl.static_range(2):
-        tma.async_copy_global_to_shared(
-            q_desc, [q_row + group * GROUP, 0], ready, q_smem.index(group)
-        )
-        tma.async_copy_global_to_shared(
-            do_desc, [q_row + group * GROUP, 0], ready, do_smem.index(group)
-        )
+        copy_tile(q_desc, [q_row + group * GROUP, 0], ready, q_smem.index(group))
+        copy_tile(do_desc, [q_row + group * GROUP, 0], ready, do_smem.index(group))
     for step in range(tiles):
         stage = step % STAGES
         row = kv_row + (tiles - 1 - step) * BLOCK  # of [G, padded token]
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
         mbarrier.expect(full.index(stage), 4 * BLOCK * D)
-        tma.async_copy_global_to_shared(k_desc, [row, 0], full.index(stage), k_smem.index(stage))
-        tma.async_copy_global_to_shared(v_desc, [row, 0], full.index(stage), v_smem.index(stage))
+        copy_tile(k_desc, [row, 0], full.index(stage), k_smem.index(stage))
+        copy_tile(v_desc, [row, 0], full.index(stage), v_smem.index(stage))
 
 
 @gluon.jit

@@ -69,13 +69,19 @@ class Queries:
 
 
 @triton.jit
+def _rounded(x):
+    """FP32 -> BF16 numbers in FP32."""
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
 def _load(QKV, BIAS, t, inside, column, WIDTH: tl.constexpr):
     """The given columns of tokens t, as FP32 [tokens, columns]; rows of WIDTH numbers."""
     x = tl.load(QKV + t[:, None] * WIDTH + column[None, :], mask=inside[:, None], other=0.0).to(
         tl.float32
     )
     if BIAS is not None:
-        x = (x + tl.load(BIAS + column).to(tl.float32)[None, :]).to(tl.bfloat16).to(tl.float32)
+        x = _rounded(x + tl.load(BIAS + column).to(tl.float32)[None, :])
     return x
 
 
@@ -101,18 +107,10 @@ def _rotated(
         mean = _sum_of_squares(x1, x2, N, HALF) / (2 * HALF)  # a power of two: exact
         root = tl.sqrt_rn(mean + epsilon)
         inverse = tl.div_rn(tl.full([N], 1.0, tl.float32), root)[:, None]
-        x1 = (
-            (x1 * inverse * tl.load(NORM + j).to(tl.float32)[None, :])
-            .to(tl.bfloat16)
-            .to(tl.float32)
-        )
-        x2 = (
-            (x2 * inverse * tl.load(NORM + HALF + j).to(tl.float32)[None, :])
-            .to(tl.bfloat16)
-            .to(tl.float32)
-        )
-    y1 = (x1 * cos - x2 * sin).to(tl.bfloat16).to(tl.float32)
-    y2 = (x2 * cos + x1 * sin).to(tl.bfloat16).to(tl.float32)
+        x1 = _rounded(x1 * inverse * tl.load(NORM + j).to(tl.float32)[None, :])
+        x2 = _rounded(x2 * inverse * tl.load(NORM + HALF + j).to(tl.float32)[None, :])
+    y1 = _rounded(x1 * cos - x2 * sin)
+    y2 = _rounded(x2 * cos + x1 * sin)
     if HADAMARD:
         y1, y2 = hadamard(y1, y2, N, HALF)
     return y1, y2

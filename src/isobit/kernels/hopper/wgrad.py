@@ -25,9 +25,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
+)
+from triton.experimental.gluon.language.nvidia.hopper.tma import (
+    async_copy_global_to_shared as copy_tile,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -116,19 +118,17 @@ def _producer(
         bar = full.index(stage)
         mbarrier.expect(bar, (ROWS + BLOCK) * (BLOCK + 4))  # bytes: rows of E4M3 and an FP32 scale
         for part in gl.static_range(4):
-            tma.async_copy_global_to_shared(
+            copy_tile(
                 a_desc,
                 [first_row + part * PART, (first_group + group) * BLOCK],
                 bar,
                 a_smem.index(stage * 4 + part),
             )
-        tma.async_copy_global_to_shared(
-            b_desc, [first_column, (first_group + group) * BLOCK], bar, b_smem.index(stage)
-        )
-        tma.async_copy_global_to_shared(
+        copy_tile(b_desc, [first_column, (first_group + group) * BLOCK], bar, b_smem.index(stage))
+        copy_tile(
             a_scale_desc, [(first_group + group) * rows + first_row], bar, a_scales.index(stage)
         )
-        tma.async_copy_global_to_shared(
+        copy_tile(
             b_scale_desc, [(first_group + group) * K + first_column], bar, b_scales.index(stage)
         )
 
