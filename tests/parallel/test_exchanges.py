@@ -13,9 +13,7 @@ NUMBERS, EXCHANGES = 70, 12
 
 
 class SimulatedQueues:
-    """Streams whose work waits until the test does it; ``shared``: all in one queue of the
-    hardware.
-    """
+    """Streams whose work the test does; ``shared``: all in one hardware queue."""
 
     def __init__(self, shared: bool) -> None:
         self.shared = shared

@@ -151,7 +151,6 @@ def test_a_resumed_run_has_them_as_they_were(
 def test_an_extra_that_moved_in_an_abandoned_step_is_not_saved_under_the_step_before(
     make_config: MakeConfig, extras: Extras, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are those of step 2, the diary is not."""
     update = Trainer.update
 
     def interrupted(trainer: Trainer, *rest: Any, **settings: Any) -> Any:

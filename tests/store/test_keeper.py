@@ -1,7 +1,4 @@
-"""Which checkpoints a run leaves.
-
-A checkpoint that takes much of a run's time is told of, whatever its size.
-"""
+"""Which checkpoints a run leaves, and the report of slow saves."""
 
 import json
 import re
@@ -174,13 +171,9 @@ def saved(times: list[tuple[float, float]]) -> list[list[str]]:
 
 
 def test_a_save_that_takes_long_and_much_of_the_time_is_told_of_with_its_figures() -> None:
-    assert saved([(105, 45)]) == [
-        [
-            "the checkpoint of step 10 took 45 s, 30% of the time since the one before, at 44.4 "
-            "MB/s; write fewer (checkpoint.every = 10), or use a disk that is faster than that "
-            "under runs/mine (--output PATH)"
-        ]
-    ]
+    [[note]] = saved([(105, 45)])
+    for part in ("step 10 took 45 s, 30% of", "44.4 MB/s", "checkpoint.every = 10", "runs/mine"):
+        assert part in note
 
 
 def test_short_ones_rare_ones_and_the_same_again_are_not() -> None:
@@ -205,9 +198,7 @@ def test_a_run_on_a_slow_disk_says_it_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A file system that takes 25 seconds for a file, in a run whose steps take none; the wall
-    clock runs back meanwhile, which nobody asks.
-    """
+    """Syncing takes 45 seconds and steps none; the wall clock, which is not used, runs back."""
     now, sync = Seconds(), checkpoint_format.sync
 
     def slow(path: Path) -> None:

@@ -1,6 +1,4 @@
-"""What several ranks write together at the end of a run, and how a run's directory is begun by
-several: one decides, all are told, and a refusal or a failed write ends all alike.
-"""
+"""Several ranks begin a run's directory and write at its end together, or all fail."""
 
 import hashlib
 import os

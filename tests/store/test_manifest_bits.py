@@ -136,7 +136,6 @@ def test_what_is_computed_changes_the_kernels(old: str, new: str) -> None:
 
 
 def test_a_definition_may_move_to_another_module() -> None:
-    """A constant and a function, called by their names or through their modules."""
     norm, sums = SOURCES["isobit.kernels.norm"], SOURCES["isobit.kernels.sums"]
     constant = 'PART = 4096\n"""Numbers of a sum."""\n'
     spread = "def spread(x): return x\n"
@@ -154,7 +153,6 @@ def test_a_definition_may_move_to_another_module() -> None:
 
 
 def test_definitions_of_one_name_are_told_apart() -> None:
-    """The function that is called is part of what is computed, even among equal ones."""
     two = {f"isobit.kernels.{name}": "def scale(x): return x * SIZE" for name in "ab"}
     calls = {"isobit.kernels.c": "from isobit.kernels.a import scale\ndef run(x): return scale(x)"}
     here = definitions_sha256(two | calls)

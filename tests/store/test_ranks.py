@@ -1,6 +1,4 @@
-"""A checkpoint has the same bytes whoever wrote it, is read by any number of ranks, and where one
-rank cannot write, none has written.
-"""
+"""Any number of ranks writes and reads the same checkpoint; if one cannot write, none has."""
 
 import hashlib
 import os

@@ -1,9 +1,7 @@
-"""Rewards are given once: what was recorded is taken from the record, whatever the reward function
-would say now.
-"""
+"""Recorded rewards are taken from the record, whatever the reward function would say now."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +29,13 @@ def by(reward: RewardFunction, max_failed_fraction: float = 1.0) -> Grading:
     return partial(grade, reward=reward, max_failed_fraction=max_failed_fraction)
 
 
+def opened(path: Path, say: Callable[[str], None] = print) -> RewardRecord:
+    """A record that goes on with what the file holds."""
+    record = RewardRecord(say, whole_lines(path, 0))
+    record.open(path)
+    return record
+
+
 def never(groups: Sequence[Group]) -> GradeStats:
     raise AssertionError("the reward was asked for again")
 
@@ -54,8 +59,7 @@ def test_what_was_graded_before_opening_and_after_is_recorded_and_replayed(tmp_p
     )
     content = path.read_bytes()
 
-    again = RewardRecord(print, whole_lines(path, 0))
-    again.open(path)
+    again = opened(path)
     replayed = groups(), groups(6)
     assert [again.grade(made, never) for made in replayed] == [first, second]
     assert replayed[0][0].rewards == [None, 1.5, 1.5] and replayed[1][1].rewards == [0.1, 1.1, 2.1]
@@ -64,13 +68,11 @@ def test_what_was_graded_before_opening_and_after_is_recorded_and_replayed(tmp_p
 
 def test_other_completions_are_graded_anew_and_that_is_said(tmp_path: Path) -> None:
     path, said = tmp_path / "rewards.jsonl", []
-    record = RewardRecord(print)
-    record.open(path)
+    record = opened(path)
     for token in (5, 6, 7):
         record.grade(groups(token), by(lambda prompt, completion: 1.0))
     record.write()
-    again = RewardRecord(said.append, whole_lines(path, 0))
-    again.open(path)
+    again = opened(path, said.append)
     again.grade(groups(5), never)
     again.grade(groups(9), by(lambda prompt, completion: 2.0))
     again.grade(groups(7), by(lambda prompt, completion: 3.0))
@@ -86,20 +88,17 @@ def test_other_completions_are_graded_anew_and_that_is_said(tmp_path: Path) -> N
 @pytest.mark.parametrize("rest", [b'{"weights_version": 1, "pro', b"\xff\xfe\n", b"[]\n"])
 def test_an_unfinished_line_is_cut_off(rest: bytes, tmp_path: Path) -> None:
     path = tmp_path / "rewards.jsonl"
-    record = RewardRecord(print)
-    record.open(path)
+    record = opened(path)
     record.grade(groups(), by(lambda prompt, completion: 1.0))
     record.write()
     whole = path.read_bytes()
     path.write_bytes(whole + rest)
-    again = RewardRecord(print, whole_lines(path, 0))
-    again.open(path)
+    opened(path)
     assert path.read_bytes() == whole
 
 
 def test_a_grading_that_failed_is_not_recorded(tmp_path: Path) -> None:
-    record = RewardRecord(print)
-    record.open(tmp_path / "rewards.jsonl")
+    record = opened(tmp_path / "rewards.jsonl")
     with pytest.raises(RewardError):
         record.grade(groups(), by(some_fail, 0.1))
     record.write()
@@ -107,10 +106,6 @@ def test_a_grading_that_failed_is_not_recorded(tmp_path: Path) -> None:
 
 
 def test_several_rewards_are_recorded_each(tmp_path: Path) -> None:
-    """A completion that failed in two of them is one failed completion when it is taken from the
-    record, too.
-    """
-
     def two(asked: Sequence[Group]) -> GradeStats:
         for group in asked:
             group.rewards = [None, 1.5, 2.5]
@@ -118,8 +113,7 @@ def test_several_rewards_are_recorded_each(tmp_path: Path) -> None:
         return GradeStats(4, 2, {"ValueError": 3, "deadline": 1}, "prompt train/0, sample 0: no")
 
     path = tmp_path / "rewards.jsonl"
-    record = RewardRecord(print)
-    record.open(path)
+    record = opened(path)
     first = record.grade(groups(), two)
     record.write()
     again, replayed = RewardRecord(print, whole_lines(path, 0)), groups()
@@ -140,8 +134,7 @@ def test_what_graders_met_is_recorded_where_they_met_something(tmp_path: Path) -
         return GradeStats(6, 0, {}, None, met)
 
     path = tmp_path / "rewards.jsonl"
-    record = RewardRecord(print)
-    record.open(path)
+    record = opened(path)
     first = record.grade(groups(), counting)
     record.grade(groups(6), by(some_fail))
     record.write()
@@ -155,15 +148,13 @@ def test_what_graders_met_is_recorded_where_they_met_something(tmp_path: Path) -
 
 def test_gradings_made_elsewhere_are_those_of_the_record_again_or_new(tmp_path: Path) -> None:
     path = tmp_path / "rewards.jsonl"
-    record = RewardRecord(print)
-    record.open(path)
+    record = opened(path)
     for token in (5, 6):
         record.grade(groups(token), by(some_fail))
     record.write()
     content = path.read_bytes()
 
-    goes_on = RewardRecord(print, whole_lines(path, 0))
-    goes_on.open(path)
+    goes_on = opened(path)
     sent = SentRecord(print, goes_on.lines_ahead)
     sent.grade(groups(5), never)
     goes_on.append(sent.gradings)
@@ -181,13 +172,11 @@ def test_gradings_made_elsewhere_are_those_of_the_record_again_or_new(tmp_path: 
 
 def test_other_gradings_made_elsewhere_take_the_place_of_the_record(tmp_path: Path) -> None:
     path, said = tmp_path / "rewards.jsonl", list[str]()
-    record = RewardRecord(print)
-    record.open(path)
+    record = opened(path)
     for token in (5, 6):
         record.grade(groups(token), by(some_fail))
     record.write()
-    goes_on = RewardRecord(said.append, whole_lines(path, 0))
-    goes_on.open(path)
+    goes_on = opened(path, said.append)
     sent = SentRecord(print, goes_on.lines_ahead)
     sent.grade(groups(8), by(some_fail))
     goes_on.append(sent.gradings)
@@ -199,8 +188,7 @@ def test_what_could_not_be_written_is_written_the_next_time_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, write = tmp_path / "rewards.jsonl", LineFile.write
-    record = RewardRecord(print)
-    record.open(path)
+    record = opened(path)
     for token in (5, 6, 7):
         record.grade(groups(token), by(some_fail))
     expected = record.position

@@ -1,6 +1,4 @@
-"""The disk that a run needs: as many checkpoints at once as its own rules would leave, and bytes as
-they are written.
-"""
+"""The disk that a run needs: checkpoints at once by its rules, and bytes as written."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -90,11 +88,7 @@ def test_an_8b_policy_on_a_small_disk_is_refused_with_the_figures() -> None:
         Path("runs/x"), 61 * GIB, checkpoints=3, on_disk=1, model_bytes=15 * GIB, free=137 * GIB
     )
     plan.check()
-    described = (
-        r"disk: 137 GiB of 136 GiB free in runs/x for checkpoints of 61 GiB, at most 3 at once, "
-        r"of which 1 are there and the trained"
-    )
-    with pytest.raises(
-        StorageError, match=described + r" model of 15 GiB: too little; lower checkpoint.keep_last"
-    ):
+    with pytest.raises(StorageError) as error:
         replace(plan, free=136 * GIB).check()
+    for part in ("137 GiB of 136 GiB free in runs/x", "61 GiB, at most 3", "keep_last", "--output"):
+        assert part in str(error.value)

@@ -1,9 +1,5 @@
-"""Changes of the budget come back as they were written, as far as they were.
-
-What an update leaves, as checksums: any byte of weights, masters or moments changes its own, and
-a checkpoint's files have those of the run that wrote them.
-
-``digests.jsonl`` comes back as it was written, and a line that is damaged keeps its step.
+"""Changes of the budget and digests come back as they were written, and any byte of weights,
+masters or moments changes its own checksum.
 """
 
 from collections.abc import Callable
@@ -101,8 +97,6 @@ def test_any_byte_of_what_an_update_leaves_counts(
 
 
 class TwoRanks(Alone):
-    """A process alone that hears of another one with other published weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.numbers: tuple[int, ...] = (0, 1)

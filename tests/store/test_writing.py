@@ -89,9 +89,7 @@ def test_a_signal_ends_it_within_a_second(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def ranks(world: World, folder: str) -> dict[str, Any]:
-    """What each rank meets: room that one lacks for a while, for ever, with a signal meanwhile, and
-    a file of rank 0 that cannot be written at all.
-    """
+    """One rank lacks space for a while, for ever, until a signal; rank 0 cannot write a file."""
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patience = Patience(patch)

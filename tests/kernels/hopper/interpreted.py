@@ -7,8 +7,6 @@ from tests.forked import ran
 
 
 def run_interpreted(name: str, folder: Path) -> None:
-    """``MODULE:FUNCTION`` in a process of its own: the interpreter is chosen when Triton is
-    imported.
-    """
+    """``MODULE:FUNCTION`` in a new process, since Triton chooses the interpreter at import."""
     done = ran(name, folder, environ=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout + done.stderr

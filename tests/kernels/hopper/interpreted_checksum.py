@@ -1,6 +1,4 @@
-"""Run by test_checksum.py in a process of its own, whose Triton interprets kernels on the CPU: the
-kernel's checksums are the specification's.
-"""
+"""Run in Triton's interpreter by test_interpreted.py: the specification's checksums."""
 
 from itertools import pairwise
 

@@ -1,6 +1,4 @@
-"""Run by test_dispatch.py in a process of its own, whose Triton interprets kernels on the CPU:
-choices, places, gathers, sums and the router's gradient against plain torch.
-"""
+"""Run in Triton's interpreter by test_interpreted.py: routing and dispatch."""
 
 import torch
 

@@ -1,6 +1,4 @@
-"""Run by test_optimiser.py in a process of its own, whose Triton interprets kernels on the CPU: an
-update of slices and their sums of squares against the specification and the whole.
-"""
+"""Run in Triton's interpreter by test_interpreted.py: AdamW and squares."""
 
 from itertools import pairwise
 

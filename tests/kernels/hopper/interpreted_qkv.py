@@ -1,7 +1,5 @@
-"""Run by test_qkv.py in a process of its own, whose Triton interprets kernels on the CPU: from the
-qkv GEMM to attention and back, the kernels' bits are the specification's.
-
-The interpreter cuts numbers off where a card rounds them to nearest; here it rounds as torch does.
+"""Run in Triton's interpreter by test_interpreted.py: the bits from the qkv GEMM to attention and
+back are the specification's.  The interpreter cuts numbers off; here it rounds as torch does.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false

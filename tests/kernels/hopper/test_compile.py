@@ -1,6 +1,4 @@
-"""The kernels of attention compile for sm_90 ahead of time, without a GPU, to the instructions that
-their exactness and speed rest on.
-"""
+"""Attention compiles for sm_90 to the instructions that its exactness and speed rest on."""
 
 from typing import Any
 

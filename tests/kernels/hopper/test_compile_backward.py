@@ -1,6 +1,4 @@
-"""The quantisers of WGrad's operands and the transpose of a weight compile for sm_90 ahead of time,
-without a GPU.
-"""
+"""Quantisers of WGrad's operands and the transpose of a weight compile for sm_90."""
 
 import re
 from typing import Any

@@ -1,6 +1,4 @@
-"""The kernels of experts compile for sm_90 ahead of time, without a GPU: whole vectors of bytes,
-products of the tensor cores, nothing that spills.
-"""
+"""The kernels of experts compile for sm_90: wide accesses, tensor cores, no spills."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Sampler, log-probabilities, publish, SwiGLU and the GEMM without a library compile for sm_90
-ahead of time, without a GPU.
-"""
+"""Sampler, log-probabilities, publish, SwiGLU and Triton's GEMM compile for sm_90."""
 
 import re
 from typing import Any

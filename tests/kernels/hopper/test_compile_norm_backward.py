@@ -1,8 +1,4 @@
-"""Backward of the norm, of what lies around attention, and of the embedding, and the head of one
-output: they compile for sm_90 without a GPU.
-
-No spills, wide memory accesses, and no contraction where the CPU's bits are promised.
-"""
+"""Backwards of norm, qkv and embedding, and the scalar head, compile for sm_90."""
 
 from typing import Any
 

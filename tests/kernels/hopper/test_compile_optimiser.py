@@ -1,6 +1,4 @@
-"""AdamW, the sums of gradients and of their squares, and the gradient of the logits compile for
-sm_90 ahead of time, without a GPU.
-"""
+"""AdamW, sums of gradients and squares, and the logits' gradient compile for sm_90."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""The kernels around the KV cache compile for sm_90 ahead of time, without a GPU: no spills, wide
-memory accesses, no contraction.
-"""
+"""The kernels around the KV cache compile for sm_90: no spills, no contraction."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""Kernels whose warps have roles (the backward of attention, WGrad) compile for sm_90 ahead of
-time, without a GPU: products of the tensor cores, tiles from the copy engine, and nothing that
-spills in a loop.
-"""
+"""Kernels with warp roles compile for sm_90, and no loop of theirs spills."""
 
 from typing import Any
 

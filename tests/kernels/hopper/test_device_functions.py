@@ -1,6 +1,4 @@
-"""Runs of blocks, and what Hopper refuses and plans of sizes that are no multiples of 128; decided
-without a GPU.
-"""
+"""Runs of blocks, and sizes that are no multiples of 128; without a GPU."""
 
 import pytest
 from hypothesis import given
