@@ -7,7 +7,7 @@ current stream must have been given all work that reads exchange n - B before ex
 keep all multiprocessors; NCCL moves them by kernels of its own, for which a persistent GEMM has to
 leave multiprocessors.  Behind its buffers every rank has two counters for each other rank:
 
-    free        written by the receiver: how many exchanges it has room for
+    free        written by the receiver: how many exchanges it can take
     arrived     written by the sender: how many exchanges have arrived
 
 Exchange n from rank s to rank d:

@@ -125,7 +125,7 @@ def end_with_launcher() -> BlackBox | None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it has ended before the line above
         os._exit(128 + signal.SIGKILL)
-    # It is in the background of its terminal, where a terminal may be told to stop those who write.
+    # A terminal may stop background processes that write to it.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     del os.environ[VARIABLE]  # what this process starts is no rank

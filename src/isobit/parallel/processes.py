@@ -316,6 +316,6 @@ def joined() -> Iterator[World]:
     own = PrefixStore(f"start {restarts()} world {next(_worlds)}", store)
     world = Processes(own, rank, size, rank_of_host())
     yield world
-    # Not where an error has come: the others may be elsewhere, and NCCL would wait for them.
+    # Not after an error: the others may not come here, and NCCL would wait for them.
     world.barrier("the end")
     world.leave()

@@ -117,7 +117,7 @@ class Diagnosis:
         for rank in sorted(here, key=lambda rank: self._heard_at[rank]):
             if now - self._heard_at[rank] >= self._limits.silent:
                 return self._silence(now - self._heard_at[rank], rank, here[rank])
-        # Where one hangs, a GPU's others may hang in the same collective and look alike: the first.
+        # Where one rank hangs, others may hang in the same collective and look the same.
         for rank in sorted(here, key=lambda rank: self._moved_at[rank]):
             silence = now - self._moved_at[rank]
             if here[rank].waits_for is None and silence >= self._longest(here[rank], here):
@@ -195,7 +195,7 @@ class Watch:
             self._board.post("failed", b"")
             self._let_others_leave()
         except PeerError:
-            pass  # the board is gone, and nobody looks there
+            pass  # the board is gone, and no rank reads it
 
     def _let_others_leave(self) -> None:
         """Rank 0 may keep the board, where ending ranks ask whether the error has been printed."""
@@ -277,7 +277,7 @@ class Watch:
     def _say(self, verdict: Verdict) -> None:
         if self._box is None:
             say(f"error: {verdict.text}")
-        elif verdict.rank is None or verdict.is_to_end:  # a launcher sees by itself who has ended
+        elif verdict.rank is None or verdict.is_to_end:  # a launcher notices ended ranks itself
             self._box.write(verdict=[verdict.rank, verdict.text], at=time.monotonic())
 
     def _obey(self, verdict: Verdict) -> None:

@@ -250,7 +250,7 @@ def run_and_gather(world: World, attempt: Callable[[], Any]) -> list[Any]:
         value = attempt()
     except StoppedAtOnce:
         raise
-    except BaseException as raised:  # whatever it is, nobody must wait for this rank
+    except BaseException as raised:  # no rank may wait for this one after any error
         error = raised
     if world.size == 1:
         if error is not None:

@@ -233,9 +233,9 @@ _held: set[int] = set()  # descriptors of this process's locks
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory, by an advisory lock of the kernel on ``.lock``, which ends with the
-    process.  Raises ConfigError naming the process and the machine that holds it, as the file says;
-    the file stays when nobody holds the lock.
+    """Hold the directory by an advisory lock of the kernel on ``.lock``, which ends with the
+    process. Raises ConfigError naming the process and the machine that holds it, which the file
+    names too.
     """
     descriptor = os.open(
         directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666

@@ -77,7 +77,7 @@ def kernels_sha256() -> str:
 
 
 def definitions_sha256(sources: Mapping[str, str]) -> str:
-    """Of what modules, given by dotted names, define and execute, in whatever module it is.
+    """Of what modules, given by dotted names, define and execute.
 
     A global name counts as the definition that it refers to: ``linear.dgrad`` and ``dgrad`` are
     equal under the right imports.  Definitions of one name in several modules are distinguished by

@@ -167,7 +167,7 @@ def _keys_tile(
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros - delta[None, :], is_async=True)
     lse = stats.slice(0, GROUP).load(column)
 
-    # P^T behind the first product, beside the second one.
+    # P^T, while the second product runs.
     s = warpgroup_mma_wait(1, deps=[s])  # all but the last product issued
     p = gl.exp2(s * c - lse[None, :])
     key = gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
@@ -179,7 +179,7 @@ def _keys_tile(
             p = gl.where((query + (distance - WINDOW))[None, :] < key[:, None], p, 0.0)
     dv = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), a_layout), do, dv, is_async=True)
 
-    # dS^T behind the second, beside dV's.
+    # dS^T, while dV's product runs.
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = gl.convert_layout((p * dp).to(gl.bfloat16), a_layout)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
@@ -351,7 +351,7 @@ def _queries_tile(
         mbarrier.arrive(empty.index((step - 1) % STAGES))
     dp = warpgroup_mma(do, v.permute((1, 0)), zeros - delta[:, None], is_async=True)
 
-    # P behind the first product, beside dP's, which starts from -delta.
+    # P, while dP's product runs, which starts from -delta.
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * c - lse[:, None])
     query = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
@@ -390,7 +390,7 @@ def _queries_consumer(
     q = q_smem.index(WHICH)
     do = do_smem.index(WHICH)
     dq = gl.zeros([GROUP, D], gl.float32, d_layout)
-    mbarrier.wait(ready, 0)  # Q and dO have come
+    mbarrier.wait(ready, 0)  # Q and dO have arrived
     dq = _queries_tile(
         q, do, k_smem, v_smem, full, empty, 0, dq, lse, delta, c, WHICH, True, WINDOW
     )

@@ -142,7 +142,7 @@ def four_sigmoids(x):
     """4 / (1 + exp(-x)) of FP32 x.
 
     A quarter of the denominator is at least 1/4 and at most 2^126, or infinite: neither it nor its
-    reciprocal is subnormal, and an exponential that vanishes beside 1 may be zero.  So the
+    reciprocal is subnormal, and an exponential that vanishes next to 1 may be zero.  So the
     approximate instructions suffice, without the dozen others by which the plain expression handles
     such numbers, and give its bits, scaled by the power of two.
     """

@@ -63,7 +63,7 @@ def _consumer(
 ):  # fmt: skip
     """One warpgroup: rows 2 WHICH PART to 2 PART more of the program's, and all of its columns.
 
-    The FP32 sums are in registers, one matrix for each PART of rows, beside one PART's product.
+    Registers hold the FP32 sums, one matrix for each PART of rows, and one PART's product.
     """
     STAGES: gl.constexpr = b_smem.shape[0]
     upper = gl.zeros([PART, BLOCK], gl.float32, SUMS)
