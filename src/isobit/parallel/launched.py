@@ -93,12 +93,13 @@ def take_place(environment: MutableMapping[str, str] = os.environ) -> None:
     Raises ConfigError where one is missing.
     """
     if "WORLD_SIZE" not in environment:
+        job, step = (int(environment.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
         given = {
             "RANK": environment["SLURM_PROCID"],
             "LOCAL_RANK": environment["SLURM_LOCALID"],
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
             "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
-            "MASTER_PORT": str(_port(environment)),
+            "MASTER_PORT": str(_PORTS[(job * 31 + step) % len(_PORTS)]),
         }
         for name, value in given.items():
             environment.setdefault(name, value)
@@ -136,11 +137,6 @@ def _tasks(environment: Mapping[str, str]) -> str:
     # SLURM_PROCID alone is also there in a batch script, which srun has not started.
     is_step = "SLURM_PROCID" in environment and "SLURM_STEP_NODELIST" in environment
     return environment.get("SLURM_STEP_NUM_TASKS", "1") if is_step else "1"
-
-
-def _port(environment: Mapping[str, str]) -> int:
-    job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return _PORTS[(job * 31 + step) % len(_PORTS)]
 
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)

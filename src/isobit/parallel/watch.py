@@ -97,7 +97,8 @@ class Diagnosis:
             before = self._signs.get(rank)
             if before is None or sign.number != before.number:
                 self._heard_at[rank] = now
-            if before is None or _has_moved(before, sign):
+            moved = (sign.beats, sign.phase, sign.waits_for)
+            if before is None or moved != (before.beats, before.phase, before.waits_for):
                 self._moved_at[rank] = now
             self._signs[rank] = sign
         here = {rank: sign for rank, sign in signs.items() if not sign.has_left}
@@ -327,10 +328,6 @@ class _Signing:
         knows_phase, slowest = phase in self._phases, self._slowest.get(phase, 0.0)
         who = self._host, self.machine, os.getpid()
         return Sign(*who, self._number, beats, phase, knows_phase, slowest, waits_for, has_left)
-
-
-def _has_moved(before: Sign, now: Sign) -> bool:
-    return (before.beats, before.phase, before.waits_for) != (now.beats, now.phase, now.waits_for)
 
 
 def _verdict(rank: int, sign: Sign, text: str, is_to_end: bool) -> Verdict:

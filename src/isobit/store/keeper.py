@@ -207,9 +207,15 @@ class CheckpointKeeper:
             self._writer.give_up()
         try:
             self._follow()
-            self._save_what_stands()
-            if self._model_when_interrupted or not is_interrupted:
-                self._save_last_weights()
+            if all(self._world.all_gather(holds(self._log.boundary, self._run))):
+                self._save()
+            if (self._model_when_interrupted or not is_interrupted) and all(
+                self._world.all_gather(self._run.trainer.is_whole)
+            ):
+                self.save_model()
+                self._console.line(
+                    f"stopped early: the weights of the last update are in {self._directory.model}"
+                )
         except (Exception, Interrupted) as second:
             if is_interrupted:
                 raise
@@ -283,17 +289,6 @@ class CheckpointKeeper:
         num_bytes = 2 * sum(map(prod, self._run.model.policy.shapes.values()))
         with self._console.writing("the trained model", num_bytes):
             self._writer.write(lambda: write_model(self._run.model, self._directory.model))
-
-    def _save_last_weights(self) -> None:
-        if all(self._world.all_gather(self._run.trainer.is_whole)):
-            self.save_model()
-            self._console.line(
-                f"stopped early: the weights of the last update are in {self._directory.model}"
-            )
-
-    def _save_what_stands(self) -> None:
-        if all(self._world.all_gather(holds(self._log.boundary, self._run))):
-            self._save()
 
     def _save(self) -> None:
         boundary = self._log.boundary

@@ -94,13 +94,10 @@ class Share:
         rows = self._rows(key)
         if rows is None:
             return Slice.whole(own) if self.rank == 0 else Slice.none(own)
-        return Slice(self._shape(key), rows.start, own)
-
-    def _shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a whole moment that has rows."""
         name, _, kind = key.rpartition(".")
         shape = self.shapes[name]
-        return (num_groups(prod(shape)),) if kind.endswith(_SCALE) else shape
+        whole = (num_groups(prod(shape)),) if kind.endswith(_SCALE) else shape
+        return Slice(whole, rows.start, own)
 
     def _rows(self, key: str) -> slice | None:
         """The rank's rows of a moment; None of a number that all ranks have."""

@@ -36,7 +36,6 @@ benchmarks/results/attention_backward.json.
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -514,16 +513,22 @@ def attention_backward(
     encoded = queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes
     if not all(x is None or x.is_contiguous() for x in (*encoded, output, log_sum_exp, d_output)):
         raise ValueError("the backward of attention takes contiguous tensors")
-    places = _places(tokens, starts, lengths)
-    blocks = triton.cdiv(max_length, BLOCK.value)
-    q, k, v, do, stats = _prepare(
-        queries, query_scales, keys, output, log_sum_exp, d_output, places, blocks
-    )
+    # Every sequence on whole blocks.  The rows are a bound: the host does not know the lengths.
+    rows, both, batch = GROUP.value, BLOCK.value, lengths.numel()
+    padded = (lengths + (both - 1)) // both * both
+    padded_tokens = triton.cdiv(tokens + batch * (both - 1), both) * both
+    places = starts, lengths, (padded.cumsum(0) - padded).int(), padded_tokens
+    blocks = triton.cdiv(max_length, both)
+    q, do = torch.empty((2, heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
+    k, v = torch.empty((2, kv_heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
+    stats = torch.empty(heads * padded_tokens * 2, dtype=torch.float32, device=device)
+    _prepare_kernel[(heads + kv_heads, blocks * 2, batch)](
+        *encoded, output, log_sum_exp, d_output, *places[:3], q, k, v, do, stats, padded_tokens,
+        heads, kv_heads, dim, num_warps=4,
+    )  # fmt: skip
     dq = torch.empty((tokens, heads, dim), dtype=torch.bfloat16, device=device)
     dk, dv = torch.empty((2, tokens, kv_heads, dim), dtype=torch.bfloat16, device=device)
-    # The copy engine reads as many rows at once as a warpgroup or, of the queries' kernel's keys,
-    # both.
-    rows, both, batch = GROUP.value, BLOCK.value, lengths.numel()
+    # The copy engine reads the rows of a warpgroup at once, of the queries' kernel's keys of both.
     factors = math.log2(math.e) / dim**0.5, dim**-0.5  # of scores in exponents of 2; of dK and dQ
     q_tiles, do_tiles = _tiles(q, rows), _tiles(do, rows)
     _keys_kernel[(kv_heads, batch, blocks)](
@@ -536,52 +541,6 @@ def attention_backward(
         heads, kv_heads, dim, QUERY_STAGES, window or 0, num_warps=4,
     )  # fmt: skip
     return dq, dk, dv
-
-
-class _Places(NamedTuple):
-    """First rows of sequences, packed and padded, int32 [B], and a head's rows in the copies."""
-
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    padded_starts: torch.Tensor
-    padded_tokens: int
-
-
-def _places(tokens: int, starts: torch.Tensor, lengths: torch.Tensor) -> _Places:
-    """Every sequence on whole blocks.  The rows are a bound: the host does not know the lengths."""
-    block = BLOCK.value
-    padded_lengths = (lengths + (block - 1)) // block * block
-    padded_starts = (padded_lengths.cumsum(0) - padded_lengths).int()
-    padded_tokens = triton.cdiv(tokens + lengths.numel() * (block - 1), block) * block
-    return _Places(starts, lengths, padded_starts, padded_tokens)
-
-
-def _prepare(
-    queries: torch.Tensor,
-    query_scales: torch.Tensor | None,
-    keys: PackedKeys,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    d_output: torch.Tensor,
-    places: _Places,
-    blocks: int,
-) -> tuple[torch.Tensor, ...]:
-    """Padded BF16 q and d_output [H * tokens, D], k and v [G * tokens, D]; stats, two a row of q.
-
-    Returns q, k, v, d_output and stats.
-    """
-    (_, heads, dim), kv_heads, device = queries.shape, keys.keys.shape[1], queries.device
-    padded_tokens = places.padded_tokens
-    q, do = torch.empty((2, heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
-    k, v = torch.empty((2, kv_heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
-    stats = torch.empty(heads * padded_tokens * 2, dtype=torch.float32, device=device)
-    _prepare_kernel[(heads + kv_heads, blocks * 2, places.lengths.numel())](
-        queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes, output,
-        log_sum_exp, d_output,
-        places.starts, places.lengths, places.padded_starts, q, k, v, do, stats, padded_tokens,
-        heads, kv_heads, dim, num_warps=4,
-    )  # fmt: skip
-    return q, k, v, do, stats
 
 
 def _tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
