@@ -1,4 +1,4 @@
-"""The Hopper KV cache as far as it needs no GPU: its layout, its size, and reading it back."""
+"""Layouts without a GPU: the KV cache, its size and reading it back; rows gathered from ranks."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,8 @@ import torch
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.attend import PAGE_TOKENS, HopperKvCache
+from isobit.kernels.hopper.linear import joined_rows
+from isobit.kernels.hopper.quantise import QuantRows
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import E4M3
 from isobit.util.errors import ConfigError
@@ -106,3 +108,13 @@ def test_read_gives_a_token_back() -> None:
 def test_the_fp32_flow_is_refused() -> None:
     with pytest.raises(ConfigError, match="CPU"):
         HopperKvCache(Shape(), flow("fp32"), 1, "cpu")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 7, 64])
+def test_scales_lie_as_a_quantiser_leaves_them(tokens: int):
+    values = torch.zeros(tokens, 300).to(E4M3)
+    scales = torch.arange(3.0 * tokens).view(3, tokens)
+    made, expected = joined_rows(values, scales), QuantRows.empty(tokens, 300, values.device)
+    assert torch.equal(made.scales, scales.t())
+    assert made.scales.stride() == expected.scales.stride()
+    assert made.values.data_ptr() == values.data_ptr()

@@ -1,10 +1,11 @@
-"""AdamW, sums of gradients and squares, and the logits' gradient compile for sm_90."""
+"""AdamW, sums of gradients and squares, the logits' gradient and checksums compile for sm_90."""
 
+import re
 from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import head, optimiser
+from isobit.kernels.hopper import checksum, head, optimiser
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {
@@ -100,3 +101,14 @@ def test_gradient_of_the_logits(size: int, of_entropies: bool) -> None:
     assert made.stack == 0
     if size % 16 == 0:
         assert made.wide_loads and made.wide_stores
+
+
+def test_checksum() -> None:
+    constants = {"CHUNK": checksum.CHUNK, "WIDTH": checksum._WIDTH, "RUN": checksum._RUN}
+    types: dict[str, str] = dict.fromkeys(("TABLE", "OWNER", "SUMS"), "*i64")
+    made = compile_for_hopper(checksum._sums_kernel, types, constants, checksum._WARPS, fuses=True)
+    assert made.stack == 0
+    assert made.programs >= 4
+    at_once = max(len(re.findall(r"LDG\.E\.128", block)) for block in made.sass.split("BRA"))
+    words_of_a_thread = checksum._WIDTH // (checksum._WARPS * 32)
+    assert at_once >= 4 * words_of_a_thread // 4, "the loop over chunks is unrolled"
