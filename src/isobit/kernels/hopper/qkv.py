@@ -19,10 +19,6 @@ K and V go to pages (rollout) or are packed (training), in the layouts of
 ``isobit.kernels.hopper.attention``.  A page holds V in E4M3 as [D, token], so four consecutive
 slots are written as a word; a single token's V is D bytes, each in its own sector, and these writes
 are most of the time in decode.  ``gather_pages`` lays the pages of a batch end to end for prefill.
-
-Measured on one H200 before there was H (32 query heads, 8 KV heads of 128, with norms), paged: 256
-tokens 14 us in e4m3 (8 us if the pages are in the L2), 4 us in bf16; 16,384 tokens 183 us and 109
-us, packed 105 us in e4m3.  Gathering runs at 3.3 TB/s in e4m3, 4.0 TB/s in bf16.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
