@@ -1,5 +1,5 @@
-"""The seam: both back ends offer what the protocols name, by the same names and arguments, and the
-device is chosen by what each says of itself.
+"""Both back ends offer what the protocols name, with the same arguments, and the device is chosen by
+what each says of itself.
 """
 
 import importlib
@@ -20,7 +20,9 @@ FOLDERS = ["spec", "hopper"]
 
 
 def members(protocol: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
+    """Methods by name; properties, for attributes too."""
+    attributes = dict.fromkeys(inspect.get_annotations(protocol), property())
+    return attributes | {name: x for name, x in vars(protocol).items() if not name.startswith("_")}
 
 
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
