@@ -1,6 +1,4 @@
-"""Both back ends offer what the protocols name, with the same arguments, and the device is chosen by
-what each says of itself.
-"""
+"""Both back ends offer what the protocols name; a device is chosen by what each says of itself."""
 
 import importlib
 import inspect
