@@ -1,8 +1,8 @@
-"""All rules across fields: settings that are each allowed and contradict one another.
+"""The rules across fields: settings that are each allowed but contradict one another.
 
-Ranges of single fields stand in the tables.  What needs more than the configuration (the model's
-context, the tokenizer, the memory) is refused where that is known.  Every function raises
-ConfigError with the keys, their values and the way out.
+Ranges of single fields are in the tables. Rules that need the model, the tokenizer or the memory
+are checked where these are known. Every function raises ConfigError with the keys, their values and
+what to change.
 """
 
 from collections.abc import Collection, Sequence
@@ -35,7 +35,7 @@ _BY_RATIO = (TisCorrection, IcePopCorrection)
 
 
 def check_run(config: RunConfig) -> None:
-    """Every rule of a recipe of ``isobit train``."""
+    """Check a recipe of ``isobit train``."""
     sets = config.data.eval
     check_batch(config.training, config.rollout)
     check_algorithm(config.algorithm, config.rollout)
@@ -51,7 +51,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_off_policy(config: RunConfig) -> None:
-    """Refuse corrections that have nothing to correct, and replay without the ratio it needs."""
+    """Refuse corrections of ratios that are all 1, and replay with a KL penalty in the reward."""
     algorithm, training = config.algorithm, config.training
     if config.corrections and training.old_log_probs == "recorded":
         raise ConfigError(
@@ -63,13 +63,13 @@ def check_off_policy(config: RunConfig) -> None:
     if config.replay.fraction > 0 and algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward":
         raise ConfigError(
             "algorithm.kl_in is 'reward', and replay.fraction is above 0: a replayed completion "
-            "keeps the advantage that it had, without the penalty of now; set algorithm.kl_in = "
+            "keeps its old advantage, without the current penalty; set algorithm.kl_in = "
             "'loss', or leave the replay out"
         )
 
 
 def check_calibration(config: RunConfig) -> None:
-    """Refuse to calibrate a clip where all ratios are 1, or where they are BF16's already."""
+    """Refuse to calibrate a clip where all ratios are 1, or where no FP8 takes part."""
     algorithm, training = config.algorithm, config.training
     if not isinstance(algorithm, TokenClipConfig) or not algorithm.calibrate_every:
         return
@@ -90,8 +90,8 @@ def check_calibration(config: RunConfig) -> None:
 
 
 def check_asynchrony(config: RunConfig) -> None:
-    """Refuse what a lag leaves without a meaning: a calibration, whose shadow would have to be one
-    of older weights, and a buffer from which all is dropped before it can be replayed.
+    """Refuse a lag with calibration, which needs the weights that sampled, and with a replay buffer
+    whose completions are too old before their first replay.
     """
     lag, algorithm, training = config.asynchrony.lag, config.algorithm, config.training
     if not lag:
@@ -100,7 +100,7 @@ def check_asynchrony(config: RunConfig) -> None:
         raise ConfigError(
             f"async.lag is {lag}, and algorithm.calibrate_every {algorithm.calibrate_every}: the "
             "calibration asks what BF16 would have sampled with, and the weights that sampled are "
-            "gone when their batch is learnt from; leave one of them out"
+            "gone when their batch is trained on; leave one of them out"
         )
     behind = (lag + 1) * training.updates_per_batch * training.epochs
     if config.replay.fraction > 0 and config.replay.max_staleness < behind:
@@ -112,9 +112,7 @@ def check_asynchrony(config: RunConfig) -> None:
 
 
 def check_layout(config: RunConfig) -> None:
-    """Refuse processes that only sample where learning waits for what they sample, and engines that
-    several share.
-    """
+    """Refuse rollouters without a lag, and engines shared by several processes."""
     cluster = config.cluster
     if cluster.rollouters and not config.asynchrony.lag:
         raise ConfigError(
@@ -125,7 +123,6 @@ def check_layout(config: RunConfig) -> None:
 
 
 def check_own_engine(cluster: ClusterConfig) -> None:
-    """Refuse engines that several processes share where each has all weights."""
     if cluster.rollout_tp > 1:
         raise ConfigError(
             f"cluster.rollout_tp is {cluster.rollout_tp}, but a run's published weights are whole "
@@ -135,7 +132,7 @@ def check_own_engine(cluster: ClusterConfig) -> None:
 
 
 def check_sft(config: SftConfig) -> None:
-    """Every rule of a recipe of ``isobit sft``."""
+    """Check a recipe of ``isobit sft``."""
     if config.cluster.rollouters:
         raise ConfigError(
             f"cluster.rollouters is {config.cluster.rollouters}, but fine-tuning learns from "
@@ -160,7 +157,7 @@ def check_sft(config: SftConfig) -> None:
 
 
 def check_preference(config: SftConfig) -> None:
-    """Refuse what a reward model cannot do: it draws no tokens, and learns from pairs alone."""
+    """Refuse a reward and whole conversations for a reward model, which trains on pairs only."""
     if config.reward is not None:
         raise ConfigError(
             'reward is set, but objective is "preference": a reward model completes nothing that '
@@ -176,7 +173,7 @@ def check_preference(config: SftConfig) -> None:
 
 
 def check_batch(training: TrainingConfig, rollout: RolloutConfig) -> None:
-    """Refuse batches that cannot be cut into their updates, or that teach nothing."""
+    """Refuse batches that cannot be divided into their updates, that are too large or greedy."""
     if training.updates_per_batch > training.prompts_per_step:
         raise ConfigError(
             f"training.updates_per_batch is {training.updates_per_batch}, but a step has "
@@ -192,13 +189,13 @@ def check_batch(training: TrainingConfig, rollout: RolloutConfig) -> None:
         )
     if rollout.temperature == 0:
         raise ConfigError(
-            "rollout.temperature is 0: greedy samples are all the same, and a group of equals "
-            "teaches nothing; set it above 0"
+            "rollout.temperature is 0: greedy samples are all the same, so that every group has "
+            "zero variance; set it above 0"
         )
 
 
 def check_algorithm(config: StepConfig, rollout: RolloutConfig) -> None:
-    """Refuse penalties that penalise nothing, and keys that contradict one another."""
+    """Refuse penalties without effect, and keys that contradict one another."""
     if config.kl_coefficient > 0 and config.kl_in == "loss" and config.kl_estimator == "k1":
         raise ConfigError(
             f"algorithm.kl_coefficient is {config.kl_coefficient:g} with kl_estimator 'k1' in the "
@@ -234,7 +231,7 @@ def _check_clip(config: TokenClipConfig) -> None:
 
 
 def check_corrections(corrections: Sequence[Correction]) -> None:
-    """Refuse ratios that would count twice, and a normalisation that others would undo."""
+    """Refuse several corrections by the ratio, and a normalisation that is not the last one."""
     by_ratio = [one.type for one in corrections if isinstance(one, _BY_RATIO)]
     by_ratio += [
         one.type
@@ -255,7 +252,7 @@ def check_corrections(corrections: Sequence[Correction]) -> None:
 
 
 def check_reward(reward: RewardConfig) -> None:
-    """Refuse a reward that is two things at once, or nothing, and one whose time is never up."""
+    """Refuse both a function and a model in one reward, and time limits beyond the deadline."""
     defaults = RewardConfig()
     _check_seconds(reward)
     if reward.parts:
@@ -278,7 +275,7 @@ def check_reward(reward: RewardConfig) -> None:
 
 
 def _check_seconds(reward: RewardConfig) -> None:
-    """Code that takes too long scores 0 after ``seconds``; after the deadline it is left out."""
+    """Code over ``seconds`` scores 0, but a grading over the deadline is left out."""
     if reward.in_process:
         return
     for name, part in reward.named().items():
@@ -310,16 +307,13 @@ def _check_options(key: str, part: RewardPart) -> None:
 
 
 def check_samples(evaluation: EvaluationConfig) -> None:
-    """Refuse an evaluation that draws several greedy samples of a problem."""
     check_greedy(
         evaluation.samples, evaluation.temperature, "evaluation.samples", "evaluation.temperature"
     )
 
 
 def check_greedy(samples: int, temperature: float, samples_key: str, temperature_key: str) -> None:
-    """Refuse several samples at temperature 0, which would all be the same; the keys are named as
-    the user set them.
-    """
+    """Refuse several samples at temperature 0; the error names the keys as the user set them."""
     if temperature == 0 and samples > 1:
         raise ConfigError(
             f"{samples_key} is {samples}, but {temperature_key} is 0 and greedy samples are all "
@@ -328,7 +322,6 @@ def check_greedy(samples: int, temperature: float, samples_key: str, temperature
 
 
 def check_has_sets(sets: Collection[str]) -> None:
-    """Refuse to evaluate on no set at all."""
     if not sets:
         raise ConfigError(
             "data.eval names no set to evaluate on; add one, for example [data.eval.held_out]"
@@ -351,9 +344,7 @@ def check_keeping(checkpoint: CheckpointConfig) -> None:
 
 
 def check_best(checkpoint: CheckpointConfig, figures: Collection[str]) -> None:
-    """Refuse to keep the best checkpoint by a figure that is not among ``figures``, those that the
-    run's evaluations give.
-    """
+    """Refuse a ``keep_best`` that is not one of ``figures``, which the evaluations give."""
     name = checkpoint.keep_best
     if name is not None and name not in figures:
         raise ConfigError(
@@ -367,7 +358,7 @@ def check_best(checkpoint: CheckpointConfig, figures: Collection[str]) -> None:
 
 
 def check_shape(shape: ModelShape) -> None:
-    """Refuse a decoder whose heads have no whole size, and what its family does not have."""
+    """Refuse impossible head sizes, and keys that the family does not have."""
     if shape.head_dim is None and shape.hidden_size % shape.num_heads:
         raise ConfigError(
             f"from_scratch.hidden_size is {shape.hidden_size}, which {shape.num_heads} heads do "
@@ -396,9 +387,7 @@ def check_shape(shape: ModelShape) -> None:
 
 
 def _graded_figures(sets: Collection[str], evaluation: EvaluationConfig) -> list[str]:
-    """What a reward measures on each set; pass@k for powers of two, where there are several
-    samples.
-    """
+    """The figures of graded evaluations; with several samples, pass@k for powers of two."""
     counts = (
         [1 << power for power in range(evaluation.samples.bit_length())]
         if evaluation.samples > 1
