@@ -1,14 +1,6 @@
-"""``isobit export RUN_OR_FOLDER --to FOLDER``: a model as a Hugging Face folder for other tools, in
-BF16 or in FP8.
-
-``isobit inspect FOLDER``: what is in a model folder, what FP8 does to its weights, and what it
-takes.
-
-``isobit report RUN [RUN ...]``: the figures, the precision flow and sample completions of a run,
-or several runs beside each other, as one HTML page.
-
-``isobit schema``: the JSON schema of a recipe, for editors, or the keys of all recipes as a
-page.
+"""``isobit export`` writes a model as a Hugging Face folder, ``isobit inspect`` shows what is in a
+model folder, ``isobit report`` writes the metrics of runs as an HTML page, ``isobit schema`` prints
+the schema or the keys of the recipes.
 """
 
 import json
@@ -35,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def run_export(arguments: Sequence[str]) -> int:
-    """Write the folder and say what is in it.  Raises IsobitError for what cannot be used."""
+    """Write the folder and say what is in it. Raises IsobitError for unusable input."""
     options, overrides = _parser().parse_known_args(arguments)
     precision = _precision(options.precision, overrides)
     if precision is not None and options.format == "bf16":
@@ -64,8 +56,7 @@ def run_export(arguments: Sequence[str]) -> int:
 
 
 def _precision(given: Any, overrides: Sequence[str]) -> "PrecisionConfig | None":
-    """The flow of the command line; None where it says nothing of it."""
-    from isobit.cli.arguments import settings_from
+    """The flow of the command line, or None."""
     from isobit.config.recipes import ExportConfig
 
     values = {"precision": given} if given is not None else {}
@@ -146,8 +137,8 @@ def _parser() -> ArgumentParser:
 
 
 def run_inspect(arguments: Sequence[str]) -> int:
-    """Look, print the tables, and write the page where one is asked for.  Raises IsobitError for a
-    folder that cannot be read.
+    """Inspect, print the tables, and write the page if asked. Raises IsobitError for an unreadable
+    folder.
     """
     options, overrides = _inspect_parser().parse_known_args(arguments)
     with starting():
@@ -207,7 +198,7 @@ def _inspect_parser() -> ArgumentParser:
 
 
 def run_report(arguments: Sequence[str]) -> int:
-    """Write the page and say where it is.  Raises IsobitError for a directory that is no run's, or
+    """Write the page and say where it is. Raises IsobitError for a directory that holds no run, or
     a file that cannot be written.
     """
     options = _report_parser().parse_args(arguments)

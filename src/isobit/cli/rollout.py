@@ -1,5 +1,5 @@
-"""``isobit rollout FOLDER``: completions of a text or of a file's prompts, printed or written as
-JSON lines.
+"""``isobit rollout FOLDER``: completes a text or a file's prompts, and prints the completions or
+writes them as JSON lines.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def run_rollout(arguments: Sequence[str]) -> int:
-    """Generate, and print or write.  Raises IsobitError for anything that cannot be used, before
-    anything is generated.
+    """Generate, and print or write. Raises IsobitError for unusable input before anything is
+    generated.
     """
     return obey_as_rank(arguments, _rollout)
 
@@ -66,10 +66,9 @@ def _rollout(arguments: Sequence[str], world: "World | None") -> int:
 
 @contextmanager
 def _writing(out: Path) -> "Iterator[Callable[[Group], None]]":
-    """Writes the lines of each group that it is given.  The file is there before anything is
-    generated, keeps what was written before an error, and is removed where nothing was.
-
-    Raises StorageError where it cannot be written.
+    """A function that writes the lines of each group. The file is made before anything is
+    generated, keeps what was written before an error, and is removed if that is nothing. Raises
+    StorageError.
     """
     from isobit.run.evaluate import completion_lines
 

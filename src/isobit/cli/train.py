@@ -1,10 +1,8 @@
-"""``isobit train RECIPE.toml`` and ``isobit sft RECIPE.toml``: one training run, of reinforcement
-learning or of supervised fine-tuning.  Both take ``[--resume] [--dry-run] [--KEY VALUE ...]``;
-every key of the recipe can be overridden.
+"""``isobit train RECIPE.toml`` and ``isobit sft RECIPE.toml``: one training run.
 
-With ``--resume`` the run in the recipe's output directory goes on from its newest usable
-checkpoint; where there is no run yet, it is begun, so that a script may always pass the flag.
-``--dry-run`` prints what the run would use and take, and touches nothing.
+``--resume`` continues the run in the output directory from its newest usable checkpoint, or starts
+it if there is none, so that a script may always pass the flag. ``--dry-run`` prints what the run
+would use and take, and changes nothing. ``--KEY VALUE`` overrides any key of the recipe.
 """
 
 import json
@@ -37,42 +35,37 @@ Config = TypeVar("Config", "RunConfig", "SftConfig")
 
 @dataclass(frozen=True, slots=True)
 class TrainingCommand(Generic[Config]):
-    """One of the two commands.  Torch and whatever needs it are imported when they are needed."""
+    """One of the two commands. Torch is imported only when it is needed."""
 
     name: str
     description: str
     example: str
-    """A recipe."""
     schema: type[Config]
     plan: Callable[[Config, bool, Sequence[str]], Sequence[str]]
     """The lines of ``--dry-run``."""
     check: Callable[[Config], None]
-    """Every rule of the recipe, before any process is started."""
+    """Check the recipe before any process is started."""
     start: Callable[[Config, bool, Sequence[str], "World | None"], None]
-    """The run itself, in one process where there is no world.  The flag, as that of ``plan``, says
-    whether the run is resumed; the names are settings and inputs that may differ from the run's.
+    """Start the run, in one process without a world. The flag, as in ``plan``, says whether it is
+    resumed; the names are settings and inputs that may differ from the resumed run's.
     """
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Do what the command line says.  Raises IsobitError for anything that cannot be used,
-        before anything is written; one of several ranks ends with it (``as_rank``).
+        """Run the command line. Raises IsobitError for unusable input before anything is written;
+        one of several ranks ends with it (``as_rank``).
         """
         with requests_wait():
-            return self._run(arguments)
-
-    def _run(self, arguments: Sequence[str]) -> int:
-        box = end_with_launcher()
-        if not is_launched():
-            return self._obey(arguments, may_launch=box is None)
-        with starting():
-            from isobit.run.launch_ranks import as_rank
-        with as_rank(box) as world:
-            return self._obey(arguments, world)
+            box = end_with_launcher()
+            if not is_launched():
+                return self._obey(arguments, may_launch=box is None)
+            with starting():
+                from isobit.run.launch_ranks import as_rank
+            with as_rank(box) as world:
+                return self._obey(arguments, world)
 
     def _obey(
         self, arguments: Sequence[str], world: "World | None" = None, may_launch: bool = False
     ) -> int:
-        """The same for one of several, or for the process that may start them."""
         from isobit.config.load import dump_config, load_recipe
 
         helps = asks_for_help(arguments)
@@ -99,16 +92,17 @@ class TrainingCommand(Generic[Config]):
         if allowed and not options.resume:
             raise ConfigError(f"{ALLOW} is for {RESUME}: a new run has nothing to differ from")
         recipe = Path(options.recipe)
-        of_run = options.resume and recipe.is_dir()
-        config = (
-            self._config_of_run(recipe, options.overrides)
-            if of_run
-            else load_recipe(self.schema, recipe, options.overrides)
-        )
+        if options.resume and recipe.is_dir():
+            config = self._config_of_run(recipe, options.overrides)
+        else:
+            config = load_recipe(self.schema, recipe, options.overrides)
         if options.print_config:
             print(dump_config(config), end="")
         elif options.dry_run:
-            self._print_plan(config, options.resume, allowed)
+            lines = self.plan(config, options.resume, allowed)
+            from isobit.observe.console import printable
+
+            print(printable("\n".join(lines)))
         elif may_launch and config.cluster.is_launched:
             self._launch(config, arguments)
         else:
@@ -116,7 +110,7 @@ class TrainingCommand(Generic[Config]):
         return 0
 
     def _launch(self, config: Config, arguments: Sequence[str]) -> None:
-        """The same command line in several processes."""
+        """Run the same command line in several processes."""
         from isobit.run.launch import with_restarts
 
         self.check(config)
@@ -136,16 +130,8 @@ class TrainingCommand(Generic[Config]):
 
         with_restarts(start, words, cluster.restarts)
 
-    def _print_plan(self, config: Config, resume: bool, allowed: Sequence[str]) -> None:
-        lines = self.plan(config, resume, allowed)
-        from isobit.observe.console import printable
-
-        print(printable("\n".join(lines)))
-
     def _config_of_run(self, directory: Path, overrides: Sequence[str]) -> Config:
-        """The resolved configuration of the run in a directory, for ``isobit train RUN
-        --resume``.
-        """
+        """The configuration in a run's directory, for ``isobit train RUN --resume``."""
         from isobit.config.load import apply_overrides, build, parse_overrides
 
         path = directory / "run.json"
@@ -163,22 +149,15 @@ class TrainingCommand(Generic[Config]):
         )
 
 
-SFT_DESCRIPTION = (
-    "Fine-tune a model on prompts and completions as a TOML recipe says, in the same precision "
-    "flows as `isobit train`."
-)
-
-
 def run_sft(arguments: Sequence[str]) -> int:
-    """Fine-tune as the recipe says.  Raises IsobitError for anything that cannot be used, before
-    anything is written.
-    """
+    """Fine-tune by the recipe. Raises IsobitError for unusable input before anything is written."""
     from isobit.config.recipes import SftConfig
     from isobit.config.rules import check_sft
 
     return TrainingCommand(
         "sft",
-        SFT_DESCRIPTION,
+        "Fine-tune a model on prompts and completions as a TOML recipe says, in the same precision "
+        "flows as `isobit train`.",
         "recipes/fine_tune.toml",
         SftConfig,
         _plan_sft,
@@ -206,21 +185,20 @@ def _start_sft(
     sft(config, resume=resume, world=world or ALONE, allowed=allowed)
 
 
-DESCRIPTION = (
-    "Train a policy as a TOML recipe says, and leave it with all figures in the recipe's output "
-    "directory."
-)
-
-
 def run_train(arguments: Sequence[str]) -> int:
-    """Train as the recipe says.  Raises IsobitError for anything that cannot be used, before
-    anything is written.
-    """
+    """Train by the recipe. Raises IsobitError for unusable input before anything is written."""
     from isobit.config.recipes import RunConfig
     from isobit.config.rules import check_run
 
     return TrainingCommand(
-        "train", DESCRIPTION, "recipes/quickstart.toml", RunConfig, _plan, check_run, _start
+        "train",
+        "Train a policy as a TOML recipe says, and leave it with all figures in the output "
+        "directory of the recipe.",
+        "recipes/quickstart.toml",
+        RunConfig,
+        _plan,
+        check_run,
+        _start,
     ).run(arguments)
 
 
