@@ -18,13 +18,16 @@ import math
 import re
 from copy import deepcopy
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isobit.data.tasks import TASK_COLUMN, Task, create_task
+from isobit.data.tasks import TASK_COLUMN, create_task
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.graders.text import last_tagged
 from isobit.rewards.outcome import DeadlineError, count, deadline
 from isobit.util.errors import RewardError
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
 
 EXECUTES_ANSWERS = frozenset(
     {
@@ -105,7 +108,9 @@ def _beyond(answer: str, entry: dict[str, Any], identity: dict[str, Any]) -> str
     return "form" if form is not None and form.fullmatch(answer) is None else None
 
 
-def _scored(task: Task, answer: str, entry: dict[str, Any], seconds: float) -> float:
+def _scored(
+    task: "ProceduralDataset", answer: str, entry: dict[str, Any], seconds: float
+) -> float:
     try:
         with deadline(seconds):
             value = float(task.score_answer(answer, deepcopy(entry)))  # one writes into its entry
@@ -123,7 +128,7 @@ def _scored(task: Task, answer: str, entry: dict[str, Any], seconds: float) -> f
 
 
 @cache
-def _task(identity: str) -> Task:
+def _task(identity: str) -> "ProceduralDataset":
     fields: dict[str, Any] = json.loads(identity)
     tasks = {fields["task"], *(part.get("name") for part in fields["options"].get("datasets", ()))}
     dangers = {
