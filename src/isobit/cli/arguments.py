@@ -22,11 +22,7 @@ Settings = TypeVar("Settings", bound="Strict")
 
 
 def folder_parser(
-    command: str,
-    description: str,
-    tables: str,
-    with_folder: bool = True,
-    with_seed: bool = True,
+    command: str, description: str, tables: str, with_folder: bool = True, with_seed: bool = True
 ) -> ArgumentParser:
     """A parser with FOLDER and --seed (or without), --precision and --threads; the help says that
     keys of ``tables`` may be set too.

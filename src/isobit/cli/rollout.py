@@ -8,14 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import (
-    check_new,
-    folder_parser,
-    given,
-    set_threads,
-    settings_from,
-    whole,
-)
+from isobit.cli.arguments import check_new, folder_parser, given, set_threads, settings_from, whole
 from isobit.cli.main import obey_as_rank, start_ranks, starting
 from isobit.config.base import MAX_BATCH
 from isobit.util.files import LineFile, disk_errors
@@ -43,9 +36,7 @@ def _rollout(arguments: Sequence[str], world: "World | None") -> int:
     from isobit.config.recipes import GenerationConfig
 
     limits = given(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
+        max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p
     )
     settings = settings_from(
         GenerationConfig, {"precision": options.precision, "rollout": limits}, overrides

@@ -37,11 +37,7 @@ from isobit.rewards.outcome import LINE_LIMIT, Failure, Outcome, bounded, frame,
 from isobit.rewards.worker import Start
 from isobit.util.errors import RewardError
 
-_ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _END_S = 3.0
 """Seconds in which a process must end once it is told to."""
 _NOISE = 1500
