@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.base import Strict
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import Preset
 
@@ -195,7 +194,7 @@ def _default_text(field: FieldInfo) -> str:
 _UNNAMED = GrpoConfig().name
 """The name of a table that gives none."""
 
-RECIPES: dict[str, type[Strict]] = {"train": RunConfig, "sft": SftConfig}
+RECIPES: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sft": SftConfig}
 """The commands that take a recipe, and its model."""
 
 
