@@ -15,6 +15,12 @@ from isobit.config.tables import MAX_POSITIONS
 
 LossMean = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
+ClipHigh = Annotated[
+    float, Field(ge=0, le=MAX_FACTOR, description="A value above clip_low is DAPO's clip-higher.")
+]
+Gamma = Annotated[
+    float, Field(ge=0, le=1, description="Discount of later rewards, for each token.")
+]
 
 
 class StepConfig(Strict):
@@ -59,8 +65,7 @@ class LossConfig(StepConfig):
 
 class ClipConfig(LossConfig):
     clip_low: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
-    clip_high: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
-    """A value above ``clip_low`` is DAPO's clip-higher."""
+    clip_high: ClipHigh = 0.2
 
 
 class TokenClipConfig(ClipConfig):
@@ -92,8 +97,7 @@ class GrpoConfig(TokenClipConfig):
     """Group relative policy optimisation (arXiv 2402.03300), with DAPO's mean and clip-higher."""
 
     name: Literal["grpo"] = "grpo"
-    clip_high: float = Field(default=0.28, ge=0, le=MAX_FACTOR)
-    """A value above ``clip_low`` is DAPO's clip-higher."""
+    clip_high: ClipHigh = 0.28
     normalise_by_std: bool = True
     """Divide a group's centred rewards by their standard deviation."""
 
@@ -109,8 +113,7 @@ class DapoConfig(TokenClipConfig):
     """Decoupled clip and dynamic sampling (arXiv 2503.14476)."""
 
     name: Literal["dapo"] = "dapo"
-    clip_high: float = Field(default=0.28, ge=0, le=MAX_FACTOR)
-    """A value above ``clip_low`` is DAPO's clip-higher."""
+    clip_high: ClipHigh = 0.28
     dynamic_sampling: bool = True
 
 
@@ -126,8 +129,7 @@ class ReinforcePpConfig(TokenClipConfig):
     """REINFORCE++ (arXiv 2501.03262): returns normalised over all tokens of a step."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount of later rewards, for each token."""
+    gamma: Gamma = 1.0
     kl_estimator: KlEstimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"
 
@@ -144,8 +146,7 @@ class GspoConfig(ClipConfig):
 
     name: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, ge=0, le=MAX_FACTOR)
-    clip_high: float = Field(default=4e-4, ge=0, le=MAX_FACTOR)
-    """A value above ``clip_low`` is DAPO's clip-higher."""
+    clip_high: ClipHigh = 4e-4
     loss_mean: LossMean = "sequence"
 
 
@@ -154,8 +155,7 @@ class CispoConfig(ClipConfig):
 
     name: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
-    clip_high: float = Field(default=4.0, ge=0, le=MAX_FACTOR)
-    """A value above ``clip_low`` is DAPO's clip-higher."""
+    clip_high: ClipHigh = 4.0
 
 
 class ReMaxConfig(TokenClipConfig):
@@ -170,8 +170,7 @@ class PpoConfig(TokenClipConfig):
     """Proximal policy optimisation (arXiv 1707.06347) with a value head."""
 
     name: Literal["ppo"] = "ppo"
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount of later rewards, for each token."""
+    gamma: Gamma = 1.0
     lam: float = Field(default=0.95, ge=0, le=1)
     """Lambda of generalised advantage estimation (arXiv 1506.02438): 0 relies on the next value, 1
     on the rewards.
