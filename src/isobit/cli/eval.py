@@ -41,7 +41,13 @@ def evaluate_reward_model(arguments: Sequence[str]) -> int:
 
     from isobit.config.recipes import ScoringConfig
 
-    config = settings_from(ScoringConfig, _reward_values(options), overrides)
+    kind = "hf" if Path(options.data).is_dir() else "jsonl"
+    values = {
+        "precision": options.precision,
+        "data": {"type": kind, "path": options.data, **given(limit=options.problems)},
+        "chat": not options.no_chat,
+    }
+    config = settings_from(ScoringConfig, values, overrides)
     set_threads(options)
     with starting():
         from isobit.run.reward_models import describe, score_rows, summarise
@@ -64,15 +70,6 @@ def _written(rows: "Iterable[ScoredRow]", out: Path | None) -> "Iterator[ScoredR
             line = {name: value for name, value in asdict(one).items() if value is not None}
             file.write(json.dumps(line) + "\n")
             yield one
-
-
-def _reward_values(options: Namespace) -> dict[str, Any]:
-    kind = "hf" if Path(options.data).is_dir() else "jsonl"
-    return {
-        "precision": options.precision,
-        "data": {"type": kind, "path": options.data, **given(limit=options.problems)},
-        "chat": not options.no_chat,
-    }
 
 
 def _reward_parser() -> ArgumentParser:

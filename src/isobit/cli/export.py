@@ -78,10 +78,6 @@ def _describe(result: "ExportResult") -> list[str]:
     return lines
 
 
-def _step(text: str) -> int | str:
-    return text if text == "best" else positive(text)
-
-
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="isobit export",
@@ -111,7 +107,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--step",
-        type=_step,
+        type=lambda text: text if text == "best" else positive(text),
         metavar="K",
         help="of a run, the checkpoint after K steps, or `best`, by its checkpoint.keep_best; by "
         "default its model, or newest checkpoint",

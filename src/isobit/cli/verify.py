@@ -185,8 +185,7 @@ def _bisect(options: Namespace, settings: "VerifyConfig") -> int:
 
     if options.shape is not None:
         raise ConfigError(
-            "--bisect takes a FOLDER: a checksum of every operation of a full-sized model would "
-            "fill the memory"
+            "--bisect takes a FOLDER: the checksums of a full-sized model would fill the memory"
         )
     check = Path(options.folder), settings.precision, VerifyOptions(**_sizes(options))
     if options.json:

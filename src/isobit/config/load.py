@@ -83,7 +83,10 @@ def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
             near = did_you_mean(str(context["tag"]), choices(model, detail["loc"]))
             return f"{path}.{key}: should be {tags}, but it is {context['tag']!r}{near}"
     message = _IN_WORDS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
-    return f"{path}: {message.removeprefix('input ')}, but it is {_shorten(detail['input'])}"
+    found = repr(detail["input"])
+    if len(found) > _LONGEST_VALUE:
+        found = f"{found[: _LONGEST_VALUE - 3]}..."
+    return f"{path}: {message.removeprefix('input ')}, but it is {found}"
 
 
 def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
@@ -104,11 +107,6 @@ def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
     return f"; {table or 'a run'} has {', '.join(siblings)}" if siblings else ""
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
 LARGEST_FILE = 1 << 20

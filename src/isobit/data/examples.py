@@ -152,20 +152,13 @@ def _turns(source: ExampleSource) -> Iterator[tuple[Row, str]]:
 
 def _assistant_turns(row: Row, column: str) -> Iterator[tuple[Row, str]]:
     if isinstance(row.prompt, str):
-        raise DataError(
-            f"{row.place}, column {column!r}: expected a list of messages with 'role' and "
-            "'content', found text"
-        )
+        raise DataError(f"{row.place}, column {column!r}: expected a list of messages, found text")
     places = [index for index, message in enumerate(row.prompt) if message["role"] == _ASSISTANT]
     if not places:
-        raise DataError(
-            f"{row.place}, column {column!r}: no message has the role {_ASSISTANT!r}, so there is "
-            "nothing to learn"
-        )
+        raise DataError(f"{row.place}, column {column!r}: no message has the role {_ASSISTANT!r}")
     if places[0] == 0:
         raise DataError(
-            f"{row.place}, column {column!r}: the first message is the assistant's; it needs a "
-            "prompt before it"
+            f"{row.place}, column {column!r}: the assistant's message needs a prompt before it"
         )
     for index in places:
         yield Row(row.prompt[:index], row.columns, row.place), row.prompt[index]["content"]
@@ -187,7 +180,9 @@ def answer_of(row: Row, column: str, advice: str) -> str:
         isinstance(value, Sequence)
         and not isinstance(value, str)
         and len(value) > 0
-        and _is_assistants(value[-1])
+        and isinstance(value[-1], Mapping)
+        and value[-1].get("role") == _ASSISTANT
+        and value[-1].get("content") is not None
         and (len(value) == 1 or _is_prompt(value[:-1], row))
     ):
         value = message_text(value[-1]["content"], f"{row.place}, column {column!r}")
@@ -199,14 +194,6 @@ def answer_of(row: Row, column: str, advice: str) -> str:
     return value
 
 
-def _is_assistants(item: Any) -> bool:
-    return (
-        isinstance(item, Mapping)
-        and item.get("role") == _ASSISTANT
-        and item.get("content") is not None
-    )
-
-
 def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
     """Whether the messages are those of the prompt, apart from system messages, which the source
     may have added. A text prompt is one message of the user.
@@ -216,15 +203,18 @@ def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
     )
     if not all(isinstance(message, Mapping) for message in messages):
         return False
-    found = [(one.get("role"), _text(one.get("content"), row)) for one in messages]
+    found = [
+        (
+            one.get("role"),
+            message_text(content, row.place) if isinstance(content, list) else content,
+        )
+        for one in messages
+        for content in [one.get("content")]
+    ]
     expected = [(one["role"], one["content"]) for one in prompt]
     return [one for one in found if one[0] != "system"] == [
         one for one in expected if one[0] != "system"
     ]
-
-
-def _text(content: Any, row: Row) -> Any:
-    return message_text(content, row.place) if isinstance(content, list) else content
 
 
 def _completion_text(
@@ -241,9 +231,7 @@ def _completion_text(
         if not rendered.startswith(ahead):
             raise DataError(
                 f"{row.place}: the chat template does not put the assistant's turn behind its own "
-                "generation prompt, so the completion "
-                "cannot be told from the prompt; render the text yourself and set data.chat to "
-                "false"
+                "generation prompt; render the text yourself and set data.chat to false"
             )
         return rendered.removeprefix(ahead)
     return quoted_answer(completion, tokenizer) if chat else completion
@@ -327,7 +315,6 @@ def _answers(row: Row, source: ExampleSource) -> tuple[str, str]:
     chosen, rejected = (answer_of(row, key, advice) for key in (source.chosen, source.rejected))
     if chosen == rejected:
         raise DataError(
-            f"{row.place}: {source.chosen!r} and {source.rejected!r} are the same, so neither can "
-            "be preferred; leave the row out"
+            f"{row.place}: {source.chosen!r} and {source.rejected!r} are the same; drop the row"
         )
     return chosen, rejected

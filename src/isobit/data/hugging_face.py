@@ -45,8 +45,7 @@ def read_hugging_face(
     """
     if not folder.is_dir():
         raise DataError(
-            f"{folder} is not a folder; expected a save_to_disk folder or a folder of "
-            f"{', '.join(DATA_SUFFIXES)} files"
+            f"{folder} is not a folder of save_to_disk or of {', '.join(DATA_SUFFIXES)} files"
         )
     if any((folder / marker).is_file() for marker in SAVED_MARKERS):
         yield from _take(_saved(folder, split), limit, folder)
@@ -67,8 +66,7 @@ def _take(dataset: Any, limit: int | None, folder: Path) -> Iterator[dict[str, A
     for name, feature in dataset.features.items():
         if require_decoding(feature) and not isinstance(feature, Json):
             raise DataError(
-                f"{folder}: the column {name!r} holds {type(feature).__name__}; a row has text and "
-                "numbers: leave the column out"
+                f"{folder}: the column {name!r} holds {type(feature).__name__}; leave it out"
             )
     for index in range(len(dataset) if limit is None else min(limit, len(dataset))):
         yield dataset[index]
@@ -250,8 +248,7 @@ def chosen_files(files: Sequence[str], source: HubData) -> list[str]:
     folders = sorted({str(PurePosixPath(name).parent) for name in rows})
     if not rows:
         raise DataError(
-            f"the dataset {source.dataset} has no {', '.join(DATA_SUFFIXES)} file; a dataset that "
-            "is made by a script is not read: convert it to Parquet"
+            f"the dataset {source.dataset} has no {', '.join(DATA_SUFFIXES)} file; convert it"
         )
     if source.subset is None:
         if len(folders) > 1:

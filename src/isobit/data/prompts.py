@@ -65,8 +65,7 @@ class TooLong:
         """Raise ``DataError`` if nothing is left of the set ``name``."""
         if self.dropped and not len(kept):
             raise DataError(
-                f"all {self.dropped} rows of {name} are too long, and data.too_long = 'drop' drops "
-                "them; raise the limit"
+                f"all {self.dropped} rows of {name} are too long; raise the limit, or do not drop them"
             )
 
     def describe(self) -> str:
@@ -159,8 +158,7 @@ def drop_evaluated(
     kept = [prompt for prompt in train if prompt.text not in held_out]
     if not kept:
         raise DataError(
-            f"all {len(train)} training prompts also stand in an evaluation set; train and "
-            "evaluate on different rows"
+            f"all {len(train)} training prompts also stand in an evaluation set; use other rows"
         )
     return kept, len(train) - len(kept)
 
@@ -194,8 +192,7 @@ def chat_messages(
         return None
     if not chat:
         raise DataError(
-            f"{row.place}: the prompt is chat messages, but data.chat is false; set it to true or "
-            "give text"
+            f"{row.place}: the prompt is chat messages, but data.chat is false; set it to true"
         )
     if not tokenizer.chat_template:
         raise DataError(
@@ -235,8 +232,7 @@ def encodable(text: str, row: Row) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{row.place}: the prompt holds a lone surrogate at character {error.start}, which no "
-            "tokenizer can read"
+            f"{row.place}: the prompt holds a lone surrogate at character {error.start}; remove it"
         ) from error
     return text
 

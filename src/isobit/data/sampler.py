@@ -62,8 +62,8 @@ class PromptSampler:
         self._epoch, self._cursor = epoch, cursor
         self._order = range(len(self._prompts))
         if self._shuffle:
-            self._order = sorted(self._order, key=lambda index: _rank(self._seed, epoch, index))
-
-
-def _rank(seed: int, epoch: int, index: int) -> bytes:
-    return blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=16).digest()
+            start = f"{self._seed}/{epoch}"
+            self._order = sorted(
+                self._order,
+                key=lambda index: blake2b(f"{start}/{index}".encode(), digest_size=16).digest(),
+            )

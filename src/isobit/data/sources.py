@@ -57,8 +57,7 @@ def give_rows(rows: Iterable[Any], key: str) -> GivenRows:
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
             raise DataError(
                 f"{key}: row {place} is {type(row).__name__} {row!r:.60}; expected a list of "
-                "mappings from column to value, such as [{'prompt': '3+4=', 'answer': '7'}] (of a "
-                "DataFrame: frame.to_dict('records'))"
+                "mappings, as [{'prompt': '3+4='}] (of a DataFrame: frame.to_dict('records'))"
             )
     made = GivenRows(found)
     return _GIVEN.setdefault(made.sha256, made)
@@ -69,9 +68,8 @@ def given_rows(sha256: str, count: int) -> Sequence[Mapping[str, Any]]:
     found = _GIVEN.get(sha256)
     if found is None:
         raise DataError(
-            f"the data are {count} rows that were given from Python, which only a call from Python "
-            "can give again: isobit.train(.., data=rows, resume=True); or write them into a file, "
-            "and name it"
+            f"the data are {count} rows that were given from Python; give them again with "
+            "isobit.train(.., data=rows, resume=True), or write them into a file, and name it"
         )
     return found.rows
 
@@ -101,10 +99,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not line:
                     return
                 if len(line) > LONGEST_LINE:
-                    raise DataError(
-                        f"{path}, line {number}: longer than {LONGEST_LINE:,} bytes; expected one "
-                        "object a line"
-                    )
+                    raise DataError(f"{path}, line {number}: longer than {LONGEST_LINE:,} bytes")
                 if line.strip():
                     yield number, _object(line, f"{path}, line {number}")
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
@@ -169,8 +164,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if _BEYOND in row or None in row.values():
                     raise DataError(
                         f"{path}, line {rows.line_num}: not one value for each of the "
-                        f"{len(names)} columns that line 1 names; put text with commas or line "
-                        "breaks into quotes"
+                        f"{len(names)} columns; quote text with commas or line breaks"
                     )
                 yield rows.line_num, row
     except OSError as error:
@@ -220,18 +214,16 @@ def load_rows(source: DataSource) -> list[Row]:
     Raises ``DataError`` for a missing or damaged file, an unknown column or task, a prompt that is
     neither text nor messages, and a dataset without rows.
     """
-    rows = list(_rows(source))
+    if isinstance(source, ReasoningGymData):
+        rows = list(_task_rows(source))
+    else:
+        rows = [
+            _row(record, source.prompt, source.system, place)
+            for place, record in islice(_records(source), source.limit)
+        ]
     if not rows:
         raise DataError(f"{_describe(source)} has no rows; a run needs at least one prompt")
     return rows
-
-
-def _rows(source: DataSource) -> Iterator[Row]:
-    if isinstance(source, ReasoningGymData):
-        yield from _task_rows(source)
-        return
-    for place, record in islice(_records(source), source.limit):
-        yield _row(record, source.prompt, source.system, place)
 
 
 def _records(source: ColumnsData) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -307,9 +299,10 @@ def _prompt(value: Any, place: str) -> str | Messages:
             {"role": item["role"], "content": message_text(item["content"], place)}
             for item in value
         )
+    text = repr(value)
     raise DataError(
         f"{place}: expected text or a list of messages with 'role' and 'content', found "
-        f"{_excerpt(value)}"
+        f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
     )
 
 
@@ -353,15 +346,10 @@ def _with_system(prompt: str | Messages, system: str | None, place: str) -> str 
     messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     if messages[0]["role"] == "system":
         raise DataError(
-            f"{place}: the prompt begins with a system message, and the key `system` of its source "
-            "gives another; leave the key out, or the message"
+            f"{place}: the prompt begins with a system message, and `system` gives another; "
+            "leave one of them out"
         )
     return ({"role": "system", "content": system}, *messages)
-
-
-def _excerpt(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
 def _task_rows(source: ReasoningGymData) -> Iterator[Row]:

@@ -123,8 +123,7 @@ class Reward:
         for name in self._options:
             if name in self.given or name in _IGNORED:
                 raise RewardError(
-                    f"reward.options gives {name!r}, which the run itself gives to the reward "
-                    f"{self.name!r}; leave it out"
+                    f"reward.options gives {name!r}, which the run itself gives; leave it out"
                 )
             if not self._takes(name):
                 others = set(self._named) - set(self.given)
@@ -160,7 +159,9 @@ class TrlReward(Reward):
         if isinstance(values, Failure):
             values = [values] * len(completions)
         for index, value in enumerate(values):
-            yield index, value if isinstance(value, Failure) else _trl_outcome(value)
+            if value is None:
+                value = Failure("no reward", "the reward returned None, so it does not apply")
+            yield index, value if isinstance(value, Failure) else outcome_of(value)
 
     def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
         content = prompt.text if prompt.content is None else prompt.content
@@ -220,8 +221,7 @@ class VerlReward(Reward):
             return {}
         raise RewardError(
             f"the reward {self.name!r} takes ground_truth, but prompt {prompt.id} has no column "
-            "'ground_truth', none 'reward_model' with 'ground_truth' in it, and none 'answer'; "
-            f"{_columns(prompt)}"
+            f"'ground_truth', 'reward_model' with it, or 'answer'; {_columns(prompt)}"
         )
 
 
@@ -329,12 +329,6 @@ def _listed_rewards(values: Any, expected: int) -> list[Any] | Failure:
             "wrong length", f"the reward returned {len(values)} values for {expected} completions"
         )
     return values
-
-
-def _trl_outcome(value: Any) -> Outcome:
-    if value is None:
-        return Failure("no reward", "the reward returned None, as for what it does not apply to")
-    return outcome_of(value)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

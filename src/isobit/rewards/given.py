@@ -178,9 +178,8 @@ def given_reward(name: str) -> Callable[..., Any]:
     found = _GIVEN.get(name)
     if found is None:
         raise RewardError(
-            f"the reward {name} was given from Python, which only a call from Python can give "
-            "again: isobit.train(.., reward=the same function, resume=True); or put it into a "
-            "file, and name it 'path/to/file.py:function'"
+            f"the reward {name} was given from Python; give the same function again with "
+            "isobit.train(.., reward=f, resume=True), or name it 'path/to/file.py:function'"
         )
     return found.function
 
@@ -196,9 +195,8 @@ def packed_reward(name: str) -> bytes:
     except Exception as error:  # objects that cannot be pickled raise anything
         raise RewardError(
             f"the reward {name} cannot be handed to the processes that grade: "
-            f"{type(error).__name__}: {error}; make what it holds (a client, a generator, an open "
-            "file) inside the function, put it into a module and name it 'module:function', or set "
-            "reward.in_process = true"
+            f"{type(error).__name__}: {error}; make clients, generators and open files inside the "
+            "function, name it 'module:function', or set reward.in_process = true"
         ) from error
 
 

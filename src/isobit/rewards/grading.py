@@ -22,13 +22,13 @@ another number of processes, would get other rewards. Differences are only count
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from isobit.config.reward import WHOLE, RewardConfig, RewardPart
+from isobit.config.reward import WHOLE, RewardConfig
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.form import Reward
 from isobit.rewards.given import RewardFunction, load_reward
@@ -259,10 +259,10 @@ class Graders:
         loaded. Raises RewardError if one cannot be.
         """
         functions = self._scoring.describe()
-        lines = [
-            f"{_label(name)}: {_weight(part)}{functions.get(name, f'model {part.model}')}"
-            for name, part in self._parts.items()
-        ]
+        lines = []
+        for name, part in self._parts.items():
+            weight = "" if part.weight == 1 else f"{part.weight:g} x "
+            lines.append(f"{_label(name)}: {weight}{functions.get(name, f'model {part.model}')}")
         if not functions:
             return lines
         if isinstance(self._scoring, Pool):
@@ -396,8 +396,12 @@ class InProcess:
             take()  # discards earlier counts of this process
             try:
                 graded = self._rewards[task.part].grade(task.prompt, task.completions)
-                for index, outcome in _each_inside(inside, graded):
-                    task.outcomes[index] = outcome
+                while True:
+                    with inside():
+                        answered = next(graded, None)
+                    if answered is None:
+                        break
+                    task.outcomes[answered[0]] = answered[1]
                     task.counts.update(take())
                     self._check_process()
                     watch()
@@ -413,20 +417,5 @@ class InProcess:
             os._exit(1)
 
 
-def _each_inside(
-    inside: Inside, graded: Iterator[tuple[int, Outcome]]
-) -> Iterator[tuple[int, Outcome]]:
-    while True:
-        with inside():
-            answered = next(graded, None)
-        if answered is None:
-            return
-        yield answered
-
-
 def _label(name: str) -> str:
     return WHOLE if name == WHOLE else f"{WHOLE} {name}"
-
-
-def _weight(part: RewardPart) -> str:
-    return "" if part.weight == 1 else f"{part.weight:g} x "

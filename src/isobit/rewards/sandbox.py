@@ -301,8 +301,7 @@ def launcher(unsandboxed: bool) -> Launcher:
         + "; ".join(reasons)
         + "); install bubblewrap, or allow user namespaces (sysctl "
         "kernel.unprivileged_userns_clone or user.max_user_namespaces; in a container, its seccomp "
-        "profile), or give the grader "
-        "unsandboxed = true, with which the code may read and send whatever you may"
+        "profile), or give the grader unsandboxed = true, so that the code may do what you may"
     )
 
 

@@ -99,8 +99,7 @@ def check_free(path: Path, needed: int, what: str) -> None:
     free = free_bytes(path)
     if needed > free:
         raise NoSpaceError(
-            f"{what} needs {needed:,} bytes, but {free:,} are free in {path}; free some space, or "
-            "use another disk"
+            f"{what} needs {needed:,} bytes, but {free:,} are free in {path}; free some space"
         )
 
 
@@ -122,9 +121,11 @@ def disk_errors(
         remedy = "free some space" if is_room else "make it writable"
         advice = f"{remedy}, then {again}"
         reason = error.strerror or str(error)
+        free = "unknown"
+        with suppress(OSError):
+            free = f"{free_bytes(path):,} bytes"
         raise (NoSpaceError if is_full else StorageError)(
-            f"{what} could not be written in {path}: {reason}{need}, free: {_free_text(path)}; "
-            f"{advice}"
+            f"{what} could not be written in {path}: {reason}{need}, free: {free}; {advice}"
         ) from error
 
 
@@ -158,10 +159,3 @@ class LineFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _free_text(path: Path) -> str:
-    try:
-        return f"{free_bytes(path):,} bytes"
-    except OSError:
-        return "unknown"

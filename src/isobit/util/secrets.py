@@ -44,13 +44,6 @@ def secret_notes(reward: "RewardConfig | None") -> list[str]:
         f'{name} = "env:NAME" takes it from the environment variable NAME, and is all that is '
         "written"
         for table, options in tables.items()
-        for name in _written(options)
-    ]
-
-
-def _written(options: Mapping[str, Any]) -> list[str]:
-    return [
-        name
         for name, value in options.items()
         if is_secret(name) and isinstance(value, str) and not value.startswith(ENVIRONMENT)
     ]

@@ -104,8 +104,7 @@ def _read(tests: Any) -> str | list[tuple[str, str]]:
             return "\n".join(tests)
         case _:
             raise UnusableTestsError(
-                f"the tests are {str(tests)[:80]!r}; expected Python, as a text or a list of them, "
-                "or pairs of input and output"
+                f"the tests are {str(tests)[:80]!r}; expected Python or pairs of input and output"
             )
     if not all(isinstance(text, str) for pair in pairs for text in pair):
         raise UnusableTestsError("inputs and outputs of a program must be text")

@@ -247,7 +247,9 @@ def score(
     expected = _number(gold_text)
     given = _number(text if expected is None else EQUATION.sub("", text, count=1))
     if expected is not None and given is not None:
-        return float(_equal_numbers(*expected, *given))
+        if expected[1] or given[1]:
+            return float(round(expected[0], PLACES) == round(given[0], PLACES))
+        return float(expected[0] == given[0])
     return float(_equal(plain(gold), plain(answer), seconds))
 
 
@@ -270,12 +272,6 @@ def _number(text: str) -> tuple[Fraction, bool] | None:
         return None
     value = Fraction(above) / Fraction(below)
     return (-value if sign == "-" else value), decimal is not None
-
-
-def _equal_numbers(a: Fraction, a_decimal: bool, b: Fraction, b_decimal: bool) -> bool:
-    if a_decimal or b_decimal:
-        return round(a, PLACES) == round(b, PLACES)
-    return a == b
 
 
 def _equal(gold: str, answer: str, seconds: float) -> bool:

@@ -82,8 +82,7 @@ def score(prompt: Prompt, completion: Completion, seconds: float = 5.0) -> float
     identity = prompt.row.get(TASK_COLUMN)
     if identity is None:
         raise RewardError(
-            f"prompt {prompt.id} comes from no reasoning-gym task; name a reward function of your "
-            "own in reward.function"
+            f"prompt {prompt.id} comes from no reasoning-gym task; name another reward.function"
         )
     entry = {name: value for name, value in prompt.row.items() if name != TASK_COLUMN}
     task = _task(json.dumps(identity, sort_keys=True))
