@@ -65,7 +65,7 @@ class TooLong:
         """Raise ``DataError`` if nothing is left of the set ``name``."""
         if self.dropped and not len(kept):
             raise DataError(
-                f"all {self.dropped} rows of {name} are too long; raise the limit, or do not drop them"
+                f"all {self.dropped} rows of {name} are too long; raise the limit, or keep them"
             )
 
     def describe(self) -> str:
