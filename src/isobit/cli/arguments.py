@@ -66,7 +66,6 @@ def folder_parser(
 
 
 def precision_value(text: str) -> Any:
-    """A preset's name or a table, as in a recipe and its overrides."""
     from isobit.config.load import read_value
 
     return read_value("precision", text)
@@ -103,7 +102,6 @@ def recipe_parser(
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether help is asked for, also after the recipe, where other words are overrides."""
     return bool({"-h", "--help"} & set(arguments))
 
 
@@ -127,7 +125,6 @@ def flags_first(
 
 
 def _describe_keys(schema: "type[Strict]") -> str:
-    """Every key with what it takes, its default and its description."""
     from isobit.config.schema import all_keys
 
     lines = ["keys of a recipe (NAME is yours to choose):"]
@@ -226,7 +223,6 @@ def check_new(path: Path) -> None:
 
 
 def check_directory(path: Path) -> None:
-    """Raise ConfigError if the file's directory does not exist."""
     if not path.parent.is_dir():
         raise ConfigError(
             f"--out is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it first"

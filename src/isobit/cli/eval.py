@@ -34,7 +34,6 @@ FLAG = "--reward-model"
 
 
 def evaluate_reward_model(arguments: Sequence[str]) -> int:
-    """Score, write and print. Raises IsobitError for unusable input."""
     options, overrides = _reward_parser().parse_known_args(arguments)
     if options.out is not None:
         check_new(options.out)
@@ -196,7 +195,6 @@ def _values(options: Namespace) -> dict[str, Any]:
 
 
 def _source(options: Namespace) -> tuple[str, dict[str, Any]]:
-    """The name of the set and its table: a task of reasoning-gym, a dataset's folder or a file."""
     text: str = options.data
     if text.startswith(_TASK):
         name = text.removeprefix(_TASK)

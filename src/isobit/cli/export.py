@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def run_export(arguments: Sequence[str]) -> int:
-    """Write the folder and say what is in it. Raises IsobitError for unusable input."""
     options, overrides = _parser().parse_known_args(arguments)
     precision = _precision(options.precision, overrides)
     if precision is not None and options.format == "bf16":
@@ -56,7 +55,6 @@ def run_export(arguments: Sequence[str]) -> int:
 
 
 def _precision(given: Any, overrides: Sequence[str]) -> "PrecisionConfig | None":
-    """The flow of the command line, or None."""
     from isobit.config.recipes import ExportConfig
 
     values = {"precision": given} if given is not None else {}
@@ -241,7 +239,6 @@ def _report_parser() -> ArgumentParser:
 
 
 def run_schema(arguments: Sequence[str]) -> int:
-    """Print the schema or the page."""
     from isobit.config.schema import RECIPES, configuration_page, json_schema
 
     parser = ArgumentParser(

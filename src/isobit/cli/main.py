@@ -59,7 +59,6 @@ _TRAININGS = ("train", "sft")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line (``sys.argv`` by default) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     prepare()
     try:

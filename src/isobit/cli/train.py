@@ -113,7 +113,6 @@ def _obey(
 
 
 def _config_of_run(command: str, directory: Path, overrides: Sequence[str]) -> "Recipe":
-    """The configuration in a run's directory, for ``isobit train RUN --resume``."""
     from isobit.config.load import apply_overrides, build, parse_overrides
     from isobit.config.schema import RECIPES
 
@@ -130,7 +129,6 @@ def _config_of_run(command: str, directory: Path, overrides: Sequence[str]) -> "
 
 
 def _plan(config: "Recipe", resume: bool, allowed: Sequence[str]) -> list[str]:
-    """The lines of ``--dry-run``."""
     from isobit.config.recipes import SftConfig
 
     with starting():

@@ -27,7 +27,6 @@ _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Test the machine, print a line for each check, and return the exit code."""
     options = _doctor_parser().parse_args(arguments)
 
     with starting():

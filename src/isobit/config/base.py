@@ -72,6 +72,5 @@ def _is_other(field: FieldInfo, value: Any) -> bool:
 
 
 def _leaves(annotation: Any) -> list[Any]:
-    """The types that an annotation is made of."""
     below = get_args(annotation)
     return [leaf for one in below for leaf in _leaves(one)] if below else [annotation]

@@ -12,8 +12,6 @@ from isobit.config.tables import MAX_POSITIONS
 
 
 class Source(Strict):
-    """The keys of every source of prompts."""
-
     system: str | None = None
     """A system message put before each prompt (needs a chat template)."""
 
@@ -141,8 +139,6 @@ class DataConfig(Strict):
 
 
 class AnswerColumns(Strict):
-    """The columns that hold what is trained on."""
-
     completion: str = "completion"
     """Column that holds the completion, as text or chat messages."""
     messages: str | None = None

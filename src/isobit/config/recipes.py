@@ -47,15 +47,11 @@ class VerifyConfig(Strict):
 
 
 class ExportConfig(Strict):
-    """The settings of ``isobit export``."""
-
     precision: PrecisionConfig | None = None
     """By default the run's own."""
 
 
 class InspectConfig(Strict):
-    """The settings of ``isobit inspect``."""
-
     precision: PrecisionConfig = PrecisionConfig()
 
 

@@ -23,8 +23,6 @@ PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class RewardPart(Strict):
-    """One of several rewards: a function or a model, with its weight in the sum."""
-
     function: str | None = None
     """As ``reward.function``."""
     model: str | None = None

@@ -33,7 +33,6 @@ from isobit.util.errors import ConfigError
 
 
 def check_run(config: RunConfig) -> None:
-    """Check a recipe of ``isobit train``."""
     sets = config.data.eval
     check_batch(config.training, config.rollout)
     check_algorithm(config.algorithm, config.rollout)
@@ -124,7 +123,6 @@ def check_own_engine(cluster: ClusterConfig) -> None:
 
 
 def check_sft(config: SftConfig) -> None:
-    """Check a recipe of ``isobit sft``."""
     if config.cluster.rollouters:
         raise ConfigError(
             f"cluster.rollouters is {config.cluster.rollouters}, but fine-tuning learns from given "

@@ -44,7 +44,6 @@ def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 @cache
 def all_keys(model: type[BaseModel], prefix: str = "") -> tuple[Key, ...]:
-    """All keys below ``model``, in the order of the schema."""
     return tuple(
         key
         for name, field in fields_by_key(model).items()
@@ -199,7 +198,6 @@ RECIPES: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sf
 
 
 def json_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The schema of a recipe, ready for JSON."""
     schema = model.model_json_schema(ref_template="#/definitions/{model}")
     schema["definitions"] = schema.pop("$defs")
     preset = {"type": "string", "enum": list(get_args(Preset)), "description": "A preset alone."}

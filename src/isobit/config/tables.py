@@ -283,8 +283,6 @@ class RolloutConfig(Strict):
 
 
 class TrackingConfig(Strict):
-    """Where a run sends its metrics, besides ``metrics.jsonl`` and TensorBoard."""
-
     wandb: bool | str = False
     """Weights & Biases: ``true`` for the project ``isobit``, or a project's name; needs ``pip
     install wandb``.

@@ -98,7 +98,6 @@ class Example:
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompt and completion."""
         return len(self.prompt.token_ids) + len(self.completion_ids)
 
 
@@ -140,7 +139,6 @@ def build_examples(
 
 
 def _turns(source: ExampleSource) -> Iterator[tuple[Row, str]]:
-    """Each prompt with its completion."""
     if source.messages is None:
         for row in load_rows(source):
             advice = "name it in the key `completion`, or whole conversations in the key `messages`"
@@ -310,7 +308,6 @@ def build_pairs(
 
 
 def _answers(row: Row, source: ExampleSource) -> tuple[str, str]:
-    """The chosen answer and the rejected one."""
     advice = "a pair has a prompt and two answers: name their columns in `chosen` and `rejected`"
     chosen, rejected = (answer_of(row, key, advice) for key in (source.chosen, source.rejected))
     if chosen == rejected:

@@ -164,7 +164,6 @@ def drop_evaluated(
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
-    """The text of the prompt, perhaps marked."""
     messages = chat_messages(row, tokenizer, chat)
     if messages is None:
         text = str(row.prompt)
@@ -177,7 +176,6 @@ def _place(name: str, index: int, row: Row) -> str:
 
 
 def is_templated(tokenizer: PreTrainedTokenizerBase, chat: bool) -> bool:
-    """Whether prompts are rendered with the tokenizer's chat template."""
     return chat and bool(tokenizer.chat_template)
 
 

@@ -227,7 +227,6 @@ def load_rows(source: DataSource) -> list[Row]:
 
 
 def _records(source: ColumnsData) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The place of each row, and its columns."""
     if isinstance(source, JsonlData | CsvData):
         path = source.path
         shipped = str(path).startswith(_SHIPPED)

@@ -44,8 +44,6 @@ _IGNORED = {"log_extra", "log_metric"}
 
 
 class Reward:
-    """A reward function whose form was recognised."""
-
     form: str
     given: Collection[str]
     """Parameters that the form gives, if the function has them."""
@@ -152,7 +150,6 @@ class TrlReward(Reward):
     def grade(
         self, prompt: Prompt, completions: Sequence[Completion]
     ) -> Iterator[tuple[int, Outcome]]:
-        """Grade all completions in one call."""
         values = _value_of(self._call(prompt, completions))
         if not isinstance(values, Failure):
             values = _listed_rewards(values, len(completions))

@@ -38,7 +38,6 @@ Seen: TypeAlias = dict[int, Any]
 
 
 def digest_of(value: Any) -> str:
-    """SHA-256 of what a function does, as the module says."""
     digest = hashlib.sha256(f"{sys.version_info[:2]}".encode())
     for part in _parts(value, {}):
         digest.update(part.encode("utf-8", "surrogatepass") + b"\0")

@@ -59,7 +59,6 @@ class GradeStats:
         return self.failed / max(1, self.graded + self.failed)
 
     def __add__(self, other: "GradeStats") -> "GradeStats":
-        """The counts of two gradings together."""
         return GradeStats(
             self.graded + other.graded,
             self.failed + other.failed,
@@ -108,7 +107,6 @@ class Tally:
             self.failed += isinstance(reward, Failure)
 
     def add(self, later: "Tally") -> None:
-        """Add the counts of a later tally."""
         self.completions += later.completions
         self.failed += later.failed
         self.failures.update(later.failures)
@@ -251,7 +249,6 @@ class Graders:
         self.close()
 
     def close(self) -> None:
-        """End the processes, if there are any, with their children."""
         self._scoring.close()
 
     def describe(self) -> list[str]:
@@ -284,7 +281,6 @@ class Graders:
             self._scoring.submit(task)
 
     def poll(self) -> None:
-        """Serve the processes, without waiting. Raises as ``collect`` does."""
         self._scoring.poll()
 
     def collect(
@@ -377,7 +373,6 @@ class InProcess:
         self._rewards, self._pid = rewards, os.getpid()
 
     def describe(self) -> Mapping[str, str]:
-        """Each reward in a line, by part."""
         return {name: reward.describe() for name, reward in self._rewards.items()}
 
     def submit(self, task: Task) -> None:

@@ -159,7 +159,6 @@ _LENGTH = struct.Struct(">Q")
 
 
 def frame(content: Any) -> bytes:
-    """Raises whatever pickling raises."""
     payload = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(payload)) + payload
 
@@ -189,7 +188,6 @@ def read_line(encoded: bytes) -> dict[str, Any] | None:
 
 
 def write_all(descriptor: int, encoded: bytes) -> None:
-    """Write to a blocking descriptor."""
     while encoded:
         encoded = encoded[os.write(descriptor, encoded) :]
 

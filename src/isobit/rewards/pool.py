@@ -45,7 +45,6 @@ _NOISE = 1500
 
 class GraderProcess:
     def __init__(self, start: Start) -> None:
-        """Start the process. Raises whatever ``subprocess.Popen`` raises."""
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self._process = subprocess.Popen(
             # -P: a json.py in the working directory must not be imported
@@ -69,7 +68,6 @@ class GraderProcess:
 
     @property
     def is_sending(self) -> bool:
-        """Whether part of a message is still unsent."""
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
@@ -78,7 +76,6 @@ class GraderProcess:
         self.flush()
 
     def flush(self) -> None:
-        """Write what the pipe takes."""
         try:
             while self._unsent:
                 del self._unsent[: os.write(self.requests, memoryview(self._unsent)[: 1 << 16])]
@@ -88,7 +85,6 @@ class GraderProcess:
             self._unsent.clear()
 
     def read(self) -> Iterator[Mapping[str, Any]]:
-        """The messages received since the last call."""
         self.is_gone = self._process.poll() is not None  # its whole output is in the pipe by now
         try:
             while chunk := os.read(self.replies, 1 << 16):
@@ -105,7 +101,6 @@ class GraderProcess:
             self._unread.clear()
 
     def how_it_ended(self) -> str:
-        """How the process ended, with the end of its output."""
         code = self._process.wait()
         return self._exit or _exit_text(code, self._noise)
 
@@ -121,7 +116,6 @@ class GraderProcess:
         self._process.stdout.close()
 
     def dismiss(self) -> None:
-        """Tell it to end, without waiting."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
@@ -191,7 +185,6 @@ class Task:
         return None not in self.outcomes
 
     def missing(self) -> list[int]:
-        """The indices of completions without an outcome."""
         return [index for index, outcome in enumerate(self.outcomes) if outcome is None]
 
 
@@ -209,7 +202,6 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can take a task."""
         return self.is_ready and self.task is None and not self.is_last
 
 
@@ -269,7 +261,6 @@ class Pool:
             self._attend(TICK_S)
 
     def close(self) -> None:
-        """End the processes and their children."""
         for worker in self._workers:
             worker.process.dismiss()
         while self._workers:
@@ -365,7 +356,6 @@ class Pool:
         worker.task, worker.indices = None, []
 
     def _allowed(self, worker: Worker) -> float:
-        """Seconds allowed after ``worker.since``."""
         if not worker.is_ready:
             return START_DEADLINE_S
         if worker.task is None:

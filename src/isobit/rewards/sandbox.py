@@ -57,8 +57,6 @@ class OutputLimitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one process: seconds of wall-clock time, bytes of memory."""
-
     seconds: float
     memory_bytes: int
 
@@ -198,7 +196,6 @@ class Process:
 
 
 def _file(content: bytes) -> int:
-    """A descriptor of a file in memory."""
     descriptor = os.memfd_create("isobit")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)

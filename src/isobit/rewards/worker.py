@@ -54,7 +54,6 @@ _END_S = 2.0
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all orphans below this process."""
     _process_control(_SET_SUBREAPER, 1)
 
 
@@ -205,7 +204,6 @@ class Start:
 
 
 def main() -> None:
-    """Become a grader and its supervisor."""
     trainer = os.getppid()
     requests, replies = os.dup(0), os.dup(1)
     output, printed = os.pipe()
@@ -246,8 +244,6 @@ def _end_by_them() -> None:
 
 
 class Grader:
-    """The process that runs the rewards."""
-
     def __init__(self, requests: int, replies: int) -> None:
         self._requests, self._replies = requests, replies
         self._pid = os.getpid()

@@ -43,7 +43,6 @@ def _digest(problem: Problem) -> bytes:
 
 
 def question(problem: Problem) -> str:
-    """``3+8+2+9=``."""
     return "+".join(map(str, problem)) + "="
 
 
@@ -66,7 +65,6 @@ def final_answer(text: str) -> str:
 
 
 def is_worked_out(text: str) -> bool:
-    """Whether a completion has steps rather than a number alone."""
     return "," in text
 
 

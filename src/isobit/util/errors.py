@@ -93,14 +93,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 class MismatchError(IsobitError):
-    """Rollout and training log-probabilities differed, and ``check.on_mismatch`` is "stop"."""
-
     exit_code = 3
 
 
 class NoSignalError(IsobitError):
-    """Too many steps without a signal, and ``check.on_no_signal`` is "stop"."""
-
     exit_code = 3
 
 

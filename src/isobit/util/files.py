@@ -88,14 +88,12 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that may still be written where ``path`` is or will be."""
     return shutil.disk_usage(
         next(place for place in (path, *path.absolute().parents) if place.exists())
     ).free
 
 
 def check_free(path: Path, needed: int, what: str) -> None:
-    """Raise NoSpaceError if ``needed`` bytes do not fit."""
     free = free_bytes(path)
     if needed > free:
         raise NoSpaceError(
@@ -154,7 +152,6 @@ class LineFile:
                 raise
 
     def cut(self, size: int) -> None:
-        """Truncate the file to ``size`` bytes. Raises OSError."""
         self._file.truncate(size)
 
     def close(self) -> None:

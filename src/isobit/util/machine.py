@@ -25,7 +25,6 @@ class Memory:
 
 
 def read_memory() -> Memory | None:
-    """The memory of this machine, or None where the operating system does not say."""
     if not _MEMORY.is_file():
         return None
     fields = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
@@ -44,7 +43,6 @@ def read_memory() -> Memory | None:
 
 
 def usable_cores() -> int:
-    """Logical cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -56,7 +54,6 @@ def processor_name() -> str:
 
 
 def openmp_libraries() -> list[str]:
-    """File names of the OpenMP libraries loaded into this process."""
     maps = Path("/proc/self/maps")
     paths = (
         {line.split()[-1] for line in maps.read_text().splitlines()} if maps.is_file() else set()

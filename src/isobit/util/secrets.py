@@ -28,7 +28,6 @@ _NAMES = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Whether an option's name is that of a key or password."""
     return _NAMES.search(name) is not None
 
 

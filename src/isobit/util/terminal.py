@@ -18,7 +18,6 @@ Timing = Callable[[str], AbstractContextManager[None]]
 
 
 def untimed(_: str) -> AbstractContextManager[None]:
-    """The timing that measures nothing."""
     return nullcontext()
 
 
@@ -41,11 +40,9 @@ class Clock:
             self._seconds[name] += perf_counter() - started_at
 
     def add(self, name: str, seconds: float) -> None:
-        """Count what another process has spent."""
         self._seconds[name] += seconds
 
     def take(self) -> dict[str, float]:
-        """The seconds by name since the last call."""
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds
@@ -113,7 +110,6 @@ class Standard:
 
 
 def say(text: str, name: Literal["stdout", "stderr"] = "stderr") -> None:
-    """Print a line on a standard stream, if it can be written."""
     with suppress(OSError, ValueError):
         print(text, file=getattr(sys, name), flush=True)
 

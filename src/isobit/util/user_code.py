@@ -87,7 +87,6 @@ def _with_imports(first: list[Path]) -> dict[Path, bytes]:
 
 
 def _imported(path: Path, source: bytes) -> Iterator[Path]:
-    """The user's files that a file imports anywhere in it."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -125,7 +124,6 @@ def _files_of(parts: list[str]) -> Iterator[Path]:
 
 
 def _below(folder: Path, parts: list[str]) -> Iterator[Path]:
-    """The files of the packages and of the module at the end that exist."""
     for part in parts:
         package, module = folder / part, folder / f"{part}.py"
         if not package.is_dir():

@@ -21,8 +21,6 @@ LONGEST_MESSAGE = 1000
 
 
 class Objects:
-    """Objects that cannot be sent, by number."""
-
     def __init__(self) -> None:
         self._objects: list[Any] = []
 
@@ -32,7 +30,6 @@ class Objects:
         return ["r", len(self._objects) - 1]
 
     def find(self, number: int) -> Any:
-        """The object with a number. Raises IndexError."""
         return self._objects[number]
 
 

@@ -41,7 +41,6 @@ def _checked(result: int, what: str) -> int:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2). Raises OSError naming the target."""
     _checked(
         _LIBC.mount(
             source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
@@ -83,7 +82,6 @@ def pivot(new_root: str, old_root: str) -> None:
 
 
 def detach(target: str) -> None:
-    """Unmount ``target`` and all below it. Raises OSError."""
     _checked(_LIBC.umount2(target.encode(), DETACH), f"umount {target}")
 
 

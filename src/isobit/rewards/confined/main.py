@@ -25,7 +25,6 @@ Job = dict[str, Any]
 
 
 def main() -> None:
-    """Read the job, confine this process, and do the job."""
     descriptor = int(sys.argv[1])
     with open(descriptor, "rb", closefd=False) as file:
         job: Job = json.load(file)

@@ -275,7 +275,6 @@ def _number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def _equal(gold: str, answer: str, seconds: float) -> bool:
-    """The library's answer, within bounds and time."""
     if (beyond := excess(answer)) is not None:
         count(f"math_verify: {beyond}")
         return False

@@ -22,7 +22,6 @@ PYTHON = frozenset({"python", "python3", "py"})
 
 
 def cell(prompt: Prompt, name: str, grader: str) -> Any:
-    """The prompt's column ``name``. Raises RewardError that names the columns."""
     if name in prompt.row:
         return prompt.row[name]
     raise RewardError(
