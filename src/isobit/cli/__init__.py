@@ -1,3 +1,3 @@
-"""The command line: each command reads its arguments, calls ``isobit.run`` and prints. No file
-imports torch at the top.
+"""The command line: reads arguments, calls ``isobit.run`` and prints; imports no torch at
+the top.
 """

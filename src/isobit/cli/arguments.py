@@ -74,9 +74,7 @@ def precision_value(text: str) -> Any:
 def recipe_parser(
     command: str, description: str, example: str, schema: "type[Strict] | None"
 ) -> ArgumentParser:
-    """A parser with RECIPE.toml, --print-config and overrides; with ``schema``, its help lists
-    every key.
-    """
+    """A parser with RECIPE.toml, --print-config and overrides, and help on keys of ``schema``."""
     parser = ArgumentParser(
         prog=f"isobit {command}",
         usage=f"isobit {command} [--print-config] RECIPE.toml [--KEY VALUE ...]",
@@ -192,9 +190,7 @@ def _model_name(text: str) -> str:
 
 
 def data_table(text: str, split: str | None = None) -> dict[str, Any]:
-    """The source of rows that a word of the command line names: a file by its suffix, a folder, or
-    ``hub:ORG/NAME``.
-    """
+    """The rows that a word names: a file by its suffix, a folder, or ``hub:ORG/NAME``."""
     if text.startswith("hub:"):
         return {"type": "hub", "dataset": text.removeprefix("hub:"), "split": split}
     if Path(text).is_dir():
@@ -207,9 +203,7 @@ def data_table(text: str, split: str | None = None) -> dict[str, Any]:
 def settings_from(
     model: type[Settings], values: Mapping[str, Any], overrides: Sequence[str]
 ) -> Settings:
-    """The settings of a command: ``values`` of its own arguments, under the remaining dotted
-    overrides. Raises ConfigError.
-    """
+    """The settings of a command: ``values``, under the dotted overrides. Raises ConfigError."""
     from isobit.config.load import apply_overrides, build, parse_overrides
 
     return build(model, apply_overrides(values, parse_overrides(overrides)), "command line")

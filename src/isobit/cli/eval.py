@@ -175,9 +175,7 @@ def _eval(arguments: Sequence[str], world: "World | None") -> int:
 
 
 def _values(options: Namespace) -> dict[str, Any]:
-    """The tables of a run with this evaluation. Training data and output are filled in but not
-    used.
-    """
+    """The tables of a run with this evaluation; its training data and output are not used."""
     name, source = _source(options)
     evaluation = given(
         samples=options.samples,

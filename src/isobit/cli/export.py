@@ -131,9 +131,7 @@ def _parser() -> ArgumentParser:
 
 
 def run_inspect(arguments: Sequence[str]) -> int:
-    """Inspect, print the tables, and write the page if asked. Raises IsobitError for an unreadable
-    folder.
-    """
+    """Inspect, print, and write the page if asked. Raises IsobitError for an unreadable folder."""
     options, overrides = _inspect_parser().parse_known_args(arguments)
     with starting():
         from isobit.config.recipes import InspectConfig
@@ -192,9 +190,7 @@ def _inspect_parser() -> ArgumentParser:
 
 
 def run_report(arguments: Sequence[str]) -> int:
-    """Write the page and say where it is. Raises IsobitError for a directory that holds no run, or
-    a file that cannot be written.
-    """
+    """Write the page. Raises IsobitError if there is no run, or the file cannot be written."""
     options = _report_parser().parse_args(arguments)
 
     from isobit.observe.report.page import report

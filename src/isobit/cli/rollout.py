@@ -1,6 +1,4 @@
-"""``isobit rollout FOLDER``: completes a text or a file's prompts, and prints the completions or
-writes them as JSON lines.
-"""
+"""``isobit rollout FOLDER``: completes prompts, and prints completions or writes JSON lines."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def run_rollout(arguments: Sequence[str]) -> int:
-    """Generate, and print or write. Raises IsobitError for unusable input before anything is
-    generated.
-    """
+    """Generate, and print or write. Raises IsobitError for unusable input before generating."""
     return obey_as_rank(arguments, _rollout)
 
 

@@ -33,9 +33,7 @@ class StepConfig(Strict):
     dynamic_sampling: bool = False
     """Replace zero-variance groups by groups of further prompts (DAPO)."""
     max_refills: int = Field(default=10, ge=0, le=MAX_COUNT)
-    """How often a step with ``dynamic_sampling`` samples further prompts before it trains on the
-    groups it has.
-    """
+    """How often a step with ``dynamic_sampling`` samples further prompts at most."""
     overlong_buffer: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
     """DAPO's soft length penalty: it grows from 0 to ``overlong_penalty`` over the last so many
     tokens before ``rollout.max_new_tokens``. Off by default.
@@ -72,8 +70,8 @@ class TokenClipConfig(ClipConfig):
     """PPO's clipped surrogate, for each token."""
 
     dual_clip: float | None = Field(default=None, gt=1, le=MAX_FACTOR)
-    """Upper bound of the ratio's effect where the advantage is negative (arXiv 1912.09729 uses 3).
-    Off by default.
+    """Upper bound of the ratio for negative advantages (arXiv 1912.09729 uses 3). Off by
+    default.
     """
     covariance: Literal["clip_cov", "kl_cov"] | None = None
     """Against entropy collapse (arXiv 2505.22617), for tokens whose log-probability and advantage
@@ -172,15 +170,11 @@ class PpoConfig(TokenClipConfig):
     name: Literal["ppo"] = "ppo"
     gamma: Gamma = 1.0
     lam: float = Field(default=0.95, ge=0, le=1)
-    """Lambda of generalised advantage estimation (arXiv 1506.02438): 0 relies on the next value, 1
-    on the rewards.
-    """
+    """Lambda of generalised advantage estimation (arXiv 1506.02438); 1 uses rewards alone."""
     value_coefficient: float = Field(default=0.1, ge=0, le=MAX_FACTOR)
     """Weight of the value loss."""
     value_learning_rate: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
-    """The value head's learning rate, under the same schedule; by default ten times
-    ``training.learning_rate``, since the head starts from zero.
-    """
+    """The value head's learning rate; by default ten times ``training.learning_rate``."""
     value_clip: float = Field(default=0.2, gt=0, le=MAX_FACTOR)
     """How far a value may move from its value before the step and still get a gradient."""
     kl_estimator: KlEstimator = "k1"
@@ -266,9 +260,7 @@ class IcePopCorrection(Strict):
 
 
 class K3Correction(Strict):
-    """Rejection: weight 0 where the K3 divergence of a token, or a sequence's mean, is above
-    ``max``.
-    """
+    """Rejection: weight 0 where the K3 divergence of a token or sequence is above ``max``."""
 
     type: Literal["k3"] = "k3"
     level: Literal["token", "sequence"] = "sequence"

@@ -1,5 +1,5 @@
-"""The table ``data`` of ``isobit train`` and of ``isobit sft``: the sources of prompts, completions
-and pairs of answers.
+"""The table ``data`` of ``isobit train`` and ``isobit sft``: prompts, completions and pairs of
+answers.
 """
 
 from pathlib import Path
@@ -27,9 +27,7 @@ class ReasoningGymData(Source):
 
 
 class ColumnsData(Source):
-    """Rows with columns: one holds the prompt, as text or a list of chat messages; the others are
-    for the reward.
-    """
+    """Rows whose columns are the prompt, text or chat messages, and what the reward needs."""
 
     prompt: str = "prompt"
     """Column that holds the prompt."""
@@ -58,9 +56,7 @@ class ParquetData(ColumnsData):
 
 
 class HfData(ColumnsData):
-    """A Hugging Face dataset on disk: a ``save_to_disk`` folder, or a folder of parquet, JSON or
-    CSV files.
-    """
+    """A Hugging Face dataset on disk: a ``save_to_disk`` folder, or a folder of files."""
 
     type: Literal["hf"] = "hf"
     path: Path
@@ -77,17 +73,13 @@ class HubData(ColumnsData):
     dataset: str = Field(pattern=r"^\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?$")
     """Its name: ``org/name``, or ``org/name@revision`` with a branch, tag or commit."""
     subset: str | None = Field(default=None, pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")
-    """The dataset's folder that has the files, such as ``main`` of ``openai/gsm8k``; required where
-    there are several.
-    """
+    """The dataset's folder of files, such as ``main`` of ``openai/gsm8k``, if it has several."""
     split: str | None = "train"
     """``isobit eval`` without ``--split`` takes the only one."""
 
 
 class RowsData(ColumnsData):
-    """Rows passed from Python, as ``isobit.train(data=[{..}, ..])``, identified by their digest; no
-    recipe file can contain them.
-    """
+    """Rows passed from Python, as ``isobit.train(data=[{..}, ..])``, identified by their digest."""
 
     type: Literal["rows"] = "rows"
     count: int = Field(ge=0, le=MAX_COUNT)
@@ -117,17 +109,13 @@ TooLong = Literal["refuse", "drop", "cut"]
 
 
 class DataConfig(Strict):
-    """Where prompts come from. A training prompt that is also in an evaluation set is dropped and
-    counted.
-    """
+    """Training prompts that are also in an evaluation set are dropped and counted."""
 
     train: DataSource
     eval: dict[str, DataSource] = Field(default={})
     """Named evaluation sets."""
     chat: bool = True
-    """Render prompts with the tokenizer's chat template, if it has one; otherwise the text is used
-    as it is.
-    """
+    """Render prompts with the tokenizer's chat template, if it has one."""
     max_prompt_tokens: int = Field(default=1024, gt=0, le=MAX_POSITIONS)
     """Largest length of a rendered prompt."""
     too_long: TooLong = "refuse"
@@ -142,8 +130,8 @@ class AnswerColumns(Strict):
     completion: str = "completion"
     """Column that holds the completion, as text or chat messages."""
     messages: str | None = None
-    """Column that holds whole conversations instead; every turn of the assistant is a completion of
-    what precedes it.
+    """Column of whole conversations instead, in which every turn of the assistant is a
+    completion.
     """
     chosen: str = "chosen"
     """Column that holds the better answer, for the objective ``preference``: text, chat messages,
@@ -184,21 +172,15 @@ ExampleSource = Annotated[
 
 
 class SftDataConfig(Strict):
-    """Where examples come from. A training example whose prompt is also in an evaluation set is
-    dropped and counted.
-    """
+    """Training examples whose prompt is also in an evaluation set are dropped and counted."""
 
     train: ExampleSource
     eval: dict[str, ExampleSource] = Field(default={})
     """Named held-out sets."""
     chat: bool = True
-    """Render prompts with the tokenizer's chat template, if it has one; otherwise the text is used
-    as it is.
-    """
+    """Render prompts with the tokenizer's chat template, if it has one."""
     max_tokens: int = Field(default=2048, gt=0, le=MAX_POSITIONS)
-    """Largest length of an example, prompt and completion together; of a pair, of either
-    conversation.
-    """
+    """Largest length of an example, or of either conversation of a pair."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """What becomes of longer ones, in every set: ``refuse`` stops before the run starts, ``drop``
     leaves them out and tells how many.

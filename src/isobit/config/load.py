@@ -192,9 +192,7 @@ _NAMED: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """The overrides of a command line, in order. Raises ConfigError for a word that is neither a
-    key nor a key's value.
-    """
+    """The overrides of a command line, in order. Raises ConfigError for a word that is none."""
     overrides: list[Override] = []
     words = iter(arguments)
     for word in words:
@@ -220,8 +218,8 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 
 def nested_overrides(values: Mapping[str, Any]) -> list[Override]:
-    """The overrides that tables stand for: ``{"training": {"steps": 5}, "data.train.limit": 9}``
-    sets two keys and no others.
+    """The overrides of nested tables: ``{"training": {"steps": 5}, "data.train.limit": 9}`` are
+    two.
     """
     overrides: list[Override] = []
     for key, value in values.items():
@@ -296,8 +294,8 @@ def load_recipe(model: type[Model], path: Path, overrides: Sequence[str] = ()) -
 
 
 def build(model: type[Model], values: Mapping[str, Any], source: str) -> Model:
-    """Any part of the schema from nested tables; ``source`` names them in an error. Raises
-    ConfigError as ``load_config`` does.
+    """Any part of the schema; ``source`` is for errors. Raises ConfigError as
+    ``load_config`` does.
     """
     try:
         return model.model_validate(values)

@@ -1,6 +1,4 @@
-"""The recipes of ``isobit train`` and ``isobit sft``, and the settings of the commands that have no
-recipe of their own.
-"""
+"""The recipes of ``isobit train`` and ``isobit sft``, and the settings of the other commands."""
 
 from pathlib import Path
 from typing import Literal
@@ -63,9 +61,7 @@ class ScoringConfig(Strict):
     data: ExampleSource
     chat: bool = True
     tokens_per_batch: int = Field(default=16384, gt=0, le=MAX_COUNT)
-    """Tokens of one forward; a longer conversation takes a forward of its own. Scores do not depend
-    on it.
-    """
+    """Tokens of one forward; scores do not depend on it."""
 
 
 class RunConfig(Strict):
@@ -104,9 +100,7 @@ Objective = Literal["supervised", "preference"]
 
 class SftConfig(Strict):
     objective: Objective = "supervised"
-    """``supervised`` trains on completions; ``preference`` trains a reward model on pairs of
-    answers (Bradley-Terry).
-    """
+    """``supervised`` trains on completions; ``preference`` trains a reward model on pairs."""
     model: str = "starter"
     """A Hugging Face folder, a name of the hub (``org/name`` or ``org/name@revision``), or
     ``starter`` for the small model shipped with Isobit. For the objective ``preference`` it may be
@@ -126,9 +120,7 @@ class SftConfig(Strict):
     training: OptimisationConfig = OptimisationConfig()
     """A step trains on ``prompts_per_step`` prompts with their completions."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """When the loss of every held-out set is measured, and how completions are sampled for a
-    reward.
-    """
+    """When the held-out sets are evaluated, and how completions for a reward are sampled."""
     reward: RewardConfig | None = None
     """With a reward, an evaluation also completes the held-out prompts and grades them."""
     rollout: RolloutConfig = RolloutConfig()

@@ -32,8 +32,8 @@ class RewardPart(Strict):
     weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     """Weight in the sum: negative for a penalty, 0 for a metric without effect on training."""
     options: dict[str, Any] = Field(default={})
-    """Keyword arguments of the function; "env:NAME" is the value of an environment variable and is
-    not written anywhere.
+    """Keyword arguments; "env:NAME" is an environment variable's value and is not written
+    anywhere.
     """
 
 
@@ -43,8 +43,8 @@ class RewardConfig(Strict):
     ``path/to/file.py:function``; the names of its parameters determine how it is called.
     """
     options: dict[str, Any] = Field(default={})
-    """Keyword arguments of the function; "env:NAME" is the value of an environment variable and is
-    not written anywhere.
+    """Keyword arguments; "env:NAME" is an environment variable's value and is not written
+    anywhere.
     """
     model: str | None = None
     """A reward model's folder or name of the hub, in place of a function."""
@@ -53,9 +53,7 @@ class RewardConfig(Strict):
     weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     """Factor of the reward."""
     parts: dict[PartName, RewardPart] = Field(default={})
-    """Several rewards by name, whose weighted sum is the reward; no reward may then be in this
-    table itself.
-    """
+    """Several rewards by name, added with their weights, instead of the one in this table."""
     offload: bool = False
     """Keep reward models in host memory except while they score, to free GPU memory."""
     max_failed_fraction: float = Field(default=0.5, ge=0, le=1)
@@ -67,12 +65,10 @@ class RewardConfig(Strict):
     deadline_s: float = Field(default=10.0, ge=0.01, le=86_400)
     """Seconds for one completion; then its process is killed, and its reward counts as failed."""
     memory_mib: int = Field(default=2048, ge=256, le=1 << 20)
-    """Private memory of each of these processes, imports included; mapped libraries and reserved
-    address space do not count.
-    """
+    """Private memory of each of these processes, without mapped libraries."""
     in_process: bool = False
-    """Call the functions in the trainer's own process, without deadline, memory limit or protection
-    from crashes.
+    """Call functions in the trainer's process, without deadline, memory limit or crash
+    protection.
     """
 
     def named(self) -> dict[str, RewardPart]:

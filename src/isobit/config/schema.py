@@ -122,9 +122,7 @@ def choices(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
 
 
 def locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, list[str]]:
-    """The dotted path of a pydantic error's location, and the valid keys of the table that holds
-    it.
-    """
+    """The dotted path of a pydantic error's location, and the valid keys of its table."""
     annotation: Any = model
     parts: list[str] = []
     siblings: list[str] = []

@@ -26,9 +26,7 @@ class AsyncConfig(Strict):
 
 
 class CheckConfig(Strict):
-    """What a run does when rollout and training log-probabilities differ, and after steps without a
-    signal.
-    """
+    """What a run does after a mismatch of log-probabilities, and after steps without a signal."""
 
     on_mismatch: Literal["warn", "stop", "ignore"] = "warn"
     """When the log-probabilities mismatch: warn prints a line once a step, stop ends the run. The
@@ -39,17 +37,11 @@ class CheckConfig(Strict):
     difference above this is, if it is set.
     """
     max_ratio: float | None = Field(default=100.0, gt=1, le=MAX_FACTOR)
-    """The largest probability ratio between trainer and sampler, in either direction, before
-    ``on_mismatch`` applies.
-    """
+    """The largest probability ratio of trainer and sampler before ``on_mismatch`` applies."""
     repeat_every: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Steps between checks that compute one micro-batch's forward and backward twice and compare
-    the bits, which detects faulty hardware. 0 is never.
-    """
+    """Steps between checks for faulty hardware, which compute one micro-batch twice; 0 is never."""
     state: bool = True
-    """Verify before each step that weights, masters and moments are what the last update left,
-    which detects memory errors.
-    """
+    """Verify before each step that weights, masters and moments are unchanged in memory."""
     on_no_signal: Literal["warn", "stop", "ignore"] = "warn"
     """After ``no_signal_steps`` steps in a row in which every group had zero variance: warn prints
     a line, stop ends the run with a checkpoint. The metrics count such updates in any case.
@@ -68,13 +60,9 @@ class CheckpointConfig(Strict):
     keep_last: int = Field(default=2, ge=0, le=MAX_STEPS)
     """How many of the newest are kept; 0 writes none at all, so that the run cannot be resumed."""
     keep_every: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Also keep every checkpoint of a multiple of this many steps (itself a multiple of ``every``);
-    0 is off.
-    """
+    """Also keep checkpoints of multiples of this many steps (a multiple of ``every``); 0 is off."""
     wait_for_space_s: float = Field(default=600.0, ge=0, le=MAX_WAIT_S)
-    """Seconds that a run waits and tries again when the disk or a quota is full; 0 ends the run at
-    once.
-    """
+    """Seconds that a run waits when the disk or a quota is full; 0 ends the run at once."""
     keep_best: str | None = None
     """Also keep the checkpoint with the highest value of this evaluation figure, for example
     ``eval/held_out/accuracy``; of ``isobit sft``'s ``eval/NAME/loss`` the lowest.
@@ -86,30 +74,22 @@ Launcher = Literal["local", "ray"]
 
 class EngineConfig(Strict):
     rollout_tp: int = Field(default=1, gt=0, le=64)
-    """Processes that share one engine, for a policy that one GPU cannot hold. The bits do not
-    change.
-    """
+    """Processes that share one engine, for a policy too large for one GPU; no bit changes."""
 
 
 class ClusterConfig(Strict):
     """The processes of a run. No key changes what the run computes."""
 
     processes: int = Field(default=1, gt=0, le=MAX_PROCESSES)
-    """The number of GPUs, or on CPUs at most the number of cores. Under ``torchrun`` or SLURM the
-    processes that these start are used instead.
-    """
+    """The number of GPUs, or at most that of CPU cores; ``torchrun`` and SLURM override it."""
     launcher: Launcher = "local"
-    """Whether this command starts the processes on this machine, or a Ray cluster does (``pip
-    install isobit[ray]``).
-    """
+    """Who starts the processes: this command, or a Ray cluster (``pip install isobit[ray]``)."""
     restarts: int = Field(default=0, ge=0, le=MAX_COUNT)
     """How often all processes are restarted with ``--resume`` after one has died. A Ray cluster
     uses the remaining nodes, and fewer processes where they have no room for all.
     """
     rollout_tp: int = Field(default=1, gt=0, le=64)
-    """Processes that share one engine, for ``isobit eval`` with a policy that one GPU cannot hold.
-    The bits do not change; a run needs 1.
-    """
+    """Processes that share one engine, for ``isobit eval`` of a large policy; a run needs 1."""
     rollouters: int = Field(default=0, ge=0, le=MAX_PROCESSES)
     """How many processes, the last ones, only sample while the others train; it needs ``async.lag``
     of at least 1. With 0 every process alternates between the two.
@@ -197,9 +177,7 @@ class PrecisionConfig(Strict):
     last_layers_bf16: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """How many of the last decoder layers stay in BF16, with their KV cache and attention."""
     modules_bf16: tuple[str, ...] = ()
-    """Linears kept in BF16, by full path (``layers.3.down_proj``) or by name in every layer
-    (``down_proj``).
-    """
+    """Linears kept in BF16, as ``layers.3.down_proj`` or, in every layer, ``down_proj``."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Format of the operands of WGrad."""
     scales: Literal["power_of_two", "fp32"] = "power_of_two"
@@ -224,14 +202,10 @@ def named_precision(precision: PrecisionConfig | str) -> PrecisionConfig:
 
 
 class ReferenceConfig(Strict):
-    """The frozen reference model of the KL penalty, loaded where ``algorithm.kl_coefficient`` is
-    above 0.
-    """
+    """The frozen reference model, loaded where ``algorithm.kl_coefficient`` is above 0."""
 
     model: str | None = None
-    """A Hugging Face folder or name of the hub, with the policy's vocabulary, or ``starter``; by
-    default the run's ``model``.
-    """
+    """A folder or name of the hub with the policy's vocabulary; by default the run's ``model``."""
     refresh_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps after which it takes the policy's current weights; 0 is never."""
     offload: bool = False
@@ -269,24 +243,18 @@ class RolloutConfig(Strict):
     max_sequences: int = Field(default=256, gt=0, le=MAX_BATCH)
     """Sequences decoded at once."""
     max_batched_tokens: int | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Tokens of one forward: decoding sequences first, then chunks of prompts. By default 2048 on a
-    CPU and 16384 on a GPU.
-    """
+    """Tokens of one forward; by default 2048 on a CPU and 16384 on a GPU."""
     kv_pages: int | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Pages of the KV cache, of 64 tokens on a CPU and 128 on a GPU; by default as many as
     ``max_sequences`` of full length need, within ``kv_memory_gib``.
     """
     kv_memory_gib: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
-    """Largest size of the KV cache; by default 2 on a CPU, and on a GPU the free memory or what the
-    training plan leaves.
-    """
+    """Size of the KV cache; by default 2 on a CPU, and on a GPU what is free or planned."""
 
 
 class TrackingConfig(Strict):
     wandb: bool | str = False
-    """Weights & Biases: ``true`` for the project ``isobit``, or a project's name; needs ``pip
-    install wandb``.
-    """
+    """``true`` for the project ``isobit``, or a project's name; needs ``pip install wandb``."""
 
 
 Recompute = Literal["none", "mlp", "full"]
@@ -312,9 +280,7 @@ class OptimisationConfig(Strict):
     learning_rate: float = Field(default=1e-6, gt=0, le=MAX_FACTOR)
     """AdamW's learning rate after the warmup."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warmup; linear and cosine reach 0 after the last
-    update.
-    """
+    """The learning rate after the warmup; linear and cosine reach 0 after the last update."""
     warmup_updates: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Updates over which the learning rate rises linearly."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -326,13 +292,9 @@ class OptimisationConfig(Strict):
     ``fp8`` are rounded stochastically, and ``fp8`` has one scale for 128 elements.
     """
     offload_moments: bool = False
-    """Keep AdamW's moments in host memory while the engine generates, to free GPU memory for the KV
-    cache.
-    """
+    """Keep AdamW's moments in host memory during generation, to free memory for the KV cache."""
     recompute: Recompute = "none"
-    """What the backward recomputes, with the same bits, to save memory: nothing, the MLP of each
-    layer, or the whole layer.
-    """
+    """What the backward recomputes to save memory: nothing, the MLPs, or whole layers."""
     router_balance: float = Field(default=0.001, ge=0, le=MAX_FACTOR)
     """Coefficient of the load-balancing loss of a mixture of experts, in each layer; 0 is off. The
     default is Qwen3-MoE's ``router_aux_loss_coef``, a tenth of what is usual in pre-training.
@@ -344,9 +306,7 @@ class OptimisationConfig(Strict):
     max_grad_norm: float = Field(default=1.0, gt=0, le=1e30)
     """Gradients with a larger norm are scaled down to it."""
     max_skipped_updates: int = Field(default=3, ge=0, le=MAX_COUNT)
-    """Stop after that many updates in a row were skipped because the loss or gradient norm was not
-    finite.
-    """
+    """Skipped updates in a row (loss or gradient norm not finite) before the run stops."""
 
 
 class TrainingConfig(OptimisationConfig):

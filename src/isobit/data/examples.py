@@ -238,9 +238,7 @@ def _completion_text(
 def _ended(
     ids: list[int], tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
 ) -> tuple[int, ...]:
-    """The tokens of a completion up to the last one that ends it, which is added if there is
-    none.
-    """
+    """The tokens of a completion up to its last stop token, which is added if there is none."""
     ends = [index for index, token in enumerate(ids) if token in stop_token_ids]
     if ends and not decode(tokenizer, ids[ends[-1] + 1 :]).strip():
         return tuple(ids[: ends[-1] + 1])

@@ -34,9 +34,7 @@ def learnt_sha256(prompts: Sequence[Prompt], learnt: Sequence[Any]) -> str:
 
 
 _KEPT_AHEAD = 64
-"""Characters kept at the beginning of a text that is cut, where a template has the token that
-begins every sequence.
-"""
+"""Characters kept at the beginning of a cut text, where a template begins the sequence."""
 
 
 @dataclass(slots=True)

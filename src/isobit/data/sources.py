@@ -199,9 +199,7 @@ Messages: TypeAlias = tuple[dict[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a dataset. ``columns`` are all but the prompt's; ``place`` is its file and line or
-    row, for errors.
-    """
+    """One row; ``columns`` are all but the prompt's, ``place`` is its file and line, for errors."""
 
     prompt: str | Messages
     columns: Mapping[str, Any]
@@ -324,9 +322,7 @@ def _is_parts(content: Any) -> bool:
 
 
 def message_text(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
-    """The text of a message, its parts concatenated. Raises DataError for a part that is not
-    text.
-    """
+    """The text of a message or its parts. Raises DataError for a part that is not text."""
     if isinstance(content, str):
         return content
     for part in content:
@@ -352,9 +348,7 @@ def _with_system(prompt: str | Messages, system: str | None, place: str) -> str 
 
 
 def _task_rows(source: ReasoningGymData) -> Iterator[Row]:
-    """Each row keeps the task's entry, with the task's name and options, from which the scorer is
-    rebuilt.
-    """
+    """Rows with the task's entry, and its name and options, to build the scorer again."""
     task = create_task(source.task, size=source.size, seed=source.seed, options=source.options)
     identity = {
         "task": source.task,

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 TASK_COLUMN = "reasoning_gym"
-"""Column with the task's name, size, seed and options, from which the task and its scorer can be
-built again.
-"""
+"""Column with the task's name, size, seed and options, to build the task again."""
 
 
 def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> "ProceduralDataset":
@@ -43,9 +41,7 @@ def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> 
 
 
 def _check(name: str, options: Mapping[str, Any], drawn: bool) -> None:
-    """Refuse an unknown name or option; size and seed are no options of a task that is ``drawn``
-    from.
-    """
+    """Refuse an unknown name or option; size and seed are none of a task that is ``drawn``."""
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:

@@ -32,9 +32,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from isobit.util.errors import ModelError
 
 MAX_LINES = 1_000_000
-"""Executed lines of a template's compiled code for one conversation; a thousand messages take some
-50,000.
-"""
+"""Executed lines of a template for one conversation; a thousand messages take some 50,000."""
 LARGEST = 1 << 20
 """Characters of a template."""
 _FILE = "<template>"
@@ -120,9 +118,7 @@ def quoted(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def quoted_answer(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """``quoted`` for an answer, without a spelt-out end-of-sequence token at its end, which is
-    added anyway.
-    """
+    """``quoted`` for an answer, without a spelt-out end of sequence, which is added anyway."""
     return quoted(text.removesuffix(str(tokenizer.eos_token)), tokenizer)
 
 

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     import asyncio
 
 Mode = Literal["each", "concurrent", "together"]
-"""How the completions of a prompt are graded: one after the other, concurrently on one event loop,
-or in one call.
-"""
+"""How a prompt's completions are graded: one by one, on one event loop, or in one call."""
 
 FORMS = (
     "the forms are (prompt, completion) -> float, TRL's (completions, **columns) -> list of floats "
@@ -225,9 +223,7 @@ class VerlReward(Reward):
 def recognise(
     function: Callable[..., Any], name: str, options: Mapping[str, Any] | None = None
 ) -> Reward:
-    """The reward of a function called ``name``. Raises RewardError for an unknown form, and as
-    ``Reward`` does.
-    """
+    """The reward of a function. Raises RewardError for an unknown form, and as ``Reward`` does."""
     parameters = _parameters(function, name)
     names = set(parameters)
     if "completions" in names:

@@ -171,9 +171,7 @@ def give_reward(function: Callable[..., Any]) -> GivenReward:
 
 
 def given_reward(name: str) -> Callable[..., Any]:
-    """The function with a name that starts with ``PREFIX``. Raises RewardError if it is not
-    held.
-    """
+    """The function called ``name`` (with ``PREFIX``). Raises RewardError if it is not held."""
     found = _GIVEN.get(name)
     if found is None:
         raise RewardError(

@@ -42,9 +42,7 @@ Weights: TypeAlias = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class GradeStats:
-    """How grading went: completions graded and failed, failures by kind, the first one's message,
-    and what graders counted.
-    """
+    """Completions graded and failed, failures by kind, the first message, and graders' counts."""
 
     graded: int
     failed: int
@@ -114,9 +112,7 @@ class Tally:
         self.counts.update(later.counts)
 
     def stats(self, max_failed_fraction: float) -> GradeStats:
-        """The counts. Raises ``RewardError`` with the first error if a larger share than
-        ``max_failed_fraction`` failed, or all did.
-        """
+        """The counts. Raises ``RewardError`` if too large a share failed, or all did."""
         stats = GradeStats(
             self.completions - self.failed,
             self.failed,
@@ -290,9 +286,7 @@ class Graders:
         watch: Watch | None = None,
         inside: Inside = nullcontext,
     ) -> GradeStats:
-        """Fill ``rewards`` and ``reward_parts`` of the groups, and say how it went. Raises
-        RewardError as ``fill`` and ``stats`` do.
-        """
+        """``fill`` and ``stats`` of the groups. Raises RewardError as they do."""
         return self.stats(self.fill(groups, models, watch, inside))
 
     def fill(
@@ -365,9 +359,7 @@ class Graders:
 
 
 class InProcess:
-    """Calls the rewards in this process, without protection; only a fork of it that returns from a
-    reward is ended.
-    """
+    """Calls the rewards in this process; a fork of it that returns from a reward is ended."""
 
     def __init__(self, rewards: Mapping[str, Reward]) -> None:
         self._rewards, self._pid = rewards, os.getpid()
@@ -382,8 +374,8 @@ class InProcess:
         """Nothing happens by itself."""
 
     def wait(self, tasks: Sequence[Task], watch: Watch, inside: Inside) -> None:
-        """Do the tasks. Raises RewardError if a reward does, and what ``watch`` or a signal in a
-        block of ``inside`` raises.
+        """Do the tasks. Raises RewardError if a reward does, and what ``watch`` or a signal
+        raises.
         """
         for task in tasks:
             if task.is_done:

@@ -253,9 +253,7 @@ class Pool:
         self._attend(0.0)
 
     def wait(self, tasks: Sequence[Task], watch: Watch, inside: Inside = nullcontext) -> None:
-        """Return when the tasks are done; ``inside`` is not used. Raises as ``poll`` does, and what
-        ``watch`` raises.
-        """
+        """Return when the tasks are done. Raises as ``poll`` does, and what ``watch`` raises."""
         while not all(task.is_done for task in tasks):
             watch()
             self._attend(TICK_S)

@@ -268,9 +268,7 @@ class Unshare(Launcher):
 
 
 class Unsandboxed(Launcher):
-    """Limits and the filter of system calls without namespaces. The code can read the user's
-    files.
-    """
+    """Limits and the filter of system calls only. The code can read the user's files."""
 
     name = "no sandbox"
 

@@ -133,9 +133,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_all() -> None:
-    """Kill everything below this process until nothing is left, since killed processes may have
-    started others.
-    """
+    """Kill everything below this process, repeatedly, since processes may start others."""
     until = monotonic() + _END_S
     while (found := list(_descendants(os.getpid()))) and monotonic() < until:
         for pid in found:
@@ -185,9 +183,7 @@ def _is_held_to(size: int) -> bool:
 
 
 ENDS_AFTER = frozenset({"MemoryError", "SystemExit"})
-"""Kinds of failures after which a process is replaced: little memory may be left, or the code
-wanted to exit.
-"""
+"""Failures after which a process is replaced, since memory may be lost or the code exits."""
 
 FOR_THE_TRAINER = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU)
 

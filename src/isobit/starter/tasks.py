@@ -26,9 +26,7 @@ HELD_OUT_OF_256 = 26
 
 @cache
 def problems(held_out: bool) -> tuple[Problem, ...]:
-    """The 989 held-out problems, or the 9,011 to train on, in the order of their hashes, so that
-    any first n are a fair sample.
-    """
+    """The 989 held-out problems, or the 9,011 others, in the order of their hashes."""
     found = (p for p in product(DIGITS, DIGITS, DIGITS, DIGITS) if is_held_out(p) == held_out)
     return tuple(sorted(found, key=_digest))
 

@@ -72,9 +72,7 @@ def replace_folder(partial: Path, target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A partial folder to write into, which replaces ``target`` at the end, and is removed after an
-    error.
-    """
+    """A partial folder, which replaces ``target`` at the end, and is removed after an error."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

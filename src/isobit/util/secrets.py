@@ -55,9 +55,7 @@ _shown: dict[str, str] = {}
 
 
 def from_environment(options: Mapping[str, Any], reward: str) -> dict[str, Any]:
-    """The options with the values of their variables. Raises RewardError for one that is not
-    set.
-    """
+    """The options with their variables' values. Raises RewardError for one that is not set."""
     return {name: _value(name, given, reward) for name, given in options.items()}
 
 

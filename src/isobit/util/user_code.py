@@ -18,9 +18,7 @@ from typing import Any
 
 
 def run_file(path: Path, name: str) -> ModuleType:
-    """Execute a file as the module ``name``. Exceptions of the file pass through, and the module is
-    removed again.
-    """
+    """Execute a file as the module ``name``, which is removed again if the file raises."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a .py file always has a loader"
     assert spec.loader is not None, "a .py file always has a loader"
@@ -35,9 +33,7 @@ def run_file(path: Path, name: str) -> ModuleType:
 
 
 def describe_missing(module: ModuleType, name: str, is_one: Callable[[Any], bool]) -> str:
-    """The module's own members that ``is_one`` accepts, for an error about the missing ``name``,
-    and the nearest one.
-    """
+    """For an error: the module's own members that ``is_one`` accepts, and the nearest one."""
     names = [
         member
         for member, value in vars(module).items()

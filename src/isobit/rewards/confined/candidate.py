@@ -42,9 +42,7 @@ def load(code: str, name: str) -> Loaded:
 
 
 def serve(channel: Channel, code: str) -> None:
-    """Load ``code`` and answer requests until the channel closes. If loading fails, each request
-    gets its error.
-    """
+    """Load ``code`` and answer requests until the channel closes, with errors if loading failed."""
     objects = Objects()
     loaded: Loaded = {}
     failure: BaseException | None = None

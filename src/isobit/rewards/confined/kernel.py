@@ -151,9 +151,7 @@ def _bind(source: str, target: str) -> None:
 
 
 def apply_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """Lower the soft and hard limits of address space, CPU time, file size, descriptors and
-    threads; a lower limit is kept.
-    """
+    """Lower the limits of address space, CPU time, file size, descriptors and threads."""
     bounds = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CPU: cpu_seconds,

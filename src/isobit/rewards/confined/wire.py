@@ -143,9 +143,7 @@ class Channel:
             data = data[self._write(self.outgoing, data) :]
 
     def receive(self) -> Any:
-        """The next message. Raises EOFError if the other side has ended, WireError for an invalid
-        one.
-        """
+        """The next message. Raises EOFError at the end, WireError for an invalid one."""
         (length,) = struct.unpack(">I", self._exactly(4))
         if length > MOST_BYTES:
             raise WireError(f"a message of {length} bytes; the most are {MOST_BYTES}")

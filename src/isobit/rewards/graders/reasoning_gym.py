@@ -38,14 +38,10 @@ EXECUTES_ANSWERS = frozenset(
         "string_insertion",
     }
 )
-"""Tasks whose ``score_answer`` passes the answer to ``eval`` or to sympy's ``parse_expr``, which
-executes it (version 0.1.25).
-"""
+"""Tasks whose scorer executes the answer, by ``eval`` or sympy's ``parse_expr`` (0.1.25)."""
 
 EXPANDS_ANSWERS = frozenset({"rubiks_cube"})
-"""Tasks whose ``score_answer`` repeats a part of the answer as often as the answer says:
-``R999999999`` is a billion moves.
-"""
+"""Tasks whose scorer repeats a part as often as the answer says: ``R999999999``."""
 
 PAYS_FOR_ANY_ANSWER = frozenset({"coin_flip", "game_of_life_halting"})
 """Tasks whose ``score_answer`` gives 1 for wrong answers: ``coin_flip`` compares the digits that

@@ -71,9 +71,7 @@ def _closing(text: str, brace: int) -> int:
 
 
 def last_code(text: str) -> str | None:
-    """The last complete fenced block of Python; if none is marked as Python, the last one without a
-    language.
-    """
+    """The last complete fenced block of Python, or else of no language."""
     marked = unmarked = None
     language: str | None = None
     lines: list[str] = []
