@@ -156,7 +156,7 @@ def _assistant_turns(row: Row, column: str) -> Iterator[tuple[Row, str]]:
         raise DataError(f"{row.place}, column {column!r}: no message has the role {_ASSISTANT!r}")
     if places[0] == 0:
         raise DataError(
-            f"{row.place}, column {column!r}: the assistant's message needs a prompt before it"
+            f"{row.place}, column {column!r}: the first message is the assistant's, not a prompt"
         )
     for index in places:
         yield Row(row.prompt[:index], row.columns, row.place), row.prompt[index]["content"]
