@@ -15,8 +15,16 @@ from isobit.config.tables import MAX_POSITIONS
 
 LossMean = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
+ClipLow = Annotated[
+    float, Field(ge=0, le=MAX_FACTOR, description="The clip's lower bound is 1 - clip_low.")
+]
 ClipHigh = Annotated[
-    float, Field(ge=0, le=MAX_FACTOR, description="A value above clip_low is DAPO's clip-higher.")
+    float,
+    Field(
+        ge=0,
+        le=MAX_FACTOR,
+        description="The clip's upper bound is 1 + clip_high; above clip_low is DAPO's clip-higher.",
+    ),
 ]
 Gamma = Annotated[
     float, Field(ge=0, le=1, description="Discount of later rewards, for each token.")
@@ -56,13 +64,13 @@ class LossConfig(StepConfig):
     GRPO).
     """
     loss_constant: int | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Tokens; by default ``rollout.max_new_tokens``."""
+    """Divisor of ``loss_mean = constant``, in tokens; by default ``rollout.max_new_tokens``."""
     entropy_coefficient: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Weight of the entropy bonus."""
 
 
 class ClipConfig(LossConfig):
-    clip_low: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
+    clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
 
 
@@ -143,7 +151,7 @@ class GspoConfig(ClipConfig):
     """Ratios and clips of whole sequences (arXiv 2507.18071)."""
 
     name: Literal["gspo"] = "gspo"
-    clip_low: float = Field(default=3e-4, ge=0, le=MAX_FACTOR)
+    clip_low: ClipLow = 3e-4
     clip_high: ClipHigh = 4e-4
     loss_mean: LossMean = "sequence"
 
@@ -152,7 +160,7 @@ class CispoConfig(ClipConfig):
     """The ratio as a clipped weight of log pi (arXiv 2506.13585)."""
 
     name: Literal["cispo"] = "cispo"
-    clip_low: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
+    clip_low: ClipLow = 1.0
     clip_high: ClipHigh = 4.0
 
 

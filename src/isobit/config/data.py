@@ -21,6 +21,7 @@ class ReasoningGymData(Source):
     task: str
     """Name of the task, for example ``chain_sum``."""
     size: int = Field(default=1000, gt=0, le=MAX_COUNT)
+    """Number of entries."""
     seed: Seed = 0
     options: dict[str, Any] = Field(default={})
     """The task's own configuration."""
@@ -61,7 +62,7 @@ class HfData(ColumnsData):
     type: Literal["hf"] = "hf"
     path: Path
     split: str | None = "train"
-    """``isobit eval`` without ``--split`` takes the only one."""
+    """Split of the dataset; ``isobit eval`` without ``--split`` takes the only one."""
 
 
 class HubData(ColumnsData):
@@ -75,7 +76,7 @@ class HubData(ColumnsData):
     subset: str | None = Field(default=None, pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")
     """The dataset's folder of files, such as ``main`` of ``openai/gsm8k``, if it has several."""
     split: str | None = "train"
-    """``isobit eval`` without ``--split`` takes the only one."""
+    """Split of the dataset; ``isobit eval`` without ``--split`` takes the only one."""
 
 
 class RowsData(ColumnsData):
@@ -124,6 +125,7 @@ class DataConfig(Strict):
     begins every sequence. The console tells how many.
     """
     shuffle: bool = True
+    """Visit the prompts in another random order in each epoch."""
 
 
 class AnswerColumns(Strict):
@@ -186,3 +188,4 @@ class SftDataConfig(Strict):
     leaves them out and tells how many.
     """
     shuffle: bool = True
+    """Visit the prompts in another random order in each epoch."""

@@ -75,6 +75,7 @@ class RunConfig(Strict):
     device: Device = "auto"
     """``auto`` takes a Hopper GPU where one is there that computes the model."""
     seed: Seed = 0
+    """Seed of all random choices of the run."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
     """CPU threads; by default torch's choice. Gradients repeat bit for bit at a fixed number."""
     data: DataConfig
@@ -114,6 +115,7 @@ class SftConfig(Strict):
     device: Device = "auto"
     """``auto`` takes a Hopper GPU where one is there that computes the model."""
     seed: Seed = 0
+    """Seed of all random choices of the run."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
     """CPU threads; by default torch's choice. Gradients repeat bit for bit at a fixed number."""
     data: SftDataConfig
