@@ -23,7 +23,7 @@ ClipHigh = Annotated[
     Field(
         ge=0,
         le=MAX_FACTOR,
-        description="The clip's upper bound is 1 + clip_high; above clip_low is DAPO's clip-higher.",
+        description="The clip's upper bound is 1 + clip_high, in DAPO above 1 + clip_low.",
     ),
 ]
 Gamma = Annotated[
