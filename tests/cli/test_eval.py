@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from shlex import split
 from typing import Any
 
 import pytest
@@ -18,19 +19,11 @@ from isobit.starter import starter_folder
 from tests.forked import command
 from tools.starter.tokenizer import PAD_ID
 
+HELD_OUT = ["--data", "starter:held_out.jsonl"]
 REWARD = ["--reward", "isobit.starter.tasks:correct_answer"]
-SMALL = [
-    "--problems",
-    "3",
-    "--max-new-tokens",
-    "12",
-    "--rollout.max_sequences",
-    "6",
-    "--precision",
-    "fp32",
-    "--threads",
-    "1",
-]
+SMALL = split(
+    "--problems 3 --max-new-tokens 12 --rollout.max_sequences 6 --precision fp32 --threads 1"
+)
 
 
 def test_the_starter_on_its_held_out_problems(capsys):
@@ -64,24 +57,8 @@ def test_two_processes_that_share_the_model_find_what_one_finds(tmp_path, capsys
 def test_several_samples_as_json(tmp_path, capsys):
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(f'{{"prompt": "1+2+3+{i}=", "answer": "{6 + i}"}}\n' for i in range(5)))
-    assert (
-        main(
-            [
-                "eval",
-                "starter",
-                "--data",
-                str(data),
-                *REWARD,
-                *SMALL,
-                "--samples",
-                "2",
-                "--temperature",
-                "1",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    words = ["--data", str(data), *REWARD, *SMALL, *split("--samples 2 --temperature 1 --json")]
+    assert main(["eval", "starter", *words]) == 0
     result = json.loads(capsys.readouterr().out)["sums"]
     assert result["accuracy"] == result["mean_reward"]
     assert (result["problems"], result["samples"]) == (3, 2)
@@ -128,19 +105,10 @@ def test_a_task_of_reasoning_gym_is_scored_by_itself(capsys):
     [
         (["--data", "task:chain_summ"], "chain_sum"),
         (["--data", "none.jsonl", *REWARD], "none.jsonl"),
-        (["--data", "starter:held_out.jsonl", "--reward", "no_module:f"], "no_module"),
-        (
-            ["--data", "starter:held_out.jsonl", *REWARD, "--samples", "4"],
-            "evaluation.samples is 4",
-        ),
-        (
-            ["--data", "starter:held_out.jsonl", *REWARD, "--samples", "0"],
-            "evaluation.samples: should be greater than 0",
-        ),
-        (
-            ["--data", "starter:held_out.jsonl", *REWARD, "--cluster.processes", "2"],
-            "cluster.processes is 2, but an evaluation has one engine",
-        ),
+        ([*HELD_OUT, "--reward", "no_module:f"], "no_module"),
+        ([*HELD_OUT, *REWARD, "--samples", "4"], "evaluation.samples is 4"),
+        ([*HELD_OUT, *REWARD, "--samples", "0"], "evaluation.samples: should be greater than 0"),
+        ([*HELD_OUT, *REWARD, "--cluster.processes", "2"], "cluster.processes is 2, but"),
     ],
 )
 def test_what_cannot_be_used_is_named_and_exits_2(words, expected, capsys):
@@ -190,15 +158,8 @@ def test_the_scores_of_rows(folder, tmp_path, capsys):
 
 def test_the_agreement_with_pairs(folder, tmp_path, capsys):
     data, out = write(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "scores.jsonl"
-    words = [
-        "eval",
-        f"--reward-model={folder}",
-        "--data",
-        data,
-        *SMALL_EVAL_REWARD_MODEL,
-        "--problems",
-        "4",
-    ]
+    words = ["--data", data, *SMALL_EVAL_REWARD_MODEL, "--problems", "4"]
+    words = ["eval", f"--reward-model={folder}", *words]
     assert main([*words, "--json", "--out", str(out)]) == 0
     result = json.loads(capsys.readouterr().out)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -217,22 +178,9 @@ def test_the_agreement_with_pairs(folder, tmp_path, capsys):
 
 def test_columns_have_other_names(folder, tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", [{"question": "1+1=", "answer": "2"}])
-    words = ["--data.prompt", "question", "--data.completion", "answer"]
-    assert (
-        main(
-            [
-                "eval",
-                "--reward-model",
-                folder,
-                "--data",
-                data,
-                *SMALL_EVAL_REWARD_MODEL,
-                *words,
-                "--json",
-            ]
-        )
-        == 0
-    )
+    words = split("--data.prompt question --data.completion answer --json")
+    words = ["--data", data, *SMALL_EVAL_REWARD_MODEL, *words]
+    assert main(["eval", "--reward-model", folder, *words]) == 0
     assert json.loads(capsys.readouterr().out)["mean"] == expected(folder, "1+1=2")
 
 
@@ -247,17 +195,8 @@ def test_lines_are_written_as_they_come(folder, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(RewardModel, "score", failing)
     data, out = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "scores.jsonl"
-    words = [
-        "eval",
-        "--reward-model",
-        folder,
-        "--data",
-        data,
-        "--out",
-        str(out),
-        *SMALL_EVAL_REWARD_MODEL,
-    ]
-    assert main(words) == 2
+    words = ["--data", data, "--out", str(out), *SMALL_EVAL_REWARD_MODEL]
+    assert main(["eval", "--reward-model", folder, *words]) == 2
     assert "line 3: the reward model's score is nan" in capsys.readouterr().err
     assert len(out.read_text().splitlines()) == 2
 
@@ -279,20 +218,8 @@ def test_an_unusable_row_is_named_and_exits_2(folder, rows, message, tmp_path, c
 
 def test_a_language_model_is_refused_and_so_is_a_reward_model_as_a_policy(folder, tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", ROWS)
-    assert (
-        main(
-            [
-                "eval",
-                "--reward-model",
-                str(starter_folder()),
-                "--data",
-                data,
-                *SMALL_EVAL_REWARD_MODEL,
-            ]
-        )
-        == 2
-    )
+    words = ["--data", data, *SMALL_EVAL_REWARD_MODEL]
+    assert main(["eval", "--reward-model", str(starter_folder()), *words]) == 2
     assert "is a language model" in capsys.readouterr().err
-    reward = ["--reward", "isobit.starter.tasks:correct_answer"]
-    assert main(["eval", folder, "--data", data, *reward, *SMALL_EVAL_REWARD_MODEL]) == 2
+    assert main(["eval", folder, *REWARD, *words]) == 2
     assert "is a reward model" in capsys.readouterr().err

@@ -1,4 +1,5 @@
 import json
+from shlex import split
 
 import pytest
 
@@ -7,16 +8,8 @@ from isobit.util.errors import StorageError
 from isobit.util.files import LineFile
 from tests.forked import ran
 
-SMALL = [
-    "--max-new-tokens",
-    "4",
-    "--rollout.max_sequences",
-    "2",
-    "--precision",
-    "fp32",
-    "--threads",
-    "1",
-]
+ONE = ["starter", "--prompt", "1"]
+SMALL = split("--max-new-tokens 4 --rollout.max_sequences 2 --precision fp32 --threads 1")
 
 
 def test_a_prompt_is_completed_with_the_starter_model(capsys):
@@ -42,22 +35,8 @@ def test_two_processes_that_share_the_model_write_what_one_writes(tmp_path):
 def test_a_file_of_prompts_gives_json_lines(tmp_path, capsys):
     data, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     data.write_text('{"prompt": "1+2+3+4=", "answer": "10"}\n{"prompt": "5+5+5+5="}\n')
-    assert (
-        main(
-            [
-                "rollout",
-                "starter",
-                "--data",
-                str(data),
-                "--out",
-                str(out),
-                "--temperature",
-                "0",
-                *SMALL,
-            ]
-        )
-        == 0
-    )
+    words = ["--data", str(data), "--out", str(out), "--temperature", "0", *SMALL]
+    assert main(["rollout", "starter", *words]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["prompt"] for record in records] == ["1+2+3+4=", "5+5+5+5="]
     assert records[0]["columns"] == {"answer": "10"}
@@ -73,19 +52,13 @@ def test_a_file_of_prompts_gives_json_lines(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["starter", "--prompt", "1", "--precision", "fp9"], "precision.preset: should be 'fp32'"),
+        ([*ONE, "--precision", "fp9"], "precision.preset: should be 'fp32'"),
         (
-            ["starter", "--prompt", "1", "--temperature", "-1"],
+            [*ONE, "--temperature", "-1"],
             "rollout.temperature: should be greater than or equal to 0",
         ),
-        (
-            ["starter", "--prompt", "1", "--rollout.topk", "1"],
-            "rollout.topk: unknown key; did you mean rollout.top_k?",
-        ),
-        (
-            ["starter", "--prompt", "1", "--out", "no/such/folder/x.jsonl"],
-            "there is no directory 'no/such/folder'",
-        ),
+        ([*ONE, "--rollout.topk", "1"], "unknown key; did you mean rollout.top_k?"),
+        ([*ONE, "--out", "no/such/folder/x.jsonl"], "there is no directory 'no/such/folder'"),
         (["no-such-folder", "--prompt", "1"], "no-such-folder"),
         (["starter", "--data", "no-such.jsonl"], "no-such.jsonl"),
     ],
@@ -97,12 +70,7 @@ def test_what_cannot_be_used_is_named_and_exits_2(words, expected, capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [
-        [],
-        ["starter"],
-        ["starter", "--prompt", "1", "--data", "x"],
-        ["starter", "--prompt", "1", "--samples", "0"],
-    ],
+    [[], ["starter"], [*ONE, "--data", "x"], [*ONE, "--samples", "0"]],
 )
 def test_a_wrong_command_line_exits_2_with_the_usage(words, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -1,34 +1,17 @@
-""""""
-
 import json
 import tomllib
 from pathlib import Path
+from shlex import split
 
 import pytest
 
 from isobit.cli.main import main
 
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
-TINY = [
-    *(
-        "--training.steps",
-        "1",
-        "--training.prompts_per_step",
-        "2",
-        "--training.samples_per_prompt",
-        "2",
-    ),
-    *(
-        "--data.train.limit",
-        "4",
-        "--data.eval.held_out.limit",
-        "2",
-        "--rollout.max_sequences",
-        "4",
-        "--threads",
-        "1",
-    ),
-]
+TINY = split(
+    "--training.steps 1 --training.prompts_per_step 2 --training.samples_per_prompt 2 "
+    "--data.train.limit 4 --data.eval.held_out.limit 2 --rollout.max_sequences 4 --threads 1"
+)
 
 
 def test_a_recipe_with_overrides_trains_and_a_second_run_is_refused(tmp_path, capsys):
@@ -55,20 +38,8 @@ def test_an_unknown_key_is_refused_before_anything_is_written(tmp_path, capsys):
 
 def test_print_config_prints_the_resolved_recipe_and_writes_nothing(tmp_path, capsys):
     output = tmp_path / "run"
-    assert (
-        main(
-            [
-                "train",
-                "--print-config",
-                QUICKSTART,
-                "--output",
-                str(output),
-                "--training.steps",
-                "3",
-            ]
-        )
-        == 0
-    )
+    words = ["--output", str(output), "--training.steps", "3"]
+    assert main(["train", "--print-config", QUICKSTART, *words]) == 0
     printed = tomllib.loads(capsys.readouterr().out)
     assert printed["training"]["steps"] == 3
     assert printed["output"] == str(output)
@@ -104,42 +75,17 @@ def test_a_dry_run_prints_the_run_the_flow_and_the_memory_and_touches_nothing(
 
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, capsys):
-    assert (
-        main(
-            [
-                "train",
-                QUICKSTART,
-                "--dry-run",
-                "--output",
-                str(tmp_path / "run"),
-                "--rollout.temperature",
-                "0",
-            ]
-        )
-        == 2
-    )
+    words = ["--output", str(tmp_path / "run"), "--rollout.temperature", "0"]
+    assert main(["train", QUICKSTART, "--dry-run", *words]) == 2
     assert "rollout.temperature is 0" in capsys.readouterr().err
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-TINY_SFT = [
-    *(
-        "--training.steps",
-        "1",
-        "--training.prompts_per_step",
-        "2",
-        "--threads",
-        "1",
-        "--data.eval.held_out.limit",
-        "2",
-    ),
-    *(
-        "--data.train.path",
-        str(RECIPES / "fine_tune.jsonl"),
-        "--data.eval.held_out.path",
-        str(RECIPES / "fine_tune_held_out.jsonl"),
-    ),
-]
+TINY_SFT = split(
+    "--training.steps 1 --training.prompts_per_step 2 --threads 1 --data.eval.held_out.limit 2 "
+    f"--data.train.path {RECIPES / 'fine_tune.jsonl'} "
+    f"--data.eval.held_out.path {RECIPES / 'fine_tune_held_out.jsonl'}"
+)
 
 
 def test_a_recipe_with_overrides_fine_tunes_and_a_second_run_is_refused(tmp_path, capsys):
@@ -154,26 +100,16 @@ def test_a_recipe_with_overrides_fine_tunes_and_a_second_run_is_refused(tmp_path
 
 def test_a_key_of_training_by_reward_is_refused(tmp_path, capsys):
     output = tmp_path / "run"
-    words = [
-        "sft",
-        str(RECIPES / "fine_tune.toml"),
-        "--output",
-        str(output),
-        *TINY_SFT,
-        "--training.samples_per_prompt",
-        "4",
-    ]
-    assert main(words) == 2
+    words = ["--output", str(output), *TINY_SFT, "--training.samples_per_prompt", "4"]
+    assert main(["sft", str(RECIPES / "fine_tune.toml"), *words]) == 2
     assert "training.samples_per_prompt: unknown key" in capsys.readouterr().err
     assert not output.exists()
 
 
 def test_print_config_may_stand_after_the_recipe_and_writes_nothing(tmp_path, capsys):
     output = tmp_path / "run"
-    assert (
-        main(["sft", str(RECIPES / "fine_tune.toml"), "--output", str(output), "--print-config"])
-        == 0
-    )
+    words = ["--output", str(output), "--print-config"]
+    assert main(["sft", str(RECIPES / "fine_tune.toml"), *words]) == 0
     assert tomllib.loads(capsys.readouterr().out)["training"]["prompts_per_step"] == 25
     assert not output.exists()
 

@@ -1,9 +1,8 @@
-""""""
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from shlex import split
 
 import pytest
 
@@ -96,12 +95,8 @@ def test_bisect_says_that_nothing_differs_in_any_scenario(capsys, tiny_folder):
 
 
 def test_bisect_as_json_is_one_object_with_the_counts(capsys, tiny_folder):
-    assert (
-        main(
-            ["verify", str(tiny_folder), "--precision", "fp8-rollout", "--bisect", "--json", *SMALL]
-        )
-        == 1
-    )
+    words = ["--precision", "fp8-rollout", "--bisect", "--json", *SMALL]
+    assert main(["verify", str(tiny_folder), *words]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["tokens_differing"] > 0
     first = result["bisect"]["first_difference"]
@@ -128,17 +123,7 @@ def test_a_small_shape_is_verified_with_outliers(capsys, monkeypatch):
         "qwen2", 128, 128, 128, 2, 4, 2, 32, 1024, 1e-6, 10000.0, tied_embeddings=True
     )
     monkeypatch.setattr("isobit.proof.full_size.model_shape", lambda name: config)
-    sizes = [
-        "--prompts",
-        "4",
-        "--samples",
-        "2",
-        "--max-new-tokens",
-        "8",
-        "--longest",
-        "200",
-        "--outliers",
-    ]
+    sizes = split("--prompts 4 --samples 2 --max-new-tokens 8 --longest 200 --outliers")
     main(["verify", "--shape", "tiny", "--device", "cpu", *sizes, "--json"])
     assert json.loads(capsys.readouterr().out)["tokens_differing"] == 0
 

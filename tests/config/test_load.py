@@ -1,5 +1,3 @@
-""""""
-
 import tomllib
 from pathlib import Path
 
@@ -35,8 +33,6 @@ task = "chain_sum"
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Writes a recipe and gives its path."""
-
     def write(text: str) -> Path:
         path = tmp_path / "recipe.toml"
         path.write_text(text)
@@ -57,11 +53,6 @@ def test_defaults_are_below_the_file_and_the_file_is_below_the_overrides(recipe)
     assert (training.steps, training.epochs, training.updates_per_batch) == (9, 2, 1)
 
 
-def test_one_name_sets_the_precision_of_both_sides(recipe):
-    config = load_config(recipe('precision = "bf16"\n' + MINIMAL))
-    assert config.precision.preset == "bf16"
-
-
 def test_paths_stay_as_written_relative_to_the_current_directory(recipe):
     path = recipe('output = "runs/x"\n[data.train]\ntype = "jsonl"\npath = "data/a.jsonl"\n')
     source = load_config(path).data.train
@@ -75,9 +66,7 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
         "--rollout.top_p",
         "2",
     )
-    assert message.splitlines()[0].endswith(
-        "recipe.toml with its overrides: 4 settings cannot be used"
-    )
+    assert "recipe.toml with its overrides: 4 settings cannot be used\n" in message
     assert "  data.train.sise: unknown key; did you mean data.train.size?" in message
     assert "  training.stepz: unknown key; did you mean training.steps?" in message
     assert "  training.learning_rate: should be greater than 0, but it is -1.0" in message
@@ -89,77 +78,44 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
     [
         (
             "[data.eval.b]\npath = 'x'",
-            "data.eval.b.type: missing; it says which kind this is (reasoning_gym, jsonl, csv, "
-            "parquet, hf, hub or rows)",
+            "data.eval.b.type: missing; it says which kind this is (reasoning_gym, jsonl",
         ),
         (
             "[data.eval.b]\ntype = 'cvs'",
-            "data.eval.b.type: should be 'reasoning_gym' or 'jsonl' or 'csv' or 'parquet' or 'hf' "
-            "or 'hub' or 'rows', but it is 'cvs'; did you mean csv?",
+            "'hub' or 'rows', but it is 'cvs'; did you mean csv?",
         ),
+        ("[data.eval.b]\ntype = 'jsonl'", "with --data.eval.b.path VALUE"),
+        ("[data.eval.b]\ntype = 'jsonl'\npath = 'x'\nlimt = 2", "did you mean data.eval.b.limit?"),
+        ("[precision]\nwgrad = 'int8'", "precision.wgrad: should be 'fp8' or 'bf16', but it is"),
         (
-            "[data.eval.b]\ntype = 'jsonl'",
-            "data.eval.b.path: missing; set it in the file or with --data.eval.b.path VALUE",
+            "[precision]\npreset = 'fp9'",
+            "precision.preset: should be 'fp32', 'bf16', 'fp8-rollout'",
         ),
-        (
-            "[data.eval.b]\ntype = 'jsonl'\npath = 'x'\nlimt = 2",
-            "data.eval.b.limt: unknown key; did you mean data.eval.b.limit?",
-        ),
-        (
-            "[precision]\nwgrad = 'int8'",
-            "precision.wgrad: should be 'fp8' or 'bf16', but it is 'int8'",
-        ),
-        (
-            "[rollout]\nlearning_rate = 1.0",
-            "rollout.learning_rate: unknown key; did you mean training.learning_rate?",
-        ),
+        ("[rollout]\nlearning_rate = 1.0", "unknown key; did you mean training.learning_rate?"),
         ("[reward]\nxyz = 1", "reward.xyz: unknown key; reward has deadline_s, function"),
-        (
-            "[reward.parts.'a b']\nfunction = 'math_verify'",
-            "reward.parts.a b",
-        ),
+        ("[reward.parts.'a b']\nfunction = 'math_verify'", "reward.parts.a b"),
         ("[reward]\nworkers = 0", "reward.workers: should be greater than or equal to 1"),
         ("[reward]\ndeadline_s = 0", "reward.deadline_s: should be greater than or equal to 0.01"),
         ("[reward]\nmemory_mib = 1", "reward.memory_mib: should be greater than or equal to 256"),
-        (
-            "[rollout]\ntemperature = inf",
-            "rollout.temperature: should be a finite number, but it is inf",
-        ),
+        ("[rollout]\ntemperature = inf", "rollout.temperature: should be a finite number"),
         ("[training]\nsteps = 'many'", "training.steps: should be a whole number"),
         ("[rollout]\nstop_strings = 'x'", "rollout.stop_strings: should be a list, but it is 'x'"),
         ("[data]\nchat = 'perhaps'", "data.chat: should be true or false, but it is 'perhaps'"),
-        (
-            "[algorithm]\nname = 'dapoo'",
-            "'ppo' or 'custom', but it is 'dapoo'; did you mean dapo?",
-        ),
-        (
-            "[algorithm]\nlam = 0.9",
-            "algorithm.lam: unknown key; only ppo has it",
-        ),
+        ("[algorithm]\nname = 'dapoo'", "'custom', but it is 'dapoo'; did you mean dapo?"),
+        ("[algorithm]\nlam = 0.9", "algorithm.lam: unknown key; only ppo has it"),
         (
             "[[corrections]]\nmax = 2",
-            "corrections.0.type: missing; it says which kind this is (tis, mis, icepop, k3 or "
-            "normalise)",
+            "corrections.0.type: missing; it says which kind this is (tis",
         ),
-        (
-            "[[corrections]]\ntype = 'tis'\nmax = 0.5",
-            "corrections.0.max: should be greater than or equal to 1, but it is 0.5",
-        ),
+        ("[[corrections]]\ntype = 'tis'\nmax = 0.5", "corrections.0.max: should be greater than"),
     ],
 )
 def test_an_error_says_what_was_expected_and_what_to_do(recipe, added, expected):
     assert expected in refusal(recipe(MINIMAL + added))
 
 
-def test_an_unknown_precision_names_those_that_exist(recipe):
-    message = refusal(recipe('precision = "fp9"\n' + MINIMAL))
-    assert (
-        "precision.preset: should be 'fp32', 'bf16', 'fp8-rollout', 'fp8-linear' or 'fp8', but it "
-        "is 'fp9'" in message
-    )
-
-
-def test_an_algorithm_is_chosen_by_name_and_is_grpo_without_one(recipe):
+def test_a_precision_and_an_algorithm_are_chosen_by_name(recipe):
+    assert load_config(recipe('precision = "bf16"\n' + MINIMAL)).precision.preset == "bf16"
     assert load_config(recipe(MINIMAL)).algorithm == GrpoConfig()
     assert load_config(recipe('algorithm = "dapo"\n' + MINIMAL)).algorithm == DapoConfig()
     assert load_config(recipe(MINIMAL), ["--algorithm", "rloo"]).algorithm == RlooConfig()
@@ -179,10 +135,6 @@ def test_corrections_are_a_list_of_tables(recipe):
     assert again == config
 
 
-def test_a_missing_table_is_named(recipe):
-    assert "data: missing" in refusal(recipe('output = "runs/x"'))
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -197,7 +149,8 @@ def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path, content, expected):
     assert refusal(path).startswith(f"{path}: {expected}")
 
 
-def test_a_missing_file_and_a_directory_are_refused_by_name(tmp_path):
+def test_a_missing_table_file_or_a_directory_is_refused_by_name(recipe, tmp_path):
+    assert "data: missing" in refusal(recipe('output = "runs/x"'))
     assert refusal(tmp_path / "none.toml").startswith(f"{tmp_path / 'none.toml'}: no such file")
     assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read")
 
@@ -274,16 +227,11 @@ def test_missing_tables_are_made_and_the_given_ones_left_alone():
     )
     assert result == {"data": {"train": {"size": 2}, "eval": {"held": {"type": "jsonl"}}}}
     assert given_values == {"data": {"train": {"size": 1}}}
-
-
-def test_the_last_override_of_a_key_wins():
-    assert apply_overrides({}, [(("seed",), 1), (("seed",), 2)]) == {"seed": 2}
+    assert apply_overrides({}, [(("seed",), 1), (("seed",), 2)]) == {"seed": 2}, "the last one wins"
 
 
 def test_a_key_below_a_plain_value_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"training\.steps cannot be set: training is 3, not a table"
-    ):
+    with pytest.raises(ConfigError, match=r"training\.steps cannot be set: training is 3"):
         apply_overrides({"training": 3}, [(("training", "steps"), 1)])
 
 

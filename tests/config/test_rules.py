@@ -15,6 +15,12 @@ SUMS = {"type": "jsonl", "path": "sums.jsonl"}
 TWICE = {"epochs": 2}
 BEST = "eval/held_out/accuracy"
 PART_MODEL = {"model": "folder", "weight": 0.1}
+TWO = {"function": "f.py:f", "model": "folder"}
+THREE_UPDATES = {"updates_per_batch": 3, "prompts_per_step": 2}
+CALIBRATED = {"calibrate_every": 20}
+CALIBRATED_TWICE = {"algorithm": CALIBRATED, "training": TWICE}
+CLIP_COV = {"covariance": "clip_cov", "covariance_low": 5.0}
+KL_COV = {"covariance": "kl_cov"}
 
 
 def run_config(**tables: Any) -> RunConfig:
@@ -42,11 +48,10 @@ def test_what_contradicts_nothing_passes() -> None:
     check_run(run_config(algorithm={"overlong_buffer": 512, "kl_coefficient": 0.1}))
     check_run(run_config(algorithm={"name": "dr_grpo", "loss_constant": 8}))
     check_run(run_config(replay={"fraction": 0.5, "max_staleness": 4}, **{"async": {"lag": 3}}))
-    calibrated = {"calibrate_every": 20}
-    check_run(run_config(algorithm=calibrated, training=TWICE))
-    check_run(run_config(algorithm=calibrated, training={"updates_per_batch": 2}))
+    check_run(run_config(**CALIBRATED_TWICE))
+    check_run(run_config(algorithm=CALIBRATED, training={"updates_per_batch": 2}))
     recorded = {"old_log_probs": "recorded", **TWICE}
-    check_run(run_config(algorithm=calibrated, training=recorded, precision="fp8-rollout"))
+    check_run(run_config(algorithm=CALIBRATED, training=recorded, precision="fp8-rollout"))
     check_run(
         run_config(
             corrections=[{"type": "tis"}, {"type": "mis", "level": "geometric"}, {"type": "k3"}]
@@ -57,125 +62,57 @@ def test_what_contradicts_nothing_passes() -> None:
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        (
-            {"training": {"updates_per_batch": 3, "prompts_per_step": 2}},
-            "training.updates_per_batch is 3, but a step has 2 prompts",
-        ),
+        ({"training": THREE_UPDATES}, "training.updates_per_batch is 3, but a step has 2 prompts"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature is 0"),
         (
             {"evaluation": {"samples": 2}},
             "evaluation.samples is 2, but evaluation.temperature is 0",
         ),
+        ({"checkpoint": {"keep_last": 0, "keep_every": 4}}, "checkpoint.keep_last is 0"),
+        ({"checkpoint": {"every": 4, "keep_every": 6}}, "is 6, but checkpoint.every is 4"),
+        ({"checkpoint": {"every": 0, "keep_every": 6}}, "is 6, but checkpoint.every is 0"),
+        ({"checkpoint": {"keep_last": 0, "keep_best": BEST}}, "checkpoint.keep_last is 0"),
+        ({"checkpoint": {"keep_best": "eval/held_out/pass@2"}}, f"gives; name one of {BEST}"),
+        ({"checkpoint": {"keep_best": BEST}, "data": {"train": SUMS}}, "data.eval names no set"),
+        ({"algorithm": {"kl_coefficient": 0.1, "kl_estimator": "k1"}}, "kl_estimator 'k1' in the"),
+        ({"algorithm": {"overlong_buffer": 513}}, "algorithm.overlong_buffer is 513, but"),
+        ({"algorithm": {"loss_constant": 8}}, "algorithm.loss_constant is 8, but"),
+        ({"algorithm": CLIP_COV}, "algorithm.covariance_low is 5 and covariance_high 5"),
+        ({"algorithm": KL_COV | {"dual_clip": 3.0}}, "algorithm.dual_clip is set, but covariance"),
+        ({"algorithm": KL_COV | CALIBRATED}, "algorithm.calibrate_every is set, but covariance"),
+        ({"algorithm": CALIBRATED}, "algorithm.calibrate_every is 20, but a step has one update"),
+        ({**CALIBRATED_TWICE, "precision": "bf16"}, "is 20, but precision.preset is 'bf16'"),
+        ({**CALIBRATED_TWICE, "precision": "fp8-rollout"}, "precision.preset is 'fp8-rollout'"),
         (
-            {"checkpoint": {"keep_last": 0, "keep_every": 4}},
-            "checkpoint.keep_last is 0, which writes no checkpoint",
-        ),
-        (
-            {"checkpoint": {"every": 4, "keep_every": 6}},
-            "checkpoint.keep_every is 6, but checkpoint.every is 4",
-        ),
-        (
-            {"checkpoint": {"every": 0, "keep_every": 6}},
-            "checkpoint.keep_every is 6, but checkpoint.every is 0",
-        ),
-        (
-            {"checkpoint": {"keep_last": 0, "keep_best": BEST}},
-            "checkpoint.keep_last is 0, which writes no checkpoint",
-        ),
-        (
-            {"checkpoint": {"keep_best": "eval/held_out/pass@2"}},
-            f"checkpoint.keep_best is 'eval/held_out/pass@2', which no evaluation gives; "
-            f"name one of {BEST}",
-        ),
-        (
-            {"checkpoint": {"keep_best": BEST}, "data": {"train": SUMS}},
-            "data.eval names no set: add one",
-        ),
-        (
-            {"algorithm": {"kl_coefficient": 0.1, "kl_estimator": "k1"}},
-            "algorithm.kl_coefficient is 0.1 with kl_estimator 'k1' in the loss",
-        ),
-        (
-            {"algorithm": {"overlong_buffer": 513}},
-            "algorithm.overlong_buffer is 513, but a completion has at most 512 tokens",
-        ),
-        (
-            {"algorithm": {"loss_constant": 8}},
-            "algorithm.loss_constant is 8, but algorithm.loss_mean is 'token'",
-        ),
-        (
-            {"algorithm": {"covariance": "clip_cov", "covariance_low": 5.0}},
-            "algorithm.covariance_low is 5 and covariance_high 5",
-        ),
-        (
-            {"algorithm": {"covariance": "kl_cov", "dual_clip": 3.0}},
-            "algorithm.dual_clip is set, but covariance 'kl_cov' takes the place of every clip",
-        ),
-        (
-            {"algorithm": {"covariance": "kl_cov", "calibrate_every": 3}},
-            "algorithm.calibrate_every is set, but covariance 'kl_cov'",
-        ),
-        (
-            {"algorithm": {"calibrate_every": 20}},
-            "algorithm.calibrate_every is 20, but a step has one update",
-        ),
-        (
-            {"algorithm": {"calibrate_every": 20}, "training": TWICE, "precision": "bf16"},
-            "algorithm.calibrate_every is 20, but precision.preset is 'bf16'",
-        ),
-        (
-            {"algorithm": {"calibrate_every": 20}, "training": TWICE, "precision": "fp8-rollout"},
-            "algorithm.calibrate_every is 20, but precision.preset is 'fp8-rollout'",
-        ),
-        (
-            {"algorithm": {"calibrate_every": 20}, "training": TWICE, "async": {"lag": 1}},
-            "async.lag is 1, and algorithm.calibrate_every 20",
+            {**CALIBRATED_TWICE, "async": {"lag": 1}},
+            "async.lag is 1, and algorithm.calibrate_every",
         ),
         (
             {"replay": {"fraction": 0.5}, "training": TWICE, "async": {"lag": 2}},
             "replay.max_staleness is 4, but with async.lag = 2 a completion is 6 updates old",
         ),
         ({"cluster": {"rollouters": 1}}, "cluster.rollouters is 1, but async.lag is 0"),
-        (
-            {"cluster": {"rollout_tp": 2}},
-            "cluster.rollout_tp is 2, but a run's published weights are whole on every GPU",
-        ),
-        (
-            {"corrections": [{"type": "tis"}, {"type": "mis"}]},
-            "corrections has tis and mis, which each weigh a token by its ratio",
-        ),
-        (
-            {"corrections": [{"type": "normalise"}, {"type": "tis"}]},
-            "a correction of type normalise comes last",
-        ),
-        (
-            {"reward": {"function": "mine.py:f", "model": "folder"}},
-            "reward.function is 'mine.py:f' and reward.model is 'folder'; a reward is one of them",
-        ),
-        (
-            {"reward": {"model": "folder", "options": {"x": 1}}},
-            "reward.options are keyword arguments of a function, but reward.model is 'folder'",
-        ),
+        ({"cluster": {"rollout_tp": 2}}, "cluster.rollout_tp is 2, but a run's published weights"),
+        ({"corrections": [{"type": "tis"}, {"type": "mis"}]}, "corrections has tis and mis"),
+        ({"corrections": [{"type": "normalise"}, {"type": "tis"}]}, "normalise comes last"),
+        ({"reward": {"function": "mine.py:f", "model": "folder"}}, "and reward.model is 'folder'"),
+        ({"reward": {"model": "folder", "options": {"x": 1}}}, "reward.options are keyword"),
         (
             {"reward": {"function": "mine.py:f", "parts": {"a": PART_MODEL}}},
             "reward.function is 'mine.py:f', but reward.parts names several rewards; move it",
         ),
-        (
-            {"reward": {"weight": 2.0, "parts": {"a": PART_MODEL}}},
-            "reward.weight is 2.0, but reward.parts names several rewards",
-        ),
+        ({"reward": {"weight": 2.0, "parts": {"a": PART_MODEL}}}, "reward.weight is 2.0, but"),
         (
             {"reward": {"parts": {"a": {"weight": 2.0}}}},
-            "reward.parts.a needs a function or a model, and has neither",
+            "reward.parts.a needs a function or a model",
         ),
         (
-            {"reward": {"parts": {"a": {"function": "f.py:f", "model": "folder"}}}},
-            "reward.parts.a needs a function or a model, and has 'f.py:f' and 'folder'",
+            {"reward": {"parts": {"a": TWO}}},
+            "reward.parts.a needs a function or a model, and has 'f",
         ),
         (
             {"reward": {"function": "code", "options": {"seconds": 10}}},
-            "reward.options.seconds of the grader 'code' is 10, but reward.deadline_s is 10: code "
-            "that hangs would be left out instead of scored 0; set seconds below the deadline",
+            "reward.options.seconds of the grader 'code' is 10, but reward.deadline_s is 10",
         ),
         (
             {"reward": {"parts": {"a": {"function": "code"}}, "deadline_s": 5}},

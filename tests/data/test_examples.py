@@ -1,11 +1,4 @@
-"""Examples of supervised fine-tuning: what is learnt, where it ends, and what a user reads when a
-row is wrong.
-
-Conversations as a reward model reads them: one text, its end, and the prompt of a run rendered
-again.
-
-Pairs of preferences: both conversations, and what a user reads when a row is wrong.
-"""
+"""Examples, pairs and conversations: what is trained on, where it ends, and errors of rows."""
 
 import json
 from pathlib import Path
@@ -55,19 +48,9 @@ def examples(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer: PreTrainedTokenizerFast = build_tokenizer(64)
     tokenizer.chat_template = template
-    source = JsonlExamples(
-        path=path,
-        messages=changes.pop("messages", None),
-        completion=changes.pop("completion", "completion"),
-    )
-    return build_examples(
-        "train",
-        source,
-        tokenizer,
-        (EOS_ID,),
-        SftDataConfig(train=source, **changes),
-        context_tokens=64,
-    )
+    source = JsonlExamples(path=path, messages=changes.pop("messages", None))
+    config = SftDataConfig(train=source, **changes)
+    return build_examples("train", source, tokenizer, (EOS_ID,), config, context_tokens=64)
 
 
 def text(example: Example) -> str:
@@ -117,31 +100,11 @@ def test_every_turn_of_the_assistant_is_an_example(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "template", "changes", "message"),
     [
-        (
-            {"prompt": "1="},
-            None,
-            {},
-            "line 2: no column 'completion' with the text to be learnt; the columns are none",
-        ),
-        (
-            {"prompt": "1=", "completion": 2},
-            None,
-            {},
-            "line 2, column 'completion': expected text or one message .* found int",
-        ),
-        (
-            {"prompt": "1=", "completion": TALK[:1]},
-            CHAT,
-            {},
-            "expected text or one message of the assistant, found list",
-        ),
+        ({"prompt": "1="}, None, {}, "line 2: no column 'completion' .* the columns are none"),
+        ({"prompt": "1=", "completion": 2}, None, {}, "line 2, column 'completion': .* found int"),
+        ({"prompt": "1=", "completion": TALK[:1]}, CHAT, {}, "one message .*, found list"),
         ({"prompt": TALK[:2], "completion": "2"}, None, {}, "the tokenizer has no chat template"),
-        (
-            {"prompt": "1=", "completion": "2"},
-            BRACKETS,
-            {},
-            "does not put the assistant's turn behind its own generation prompt",
-        ),
+        ({"prompt": "1=", "completion": "2"}, BRACKETS, {}, "the chat template does not put"),
         (
             {"prompt": "1=", "completion": "2" * 9},
             None,
@@ -162,7 +125,7 @@ def test_an_unusable_row_is_named(
 @pytest.mark.parametrize(
     ("talk", "message"),
     [
-        ("1+1=", "expected a list of messages with 'role' and 'content', found text"),
+        ("1+1=", "expected a list of messages, found text"),
         (TALK[:2], "no message has the role 'assistant'"),
         (TALK[2:], "the first message is the assistant's"),
     ],
@@ -250,19 +213,12 @@ def test_a_prompt_of_messages_is_rendered_again_where_there_is_a_template(
 @pytest.mark.parametrize("policys", [None, CHAT])
 def test_a_prompt_of_text_is_that_text_whatever_the_policy_read(policys: str | None) -> None:
     (prompt,) = prompts_of_rows("p", [Row("1+1=", {}, "")], tokenizer_with(policys), chat=True)
-    for template, expected in (
-        (CHAT, "<user>1+1=; <assistant>2<eos> "),
-        (None, "<bos>1+1=2<eos>"),
-    ):
+    chat, plain = (CHAT, "<user>1+1=; <assistant>2<eos> "), (None, "<bos>1+1=2<eos>")
+    of_no_dataset = Prompt("p", "1+1=", ())
+    for one, template, expected in ((prompt, *chat), (prompt, *plain), (of_no_dataset, *plain)):
         other = tokenizer_with(template)
-        (ids,) = conversation_ids([(row_of(prompt, other), "2")], other)
+        (ids,) = conversation_ids([(row_of(one, other), "2")], other)
         assert text_conversations(ids) == expected
-
-
-def test_a_prompt_of_no_dataset_is_its_text() -> None:
-    tokenizer = tokenizer_with()
-    (ids,) = conversation_ids([(row_of(Prompt("p", "1+1=", ()), tokenizer), "2")], tokenizer)
-    assert text_conversations(ids) == "<bos>1+1=2<eos>"
 
 
 CHAT_PAIRS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -286,9 +242,7 @@ def pairs(
 
 
 def text_pairs(ids: tuple[int, ...]) -> str:
-    decoded = build_tokenizer(64).decode(list(ids), skip_special_tokens=True)
-    assert isinstance(decoded, str)
-    return decoded
+    return decode(build_tokenizer(64), ids)
 
 
 def test_a_pair_is_two_conversations_of_one_prompt(tmp_path: Path) -> None:
@@ -330,18 +284,14 @@ OTHER = {"role": "user", "content": "2+2="}
         (
             {"prompt": "1+1=", "chosen": [OTHER, GOOD], "rejected": "3"},
             {},
-            "column 'chosen': expected text or one message .* found list",
+            "'chosen': .* found list",
         ),
         (
             {"prompt": "1=", "chosen": "2", "rejected": "3" * 9},
             {"max_tokens": 12},
             "line 2: prompt and answer have 13 tokens, more than data.max_tokens = 12",
         ),
-        (
-            {"prompt": "1=", "chosen": "2" * 70, "rejected": "3"},
-            {},
-            "more than the model's context = 64",
-        ),
+        ({"prompt": "1=", "chosen": "2" * 70, "rejected": "3"}, {}, "the model's context = 64"),
     ],
 )
 def test_an_unusable_row_is_named_pairs(

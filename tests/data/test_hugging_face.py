@@ -1,8 +1,4 @@
-"""Datasets of strangers: what they name lies in their folder, or nothing of it is read.
-
-Datasets of the hub, without a network: what is cached, what would be fetched, and what is
-refused.
-"""
+"""Untrusted datasets, whose files must be in their folder, and datasets of the hub."""
 
 import json
 import socket
@@ -228,11 +224,7 @@ def error_of(kind: type[Exception]) -> Exception:
         ({"subset": None}, None, r"rows in 2 folders: main, socratic; name one .* as `subset`"),
         ({"subset": "mian"}, None, r"no subset 'mian'; its folders with rows are main, socratic"),
         ({}, error_of(RepositoryNotFoundError), "the hub has no dataset org/name, or none that"),
-        (
-            {"dataset": "org/name@v9"},
-            error_of(RevisionNotFoundError),
-            "org/name, but no revision v9",
-        ),
+        ({"dataset": "org/name@v9"}, error_of(RevisionNotFoundError), "but no revision v9"),
         ({}, OSError("no route\nto host"), "OSError: no route; check the network"),
     ],
 )

@@ -67,12 +67,7 @@ def test_chat_off_ignores_the_template_for_text(tmp_path: Path) -> None:
     [
         (MESSAGES, None, {}, "the tokenizer has no chat template"),
         (MESSAGES, TEMPLATE, {"chat": False}, "data.chat is false"),
-        (
-            [{"role": "tool", "content": "x"}],
-            TEMPLATE,
-            {},
-            "the chat template refuses the messages: .*no tools",
-        ),
+        ([{"role": "tool", "content": "x"}], TEMPLATE, {}, "template refuses .*no tools"),
         ("1+\ud8001=", None, {}, "lone surrogate at character 2"),
         (
             "1" * 20,
@@ -80,13 +75,7 @@ def test_chat_off_ignores_the_template_for_text(tmp_path: Path) -> None:
             {"max_prompt_tokens": 20},
             r"prompt train/1 .*line 2\) has 21 tokens, more than data.max_prompt_tokens = 20",
         ),
-        (
-            "1" * 63,
-            None,
-            {},
-            r"prompt train/1 .*line 2\) has 64 tokens and leaves no room in the model's context "
-            r"of 64",
-        ),
+        ("1" * 63, None, {}, r"line 2\) has 64 tokens and leaves no room in the model's context"),
     ],
 )
 def test_an_unusable_prompt_is_named(

@@ -1,9 +1,4 @@
-"""Rows from every kind of source, and what a user reads when one is wrong.
-
-Rows given from Python: found by their digest, and what a user reads when they are no rows.
-
-CSV and Parquet files: what a row holds, and what a user reads when a file is wrong.
-"""
+"""Rows from every kind of source, and the errors of wrong ones."""
 
 import json
 from pathlib import Path
@@ -62,19 +57,9 @@ def test_messages_are_a_prompt(tmp_path: Path) -> None:
         (b'{"prompt": "a"', "line 2, column 15: not JSON"),
         (b'{"prompt": "\xff"}', "line 2: byte 13 of the line is not UTF-8"),
         (b'["prompt"]', "line 2: expected a JSON object, found list"),
-        (
-            b'{"prompts": "a", "answer": 1}',
-            "line 2: no column 'prompt'; the columns are 'prompts', 'answer'; did you mean "
-            "'prompts'?",
-        ),
-        (
-            b'{"prompt": null}',
-            "line 2, column 'prompt': expected text or a list of messages .* found NoneType",
-        ),
-        (
-            b'{"prompt": [{"role": "user"}]}',
-            "line 2, column 'prompt': expected text or a list of messages",
-        ),
+        (b'{"prompts": "a", "n": 1}', "line 2: no column 'prompt'; .* did you mean 'prompts'"),
+        (b'{"prompt": null}', "line 2, column 'prompt': expected text .* found NoneType"),
+        (b'{"prompt": [{"role": "user"}]}', "line 2, column 'prompt': expected text or a list"),
         (b'{"prompt": []}', "line 2, column 'prompt': expected text or a list of messages"),
         (b"[" * 100_000, "line 2: nested too deeply"),
         (b'{"prompt": "a", "prompt": "b"}', "line 2: the key 'prompt' is there twice"),
@@ -119,11 +104,8 @@ def test_saved_dataset_and_saved_splits(tmp_path: Path) -> None:
     DatasetDict(
         {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[2:])}
     ).save_to_disk(str(tmp_path / "splits"))
-    assert [row.prompt for row in load_rows(HfData(path=tmp_path / "single"))] == [
-        "1+1=",
-        "2+2=",
-        "3+3=",
-    ]
+    single = load_rows(HfData(path=tmp_path / "single"))
+    assert [row.prompt for row in single] == ["1+1=", "2+2=", "3+3="]
     (row,) = load_rows(HfData(path=tmp_path / "splits", split="test"))
     assert (row.prompt, row.columns) == ("3+3=", {"answer": "6"})
     with pytest.raises(DataError, match="no split 'validation'; the splits are 'train', 'test'"):
@@ -135,15 +117,11 @@ def test_folder_of_files(tmp_path: Path, suffix: str) -> None:
     for split, rows in {"train": ROWS, "test": ROWS[:1]}.items():
         path = str(tmp_path / f"{split}.{suffix}")
         dataset = Dataset.from_list(rows)
-        {"parquet": dataset.to_parquet, "json": dataset.to_json, "csv": dataset.to_csv}[suffix](
-            path
-        )
+        getattr(dataset, f"to_{suffix}")(path)
     (tmp_path / "README.txt").write_text("about")
     assert [row.prompt for row in load_rows(HfData(path=tmp_path, limit=2))] == ["1+1=", "2+2="]
     assert len(load_rows(HfData(path=tmp_path, split="test"))) == 1
-    with pytest.raises(
-        DataError, match="row 0: no column 'question'; the columns are 'prompt', 'answer'"
-    ):
+    with pytest.raises(DataError, match="row 0: no column 'question'"):
         load_rows(HfData(path=tmp_path, prompt="question"))
 
 
@@ -173,12 +151,8 @@ def test_a_task_gives_the_same_rows_for_the_same_seed() -> None:
         row.prompt for row in load_rows(source.model_copy(update={"seed": 8}))
     ]
     assert all(row.prompt == row.columns["question"] for row in rows)
-    assert rows[0].columns["reasoning_gym"] == {
-        "task": "chain_sum",
-        "seed": 7,
-        "size": 5,
-        "options": {"max_terms": 3},
-    }
+    identity = {"task": "chain_sum", "seed": 7, "size": 5, "options": {"max_terms": 3}}
+    assert rows[0].columns["reasoning_gym"] == identity
 
 
 def test_a_system_message_goes_before_the_question() -> None:
@@ -213,10 +187,7 @@ def test_a_mix_of_tasks_draws_from_each() -> None:
     ("part", "message"),
     [
         ({"name": "chain_sun"}, "no task 'chain_sun'; did you mean 'chain_sum'"),
-        (
-            {"name": "chain_sum", "config": {"max_term": 3}},
-            "task 'chain_sum' has no option 'max_term'",
-        ),
+        ({"name": "chain_sum", "config": {"max_term": 3}}, "has no option 'max_term'"),
         ({"name": "chain_sum", "wait": 2}, "expected a table with name, weight and config"),
         ({"name": "chain_sum", "weight": 0}, "refuses the options .*Weight must be positive"),
         (

@@ -1,6 +1,4 @@
-"""The forms of reward functions: told apart by the names of their parameters, called by them,
-and refused where a name is nobody's.
-"""
+"""The forms of reward functions: recognised by the names of parameters, called, or refused."""
 
 import asyncio
 from collections.abc import Callable
@@ -41,9 +39,7 @@ def test_isobits_own_form_in_any_order() -> None:
         return float(completion.text == prompt.row["answer"])
 
     assert grade(swapped, "22", "21") == [1.0, 0.0]
-    assert recognise(swapped, "mine.py:f").describe() == (
-        "mine.py:f (Isobit's form: completion, prompt)"
-    )
+    assert recognise(swapped, "f").describe() == "f (Isobit's form: completion, prompt)"
 
 
 def test_options_are_keyword_arguments() -> None:
@@ -110,10 +106,7 @@ def test_a_column_that_trls_form_wants_must_be_there() -> None:
     def reward(completions: list[str], solution: list[str]) -> list[float]:
         return [0.0 for _ in completions]
 
-    with pytest.raises(
-        RewardError,
-        match="takes 'solution', which prompt train/0 does not have; its columns are 'answer', 'l",
-    ):
+    with pytest.raises(RewardError, match=r"takes 'solution', .*; its columns are 'answer', 'l"):
         grade(reward, "a")
 
 
@@ -147,9 +140,8 @@ def test_verls_gsm8k_is_bound_by_its_names() -> None:
 
     assert grade(compute_score, "22", "21") == [1.0, 0.0]
     assert grade(compute_score, "22", options={"score": 2}) == [2.0]
-    assert recognise(compute_score, "gsm8k.py:compute_score").describe() == (
-        "gsm8k.py:compute_score (verl's form: solution_str, ground_truth)"
-    )
+    described = recognise(compute_score, "f").describe()
+    assert described == "f (verl's form: solution_str, ground_truth)"
 
 
 @pytest.mark.parametrize("answer", ["model_output", "predict_str"])

@@ -1,9 +1,4 @@
-"""Rewards given from Python: their names, and the copies that grading processes get.
-
-What a function does has one digest in every process; what changes it, changes that.
-
-Reward functions by name, and what a user reads when the name is wrong.
-"""
+"""Reward functions by name and given from Python: names, copies, digests and errors."""
 
 import functools
 import re
@@ -71,7 +66,7 @@ def test_names_tell_functions_apart_and_are_forgotten() -> None:
     name = first.name
     assert load_reward(name).name == name
     del first, same
-    with pytest.raises(RewardError, match=r"given from Python.*reward=the same function"):
+    with pytest.raises(RewardError, match=r"given from Python.*reward=f"):
         load_reward(name)
 
 
@@ -120,7 +115,6 @@ ALL = ("score", "helper", "kept", "closing", "Judge(WORDS)", "lambda p, c: Judge
 
 
 def digests(script: str, *names: str) -> list[str]:
-    """In this process, of what a script that is read here defines."""
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(script, space)  # as `python script.py` would
     return [digest_of(eval(name, space)) for name in names]
@@ -222,45 +216,27 @@ def test_a_function_from_a_file(module: Path) -> None:
 
 def test_a_function_from_a_module() -> None:
     reward = load_reward("isobit.starter.tasks:correct_answer")
-    assert (reward(PROMPT, completion("11,13,22")), reward(PROMPT, completion("11,13,21"))) == (
-        1.0,
-        0.0,
-    )
+    assert [reward(PROMPT, completion(text)) for text in ("11,13,22", "11,13,21")] == [1.0, 0.0]
 
 
 def test_the_task_scorer_by_name() -> None:
-    assert (
-        load_reward("reasoning_gym").describe()
-        == "reasoning_gym (Isobit's form: prompt, completion)"
-    )
+    described = load_reward("reasoning_gym").describe()
+    assert described == "reasoning_gym (Isobit's form: prompt, completion)"
 
 
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "exact",
-            "cannot read the reward 'exact'; expected 'module:function', "
-            "'path/to/file.py:function' or one of .*'reasoning_gym'",
-        ),
+        ("exact", "cannot read the reward 'exact'; expected .* or one of .*'reasoning_gym'"),
         (":exact", "cannot read the reward ':exact'"),
         ("mine.py:", "cannot read the reward 'mine.py:'"),
         ("none.py:exact", "there is no reward file none.py"),
-        (
-            "mine.py:exakt",
-            "mine.py has no function 'exakt'; its functions are exact, batch; did you mean 'exact'",
-        ),
+        ("mine.py:exakt", "mine.py has no function 'exakt'; .*; did you mean 'exact'"),
         ("mine.py:LIMIT", "mine.py has no function 'LIMIT'"),
-        (
-            "mine.py:batch",
-            r"takes \(prompts, completion, answers\), which is no form of a reward; the forms are",
-        ),
+        ("mine.py:batch", r"takes \(prompts, completion, answers\), .*; the forms are"),
         ("builtins:max", "is built in"),
-        (
-            "no_such_package.rewards:exact",
-            "cannot be imported: ModuleNotFoundError.*named by its path",
-        ),
+        ("no_such_package.rewards:exact", "ModuleNotFoundError.*named by its path"),
     ],
 )
 def test_a_wrong_name_is_explained(name: str, message: str) -> None:

@@ -1,9 +1,4 @@
-"""Several rewards, models among them, and grading in the process of the run.
-
-Grading: numbers of every kind, and failures that are counted and never become zeros.
-
-A reward that gives another number to the same completion is noticed, and nothing else is.
-"""
+"""Grading: parts and models, numbers and failures, and rewards that change when repeated."""
 
 import os
 import re
@@ -66,9 +61,9 @@ def several(rewards: str, **config: Any) -> RewardConfig:
                 "right": {"function": f"{rewards}:right", "weight": 10.0},
                 "judge": {"model": "my-model", "weight": 0.5},
                 "length": {
-                    "function": f"{rewards}:length",
                     "weight": -1.0,
                     "options": {"scale": 2},
+                    "function": f"{rewards}:length",
                 },
                 "vowels": {"function": f"{rewards}:vowels", "weight": 0.0},
             },
@@ -164,9 +159,6 @@ def test_in_the_process_of_the_run_a_watch_is_asked_between_completions(rewards:
 def test_a_signal_ends_a_call_in_the_process_of_the_run_and_nothing_between_two(
     rewards: str,
 ) -> None:
-    """What the block around a call lets through comes out of the middle of it, and no reward is
-    filled.
-    """
     Path(rewards).write_text(
         "import os, signal, time\ndef reward(prompt, completion):\n"
         "    if completion.text == '!': os.kill(os.getpid(), signal.SIGUSR2); time.sleep(3600)\n"
@@ -230,13 +222,7 @@ def test_a_fork_in_the_process_of_the_run_is_no_second_run(tmp_path: Path) -> No
 
 
 def groups(*texts: list[str]) -> list[Group]:
-    def completion(text: str) -> Completion:
-        return Completion(TokenSequence.of_answer((1,), (2,)), text, "stop")
-
-    return [
-        Group(Prompt(f"train/{index}", "", (1,)), 0, [completion(text) for text in group])
-        for index, group in enumerate(texts)
-    ]
+    return [group(*some, place=index) for index, some in enumerate(texts)]
 
 
 def returns(value: Any) -> RewardFunction:
@@ -350,17 +336,8 @@ def test_a_reward_that_exits_is_a_failure_not_an_end() -> None:
 
 def test_too_many_failures_stop_the_run_with_the_first_error() -> None:
     assert grade(groups(["a", "!"]), length_or_fail, max_failed_fraction=0.5).failed == 1
-    with pytest.raises(
-        RewardError,
-        match=(
-            r"2 of 3 rewards failed, more than .* 0.5 .*prompt train/0, sample 1: KeyError: "
-            r"'answer'"
-        ),
-    ):
+    with pytest.raises(RewardError, match=r"2 of 3 rewards failed, .* 0.5 .*sample 1: KeyError"):
         grade(groups(["a", "!", "?"]), length_or_fail, max_failed_fraction=0.5)
-
-
-def test_all_failing_stops_the_run_at_any_limit() -> None:
     with pytest.raises(RewardError, match="2 of 2 rewards failed"):
         grade(groups(["!", "?"]), length_or_fail)
 
@@ -407,11 +384,6 @@ def rewards_repetition(tmp_path: Path) -> Path:
     return path
 
 
-def group_repetition() -> Group:
-    completions = [Completion(TokenSequence.of_answer((1,), (2,)), t, "stop") for t in "a!b"]
-    return Group(Prompt("train/0", "", (1,)), 0, completions)
-
-
 @pytest.mark.parametrize(
     ("function", "in_process", "noticed"),
     [("counts_calls", True, 3), ("draws", False, 3), ("reads", True, 0)],
@@ -430,7 +402,7 @@ def test_a_reward_that_answers_otherwise_when_asked_again_is_counted(
     found = []
     with Graders(config) as graders:
         for _ in range(5):
-            groups = [group_repetition(), group_repetition()]
+            groups = [group(*"a!b"), group(*"a!b")]
             found.append(graders.collect(groups).counts)
             if function == "counts_calls":  # the repetition changes no reward of its own grading
                 first = groups[0].rewards[0]

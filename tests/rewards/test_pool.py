@@ -1,6 +1,4 @@
-"""What a pool of graders withstands: every test has a reward that does harm, and completions around
-it that are graded all the same.
-"""
+"""Harmful rewards in a pool: the other completions are graded all the same."""
 
 import fcntl
 import os
@@ -19,12 +17,13 @@ from isobit.config.reward import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import pool
-from isobit.rewards.grading import Graders
+from isobit.rewards.grading import Graders, GradeStats
 from isobit.util.errors import RewardError
 
 HANG_S = 60.0
 """What a test waits for that should come at once; a slow machine is no failure."""
 MakeGraders = Callable[..., Graders]
+Grade = Callable[..., tuple[list[float | None], GradeStats]]
 
 
 def group(*texts: str, **row: Any) -> Group:
@@ -49,9 +48,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def make_graders(tmp_path: Path) -> Iterator[MakeGraders]:
-    """Graders with the lines of a reward's body, which do harm to a completion ``!``; ``text`` is
-    the completion's.  Other keys are of the configuration.
-    """
+    """Graders of a reward with this body, in which ``text`` is the completion's."""
     made: list[Graders] = []
 
     def make(body: str, head: str = "", **config: Any) -> Graders:
@@ -72,6 +69,18 @@ def make_graders(tmp_path: Path) -> Iterator[MakeGraders]:
         graders.close()
 
 
+@pytest.fixture
+def grade(make_graders: MakeGraders) -> Grade:
+    """The rewards of texts by such a reward."""
+
+    def graded(body: str, *texts: str, **config: Any) -> tuple[list[float | None], GradeStats]:
+        one = group(*texts)
+        stats = make_graders(body, **config).collect([one])
+        return one.rewards, stats
+
+    return graded
+
+
 @pytest.mark.parametrize(
     ("harm", "kind", "message"),
     [
@@ -80,16 +89,8 @@ def make_graders(tmp_path: Path) -> Iterator[MakeGraders]:
         ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)", "deadline", "took"),
         ("10 ** 10 ** 9", "deadline", "took longer"),
         ("os._exit(0)", "crash", "its process ended with exit code 0"),
-        (
-            "print('so long', flush=True); os._exit(7)",
-            "crash",
-            "exit code 7; the last it printed was 'so long'",
-        ),
-        (
-            "os.kill(os.getpid(), signal.SIGSEGV)",
-            "crash",
-            "killed by SIGSEGV; the last it printed was 'Fatal Python error: Segmentation",
-        ),
+        ("print('so', flush=True); os._exit(7)", "crash", "code 7; the last it printed was 'so'"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "crash", "SIGSEGV; .* 'Fatal Python error: Segm"),
         ("os.killpg(0, signal.SIGKILL)", "crash", "killed by SIGKILL"),
         ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(3600)", "crash", "killed by SIGKILL"),
         ("os.closerange(3, 10000)", "crash", "its process ended with exit code 1"),
@@ -105,115 +106,81 @@ def make_graders(tmp_path: Path) -> Iterator[MakeGraders]:
     ],
 )
 def test_harm_fails_its_own_completion_alone(
-    harm: str, kind: str, message: str, make_graders: MakeGraders
+    harm: str, kind: str, message: str, grade: Grade
 ) -> None:
-    graders = make_graders(f"if text == '!': {harm}", deadline_s=0.5 if kind == "deadline" else 60)
-    graded = group("a", "bb", "!", "ccc")
-    stats = graders.collect([graded])
-    assert graded.rewards == [1.0, 2.0, None, 3.0]
+    deadline_s = 0.5 if kind == "deadline" else 60
+    texts = ("a", "bb", "!", "ccc")
+    rewards, stats = grade(f"if text == '!': {harm}", *texts, deadline_s=deadline_s)
+    assert rewards == [1.0, 2.0, None, 3.0]
     assert (stats.graded, stats.failed, stats.failures) == (3, 1, {kind: 1})
     assert stats.first_error is not None
     assert stats.first_error.startswith("prompt train/0, sample 2: ")
     assert re.search(message, stats.first_error)
 
 
-def test_memory_is_limited_and_given_back(make_graders: MakeGraders) -> None:
-    """What a reward has kept of it is gone with its process: the next ones have all of theirs."""
-    graders = make_graders(
-        """
+def test_memory_is_limited_and_given_back(grade: Grade) -> None:
+    body = """
         if text == '!':
             while True: kept.append(bytearray(1 << 20))
         bytearray(200 << 20)
-        """,
-        head="kept = []",
-        memory_mib=512,
-        deadline_s=60,
-    )
-    graded = group("a", "!", "bb", "!", "ccc")
-    stats = graders.collect([graded])
-    assert graded.rewards == [1.0, None, 2.0, None, 3.0]
+        """
+    texts = ("a", "!", "bb", "!", "ccc")
+    rewards, stats = grade(body, *texts, head="kept = []", memory_mib=512, deadline_s=60)
+    assert rewards == [1.0, None, 2.0, None, 3.0]
     assert stats.failures == {"MemoryError": 2}
 
 
-def test_what_is_mapped_and_not_written_is_no_memory(
-    make_graders: MakeGraders, tmp_path: Path
-) -> None:
-    """As a CUDA build of torch maps its libraries and reserves addresses when it is imported; what
-    is written is limited all the same.
-    """
+def test_what_is_mapped_and_not_written_is_no_memory(grade: Grade, tmp_path: Path) -> None:
+    """A CUDA build of torch maps its libraries and reserves addresses like this."""
     (tmp_path / "library").touch()
     os.truncate(tmp_path / "library", 8 << 30)
-    graders = make_graders(
-        """
-        if text == '!': numpy.ones(600 << 20, numpy.uint8)
-        """,
-        head=f"""
+    head = f"""
 import mmap, numpy
 with open({str(tmp_path / "library")!r}, "rb") as file:
     library = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
 reserved = mmap.mmap(-1, 8 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
-""",
-        memory_mib=512,
-        deadline_s=60,
-    )
-    graded = group("a", "!", "bb")
-    stats = graders.collect([graded])
-    assert graded.rewards == [1.0, None, 2.0]
+"""
+    body = "if text == '!': numpy.ones(600 << 20, numpy.uint8)"
+    rewards, stats = grade(body, "a", "!", "bb", head=head, memory_mib=512, deadline_s=60)
+    assert rewards == [1.0, None, 2.0]
     assert stats.failures == {"MemoryError": 1}
 
 
-def test_what_a_reward_forks_and_lets_return_ends_there(
-    make_graders: MakeGraders, tmp_path: Path
-) -> None:
-    """Neither a child that comes back nor one that raises is a second grader."""
-    graders = make_graders(
-        f"""
+def test_what_a_reward_forks_and_lets_return_ends_there(grade: Grade, tmp_path: Path) -> None:
+    body = f"""
         child = os.fork()
         with open({str(tmp_path / "children")!r}, "a") as file: file.write(f"{{os.getpid()}}\\n")
         if child == 0 and text == '!': raise KeyboardInterrupt
         if child: os.waitpid(child, 0)
         """
-    )
-    graded = group("a", "!", "bb")
-    assert graders.collect([graded]).failed == 0
-    assert graded.rewards == [1.0, 1.0, 2.0]
+    rewards, _ = grade(body, "a", "!", "bb")
+    assert rewards == [1.0, 1.0, 2.0]
     assert len((tmp_path / "children").read_text().split()) == 6, "a child graded what follows"
 
 
-def test_files_opened_in_place_of_the_pipes_are_left_alone(
-    make_graders: MakeGraders, tmp_path: Path
-) -> None:
-    graders = make_graders(
-        f"""
+def test_files_opened_in_place_of_the_pipes_are_left_alone(grade: Grade, tmp_path: Path) -> None:
+    body = f"""
         if text == "!":
             os.closerange(3, 99)
             for _ in range(9): kept.append(open({str(tmp_path / "thesis.tex")!r}, "a+"))
-        """,
-        head="kept = []",
-    )
-    graded = group("a", "!", "bb")
-    assert graders.collect([graded]).failures == {"crash": 1}
-    assert graded.rewards == [1.0, None, 2.0]
+        """
+    rewards, stats = grade(body, "a", "!", "bb", head="kept = []")
+    assert rewards == [1.0, None, 2.0] and stats.failures == {"crash": 1}
     assert (tmp_path / "thesis.tex").read_bytes() == b""
 
 
 def test_printing_reaches_nobody_and_holds_nobody_up(
-    make_graders: MakeGraders, capfd: pytest.CaptureFixture[str]
+    grade: Grade, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    graders = make_graders(
+    body = (
         "print('x' * (1 << 20)); print('y' * (1 << 20), file=sys.stderr); os.write(1, b'z' * 999)"
     )
-    graded = group("a", "bb")
-    graders.collect([graded])
-    assert graded.rewards == [1.0, 2.0]
+    assert grade(body, "a", "bb")[0] == [1.0, 2.0]
     assert capfd.readouterr() == ("", "")
 
 
-def test_standard_input_is_empty(make_graders: MakeGraders) -> None:
-    graders = make_graders("return float(len(sys.stdin.read()))")
-    graded = group("a")
-    graders.collect([graded])
-    assert graded.rewards == [0.0]
+def test_standard_input_is_empty(grade: Grade) -> None:
+    assert grade("return float(len(sys.stdin.read()))", "a")[0] == [0.0]
 
 
 def test_what_a_reward_changes_in_its_process_stays_there(
@@ -287,9 +254,7 @@ def test_children_end_with_a_deadline(make_graders: MakeGraders, tmp_path: Path)
 def test_signals_to_all_processes_of_a_run_are_left_to_the_trainer(
     make_graders: MakeGraders,
 ) -> None:
-    """As Slurm and systemd send them: no completion fails of them.  A child of a reward ends by
-    them as it always does.
-    """
+    """As Slurm and systemd send them. A child of a reward still ends by them."""
     graders = make_graders(
         """
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU):
@@ -315,7 +280,6 @@ def test_signals_to_all_processes_of_a_run_are_left_to_the_trainer(
 def test_a_reward_that_makes_processes_without_end_is_ended(
     make_graders: MakeGraders, tmp_path: Path
 ) -> None:
-    """Each child starts the next and ends: whoever looks for them one by one comes too late."""
     graders = make_graders(
         f"""
         if os.fork() == 0:
@@ -388,7 +352,6 @@ def test_rewards_come_in_order_whatever_they_take(make_graders: MakeGraders) -> 
 
 
 def test_the_rest_of_a_group_is_graded_by_others(make_graders: MakeGraders, tmp_path: Path) -> None:
-    """Each completion once, although two of them end their process."""
     graders = make_graders(
         f"""
         with open({str(tmp_path / "asked")!r}, "a") as file: file.write(text)
@@ -533,21 +496,16 @@ def test_rows_hold_what_the_dataset_does(make_graders: MakeGraders) -> None:
 
 
 def test_a_working_directory_has_no_say_in_what_is_imported(
-    make_graders: MakeGraders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grade: Grade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemError")
     monkeypatch.chdir(tmp_path)
-    graded = group("a")
-    make_graders("pass").collect([graded])
-    assert graded.rewards == [1.0]
+    assert grade("pass", "a")[0] == [1.0]
 
 
-def test_a_process_that_grades_is_up_soon(make_graders: MakeGraders) -> None:
-    """It loads nothing that takes long and that it does not need."""
-    graders = make_graders("return float('pydantic' in sys.modules or 'asyncio' in sys.modules)")
-    graded = group("a")
-    graders.collect([graded])
-    assert graded.rewards == [0.0]
+def test_a_process_that_grades_is_up_soon(grade: Grade) -> None:
+    body = "return float('pydantic' in sys.modules or 'asyncio' in sys.modules)"
+    assert grade(body, "a")[0] == [0.0]
 
 
 def test_modules_are_found_where_the_trainer_finds_them(

@@ -1,6 +1,6 @@
-"""The starter model's card: what it is, how it was made, and the figures of the run that made
-it.
-"""
+"""The starter model's card: what it is, how it was made, and the figures of that run."""
+
+from typing import Any
 
 from isobit.models.config import ModelConfig
 from isobit.starter.tasks import GUESS_RANGE
@@ -21,10 +21,10 @@ a download, in minutes. It is of no other use.
 
 | | |
 |---|---|
-| layers, hidden size, MLP | {layers}, {hidden}, {intermediate} |
-| heads | {heads} query, {kv_heads} key and value, of {head_dim} |
+| layers, hidden size, MLP | {config.num_layers}, {config.hidden_size}, {config.intermediate_size} |
+| heads | {config.num_heads} query, {config.num_kv_heads} key and value, of {config.head_dim} |
 | vocabulary | one token a printable ASCII character, 4 special tokens, padded to {vocabulary} |
-| context | {context} tokens |
+| context | {config.max_positions} tokens |
 | weights | BF16 safetensors, tied embeddings |
 
 ## What it was taught
@@ -47,52 +47,28 @@ On all {problems} held-out problems (`held_out.jsonl`), none of which were in th
 
 | | |
 |---|---|
-| greedy answers that are right | {greedy_accuracy:.1%} |
-| greedy answers that are worked out | {greedy_worked_out:.1%} |
-| sampled at temperature 1: worked out | {sampled_worked_out:.1%} |
-| of these, right | {worked_out_accuracy:.1%} |
-| of the rest, right | {guess_accuracy:.1%} |
+| greedy answers that are right | {figures.greedy_accuracy:.1%} |
+| greedy answers that are worked out | {figures.greedy_worked_out:.1%} |
+| sampled at temperature 1: worked out | {figures.sampled_worked_out:.1%} |
+| of these, right | {figures.worked_out_accuracy:.1%} |
+| of the rest, right | {figures.guess_accuracy:.1%} |
 
 Made by `{command}`: {updates} updates of {batch} answers in the
 `{preset}` flow, {minutes:.1f} minutes on {threads} CPU threads. Evaluated in the same flow.
 """
 
 
-def model_card(
-    config: ModelConfig,
-    parameters: int,
-    figures: Figures,
-    *,
-    command: str,
-    updates: int,
-    batch: int,
-    preset: str,
-    minutes: float,
-    threads: int,
-) -> str:
-    """The text of ``README.md``."""
+def model_card(config: ModelConfig, parameters: int, figures: Figures, **made: Any) -> str:
+    """The text of ``README.md``; ``made`` gives the command, updates, batch, preset, minutes and
+    threads of the run.
+    """
     return TEMPLATE.format(
         family=config.family.capitalize(),
         parameters=parameters,
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        config=config,
         vocabulary=config.vocab_size,
-        context=config.max_positions,
         guess_range=GUESS_RANGE,
         problems=figures.problems,
-        greedy_accuracy=figures.greedy_accuracy,
-        greedy_worked_out=figures.greedy_worked_out,
-        sampled_worked_out=figures.sampled_worked_out,
-        worked_out_accuracy=figures.worked_out_accuracy,
-        guess_accuracy=figures.guess_accuracy,
-        command=command,
-        updates=updates,
-        batch=batch,
-        preset=preset,
-        minutes=minutes,
-        threads=threads,
+        figures=figures,
+        **made,
     )

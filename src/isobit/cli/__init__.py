@@ -1,3 +1,3 @@
-"""The command line, one file a command: each reads its arguments, calls ``isobit.run`` and prints.
-No file imports torch at the top.
+"""The command line: reads arguments, calls ``isobit.run`` and prints; imports no torch at
+the top.
 """

@@ -1,6 +1,4 @@
-"""What commands share: the arguments of those that take a model folder, of those that take a
-recipe, and dotted overrides.
-"""
+"""Arguments that several commands share."""
 
 from argparse import (
     REMAINDER,
@@ -24,14 +22,10 @@ Settings = TypeVar("Settings", bound="Strict")
 
 
 def folder_parser(
-    command: str,
-    description: str,
-    tables: str,
-    with_folder: bool = True,
-    with_seed: bool = True,
+    command: str, description: str, tables: str, with_folder: bool = True, with_seed: bool = True
 ) -> ArgumentParser:
-    """A parser with FOLDER and --seed (or without), --precision and --threads; ``tables`` names
-    those whose keys may be set as well.
+    """A parser with FOLDER and --seed (or without), --precision and --threads; the help says that
+    keys of ``tables`` may be set too.
     """
     parser = ArgumentParser(
         prog=f"isobit {command}",
@@ -72,7 +66,6 @@ def folder_parser(
 
 
 def precision_value(text: str) -> Any:
-    """A preset's name or a table, as in a recipe and its overrides."""
     from isobit.config.load import read_value
 
     return read_value("precision", text)
@@ -81,9 +74,7 @@ def precision_value(text: str) -> Any:
 def recipe_parser(
     command: str, description: str, example: str, schema: "type[Strict] | None"
 ) -> ArgumentParser:
-    """A parser with RECIPE.toml, --print-config and overrides; given the recipe's ``schema``, its
-    help lists every key.
-    """
+    """A parser with RECIPE.toml, --print-config and overrides, and help on keys of ``schema``."""
     parser = ArgumentParser(
         prog=f"isobit {command}",
         usage=f"isobit {command} [--print-config] RECIPE.toml [--KEY VALUE ...]",
@@ -104,22 +95,19 @@ def recipe_parser(
         nargs=REMAINDER,
         help="changes of the recipe, for example --training.steps 5",
     )
-    overrides.required = (
-        False  # argparse asks for the rest of a line by its name, though none will do
-    )
+    overrides.required = False  # otherwise argparse requires at least one
     return parser
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Also after the recipe, where every other word is an override."""
     return bool({"-h", "--help"} & set(arguments))
 
 
 def flags_first(
     arguments: Sequence[str], flags: Collection[str], valued: str | None = None
 ) -> list[str]:
-    """Flags may also stand after the recipe, where the parser takes every word for an override; so
-    may ``valued`` with the word behind it.
+    """The arguments with ``flags``, and ``valued`` with the word after it, moved to the front:
+    after the recipe the parser would take them for overrides.
     """
     first: list[str] = []
     rest: list[str] = []
@@ -135,7 +123,6 @@ def flags_first(
 
 
 def _describe_keys(schema: "type[Strict]") -> str:
-    """Every key with what it takes, its default and its description."""
     from isobit.config.schema import all_keys
 
     lines = ["keys of a recipe (NAME is yours to choose):"]
@@ -149,7 +136,7 @@ def _describe_keys(schema: "type[Strict]") -> str:
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """What reads a whole number within bounds."""
+    """A parser of whole numbers from ``least`` to ``most``."""
 
     def read(text: str) -> int:
         short = len(text) <= len(str(most))  # Python converts no text of thousands of digits
@@ -167,7 +154,6 @@ count_of_threads = whole(1, MAX_THREADS)
 
 
 def add_threads(parser: ArgumentParser) -> None:
-    """The option that ``set_threads`` obeys."""
     parser.add_argument(
         "--threads",
         type=count_of_threads,
@@ -177,19 +163,16 @@ def add_threads(parser: ArgumentParser) -> None:
 
 
 def add_allow_change(parser: ArgumentParser, help: str) -> None:
-    """The option whose names ``allowed_names`` gives."""
     parser.add_argument(ALLOW, metavar="NAME[,NAME..]", action="append", default=[], help=help)
 
 
 def allowed_names(options: Namespace) -> list[str]:
-    """What may be other than in the run: settings, inputs, classes of bits."""
+    """The settings, inputs and classes of bits that may differ from the run's."""
     return [name for names in options.allow_change for name in names.split(",") if name]
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """The values that are not None, read as those of overrides are: what the command line leaves
-    open keeps the schema's default.
-    """
+    """The values that are not None, read like overrides; the others keep the schema's defaults."""
     from isobit.config.load import read_value
 
     return {
@@ -200,16 +183,14 @@ def given(**values: Any) -> dict[str, Any]:
 
 
 def _model_name(text: str) -> str:
-    """Not the empty text, which as a path would be the current directory."""
+    """Refuse the empty text, which as a path would be the current directory."""
     if not text.strip():
         raise ArgumentTypeError("the name is empty; name a folder, org/name or starter")
     return text
 
 
 def data_table(text: str, split: str | None = None) -> dict[str, Any]:
-    """The source of rows that a word of the command line names: a file by its ending, a folder, or
-    ``hub:ORG/NAME``.
-    """
+    """The rows that a word names: a file by its suffix, a folder, or ``hub:ORG/NAME``."""
     if text.startswith("hub:"):
         return {"type": "hub", "dataset": text.removeprefix("hub:"), "split": split}
     if Path(text).is_dir():
@@ -222,23 +203,20 @@ def data_table(text: str, split: str | None = None) -> dict[str, Any]:
 def settings_from(
     model: type[Settings], values: Mapping[str, Any], overrides: Sequence[str]
 ) -> Settings:
-    """The settings of a command: ``values`` of its own arguments, under the dotted overrides left
-    over.  Raises ConfigError.
-    """
+    """The settings of a command: ``values``, under the dotted overrides. Raises ConfigError."""
     from isobit.config.load import apply_overrides, build, parse_overrides
 
     return build(model, apply_overrides(values, parse_overrides(overrides)), "command line")
 
 
 def check_new(path: Path) -> None:
-    """Refuse to write where a file is, or where no directory is.  Raises ConfigError."""
+    """Raise ConfigError if the file exists or its directory does not."""
     if path.exists():
         raise ConfigError(f"--out is {str(path)!r}, which exists; name another file, or remove it")
     check_directory(path)
 
 
 def check_directory(path: Path) -> None:
-    """Refuse to write where no directory is.  Raises ConfigError."""
     if not path.parent.is_dir():
         raise ConfigError(
             f"--out is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it first"
@@ -246,7 +224,6 @@ def check_directory(path: Path) -> None:
 
 
 def set_threads(options: Namespace) -> None:
-    """Give torch the threads that the command line asks for."""
     if options.threads is not None:
         import torch
 

@@ -1,8 +1,5 @@
-"""``isobit eval FOLDER``: how often a model folder is right on a dataset, by a reward.  With
-``--reward-model FOLDER`` a reward model scores a file's answers (``isobit.cli.eval``).
-
-``isobit eval --reward-model FOLDER --data FILE``: the scores of a reward model, of answers or of
-pairs.
+"""``isobit eval FOLDER`` measures a model folder on a dataset with a reward; ``isobit eval
+--reward-model FOLDER --data FILE`` scores answers or pairs with a reward model.
 """
 
 import json
@@ -37,14 +34,19 @@ FLAG = "--reward-model"
 
 
 def evaluate_reward_model(arguments: Sequence[str]) -> int:
-    """Score, write and print.  Raises IsobitError for anything that cannot be used."""
     options, overrides = _reward_parser().parse_known_args(arguments)
     if options.out is not None:
         check_new(options.out)
 
     from isobit.config.recipes import ScoringConfig
 
-    config = settings_from(ScoringConfig, _reward_values(options), overrides)
+    kind = "hf" if Path(options.data).is_dir() else "jsonl"
+    values = {
+        "precision": options.precision,
+        "data": {"type": kind, "path": options.data, **given(limit=options.problems)},
+        "chat": not options.no_chat,
+    }
+    config = settings_from(ScoringConfig, values, overrides)
     set_threads(options)
     with starting():
         from isobit.run.reward_models import describe, score_rows, summarise
@@ -58,7 +60,7 @@ def evaluate_reward_model(arguments: Sequence[str]) -> int:
 
 
 def _written(rows: "Iterable[ScoredRow]", out: Path | None) -> "Iterator[ScoredRow]":
-    """The rows, each of them in the file ``out`` before the next is asked for."""
+    """The rows, each written to the file ``out`` before the next is computed."""
     if out is None:
         yield from rows
         return
@@ -67,15 +69,6 @@ def _written(rows: "Iterable[ScoredRow]", out: Path | None) -> "Iterator[ScoredR
             line = {name: value for name, value in asdict(one).items() if value is not None}
             file.write(json.dumps(line) + "\n")
             yield one
-
-
-def _reward_values(options: Namespace) -> dict[str, Any]:
-    kind = "hf" if Path(options.data).is_dir() else "jsonl"
-    return {
-        "precision": options.precision,
-        "data": {"type": kind, "path": options.data, **given(limit=options.problems)},
-        "chat": not options.no_chat,
-    }
 
 
 def _reward_parser() -> ArgumentParser:
@@ -132,14 +125,11 @@ def _reward_parser() -> ArgumentParser:
     return parser
 
 
-pass
-
-
 _TASK = "task:"
 
 
 def run_eval(arguments: Sequence[str]) -> int:
-    """Evaluate and print.  Raises IsobitError for anything that cannot be used."""
+    """Evaluate and print. Raises IsobitError for unusable input."""
     if any(word.partition("=")[0] == FLAG for word in arguments):
         return evaluate_reward_model(arguments)
     return obey_as_rank(arguments, _eval)
@@ -185,9 +175,7 @@ def _eval(arguments: Sequence[str], world: "World | None") -> int:
 
 
 def _values(options: Namespace) -> dict[str, Any]:
-    """The tables of a run whose evaluation is this one.  What only training reads, its data and
-    output, is filled in and not used.
-    """
+    """The tables of a run with this evaluation; its training data and output are not used."""
     name, source = _source(options)
     evaluation = given(
         samples=options.samples,
@@ -205,9 +193,6 @@ def _values(options: Namespace) -> dict[str, Any]:
 
 
 def _source(options: Namespace) -> tuple[str, dict[str, Any]]:
-    """The name of the set and its table: a task of reasoning-gym, a dataset's folder or a JSONL
-    file.
-    """
     text: str = options.data
     if text.startswith(_TASK):
         name = text.removeprefix(_TASK)

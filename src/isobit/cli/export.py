@@ -1,14 +1,6 @@
-"""``isobit export RUN_OR_FOLDER --to FOLDER``: a model as a Hugging Face folder for other tools, in
-BF16 or in FP8.
-
-``isobit inspect FOLDER``: what is in a model folder, what FP8 does to its weights, and what it
-takes.
-
-``isobit report RUN [RUN ...]``: the figures, the precision flow and sample completions of a run,
-or several runs beside each other, as one HTML page.
-
-``isobit schema``: the JSON schema of a recipe, for editors, or the keys of all recipes as a
-page.
+"""``isobit export`` writes a model as a Hugging Face folder, ``isobit inspect`` shows what is in a
+model folder, ``isobit report`` writes the metrics of runs as an HTML page, ``isobit schema`` prints
+the schema or the keys of the recipes.
 """
 
 import json
@@ -35,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def run_export(arguments: Sequence[str]) -> int:
-    """Write the folder and say what is in it.  Raises IsobitError for what cannot be used."""
     options, overrides = _parser().parse_known_args(arguments)
     precision = _precision(options.precision, overrides)
     if precision is not None and options.format == "bf16":
@@ -64,8 +55,6 @@ def run_export(arguments: Sequence[str]) -> int:
 
 
 def _precision(given: Any, overrides: Sequence[str]) -> "PrecisionConfig | None":
-    """The flow of the command line; None where it says nothing of it."""
-    from isobit.cli.arguments import settings_from
     from isobit.config.recipes import ExportConfig
 
     values = {"precision": given} if given is not None else {}
@@ -85,10 +74,6 @@ def _describe(result: "ExportResult") -> list[str]:
             "loaders ask",
         ]
     return lines
-
-
-def _step(text: str) -> int | str:
-    return text if text == "best" else positive(text)
 
 
 def _parser() -> ArgumentParser:
@@ -120,7 +105,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--step",
-        type=_step,
+        type=lambda text: text if text == "best" else positive(text),
         metavar="K",
         help="of a run, the checkpoint after K steps, or `best`, by its checkpoint.keep_best; by "
         "default its model, or newest checkpoint",
@@ -146,9 +131,7 @@ def _parser() -> ArgumentParser:
 
 
 def run_inspect(arguments: Sequence[str]) -> int:
-    """Look, print the tables, and write the page where one is asked for.  Raises IsobitError for a
-    folder that cannot be read.
-    """
+    """Inspect, print, and write the page if asked. Raises IsobitError for an unreadable folder."""
     options, overrides = _inspect_parser().parse_known_args(arguments)
     with starting():
         from isobit.config.recipes import InspectConfig
@@ -207,9 +190,7 @@ def _inspect_parser() -> ArgumentParser:
 
 
 def run_report(arguments: Sequence[str]) -> int:
-    """Write the page and say where it is.  Raises IsobitError for a directory that is no run's, or
-    a file that cannot be written.
-    """
+    """Write the page. Raises IsobitError if there is no run, or the file cannot be written."""
     options = _report_parser().parse_args(arguments)
 
     from isobit.observe.report.page import report
@@ -254,7 +235,6 @@ def _report_parser() -> ArgumentParser:
 
 
 def run_schema(arguments: Sequence[str]) -> int:
-    """Print the schema or the page."""
     from isobit.config.schema import RECIPES, configuration_page, json_schema
 
     parser = ArgumentParser(

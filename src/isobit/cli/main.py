@@ -1,19 +1,11 @@
-"""``isobit COMMAND``: finds the command's file, and turns errors into a line on stderr and an exit
-code.
+"""``isobit COMMAND``: runs a command, and turns errors into a line on stderr and an exit code.
 
 Exit codes: 0 done, 1 ``verify``, ``replay`` or ``diff`` found a difference or ``doctor`` a failure
-(or a fault in Isobit, with its traceback), 2 input that cannot be used, 3 a run stopped because
-rollout and training part (``check.on_mismatch``), 4 a rank that stopped since another had failed,
-130 stopped by Ctrl-C, 143 by SIGTERM, 129 by a closed terminal (SIGHUP), 152 by a limit on CPU time
-(SIGXCPU), 141 a reader of the output that has gone (``| head``). Stopped by a signal, ``train`` and
-``sft`` write a checkpoint first, and ``--resume`` goes on from there; a second Ctrl-C stops them at
-once, and they go on from the checkpoint before. What ``train`` and ``sft`` print never ends them.
-
-While the heavy libraries are imported, which takes seconds on a cold disk: a live line, and a
-signal that asks a run for a checkpoint is no end of one that has not begun.
-
-Commands that several processes can obey as one: ``rollout``, ``eval`` and ``verify`` with
-``cluster.rollout_tp``, for a policy that one GPU cannot hold, and ``replay``.
+(or a fault in Isobit, with its traceback), 2 unusable input, 3 a run stopped by
+``check.on_mismatch`` or ``check.on_no_signal``, 4 a rank stopped because another had failed, 130
+Ctrl-C, 143 SIGTERM, 129 SIGHUP, 152 SIGXCPU, 141 a closed output pipe (``| head``). On a signal,
+``train`` and ``sft`` write a checkpoint first; a second Ctrl-C stops them at once. A closed output
+never ends them.
 """
 
 import atexit
@@ -26,7 +18,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 import isobit
 from isobit.parallel.launched import SAVES, end_with_launcher, is_launched
@@ -61,13 +53,12 @@ _FILES = {
     "schema": "export",
     "doctor": "verify",
 }
-"""The module of a command, where it is not ``isobit.cli.NAME``."""
+"""The module of a command that is not ``isobit.cli.NAME``."""
 _TRAININGS = ("train", "sft")
-"""Their result is a directory, whoever reads what they print."""
+"""Their result is a directory, so that unreadable output is no error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line (``sys.argv`` by default) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     prepare()
     try:
@@ -86,16 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def program() -> NoReturn:
-    """``main`` as a process: it ends with the exit code.
+    """Run ``main`` as a process.
 
-    One of several ranks ends without the interpreter's own end: a worker thread of gloo may still
-    hold tensors then, and a thread that asks for the interpreter while that ends is unwound through
-    C++ that does not allow it, which aborts the process after its work (SIGABRT, "terminate called
-    without an active exception"; pytorch/pytorch issue 38228 and pull request 179291).
+    One of several ranks ends without the interpreter's finalisation: a gloo worker thread that
+    still holds tensors then would abort the process after its work (pytorch/pytorch issue 38228 and
+    pull request 179291).
     """
     code = main()
-    from isobit.parallel.launched import is_launched
-
     if is_launched():
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
         settle()
@@ -137,7 +125,6 @@ def _unread(error: OSError) -> int:
 
 
 def _parser() -> ArgumentParser:
-    """Knows --help and --version, and refuses an unknown command."""
     lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
     parser = ArgumentParser(
         prog="isobit",
@@ -153,9 +140,7 @@ def _parser() -> ArgumentParser:
 
 
 def starting() -> AbstractContextManager[object]:
-    """A spinner on stderr, gone afterwards; nothing without a terminal."""
-    from typing import TextIO, cast
-
+    """A spinner on stderr while heavy libraries are imported, if there is a terminal."""
     from rich.console import Console
 
     console = Console(file=cast(TextIO, Standard("stderr")))
@@ -164,8 +149,8 @@ def starting() -> AbstractContextManager[object]:
 
 @contextmanager
 def requests_wait() -> Iterator[None]:
-    """A block in which a signal to save, which would end the process, is answered with a line; the
-    run takes it over (``isobit.run.grading``).
+    """Answer a signal that asks for a checkpoint with a line instead of ending the process, until
+    the run installs its own handler.
     """
     before = signal.getsignal(SAVES)
     if threading.current_thread() is not threading.main_thread() or before != signal.SIG_DFL:
@@ -184,9 +169,7 @@ NOT_COMPARED = 2
 def obey_as_rank(
     arguments: Sequence[str], obey: "Callable[[Sequence[str], World | None], int]"
 ) -> int:
-    """``obey`` the command line with the world of this process, where a launcher has started it as
-    one of several, or alone with None.
-    """
+    """Call ``obey`` with the world of this process if a launcher started it, else with None."""
     box = end_with_launcher()
     if not is_launched():
         return obey(arguments, None)
@@ -199,8 +182,8 @@ def obey_as_rank(
 def compare_as_rank(
     arguments: Sequence[str], compare: "Callable[[Sequence[str], World | None], int]"
 ) -> int:
-    """``obey_as_rank`` for a command whose exit code 1 means a difference: a fault of Isobit's is
-    none, and ends with ``NOT_COMPARED``.
+    """``obey_as_rank`` for a command whose exit code 1 means a difference; a fault in Isobit ends
+    with ``NOT_COMPARED``.
     """
     try:
         return obey_as_rank(arguments, compare)
@@ -212,7 +195,7 @@ def compare_as_rank(
 
 
 def start_ranks(command: str, arguments: Sequence[str], ranks: int, threads: int | None) -> None:
-    """The same command line in so many processes; what they print goes to this one's stdout.
+    """Run the same command line in ``ranks`` processes, whose output goes to this one's stdout.
     Raises as ``isobit.run.launch.launch`` does.
     """
     from isobit.run.launch import launch

@@ -1,6 +1,4 @@
-"""``isobit rollout FOLDER``: completions of a text or of a file's prompts, printed or written as
-JSON lines.
-"""
+"""``isobit rollout FOLDER``: completes prompts, and prints completions or writes JSON lines."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -8,14 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import (
-    check_new,
-    folder_parser,
-    given,
-    set_threads,
-    settings_from,
-    whole,
-)
+from isobit.cli.arguments import check_new, folder_parser, given, set_threads, settings_from, whole
 from isobit.cli.main import obey_as_rank, start_ranks, starting
 from isobit.config.base import MAX_BATCH
 from isobit.util.files import LineFile, disk_errors
@@ -28,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def run_rollout(arguments: Sequence[str]) -> int:
-    """Generate, and print or write.  Raises IsobitError for anything that cannot be used, before
-    anything is generated.
-    """
+    """Generate, and print or write. Raises IsobitError for unusable input before generating."""
     return obey_as_rank(arguments, _rollout)
 
 
@@ -43,9 +32,7 @@ def _rollout(arguments: Sequence[str], world: "World | None") -> int:
     from isobit.config.recipes import GenerationConfig
 
     limits = given(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
+        max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p
     )
     settings = settings_from(
         GenerationConfig, {"precision": options.precision, "rollout": limits}, overrides
@@ -66,10 +53,9 @@ def _rollout(arguments: Sequence[str], world: "World | None") -> int:
 
 @contextmanager
 def _writing(out: Path) -> "Iterator[Callable[[Group], None]]":
-    """Writes the lines of each group that it is given.  The file is there before anything is
-    generated, keeps what was written before an error, and is removed where nothing was.
-
-    Raises StorageError where it cannot be written.
+    """A function that writes the lines of each group. The file is made before anything is
+    generated, keeps what was written before an error, and is removed if that is nothing. Raises
+    StorageError.
     """
     from isobit.run.evaluate import completion_lines
 

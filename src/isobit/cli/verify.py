@@ -1,10 +1,8 @@
-"""``isobit verify FOLDER | --shape NAME``: whether sampled and trained log-probabilities are equal,
-bit for bit; ``--bisect``: where they part.
+"""``isobit verify FOLDER | --shape NAME``: compares sampled and trained log-probabilities bit for
+bit; ``--bisect`` finds the first difference. Exit codes: 0 all equal, 1 some differ, 2 something
+could not be compared.
 
-Exit codes: 0 all equal, 1 some differ, 2 something could not be compared.
-
-``isobit doctor``: whether this machine computes what it must.  Exit codes: 0 nothing failed, 1
-something did.
+``isobit doctor``: tests this machine. Exit codes: 0 nothing failed, 1 something did.
 """
 
 import json
@@ -29,7 +27,6 @@ _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Test the machine, print a line a check, and return the exit code."""
     options = _doctor_parser().parse_args(arguments)
 
     with starting():
@@ -53,7 +50,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
 
 
 def _announce(name: str) -> None:
-    """On a terminal, the check that is running, until its finding takes the line."""
+    """On a terminal, show the running check until its finding replaces the line."""
     if sys.stdout.isatty():
         print(f"....  {name}", end="\r", flush=True)
 
@@ -88,9 +85,7 @@ def _doctor_parser() -> ArgumentParser:
 
 
 def run_verify(arguments: Sequence[str]) -> int:
-    """Verify, print the counts and return the exit code.  Raises IsobitError for anything that
-    cannot be used.
-    """
+    """Verify, print the counts and return the exit code. Raises IsobitError for unusable input."""
     return compare_as_rank(arguments, _verify)
 
 
@@ -124,9 +119,7 @@ def _verify(arguments: Sequence[str], world: "World | None") -> int:
 
 
 def _compare_as_rank(options: Namespace, settings: "VerifyConfig", world: "World") -> int:
-    """One of several that sample together; the first one prints.  Raises where any of them has
-    found a difference.
-    """
+    """Compare as one of several ranks; rank 0 prints. Raises if any rank found a difference."""
     result = _compare(options, settings, world)
     if world.rank == 0:
         _show(options, result)
@@ -141,7 +134,7 @@ def _compare_as_rank(options: Namespace, settings: "VerifyConfig", world: "World
 
 
 class _NotProvedError(IsobitError):
-    """Of several ranks, whose launcher takes an error as the reason that they end."""
+    """The error of one of several ranks, since their launcher expects an error."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -191,8 +184,7 @@ def _bisect(options: Namespace, settings: "VerifyConfig") -> int:
 
     if options.shape is not None:
         raise ConfigError(
-            "--bisect takes a FOLDER: a checksum of every operation of a full-sized model would "
-            "fill the memory"
+            "--bisect takes a FOLDER: the checksums of a full-sized model would fill the memory"
         )
     check = Path(options.folder), settings.precision, VerifyOptions(**_sizes(options))
     if options.json:

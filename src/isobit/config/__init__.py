@@ -1,3 +1,1 @@
-"""What a run is: the schema, TOML files, dotted overrides, and errors that name the key.  Imports
-no torch.
-"""
+"""Recipes: tables, TOML files, dotted overrides, and errors that name the key. Imports no torch."""

@@ -1,17 +1,9 @@
-"""The table ``algorithm``: what reinforcement learning optimises.
+"""The table ``algorithm``, and the list ``corrections`` of weights for tokens that another policy
+sampled than the one being trained.
 
-Which algorithm it is says ``name``, and each has only the keys that it reads, with the defaults of
-its paper.  ``algorithm = "dapo"`` names one alone, ``algorithm = "file.py:Class"`` one's own
-objective; a table without a name is GRPO's.  Formulas are in ``docs/algorithms.md``.
-
-The list ``corrections``: weights for tokens that another policy drew than the one that learns.
-
-    [[corrections]]
-    type = "tis"
-    max = 2.0
-
-rho = pi_old / mu, token by token: the trainer's probability over the recorded one.  The weights of
-all that are listed are multiplied; formulas are in ``docs/algorithms.md``.
+Each algorithm has only the keys that it reads, with the defaults of its paper. ``algorithm =
+"dapo"`` names one, ``algorithm = "file.py:Class"`` a custom objective; a table without a name is
+GRPO. The weights of several corrections are multiplied. Formulas are in ``docs/algorithms.md``.
 """
 
 from typing import Annotated, Any, Literal
@@ -23,79 +15,87 @@ from isobit.config.tables import MAX_POSITIONS
 
 LossMean = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
+ClipLow = Annotated[
+    float, Field(ge=0, le=MAX_FACTOR, description="The clip's lower bound is 1 - clip_low.")
+]
+ClipHigh = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=MAX_FACTOR,
+        description="The clip's upper bound is 1 + clip_high, in DAPO above 1 + clip_low.",
+    ),
+]
+Gamma = Annotated[
+    float, Field(ge=0, le=1, description="Discount of later rewards, for each token.")
+]
 
 
 class StepConfig(Strict):
-    """What every algorithm is told of a step: which completions count, and for how much."""
+    """The keys of every algorithm: which completions count, and for how much."""
 
     truncated: Literal["keep", "mask", "exclude"] = "keep"
-    """Completions that the length limit cut off: learnt from; judged, but not learnt from; or
-    neither.
+    """Completions that reached the length limit: keep trains on them, mask only uses their rewards
+    in the group's baseline, exclude drops them.
     """
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal, which teach nothing, by groups of further prompts
-    (DAPO).
-    """
+    """Replace zero-variance groups by groups of further prompts (DAPO)."""
     max_refills: int = Field(default=10, ge=0, le=MAX_COUNT)
-    """With ``dynamic_sampling``, how often a step samples further prompts before it makes do with
-    the groups it has.
-    """
+    """How often a step with ``dynamic_sampling`` samples further prompts at most."""
     overlong_buffer: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
-    """DAPO's soft punishment: over the last so many tokens before ``rollout.max_new_tokens`` a
-    penalty grows from 0 to ``overlong_penalty``.  Off by default.
+    """DAPO's soft length penalty: it grows from 0 to ``overlong_penalty`` over the last so many
+    tokens before ``rollout.max_new_tokens``. Off by default.
     """
     overlong_penalty: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
-    """Taken from the reward of a completion of full length, with ``overlong_buffer``."""
+    """Subtracted from the reward of a completion of full length, with ``overlong_buffer``."""
     kl_coefficient: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """Weight of the divergence from the reference model; 0 needs none."""
+    """Weight of the KL divergence from the reference model; 0 loads no reference."""
     kl_estimator: KlEstimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a term of it, differentiated; reward: taken from it, as a number."""
+    """loss: a differentiated term of the loss; reward: subtracted from the reward."""
 
 
 class LossConfig(StepConfig):
-    """What the losses of the family share."""
+    """The keys that all clipped losses share."""
 
     loss_mean: LossMean = "token"
-    """Mean over all response tokens of an update; over sequences of each one's mean; or over
-    sequences of each one's sum divided by ``loss_constant`` (Dr. GRPO).
+    """token: mean over all response tokens of an update; sequence: mean over sequences of each
+    one's mean; constant: mean over sequences of each one's sum divided by ``loss_constant`` (Dr.
+    GRPO).
     """
     loss_constant: int | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Tokens; by default ``rollout.max_new_tokens``."""
+    """Divisor of ``loss_mean = constant``, in tokens; by default ``rollout.max_new_tokens``."""
     entropy_coefficient: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Weight of the entropy bonus."""
 
 
 class ClipConfig(LossConfig):
-    """A loss that clips the ratio."""
-
-    clip_low: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
-    clip_high: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
-    """Above ``clip_low`` is DAPO's clip-higher."""
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
 
 
 class TokenClipConfig(ClipConfig):
-    """PPO's clipped surrogate, token by token."""
+    """PPO's clipped surrogate, for each token."""
 
     dual_clip: float | None = Field(default=None, gt=1, le=MAX_FACTOR)
-    """Where the advantage is negative, the ratio counts for no more than this (arXiv 1912.09729,
-    which takes 3).  Off by default.
+    """Upper bound of the ratio for negative advantages (arXiv 1912.09729 uses 3). Off by
+    default.
     """
     covariance: Literal["clip_cov", "kl_cov"] | None = None
-    """Against the collapse of entropy (arXiv 2505.22617), for the tokens whose log-probability and
-    advantage covary most: clip_cov learns nothing from some of them, kl_cov holds them to the old
-    policy and clips nothing.  Off by default.
+    """Against entropy collapse (arXiv 2505.22617), for tokens whose log-probability and advantage
+    covary most: clip_cov masks some of them, kl_cov penalises their distance from the old policy
+    and clips nothing. Off by default.
     """
     covariance_fraction: float = Field(default=2e-4, gt=0, le=1)
-    """Share of an update's tokens that are picked."""
+    """Share of an update's tokens that are selected."""
     covariance_low: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
-    """clip_cov picks among the covariances between this one and ``covariance_high``."""
+    """clip_cov selects among covariances between this and ``covariance_high``."""
     covariance_high: float = Field(default=5.0, gt=0, le=MAX_FACTOR)
     covariance_kl: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
-    """kl_cov's penalty on abs(log ratio) of the tokens picked."""
+    """kl_cov's penalty on abs(log ratio) of the selected tokens."""
     calibrate_every: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Steps after which the clip's bounds are set anew, so that they cut off as much as they would
-    in BF16 (arXiv 2609.22870, which takes 20); 0 is off.
+    """Steps between calibrations of the clip's bounds, so that they clip as much as in BF16 (arXiv
+    2609.22870 uses 20); 0 is off.
     """
 
 
@@ -103,8 +103,7 @@ class GrpoConfig(TokenClipConfig):
     """Group relative policy optimisation (arXiv 2402.03300), with DAPO's mean and clip-higher."""
 
     name: Literal["grpo"] = "grpo"
-    clip_high: float = Field(default=0.28, ge=0, le=MAX_FACTOR)
-    """Above ``clip_low`` is DAPO's clip-higher."""
+    clip_high: ClipHigh = 0.28
     normalise_by_std: bool = True
     """Divide a group's centred rewards by their standard deviation."""
 
@@ -120,8 +119,7 @@ class DapoConfig(TokenClipConfig):
     """Decoupled clip and dynamic sampling (arXiv 2503.14476)."""
 
     name: Literal["dapo"] = "dapo"
-    clip_high: float = Field(default=0.28, ge=0, le=MAX_FACTOR)
-    """Above ``clip_low`` is DAPO's clip-higher."""
+    clip_high: ClipHigh = 0.28
     dynamic_sampling: bool = True
 
 
@@ -137,8 +135,7 @@ class ReinforcePpConfig(TokenClipConfig):
     """REINFORCE++ (arXiv 2501.03262): returns normalised over all tokens of a step."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount of later rewards, token by token."""
+    gamma: Gamma = 1.0
     kl_estimator: KlEstimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"
 
@@ -154,9 +151,8 @@ class GspoConfig(ClipConfig):
     """Ratios and clips of whole sequences (arXiv 2507.18071)."""
 
     name: Literal["gspo"] = "gspo"
-    clip_low: float = Field(default=3e-4, ge=0, le=MAX_FACTOR)
-    clip_high: float = Field(default=4e-4, ge=0, le=MAX_FACTOR)
-    """Above ``clip_low`` is DAPO's clip-higher."""
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
     loss_mean: LossMean = "sequence"
 
 
@@ -164,9 +160,8 @@ class CispoConfig(ClipConfig):
     """The ratio as a clipped weight of log pi (arXiv 2506.13585)."""
 
     name: Literal["cispo"] = "cispo"
-    clip_low: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
-    clip_high: float = Field(default=4.0, ge=0, le=MAX_FACTOR)
-    """Above ``clip_low`` is DAPO's clip-higher."""
+    clip_low: ClipLow = 1.0
+    clip_high: ClipHigh = 4.0
 
 
 class ReMaxConfig(TokenClipConfig):
@@ -181,36 +176,30 @@ class PpoConfig(TokenClipConfig):
     """Proximal policy optimisation (arXiv 1707.06347) with a value head."""
 
     name: Literal["ppo"] = "ppo"
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount of later rewards, token by token."""
+    gamma: Gamma = 1.0
     lam: float = Field(default=0.95, ge=0, le=1)
-    """Of generalised advantage estimation (arXiv 1506.02438): 0 trusts the next value, 1 the
-    rewards.
-    """
+    """Lambda of generalised advantage estimation (arXiv 1506.02438); 1 uses rewards alone."""
     value_coefficient: float = Field(default=0.1, ge=0, le=MAX_FACTOR)
-    """Weight of the value loss beside the policy's."""
+    """Weight of the value loss."""
     value_learning_rate: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
-    """Of the value head, under the same schedule; by default ten times ``training.learning_rate``:
-    it starts from nothing.
-    """
+    """The value head's learning rate; by default ten times ``training.learning_rate``."""
     value_clip: float = Field(default=0.2, gt=0, le=MAX_FACTOR)
-    """How far a value may move from the one of before the step and still be taught."""
+    """How far a value may move from its value before the step and still get a gradient."""
     kl_estimator: KlEstimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"
 
 
 class CustomConfig(StepConfig):
-    """One's own objective."""
+    """An objective of the user's own."""
 
     name: Literal["custom"] = "custom"
     source: str
     """``path/to/file.py:Class`` or ``module:Class``, an ``Algorithm`` (docs/algorithms.md)."""
     options: dict[str, Any] = Field(default={})
-    """What the class is called with."""
+    """Keyword arguments of the class."""
 
 
 def algorithm_table(name: str) -> dict[str, Any]:
-    """The table that a name alone stands for."""
     return {"name": "custom", "source": name} if ":" in name else {"name": name}
 
 
@@ -249,10 +238,10 @@ class TisCorrection(Strict):
 
 
 class MisCorrection(Strict):
-    """Masked importance sampling: what lies outside [min, max] gets no weight.
+    """Masked importance sampling: what lies outside [min, max] gets weight 0.
 
-    token and sequence: rho, where it lies within.  geometric: 1 for every token of a sequence whose
-    geometric mean of rho does.
+    token and sequence: rho inside the bounds. geometric: 1 for every token of a sequence whose
+    geometric mean of rho is inside.
     """
 
     type: Literal["mis"] = "mis"
@@ -265,7 +254,7 @@ class MisCorrection(Strict):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Where rho, or its mean, counts."""
+        """The smallest and the largest rho that counts."""
         low, high = (0.99, 1.001) if self.level == "geometric" else (0.0, 2.0)
         return low if self.min is None else self.min, high if self.max is None else self.max
 
@@ -279,9 +268,7 @@ class IcePopCorrection(Strict):
 
 
 class K3Correction(Strict):
-    """Rejection: no weight where the K3 divergence of a token, or a sequence's mean, is above
-    ``max``.
-    """
+    """Rejection: weight 0 where the K3 divergence of a token or sequence is above ``max``."""
 
     type: Literal["k3"] = "k3"
     level: Literal["token", "sequence"] = "sequence"
@@ -290,7 +277,7 @@ class K3Correction(Strict):
 
 
 class NormaliseCorrection(Strict):
-    """Scale the weights to a mean of 1 over the batch; comes last."""
+    """Scale the weights to a mean of 1 over the batch; it must be the last correction."""
 
     type: Literal["normalise"] = "normalise"
 

@@ -1,11 +1,6 @@
-"""What every table of a recipe is: a strict pydantic model.  Every default is written once, in its
-table; every number has a range; rules across fields are in ``isobit.config.rules``.
-
-The largest numbers that a recipe or a command line may hold.
-
-All of these are more than any run has: a number beyond is a mistake, which would otherwise show as
-a plan without end, a crash of a library, or a machine without memory.  Those of a model's shape are
-in ``isobit.config.tables``.
+"""The base class of all tables of a recipe, and the largest numbers that a recipe or a command line
+may hold. A larger number is a mistake, which would otherwise show as a crash of a library or a
+machine without memory.
 """
 
 from collections.abc import Mapping
@@ -15,33 +10,27 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 MAX_COUNT = 1_000_000_000
-"""Of tokens, rows and pages."""
+"""Tokens, rows and pages."""
 MAX_STEPS = 10_000_000
 MAX_BATCH = 1_000_000
-"""Prompts, or completions, of a step."""
 MAX_PROCESSES = 4096
 MAX_THREADS = 1024
 MAX_WAIT_S = 1e6
 MAX_FACTOR = 1e6
-"""Of coefficients, in either direction."""
+"""Coefficients of either sign."""
 MAX_SEED = (1 << 63) - 1
-"""What the generators of torch and numpy both take, and TOML can hold."""
+"""The largest seed that torch, numpy and TOML all take."""
 
 
 Device = Literal["auto", "cpu", "cuda"]
-"""Where a command computes; ``auto`` takes a Hopper GPU where one is there that computes the
-model.
-"""
+"""``auto`` takes a Hopper GPU where one is there that computes the model."""
 
 
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-"""What torch's and numpy's generators both take, and TOML can hold."""
 
 
 class Strict(BaseModel):
-    """Base of all configuration: an unknown key is an error, values are checked and are of the type
-    that was asked for, nothing changes after loading.
-    """
+    """Base of all tables: it refuses unknown keys and values of another type, and is frozen."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -83,6 +72,5 @@ def _is_other(field: FieldInfo, value: Any) -> bool:
 
 
 def _leaves(annotation: Any) -> list[Any]:
-    """The types that an annotation is made of."""
     below = get_args(annotation)
     return [leaf for one in below for leaf in _leaves(one)] if below else [annotation]

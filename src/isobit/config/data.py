@@ -1,7 +1,5 @@
-"""The table ``data`` of ``isobit train``: where prompts come from.
-
-The table ``data`` of ``isobit sft``: where prompts come from together with the completions to be
-learnt, or with pairs of answers of which one is preferred.
+"""The table ``data`` of ``isobit train`` and ``isobit sft``: prompts, completions and pairs of
+answers.
 """
 
 from pathlib import Path
@@ -14,42 +12,35 @@ from isobit.config.tables import MAX_POSITIONS
 
 
 class Source(Strict):
-    """What every source of prompts has."""
-
     system: str | None = None
     """A system message put before each prompt (needs a chat template)."""
 
 
 class ReasoningGymData(Source):
-    """A procedural task of reasoning-gym, by name."""
-
     type: Literal["reasoning_gym"] = "reasoning_gym"
     task: str
     """Name of the task, for example ``chain_sum``."""
     size: int = Field(default=1000, gt=0, le=MAX_COUNT)
+    """Number of entries."""
     seed: Seed = 0
     options: dict[str, Any] = Field(default={})
     """The task's own configuration."""
 
 
 class ColumnsData(Source):
-    """Rows with columns: one holds the prompt, text or a list of chat messages; the others go to
-    the reward.
-    """
+    """Rows whose columns are the prompt, text or chat messages, and what the reward needs."""
 
     prompt: str = "prompt"
     """Column that holds the prompt."""
     limit: int | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Use that many rows from the start."""
+    """Use only this many rows from the start."""
 
 
 class JsonlData(ColumnsData):
-    """A JSONL file."""
-
     type: Literal["jsonl"] = "jsonl"
     path: Path
-    """The file, or the folder (hf).  ``starter:train.jsonl`` and ``starter:held_out.jsonl`` are the
-    problems shipped with the starter model.
+    """The file, or the folder (hf). ``starter:train.jsonl`` and ``starter:held_out.jsonl`` are the
+    starter model's problems.
     """
 
 
@@ -61,49 +52,41 @@ class CsvData(ColumnsData):
 
 
 class ParquetData(ColumnsData):
-    """A Parquet file."""
-
     type: Literal["parquet"] = "parquet"
     path: Path
 
 
 class HfData(ColumnsData):
-    """A Hugging Face dataset on disk: a ``save_to_disk`` folder, or a folder of parquet, JSON or
-    CSV files.
-    """
+    """A Hugging Face dataset on disk: a ``save_to_disk`` folder, or a folder of files."""
 
     type: Literal["hf"] = "hf"
     path: Path
     split: str | None = "train"
-    """``isobit eval`` without ``--split`` takes the only one."""
+    """Split of the dataset; ``isobit eval`` without ``--split`` takes the only one."""
 
 
 class HubData(ColumnsData):
-    """A dataset of the Hugging Face hub.  What is in the hub's cache is taken from there without a
-    request; the rest is fetched, unless ``HF_HUB_OFFLINE`` forbids it.
+    """A dataset of the Hugging Face hub, from the local cache where it is there; the rest is
+    downloaded, unless ``HF_HUB_OFFLINE`` forbids it.
     """
 
     type: Literal["hub"] = "hub"
     dataset: str = Field(pattern=r"^\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?$")
     """Its name: ``org/name``, or ``org/name@revision`` with a branch, tag or commit."""
     subset: str | None = Field(default=None, pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")
-    """The folder of the dataset that has the files, such as ``main`` of ``openai/gsm8k``; needed
-    where there are several.
-    """
+    """The dataset's folder of files, such as ``main`` of ``openai/gsm8k``, if it has several."""
     split: str | None = "train"
-    """``isobit eval`` without ``--split`` takes the only one."""
+    """Split of the dataset; ``isobit eval`` without ``--split`` takes the only one."""
 
 
 class RowsData(ColumnsData):
-    """Rows that were given from Python, as ``isobit.train(data=[{..}, ..])``, by their digest; no
-    file can give them.
-    """
+    """Rows passed from Python, as ``isobit.train(data=[{..}, ..])``, identified by their digest."""
 
     type: Literal["rows"] = "rows"
     count: int = Field(ge=0, le=MAX_COUNT)
-    """How many there are."""
+    """Number of rows."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """Of all of them in their order."""
+    """Digest of all rows in order."""
 
 
 DataSource = Annotated[
@@ -113,7 +96,7 @@ DataSource = Annotated[
 
 
 def file_rows(path: Path) -> JsonlData | CsvData | ParquetData:
-    """A file of rows, of the kind that its ending says; JSONL by any other."""
+    """A file of rows of the kind that its suffix names; JSONL for any other suffix."""
     match path.suffix.lower():
         case ".csv":
             return CsvData(path=path)
@@ -127,46 +110,41 @@ TooLong = Literal["refuse", "drop", "cut"]
 
 
 class DataConfig(Strict):
-    """Where prompts come from.  A training prompt that also stands in an evaluation set is dropped,
-    and counted.
-    """
+    """Training prompts that are also in an evaluation set are dropped and counted."""
 
     train: DataSource
     eval: dict[str, DataSource] = Field(default={})
     """Named evaluation sets."""
     chat: bool = True
-    """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is
-    used as it stands.
-    """
+    """Render prompts with the tokenizer's chat template, if it has one."""
     max_prompt_tokens: int = Field(default=1024, gt=0, le=MAX_POSITIONS)
-    """Of a prompt as it is rendered."""
+    """Largest length of a rendered prompt."""
     too_long: TooLong = "refuse"
-    """What becomes of longer prompts, in every set: ``refuse`` ends the run before it begins and
-    names the first, ``drop`` leaves them out, ``cut`` keeps their last ``max_prompt_tokens`` tokens
-    (and a token in front that begins every sequence).  How many were dropped or cut is said.
+    """What becomes of longer prompts, in every set: ``refuse`` stops before the run starts,
+    ``drop`` leaves them out, ``cut`` keeps their last ``max_prompt_tokens`` tokens and a token that
+    begins every sequence. The console tells how many.
     """
     shuffle: bool = True
+    """Visit the prompts in another random order in each epoch."""
 
 
 class AnswerColumns(Strict):
-    """Which columns hold what is learnt."""
-
     completion: str = "completion"
-    """Column that holds the text to be learnt, or it as chat messages."""
+    """Column that holds the completion, as text or chat messages."""
     messages: str | None = None
-    """Column that holds whole conversations instead; every turn of the assistant is learnt, with
-    all before it as its prompt.
+    """Column of whole conversations instead, in which every turn of the assistant is a
+    completion.
     """
     chosen: str = "chosen"
-    """Column that holds the better answer, where ``objective`` is ``preference``: text, chat
-    messages, or the whole conversation with the prompt in front.
+    """Column that holds the better answer, for the objective ``preference``: text, chat messages,
+    or the whole conversation with the prompt.
     """
     rejected: str = "rejected"
-    """Column that holds the worse one."""
+    """Column that holds the worse answer."""
 
 
 class JsonlExamples(JsonlData, AnswerColumns):
-    """A JSONL file of prompts and the completions to be learnt, or of whole conversations."""
+    """A JSONL file of prompts and completions, or of whole conversations."""
 
 
 class CsvExamples(CsvData, AnswerColumns):
@@ -196,21 +174,18 @@ ExampleSource = Annotated[
 
 
 class SftDataConfig(Strict):
-    """Where examples come from.  A training example whose prompt also stands in an evaluation set
-    is dropped, and counted.
-    """
+    """Training examples whose prompt is also in an evaluation set are dropped and counted."""
 
     train: ExampleSource
     eval: dict[str, ExampleSource] = Field(default={})
     """Named held-out sets."""
     chat: bool = True
-    """Render prompts through the tokenizer's chat template, where it has one; otherwise the text is
-    used as it stands.
-    """
+    """Render prompts with the tokenizer's chat template, if it has one."""
     max_tokens: int = Field(default=2048, gt=0, le=MAX_POSITIONS)
-    """Of an example, prompt and completion together; of a pair, either conversation."""
+    """Largest length of an example, or of either conversation of a pair."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """What becomes of longer ones, in every set: ``refuse`` ends the run before it begins and names
-    the first, ``drop`` leaves them out and says how many.
+    """What becomes of longer ones, in every set: ``refuse`` stops before the run starts, ``drop``
+    leaves them out and tells how many.
     """
     shuffle: bool = True
+    """Visit the prompts in another random order in each epoch."""

@@ -1,23 +1,10 @@
-"""From a TOML file and dotted overrides to a checked ``RunConfig``, and back to TOML.
+"""Loading of recipes: from a TOML file and dotted overrides to a checked configuration, or one
+``ConfigError`` that lists all mistakes, each with its dotted path and what to do; and back to TOML.
 
-Defaults are overridden by the file, and the file by the overrides.  A relative path, in the file or
-in an override, is relative to the directory in which the command runs, not to the file: the same
-recipe then means the same files as the same command line.
-
-From pydantic's validation errors to one ``ConfigError`` that lists them all, each with its
-dotted path and what to do.
-
-TOML text, read within bounds: of a recipe's file, or of a value on the command line.
-
-Python's reader gives up on deep nesting and on whole numbers of thousands of digits with errors of
-its own, and takes a file of any size.  Here all of it is a ConfigError that names the source.
-
-Dotted overrides: ``--training.steps 5``, ``--training.steps=5`` or ``training.steps=5`` on top
-of a file's tables.
-
-A value is read as TOML where it is a TOML number, boolean, quoted string, list or inline table, and
-as plain text otherwise; so ``--output 5`` needs ``--output '"5"'``.  The schema checks it
-afterwards, exactly like a value from the file.
+The file overrides the defaults, and ``--training.steps 5``, ``--training.steps=5`` or
+``training.steps=5`` override the file. A value on the command line is read as TOML if it is a TOML
+number, boolean, quoted string, list or inline table, and as plain text otherwise; so ``--output 5``
+needs ``--output '"5"'``. Relative paths are relative to the directory in which the command runs.
 """
 
 import copy
@@ -56,11 +43,11 @@ _IN_WORDS = {
     "bool_parsing": "should be true or false",
     "path_type": "should be a path",
 }
-"""What is said of a value that is of another kind; TOML has lists and tables, no tuples."""
+"""What errors say of a value of another type, in the words of TOML."""
 
 
 def config_error(error: ValidationError, model: type[BaseModel], source: str) -> ConfigError:
-    """The error to raise for what ``model`` refused; ``source`` says where the values came from."""
+    """The error for what ``model`` refused; ``source`` says where the values came from."""
     lines = [_explain(detail, model) for detail in error.errors(include_url=False)]
     if len(lines) == 1:
         return ConfigError(f"{source}: {lines[0]}")
@@ -96,12 +83,15 @@ def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
             near = did_you_mean(str(context["tag"]), choices(model, detail["loc"]))
             return f"{path}.{key}: should be {tags}, but it is {context['tag']!r}{near}"
     message = _IN_WORDS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
-    return f"{path}: {message.removeprefix('input ')}, but it is {_shorten(detail['input'])}"
+    found = repr(detail["input"])
+    if len(found) > _LONGEST_VALUE:
+        found = f"{found[: _LONGEST_VALUE - 3]}..."
+    return f"{path}: {message.removeprefix('input ')}, but it is {found}"
 
 
 def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
-    """Whose key it is, if another table of a choice has it; else a near key of the same table; else
-    the key of that name in another table; else what the table holds.
+    """The kinds that have the key, if another kind of the table has it; else a near key of the same
+    table; else the key of that name in another table; else the keys of the table.
     """
     table, _, name = path.rpartition(".")
     known = {key.path: key for key in all_keys(model)}.get(re.sub(r"\.\d+\b", "[]", path))
@@ -119,21 +109,13 @@ def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
     return f"; {table or 'a run'} has {', '.join(siblings)}" if siblings else ""
 
 
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
-
-
 LARGEST_FILE = 1 << 20
-"""Bytes.  A recipe has some hundreds."""
+"""Bytes; a recipe has some hundreds."""
 MAX_NESTING = 32
-"""Tables and lists within one another."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a recipe, unchecked.  Raises ConfigError for a file that cannot be read as
-    TOML.
-    """
+    """The tables of a recipe, unchecked. Raises ConfigError for a file that is not TOML."""
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
@@ -162,8 +144,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """The tables of a text.  Raises ConfigError, naming ``source``, for what is nested too deeply
-    and for a number of thousands of digits, TOMLDecodeError for what is no TOML.
+    """The tables of a text. Raises ConfigError, naming ``source``, for deep nesting and numbers of
+    thousands of digits, TOMLDecodeError for what is not TOML.
     """
     try:
         tables = tomllib.loads(text)
@@ -178,9 +160,7 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def check_nesting(value: Any, source: str) -> None:
-    """Raise ConfigError, naming ``source``, for tables and lists that lie too deep in one
-    another.
-    """
+    """Raise ConfigError, naming ``source``, for tables and lists nested too deeply."""
     level = [value]
     for _ in range(MAX_NESTING + 1):
         level = [
@@ -212,9 +192,7 @@ _NAMED: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """The overrides of a command line, in order.  Raises ConfigError for a word that is neither a
-    key nor a key's value.
-    """
+    """The overrides of a command line, in order. Raises ConfigError for a word that is none."""
     overrides: list[Override] = []
     words = iter(arguments)
     for word in words:
@@ -240,8 +218,8 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 
 def nested_overrides(values: Mapping[str, Any]) -> list[Override]:
-    """The overrides that tables stand for: ``{"training": {"steps": 5}, "data.train.limit": 9}``
-    sets two keys and no others.
+    """The overrides of nested tables: ``{"training": {"steps": 5}, "data.train.limit": 9}`` are
+    two.
     """
     overrides: list[Override] = []
     for key, value in values.items():
@@ -254,12 +232,10 @@ def nested_overrides(values: Mapping[str, Any]) -> list[Override]:
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
-    """A copy of ``values`` with the overrides set, tables made where they are missing; the last
-    override of a key wins.
+    """A copy of ``values`` with the overrides set, in order; missing tables are made.
 
-    A list is replaced as a whole.  ``--precision NAME`` and ``--algorithm NAME`` change the name
-    and keep the table's other choices.  Raises ConfigError where a key lies below something that
-    is no table.
+    A list is replaced as a whole. ``--precision NAME`` and ``--algorithm NAME`` change the name and
+    keep the table's other choices. Raises ConfigError for a key below a value that is not a table.
     """
     result: dict[str, Any] = {}
     for name, value in values.items():
@@ -285,8 +261,8 @@ def _set(table: dict[str, Any], parts: tuple[str, ...], value: Any) -> None:
 
 
 def read_value(key: str, text: str) -> Any:
-    """A word of the command line that sets ``key``, as TOML or as the text that it is.  Raises
-    ConfigError for TOML beyond all bounds.
+    """A word of the command line that sets ``key``, read as TOML or else as text. Raises
+    ConfigError for TOML that is nested too deeply or has too long numbers.
     """
     try:
         values = parse_toml(f"value = {text}", f"command line: {key}")
@@ -312,16 +288,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_recipe(model: type[Model], path: Path, overrides: Sequence[str] = ()) -> Model:
-    """A recipe of another command, read as its ``model``.  Raises ConfigError as ``load_config``
-    does.
-    """
+    """A recipe of any command, read as ``model``. Raises ConfigError as ``load_config`` does."""
     values = apply_overrides(read_toml(path), parse_overrides(overrides))
     return build(model, values, f"{path} with its overrides" if overrides else str(path))
 
 
 def build(model: type[Model], values: Mapping[str, Any], source: str) -> Model:
-    """Any part of the schema from nested tables; ``source`` names them in an error.  Raises
-    ConfigError as ``load_config`` does.
+    """Any part of the schema; ``source`` is for errors. Raises ConfigError as
+    ``load_config`` does.
     """
     try:
         return model.model_validate(values)
@@ -330,9 +304,7 @@ def build(model: type[Model], values: Mapping[str, Any], source: str) -> Model:
 
 
 def dump_config(config: Strict) -> str:
-    """The resolved configuration as TOML, every default written out: ``load_config`` reads it back
-    to an equal one.
-
-    A key without a value (None) is left out, as TOML has no such thing.
+    """The configuration as TOML with every default written out, except keys without a value (None);
+    ``load_config`` reads it back to an equal one.
     """
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

@@ -1,12 +1,4 @@
-"""What commands without a recipe take of a run's settings.
-
-The recipe of ``isobit train``: its tables, and the keys of none.
-
-The recipe of ``isobit sft``: its tables, which are those of ``isobit train`` where the two
-agree.
-
-What a training is configured by: one recipe for each kind of it.
-"""
+"""The recipes of ``isobit train`` and ``isobit sft``, and the settings of the other commands."""
 
 from pathlib import Path
 from typing import Literal
@@ -36,7 +28,7 @@ from isobit.config.tables import (
 
 
 class GenerationConfig(Strict):
-    """What ``isobit rollout`` takes of a run's settings."""
+    """The settings of ``isobit rollout``."""
 
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
@@ -45,7 +37,7 @@ class GenerationConfig(Strict):
 
 
 class VerifyConfig(Strict):
-    """What ``isobit verify`` takes of a run's settings: the check chooses its own rollouts."""
+    """The settings of ``isobit verify``, which chooses its own rollouts."""
 
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
@@ -53,50 +45,46 @@ class VerifyConfig(Strict):
 
 
 class ExportConfig(Strict):
-    """What ``isobit export`` takes of a run's settings."""
-
     precision: PrecisionConfig | None = None
     """By default the run's own."""
 
 
 class InspectConfig(Strict):
-    """What ``isobit inspect`` takes of a run's settings."""
-
     precision: PrecisionConfig = PrecisionConfig()
 
 
 class ScoringConfig(Strict):
-    """What ``isobit eval --reward-model`` takes of a run's settings."""
+    """The settings of ``isobit eval --reward-model``."""
 
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     data: ExampleSource
     chat: bool = True
     tokens_per_batch: int = Field(default=16384, gt=0, le=MAX_COUNT)
-    """Tokens of a forward; a longer conversation is one of its own.  No score depends on it."""
+    """Tokens of one forward; scores do not depend on it."""
 
 
 class RunConfig(Strict):
-    """One training run."""
-
     model: str = "starter"
     """A Hugging Face folder, a name of the hub (``org/name`` or ``org/name@revision``), or
     ``starter`` for the small model shipped with Isobit.
     """
     output: Path
-    """The run's directory; it must be new or empty, or with ``--resume`` the one to go on in."""
+    """The run's directory; it must be new or empty, or with ``--resume`` the run to continue."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
-    """``auto`` takes a Hopper GPU where there is one that computes the model."""
+    """``auto`` takes a Hopper GPU where one is there that computes the model."""
     seed: Seed = 0
+    """Seed of all random choices of the run."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
-    """CPU threads; by default torch's choice.  Gradients repeat bit for bit at a fixed number."""
+    """CPU threads; by default torch's choice. Gradients repeat bit for bit at a fixed number."""
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = GrpoConfig()
     corrections: tuple[Correction, ...] = ()
-    """For tokens that another policy drew than the trainer's: their weights are multiplied."""
+    """Weights, which are multiplied, for tokens that another policy sampled than the trained one.
+    """
     reference: ReferenceConfig = ReferenceConfig()
     replay: ReplayConfig = ReplayConfig()
     training: TrainingConfig = TrainingConfig()
@@ -112,36 +100,29 @@ Objective = Literal["supervised", "preference"]
 
 
 class SftConfig(Strict):
-    """One run of supervised fine-tuning."""
-
     objective: Objective = "supervised"
-    """``supervised`` learns completions; ``preference`` makes a reward model, which learns from
-    pairs of answers which of the two is preferred (Bradley-Terry).
-    """
+    """``supervised`` trains on completions; ``preference`` trains a reward model on pairs."""
     model: str = "starter"
     """A Hugging Face folder, a name of the hub (``org/name`` or ``org/name@revision``), or
-    ``starter`` for the small model shipped with Isobit.  With the objective ``preference`` it may
-    be a reward model, which learns on; a language model gets a score head in the place of lm_head.
+    ``starter`` for the small model shipped with Isobit. For the objective ``preference`` it may be
+    a reward model; a language model gets a score head in place of lm_head.
     """
     from_scratch: ModelShape | None = None
-    """Start from random weights of this shape; ``model`` then gives its tokenizer and nothing
-    else.
-    """
+    """Start from random weights of this shape; only the tokenizer is taken from ``model``."""
     output: Path
-    """The run's directory; it must be new or empty, or with ``--resume`` the one to go on in."""
+    """The run's directory; it must be new or empty, or with ``--resume`` the run to continue."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
-    """``auto`` takes a Hopper GPU where there is one that computes the model."""
+    """``auto`` takes a Hopper GPU where one is there that computes the model."""
     seed: Seed = 0
+    """Seed of all random choices of the run."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
-    """CPU threads; by default torch's choice.  Gradients repeat bit for bit at a fixed number."""
+    """CPU threads; by default torch's choice. Gradients repeat bit for bit at a fixed number."""
     data: SftDataConfig
     training: OptimisationConfig = OptimisationConfig()
-    """A step learns from ``prompts_per_step`` prompts with their completions."""
+    """A step trains on ``prompts_per_step`` prompts with their completions."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """When the loss of every held-out set is measured, and how completions are drawn where a reward
-    grades them.
-    """
+    """When the held-out sets are evaluated, and how completions for a reward are sampled."""
     reward: RewardConfig | None = None
     """With a reward, an evaluation also completes the held-out prompts and grades them."""
     rollout: RolloutConfig = RolloutConfig()
@@ -152,4 +133,3 @@ class SftConfig(Strict):
 
 
 Recipe = RunConfig | SftConfig
-"""The whole configuration of a training."""

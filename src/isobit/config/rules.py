@@ -1,8 +1,8 @@
-"""All rules across fields: settings that are each allowed and contradict one another.
+"""The rules across fields: settings that are each allowed but contradict one another.
 
-Ranges of single fields stand in the tables.  What needs more than the configuration (the model's
-context, the tokenizer, the memory) is refused where that is known.  Every function raises
-ConfigError with the keys, their values and the way out.
+Ranges of single fields are in the tables. Rules that need the model, the tokenizer or the memory
+are checked where these are known. Every function raises ConfigError with the keys, their values and
+what to change.
 """
 
 from collections.abc import Collection, Sequence
@@ -31,11 +31,8 @@ from isobit.config.tables import (
 )
 from isobit.util.errors import ConfigError
 
-_BY_RATIO = (TisCorrection, IcePopCorrection)
-
 
 def check_run(config: RunConfig) -> None:
-    """Every rule of a recipe of ``isobit train``."""
     sets = config.data.eval
     check_batch(config.training, config.rollout)
     check_algorithm(config.algorithm, config.rollout)
@@ -51,56 +48,51 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_off_policy(config: RunConfig) -> None:
-    """Refuse corrections that have nothing to correct, and replay without the ratio it needs."""
+    """Refuse corrections of ratios that are all 1, and replay with a KL penalty in the reward."""
     algorithm, training = config.algorithm, config.training
     if config.corrections and training.old_log_probs == "recorded":
         raise ConfigError(
-            "training.old_log_probs is 'recorded', and corrections weigh tokens by the trainer's "
-            "probability over the recorded one, which would be 1 everywhere; set it to "
-            "'recomputed' (or leave it out in a flow that is not exact), or leave the corrections "
-            "out"
+            "training.old_log_probs is 'recorded', so that all ratios of corrections are 1; set it "
+            "to 'recomputed' (or out in a flow that is not exact), or leave corrections out"
         )
     if config.replay.fraction > 0 and algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward":
         raise ConfigError(
             "algorithm.kl_in is 'reward', and replay.fraction is above 0: a replayed completion "
-            "keeps the advantage that it had, without the penalty of now; set algorithm.kl_in = "
+            "keeps its old advantage, without the current penalty; set algorithm.kl_in = "
             "'loss', or leave the replay out"
         )
 
 
 def check_calibration(config: RunConfig) -> None:
-    """Refuse to calibrate a clip where all ratios are 1, or where they are BF16's already."""
+    """Refuse to calibrate a clip where all ratios are 1, or where no FP8 takes part."""
     algorithm, training = config.algorithm, config.training
     if not isinstance(algorithm, TokenClipConfig) or not algorithm.calibrate_every:
         return
     every, preset = algorithm.calibrate_every, config.precision.preset
     if training.updates_per_batch * training.epochs == 1:
         raise ConfigError(
-            f"algorithm.calibrate_every is {every}, but a step has one update "
-            "(training.updates_per_batch and training.epochs are 1), before which every ratio is 1 "
-            "and nothing is clipped; raise one of them, or leave calibrate_every out"
+            f"algorithm.calibrate_every is {every}, but a step has one update, for which every "
+            "ratio is 1; raise training.updates_per_batch or epochs, or leave calibrate_every out"
         )
     recorded = preset == "fp8-rollout" and training.old_log_probs == "recorded"
     if preset not in ("fp8", "fp8-linear") and not recorded:
         raise ConfigError(
-            f"algorithm.calibrate_every is {every}, but precision.preset is {preset!r}, in which "
-            "no FP8 is in either probability of a ratio: there is no noise to calibrate away; "
-            "leave calibrate_every out, or set precision to 'fp8' or 'fp8-linear'"
+            f"algorithm.calibrate_every is {every}, but precision.preset is {preset!r}, without "
+            "FP8 in a ratio; leave calibrate_every out, or set precision to 'fp8' or 'fp8-linear'"
         )
 
 
 def check_asynchrony(config: RunConfig) -> None:
-    """Refuse what a lag leaves without a meaning: a calibration, whose shadow would have to be one
-    of older weights, and a buffer from which all is dropped before it can be replayed.
+    """Refuse a lag with calibration, which needs the weights that sampled, and with a replay buffer
+    whose completions are too old before their first replay.
     """
     lag, algorithm, training = config.asynchrony.lag, config.algorithm, config.training
     if not lag:
         return
     if isinstance(algorithm, TokenClipConfig) and algorithm.calibrate_every:
         raise ConfigError(
-            f"async.lag is {lag}, and algorithm.calibrate_every {algorithm.calibrate_every}: the "
-            "calibration asks what BF16 would have sampled with, and the weights that sampled are "
-            "gone when their batch is learnt from; leave one of them out"
+            f"async.lag is {lag}, and algorithm.calibrate_every {algorithm.calibrate_every}, which "
+            "needs the weights that sampled the batch; leave one of them out"
         )
     behind = (lag + 1) * training.updates_per_batch * training.epochs
     if config.replay.fraction > 0 and config.replay.max_staleness < behind:
@@ -112,34 +104,29 @@ def check_asynchrony(config: RunConfig) -> None:
 
 
 def check_layout(config: RunConfig) -> None:
-    """Refuse processes that only sample where learning waits for what they sample, and engines that
-    several share.
-    """
+    """Refuse rollouters without a lag, and engines shared by several processes."""
     cluster = config.cluster
     if cluster.rollouters and not config.asynchrony.lag:
         raise ConfigError(
             f"cluster.rollouters is {cluster.rollouters}, but async.lag is 0: rollouters and "
-            "trainers would wait for each other in turn; set async.lag = 1, or rollouters = 0"
+            "trainers would wait for each other; set async.lag = 1, or rollouters = 0"
         )
     check_own_engine(cluster)
 
 
 def check_own_engine(cluster: ClusterConfig) -> None:
-    """Refuse engines that several processes share where each has all weights."""
     if cluster.rollout_tp > 1:
         raise ConfigError(
             f"cluster.rollout_tp is {cluster.rollout_tp}, but a run's published weights are whole "
-            "on every GPU, and each samples by itself, which is faster; set it to 1. `isobit "
-            "rollout`, `eval` and `verify` take it, for a policy that one GPU cannot hold"
+            "on every GPU; set it to 1 (`isobit rollout`, `eval` and `verify` take more)"
         )
 
 
 def check_sft(config: SftConfig) -> None:
-    """Every rule of a recipe of ``isobit sft``."""
     if config.cluster.rollouters:
         raise ConfigError(
-            f"cluster.rollouters is {config.cluster.rollouters}, but fine-tuning learns from "
-            "completions that are there: nobody has to sample them; set it to 0"
+            f"cluster.rollouters is {config.cluster.rollouters}, but fine-tuning learns from given "
+            "completions; set it to 0"
         )
     check_own_engine(config.cluster)
     sets, figures = config.data.eval, [f"eval/{name}/loss" for name in config.data.eval]
@@ -160,11 +147,11 @@ def check_sft(config: SftConfig) -> None:
 
 
 def check_preference(config: SftConfig) -> None:
-    """Refuse what a reward model cannot do: it draws no tokens, and learns from pairs alone."""
+    """Refuse a reward and whole conversations for a reward model, which trains on pairs only."""
     if config.reward is not None:
         raise ConfigError(
-            'reward is set, but objective is "preference": a reward model completes nothing that '
-            "could be graded; leave the reward out"
+            'reward is set, but objective is "preference": a reward model gives no completions; '
+            "leave the reward out"
         )
     for name, source in {"train": config.data.train, **config.data.eval}.items():
         if source.messages is not None:
@@ -176,34 +163,31 @@ def check_preference(config: SftConfig) -> None:
 
 
 def check_batch(training: TrainingConfig, rollout: RolloutConfig) -> None:
-    """Refuse batches that cannot be cut into their updates, or that teach nothing."""
+    """Refuse batches that cannot be divided into their updates, that are too large or greedy."""
     if training.updates_per_batch > training.prompts_per_step:
         raise ConfigError(
             f"training.updates_per_batch is {training.updates_per_batch}, but a step has "
-            f"{training.prompts_per_step} prompts (training.prompts_per_step), and each update "
-            "needs at least one"
+            f"{training.prompts_per_step} prompts (training.prompts_per_step), one for each update"
         )
     completions = training.prompts_per_step * training.samples_per_prompt
     if completions > MAX_BATCH:
         raise ConfigError(
             f"training.prompts_per_step is {training.prompts_per_step:,} and samples_per_prompt "
-            f"{training.samples_per_prompt:,}, which is {completions:,} completions a step; a step "
-            f"has at most {MAX_BATCH:,}"
+            f"{training.samples_per_prompt:,}; a step has at most {MAX_BATCH:,} completions"
         )
     if rollout.temperature == 0:
         raise ConfigError(
-            "rollout.temperature is 0: greedy samples are all the same, and a group of equals "
-            "teaches nothing; set it above 0"
+            "rollout.temperature is 0: greedy samples are all the same, so that every group has "
+            "zero variance; set it above 0"
         )
 
 
 def check_algorithm(config: StepConfig, rollout: RolloutConfig) -> None:
-    """Refuse penalties that penalise nothing, and keys that contradict one another."""
+    """Refuse penalties without effect, and keys that contradict one another."""
     if config.kl_coefficient > 0 and config.kl_in == "loss" and config.kl_estimator == "k1":
         raise ConfigError(
             f"algorithm.kl_coefficient is {config.kl_coefficient:g} with kl_estimator 'k1' in the "
-            "loss, where its gradient is zero in the mean and it penalises nothing; take 'k2' or "
-            "'k3', or algorithm.kl_in = 'reward'"
+            "loss, where its mean gradient is 0; take 'k2' or 'k3', or algorithm.kl_in = 'reward'"
         )
     if config.overlong_buffer is not None and config.overlong_buffer > rollout.max_new_tokens:
         raise ConfigError(
@@ -234,28 +218,26 @@ def _check_clip(config: TokenClipConfig) -> None:
 
 
 def check_corrections(corrections: Sequence[Correction]) -> None:
-    """Refuse ratios that would count twice, and a normalisation that others would undo."""
-    by_ratio = [one.type for one in corrections if isinstance(one, _BY_RATIO)]
-    by_ratio += [
+    """Refuse several corrections by the ratio, and a normalisation that is not the last one."""
+    by_ratio = [
         one.type
         for one in corrections
-        if isinstance(one, MisCorrection) and one.level != "geometric"
+        if isinstance(one, TisCorrection | IcePopCorrection)
+        or (isinstance(one, MisCorrection) and one.level != "geometric")
     ]
     if len(by_ratio) > 1:
         raise ConfigError(
-            f"corrections has {' and '.join(by_ratio)}, which each weigh a token by its ratio, so "
-            "that it would count twice; keep one (mis by the geometric mean, k3 and normalise go "
-            "with it)"
+            f"corrections has {' and '.join(by_ratio)}, which each weigh a token by its ratio; "
+            "keep one (mis by the geometric mean, k3 and normalise go with it)"
         )
     if any(correction.type == "normalise" for correction in corrections[:-1]):
         raise ConfigError(
-            "a correction of type normalise comes last, once: those behind it would undo its mean "
-            "of 1; put it at the end of the list"
+            "a correction of type normalise comes last, once; put it at the end of the list"
         )
 
 
 def check_reward(reward: RewardConfig) -> None:
-    """Refuse a reward that is two things at once, or nothing, and one whose time is never up."""
+    """Refuse both a function and a model in one reward, and time limits beyond the deadline."""
     defaults = RewardConfig()
     _check_seconds(reward)
     if reward.parts:
@@ -266,19 +248,25 @@ def check_reward(reward: RewardConfig) -> None:
                     f"rewards; move it to one of them, as reward.parts.NAME.{key}"
                 )
         for name, part in reward.parts.items():
-            _check_part(f"reward.parts.{name}", part)
+            key = f"reward.parts.{name}"
+            if (part.function is None) == (part.model is None):
+                both = f"{part.function!r} and {part.model!r}"
+                found = "neither" if part.function is None else both
+                raise ConfigError(
+                    f"{key} needs a function or a model, and has {found}; give it one"
+                )
+            _check_options(key, part)
         return
     if reward.model is not None and reward.function != defaults.function:
         raise ConfigError(
             f"reward.function is {reward.function!r} and reward.model is {reward.model!r}; a "
-            "reward is one of them: leave the other out, or give each a table of its own in "
-            "reward.parts"
+            "reward is one of them: leave the other out, or make both reward.parts"
         )
     _check_options("reward", next(iter(reward.named().values())))
 
 
 def _check_seconds(reward: RewardConfig) -> None:
-    """Code that takes too long scores 0 after ``seconds``; after the deadline it is left out."""
+    """Code over ``seconds`` scores 0, but a grading over the deadline is left out."""
     if reward.in_process:
         return
     for name, part in reward.named().items():
@@ -294,13 +282,6 @@ def _check_seconds(reward: RewardConfig) -> None:
             )
 
 
-def _check_part(key: str, part: RewardPart) -> None:
-    if (part.function is None) == (part.model is None):
-        found = "neither" if part.function is None else f"{part.function!r} and {part.model!r}"
-        raise ConfigError(f"{key} needs a function or a model, and has {found}; give it one")
-    _check_options(key, part)
-
-
 def _check_options(key: str, part: RewardPart) -> None:
     if part.model is not None and part.options:
         raise ConfigError(
@@ -310,16 +291,13 @@ def _check_options(key: str, part: RewardPart) -> None:
 
 
 def check_samples(evaluation: EvaluationConfig) -> None:
-    """Refuse an evaluation that draws several greedy samples of a problem."""
     check_greedy(
         evaluation.samples, evaluation.temperature, "evaluation.samples", "evaluation.temperature"
     )
 
 
 def check_greedy(samples: int, temperature: float, samples_key: str, temperature_key: str) -> None:
-    """Refuse several samples at temperature 0, which would all be the same; the keys are named as
-    the user set them.
-    """
+    """Refuse several samples at temperature 0; the error names the keys as the user set them."""
     if temperature == 0 and samples > 1:
         raise ConfigError(
             f"{samples_key} is {samples}, but {temperature_key} is 0 and greedy samples are all "
@@ -328,7 +306,6 @@ def check_greedy(samples: int, temperature: float, samples_key: str, temperature
 
 
 def check_has_sets(sets: Collection[str]) -> None:
-    """Refuse to evaluate on no set at all."""
     if not sets:
         raise ConfigError(
             "data.eval names no set to evaluate on; add one, for example [data.eval.held_out]"
@@ -351,23 +328,17 @@ def check_keeping(checkpoint: CheckpointConfig) -> None:
 
 
 def check_best(checkpoint: CheckpointConfig, figures: Collection[str]) -> None:
-    """Refuse to keep the best checkpoint by a figure that is not among ``figures``, those that the
-    run's evaluations give.
-    """
+    """Refuse a ``keep_best`` that is not one of ``figures``, which the evaluations give."""
     name = checkpoint.keep_best
+    advice = "data.eval names no set: add one, or leave keep_best out"
+    if figures:
+        advice = f"name one of {', '.join(figures)}"
     if name is not None and name not in figures:
-        raise ConfigError(
-            f"checkpoint.keep_best is {name!r}, which no evaluation gives; "
-            + (
-                f"name one of {', '.join(figures)}"
-                if figures
-                else "data.eval names no set: add one, or leave keep_best out"
-            )
-        )
+        raise ConfigError(f"checkpoint.keep_best is {name!r}, which no evaluation gives; {advice}")
 
 
 def check_shape(shape: ModelShape) -> None:
-    """Refuse a decoder whose heads have no whole size, and what its family does not have."""
+    """Refuse impossible head sizes, and keys that the family does not have."""
     if shape.head_dim is None and shape.hidden_size % shape.num_heads:
         raise ConfigError(
             f"from_scratch.hidden_size is {shape.hidden_size}, which {shape.num_heads} heads do "
@@ -396,13 +367,8 @@ def check_shape(shape: ModelShape) -> None:
 
 
 def _graded_figures(sets: Collection[str], evaluation: EvaluationConfig) -> list[str]:
-    """What a reward measures on each set; pass@k for powers of two, where there are several
-    samples.
-    """
-    counts = (
-        [1 << power for power in range(evaluation.samples.bit_length())]
-        if evaluation.samples > 1
-        else []
-    )
-    figures = ["accuracy", *(f"pass@{k}" for k in counts)]
+    """The figures of graded evaluations; with several samples, pass@k for powers of two."""
+    figures = ["accuracy"]
+    if evaluation.samples > 1:
+        figures += [f"pass@{1 << power}" for power in range(evaluation.samples.bit_length())]
     return [f"eval/{name}/{figure}" for name in sets for figure in figures]

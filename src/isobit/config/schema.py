@@ -1,20 +1,10 @@
-"""The configuration as a JSON schema (draft 7, which editors of TOML know), from which editors
-complete and check a recipe.
+"""The keys of the recipes: as dotted paths for help and errors, as a JSON schema (draft 7, for
+editors of TOML), and as the page ``docs/configuration.md``.
 
-A TOML file that starts with ``#:schema PATH`` is completed by Even Better TOML, taplo and what
-builds on them.  The files are ``docs/run.schema.json`` (``isobit train``) and
-``docs/sft.schema.json`` (``isobit sft``).
-
-The schema as dotted keys: which exist, what they take, and where in the models a pydantic error
-lies.
-
-A key is the path through the tables of a TOML file: ``training.steps``.  Where a table's keys are
-free, the path shows ``NAME`` (``data.eval.NAME.task``), and where there is a list of tables,
-``corrections[]``.  Where a table's ``type`` or ``name`` chooses between models, all their keys are
-listed, with those that have a key where not all do, and pydantic's path to an error holds the
-choice as an extra part, which ``locate`` leaves out.
-
-All keys of the recipes as one page of Markdown: ``docs/configuration.md``.
+A key is the path through the tables of a TOML file: ``training.steps``. ``NAME`` stands for a free
+name (``data.eval.NAME.task``), and ``[]`` for a list of tables (``corrections[]``). Where a table's
+``type`` or ``name`` chooses between models, the keys of all models are listed, and pydantic's path
+to an error holds the choice as an extra part, which ``locate`` leaves out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +18,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.base import Strict
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import Preset
 
@@ -38,28 +27,23 @@ TAGS = ("type", "name")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One setting, as the help shows it."""
-
     path: str
     kind: str
     """What it takes: ``int``, ``fp8 | bf16``, ..."""
     default: str
-    """Empty where the key has none: it is required then, or off."""
+    """Empty for a key that is required or off."""
     description: str
     users: tuple[str, ...] = ()
-    """Which tables of a choice have it, if not all do."""
+    """The tables of a choice that have it, if not all do."""
 
 
 def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a table by the names that they have in TOML, in the order of the schema:
-    ``async``, for one, is no name in Python.
-    """
+    """The fields of a table by their names in TOML (``async``), in the order of the schema."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 @cache
 def all_keys(model: type[BaseModel], prefix: str = "") -> tuple[Key, ...]:
-    """Every setting below ``model``, in the order of the schema."""
     return tuple(
         key
         for name, field in fields_by_key(model).items()
@@ -82,9 +66,7 @@ def _keys_of(annotation: Any, field: FieldInfo, path: str) -> Iterator[Key]:
 
 
 def tag_of(model: type[BaseModel]) -> str:
-    """The value of ``type`` or ``name`` that chooses this model; empty for one that nothing
-    chooses.
-    """
+    """The value of ``type`` or ``name`` that chooses this model; empty if nothing chooses it."""
     for name in TAGS:
         field = model.model_fields.get(name)
         if field is not None and get_origin(field.annotation) is Literal:
@@ -93,8 +75,9 @@ def tag_of(model: type[BaseModel]) -> str:
 
 
 def _merge(members: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
-    """One key a path from the keys of each member of a choice, what chooses first: every kind that
-    they give it, the usual default and those that differ, and who has the key if not all do.
+    """One key for each path from the keys of each member of a choice, the tags first. It takes what
+    any of them takes, and names the defaults that differ and the members that have it if not all
+    do.
     """
     by_path: dict[str, dict[str, Key]] = {}
     for tag, keys in members.items():
@@ -114,7 +97,7 @@ def _merge(members: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
 
 
 def _defaults(found: Mapping[str, Key]) -> str:
-    """``0.2; dapo: 0.28``: the commonest, and whose differ."""
+    """``0.2; dapo: 0.28``: the most common default, then those that differ."""
     tags: dict[str, list[str]] = {}
     for tag, key in found.items():
         tags.setdefault(key.default, []).append(tag)
@@ -139,9 +122,7 @@ def choices(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
 
 
 def locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, list[str]]:
-    """The dotted path of a pydantic error's location, and the keys that are valid in the table that
-    holds it.
-    """
+    """The dotted path of a pydantic error's location, and the valid keys of its table."""
     annotation: Any = model
     parts: list[str] = []
     siblings: list[str] = []
@@ -185,7 +166,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _kind_text(annotation: Any) -> str:
-    """``int``, ``fp8 | bf16``, ``list of str``, ``table``: what a key takes, in words."""
+    """What a key takes: ``int``, ``fp8 | bf16``, ``list of str``, ``table``."""
     members = [member for member in _members(annotation) if member is not type(None)]
     if len(members) > 1:
         return " | ".join(_kind_text(member) for member in members)
@@ -208,22 +189,18 @@ def _default_text(field: FieldInfo) -> str:
 
 
 _UNNAMED = GrpoConfig().name
-"""What a table is that gives no name."""
+"""The name of a table that gives none."""
 
-RECIPES: dict[str, type[Strict]] = {"train": RunConfig, "sft": SftConfig}
-"""The commands that take a recipe, and what it holds."""
+RECIPES: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sft": SftConfig}
+"""The commands that take a recipe, and its model."""
 
 
 def json_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The schema of a recipe, ready for JSON."""
     schema = model.model_json_schema(ref_template="#/definitions/{model}")
     schema["definitions"] = schema.pop("$defs")
     preset = {"type": "string", "enum": list(get_args(Preset)), "description": "A preset alone."}
     precision = schema["properties"]["precision"]
-    precision["anyOf"] = [
-        preset,
-        {"$ref": precision.pop("$ref")},
-    ]  # a name stands for the table with that preset
+    precision["anyOf"] = [preset, {"$ref": precision.pop("$ref")}]
     if "algorithm" in schema["properties"]:
         algorithm = schema["properties"]["algorithm"]
         algorithm.pop("discriminator")
@@ -232,27 +209,23 @@ def json_schema(model: type[BaseModel]) -> dict[str, Any]:
             {"oneOf": algorithm.pop("oneOf")},
         ]
     for definition in schema["definitions"].values():
-        for tag in TAGS:  # it chooses between tables, so it has to be written, unless left out for
-            value = definition.get("properties", {}).get(tag, {}).get("const")  # the default
+        for tag in TAGS:  # required, except for the default
+            value = definition.get("properties", {}).get(tag, {}).get("const")
             if value is not None and value != _UNNAMED:
                 definition["required"] = sorted({*definition.get("required", []), tag})
     return {"$schema": "http://json-schema.org/draft-07/schema#", **_plain_text(schema)}
 
 
 def _plain_text(part: Any) -> Any:
-    """Descriptions without the marks and line ends of docstrings, at any depth."""
+    """Descriptions without markup and line ends, at any depth."""
     if isinstance(part, dict):
         return {
-            key: _one_line(value)
+            key: " ".join(value.replace("``", "`").split())
             if key == "description" and isinstance(value, str)
             else _plain_text(value)
             for key, value in part.items()
         }
     return [_plain_text(item) for item in part] if isinstance(part, list) else part
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.replace("``", "`").split())
 
 
 _HEAD = """# Configuration
@@ -279,41 +252,35 @@ _TITLES = {"train": "isobit train (run.schema.json)", "sft": "isobit sft (sft.sc
 
 
 def configuration_page() -> str:
-    """The page: a table of keys for each table of each kind of recipe."""
-    return _HEAD + "".join(
-        f"\n## {_TITLES[command]}\n{_tables(model)}" for command, model in RECIPES.items()
-    )
+    """The text of ``docs/configuration.md``; a table equal to an earlier one refers to it."""
+    titles: dict[str, str] = {}
+    page = _HEAD
+    for command, model in RECIPES.items():
+        page += f"\n## {_TITLES[command]}\n"
+        for table, keys in groupby(_in_order(model), key=lambda key: key.path.rpartition(".")[0]):
+            title = f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]"
+            rows = "\n".join(map(_row, keys))
+            first = titles.setdefault(rows, f"`{title}` of `isobit {command}`")
+            page += f"\n### {title}\n" if table else ""
+            if first == f"`{title}` of `isobit {command}`":
+                page += f"\n| key | takes | default | |\n|---|---|---|---|\n{rows}\n"
+            else:
+                page += f"\nThe keys of {first}, above.\n"
+    return page
 
 
-def _tables(model: type[BaseModel]) -> str:
+def _in_order(model: type[BaseModel]) -> list[Key]:
+    """As TOML needs them: keys outside tables first, and a table before those inside it."""
     places = {name: place for place, name in enumerate(fields_by_key(model))}
 
-    def order(
-        key: Key,
-    ) -> tuple[
-        bool, int, int
-    ]:  # keys of no table come first, and a table before those inside it, as in TOML
+    def order(key: Key) -> tuple[bool, int, int]:
         parts = key.path.replace("[]", "").split(".")
         return len(parts) > 1, places[parts[0]] if len(parts) > 1 else 0, len(parts)
 
-    sections = []
-    for table, members in groupby(
-        sorted(all_keys(model), key=order), key=lambda key: key.path.rpartition(".")[0]
-    ):
-        title = f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]"
-        head = f"\n### {title}\n" if table else ""
-        sections.append(
-            "\n".join([head, "| key | takes | default | |", "|---|---|---|---|", *_rows(members)])
-            + "\n"
-        )
-    return "".join(sections)
+    return sorted(all_keys(model), key=order)
 
 
-def _rows(keys: Iterator[Key]) -> Iterator[str]:
-    for key in keys:
-        name, kind, default = (
-            key.path.rpartition(".")[2],
-            key.kind.replace("|", "or"),
-            f"`{key.default}`" if key.default else "",
-        )
-        yield f"| `{name}` | {kind} | {default} | {key.description.replace('|', 'or')} |"
+def _row(key: Key) -> str:
+    name, kind = key.path.rpartition(".")[2], key.kind.replace("|", "or")
+    default = f"`{key.default}`" if key.default else ""
+    return f"| `{name}` | {kind} | {default} | {key.description.replace('|', 'or')} |"

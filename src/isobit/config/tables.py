@@ -1,34 +1,4 @@
-"""The table ``async``: by how many steps sampling runs ahead of learning.
-
-The table ``check``: what a run does where rollout and training are found to differ, and where
-its rewards have nothing to teach.
-
-The table ``checkpoint``: when a run's whole state is written, and which of its states stay.
-
-The table ``cluster``: the processes of a run.  None of its keys changes a byte of what the run
-learns.
-
-The table ``from_scratch`` of ``isobit sft``: a decoder that no model folder describes.
-
-The table ``evaluation``: when the policy is measured, and how it answers then.
-
-The table ``precision``: the formats of rollout and training together, as a preset and choices on
-top of it.  A recipe that says ``precision = "fp8"`` names the preset alone.
-
-The table ``reference``: the model that a KL penalty holds the policy to.
-
-The table ``replay``: completions of earlier steps that are learnt from again.
-
-The table ``rollout``: how completions are drawn, and the sizes of the engine's batch and
-cache.
-
-The table ``tracking``: services that a run sends its figures to.
-
-The table ``training``: steps, batches and the optimiser.
-
-Two numbers set the batch: prompts a step (``prompts_per_step``) and tokens a micro-batch
-(``tokens_per_microbatch``).
-"""
+"""The tables that are neither ``algorithm``, ``data`` nor ``reward``."""
 
 from typing import Any, Literal, get_args
 
@@ -47,74 +17,54 @@ from isobit.util.errors import ConfigError
 
 
 class AsyncConfig(Strict):
-    """A fixed lag: a run with it is as reproducible, and as resumable, as one without."""
+    """A fixed lag of the sampling weights. A run with a lag is as reproducible as one without."""
 
     lag: int = Field(default=0, ge=0, le=64)
-    """Steps that the weights which sample a step's batch are behind those that learn from it: batch
-    t is sampled wholly by the weights after step t - 1 - lag, the first ``lag`` + 1 batches by
-    those that the run begins with.  The loss's ratio is taken to the recorded log-probabilities,
-    exact for the weights of then.
+    """How many steps sampling runs ahead of training: batch t is sampled by the weights after step
+    t - 1 - lag. Raise it to 1 to keep rollouters and trainers busy at once.
     """
 
 
 class CheckConfig(Strict):
-    """What a run does in a step where rollout and training part (every response token has a
-    log-probability from both), and after steps without a signal.
-    """
+    """What a run does after a mismatch of log-probabilities, and after steps without a signal."""
 
     on_mismatch: Literal["warn", "stop", "ignore"] = "warn"
-    """warn: a line on the console, once a step; stop: end the run; the metrics count differing
-    tokens in any case.
+    """When the log-probabilities mismatch: warn prints a line once a step, stop ends the run. The
+    metrics count differing tokens in any case.
     """
     max_mean_diff: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
-    """Nats.  In an exact flow one differing token is a mismatch; in the others a mean absolute
-    difference above this, if it is set.
+    """Nats. In an exact flow any differing token is a mismatch; in other flows a mean absolute
+    difference above this is, if it is set.
     """
     max_ratio: float | None = Field(default=100.0, gt=1, le=MAX_FACTOR)
-    """The largest probability ratio of trainer and sampler, in either direction, that a step may
-    have without being told of as ``on_mismatch`` says; sampled by weights that are long gone, or by
-    another program, tokens can be far out.
-    """
+    """The largest probability ratio of trainer and sampler before ``on_mismatch`` applies."""
     repeat_every: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Every so many steps one micro-batch's forward and backward are computed twice and their bits
-    compared: an alarm for a processor, memory or kernel that errs now and then.  0: never.
-    """
+    """Steps between checks for faulty hardware, which compute one micro-batch twice; 0 is never."""
     state: bool = True
-    """Whether weights, masters and moments are read again before a step learns, and compared with
-    what the last update left: an alarm for a memory that loses bits.
-    """
+    """Verify before each step that weights, masters and moments are unchanged in memory."""
     on_no_signal: Literal["warn", "stop", "ignore"] = "warn"
-    """Where ``no_signal_steps`` steps in a row had nothing to learn from, since all rewards of each
-    prompt were equal.  warn: a line on the console, and one after each further so many; stop: end
-    the run with a checkpoint; the metrics count such updates in any case.
+    """After ``no_signal_steps`` steps in a row in which every group had zero variance: warn prints
+    a line, stop ends the run with a checkpoint. The metrics count such updates in any case.
     """
     no_signal_steps: int = Field(default=10, gt=0, le=MAX_STEPS)
+    """Steps in a row without a signal before ``on_no_signal`` applies."""
 
 
 class CheckpointConfig(Strict):
-    """When the whole state of a run is written to ``checkpoints/`` in its directory, and how many
-    of them stay.
-
-    Beside the rules below there is one after the last step, and one where SIGTERM or Ctrl-C ends
-    the run.
+    """When the whole state of a run is written to ``checkpoints/``, and how many are kept. The last
+    step, SIGTERM and Ctrl-C also write one.
     """
 
     every: int = Field(default=10, ge=0, le=MAX_STEPS)
-    """Steps between checkpoints; 0 is only at the end or when the run is interrupted."""
+    """Steps between checkpoints; 0 writes one only when the run ends or is interrupted."""
     keep_last: int = Field(default=2, ge=0, le=MAX_STEPS)
-    """Keep that many of the newest; 0 writes none at all, for a disk that has no room: a run that
-    ends early then begins anew.
-    """
+    """How many of the newest are kept; 0 writes none at all, so that the run cannot be resumed."""
     keep_every: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Also keep those of every that many steps (a multiple of ``every``); 0 keeps none for this
-    reason.
-    """
+    """Also keep checkpoints of multiples of this many steps (a multiple of ``every``); 0 is off."""
     wait_for_space_s: float = Field(default=600.0, ge=0, le=MAX_WAIT_S)
-    """Seconds that a run waits, trying again, where the disk or a quota is full: what was learnt
-    since the last checkpoint is not lost if somebody frees some space; 0 ends the run at once.
-    """
+    """Seconds that a run waits when the disk or a quota is full; 0 ends the run at once."""
     keep_best: str | None = None
-    """Also write and keep the one with the highest value of this evaluation figure, for example
+    """Also keep the checkpoint with the highest value of this evaluation figure, for example
     ``eval/held_out/accuracy``; of ``isobit sft``'s ``eval/NAME/loss`` the lowest.
     """
 
@@ -123,68 +73,53 @@ Launcher = Literal["local", "ray"]
 
 
 class EngineConfig(Strict):
-    """Who samples, where nothing is trained."""
-
     rollout_tp: int = Field(default=1, gt=0, le=64)
-    """Processes that share one engine, for a policy that one GPU cannot hold: each has a part of
-    every linear's outputs, and the bits are those of one.
-    """
+    """Processes that share one engine, for a policy too large for one GPU; no bit changes."""
 
 
 class ClusterConfig(Strict):
-    """Who computes."""
+    """The processes of a run. No key changes what the run computes."""
 
     processes: int = Field(default=1, gt=0, le=MAX_PROCESSES)
-    """One a GPU, or on CPUs as many as there are cores for.  Under ``torchrun`` or SLURM the
-    processes that are there are taken, whatever this says.
-    """
+    """The number of GPUs, or at most that of CPU cores; ``torchrun`` and SLURM override it."""
     launcher: Launcher = "local"
-    """Who starts them: this command, on this machine, or a Ray cluster (``pip install
-    isobit[ray]``).
-    """
+    """Who starts the processes: this command, or a Ray cluster (``pip install isobit[ray]``)."""
     restarts: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """After the death of a process all are started again with ``--resume``, at most so often; on a
-    Ray cluster on the nodes that are left, and in fewer processes where these have no room for all.
+    """How often all processes are restarted with ``--resume`` after one has died. A Ray cluster
+    uses the remaining nodes, and fewer processes where they have no room for all.
     """
     rollout_tp: int = Field(default=1, gt=0, le=64)
-    """Processes that share one engine, for a policy that one GPU cannot hold: each has a part of
-    every linear's outputs, and the bits are those of one.  ``isobit eval`` takes it; in a run
-    published weights are whole on every GPU.
-    """
+    """Processes that share one engine, for ``isobit eval`` of a large policy; a run needs 1."""
     rollouters: int = Field(default=0, ge=0, le=MAX_PROCESSES)
-    """Processes, the last of them, that only sample, while the others train; 0 lets all do both in
-    turn.  It takes ``async.lag`` of at least 1 to keep both busy.
+    """How many processes, the last ones, only sample while the others train; it needs ``async.lag``
+    of at least 1. With 0 every process alternates between the two.
     """
 
     @property
     def is_launched(self) -> bool:
-        """Whether the command starts others and computes nothing itself."""
+        """Whether the command starts other processes and computes nothing itself."""
         return self.processes > 1 or self.launcher == "ray"
 
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
-"""As the ``model_type`` of a Hugging Face ``config.json``."""
+"""The ``model_type`` of a Hugging Face ``config.json``."""
 
 MIXTURES: tuple[Family, ...] = ("qwen3_moe", "mixtral")
-"""Families that have experts."""
+"""Families with experts."""
 WINDOWED: tuple[Family, ...] = ("mistral", "mixtral")
-"""Families whose layers may all have a sliding window."""
+"""Families whose layers may have a sliding window."""
 
 MAX_VOCAB_SIZE = 1 << 22
 MAX_WIDTH = 1 << 20
-"""Elements of a hidden state, a head, or within an MLP."""
+"""Elements of a hidden state, a head, or an MLP."""
 MAX_LAYERS = 1000
 MAX_HEADS = 1024
 MAX_EXPERTS = 512
 MAX_POSITIONS = 1 << 20
-"""More than any model that there is; a number beyond is a mistake, which would otherwise show as a
-plan without end or a machine without memory."""
 
 
 class ModelShape(Strict):
-    """A decoder to be trained from random weights; the names are those of a Hugging Face
-    ``config.json``.
-    """
+    """A decoder with random weights; most names are those of a Hugging Face ``config.json``."""
 
     family: Family = "qwen3"
     hidden_size: int = Field(gt=0, le=MAX_WIDTH)
@@ -192,7 +127,7 @@ class ModelShape(Strict):
     num_layers: int = Field(gt=0, le=MAX_LAYERS)
     num_heads: int = Field(gt=0, le=MAX_HEADS)
     num_kv_heads: int | None = Field(default=None, gt=0, le=MAX_HEADS)
-    """By default as many as ``num_heads``."""
+    """By default ``num_heads``."""
     head_dim: int | None = Field(default=None, gt=0, le=MAX_WIDTH)
     """By default ``hidden_size`` over ``num_heads``."""
     vocab_size: int | None = Field(default=None, gt=0, le=MAX_VOCAB_SIZE)
@@ -203,50 +138,48 @@ class ModelShape(Strict):
     rope_theta: float = Field(default=10000.0, ge=1.01, le=1e15)
     tied_embeddings: bool = True
     sliding_window: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
-    """Keys that a query sees, in the families mistral and mixtral; by default all before it."""
+    """Keys that a query sees, in the families mistral and mixtral; by default all."""
     num_experts: int | None = Field(default=None, gt=0, le=MAX_EXPERTS)
     """Experts of each layer, in the families qwen3_moe and mixtral."""
     num_experts_per_tok: int = Field(default=2, gt=0, le=MAX_EXPERTS)
-    """Experts that a token goes to."""
+    """Experts of each token."""
     moe_intermediate_size: int | None = Field(default=None, gt=0, le=MAX_WIDTH)
-    """Of each expert of the family qwen3_moe; by default ``intermediate_size``."""
+    """Size of each expert in the family qwen3_moe; by default ``intermediate_size``."""
 
 
 class EvaluationConfig(Strict):
-    """Periodic evaluation on every set of ``data.eval``; also before the first and after the last
-    step.
-    """
+    """Evaluation on every set of ``data.eval``; also before the first and after the last step."""
 
     every: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Steps between evaluations; 0 is only before and after."""
+    """Steps between evaluations; 0 evaluates only before and after the run."""
     temperature: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """0 is greedy, one sample a problem."""
+    """0 is greedy, with one sample of each prompt."""
     samples: int = Field(default=1, gt=0, le=MAX_BATCH)
-    """Samples a problem when the temperature is above 0: gives mean@n and pass@k."""
+    """Samples of each prompt at a temperature above 0, for mean@n and pass@k."""
     max_new_tokens: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
-    """By default as in ``rollout``."""
+    """By default ``rollout.max_new_tokens``."""
 
 
 Preset = Literal["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
 
 
 class PrecisionConfig(Strict):
-    """The precision flow of both sides: a preset and the choices on top of it."""
+    """The precision flow of both sides: a preset and changes to it. ``precision = "fp8"`` names a
+    preset alone.
+    """
 
     preset: Preset = "fp8"
     """fp8: linears, KV cache and attention in FP8 on both sides; fp8-linear: linears only; bf16;
     fp32; fp8-rollout: FP8 rollout only.
     """
     first_layers_bf16: int = Field(default=0, ge=0, le=MAX_LAYERS)
-    """Keep that many of the first decoder layers in BF16, KV cache and attention included."""
+    """How many of the first decoder layers stay in BF16, with their KV cache and attention."""
     last_layers_bf16: int = Field(default=0, ge=0, le=MAX_LAYERS)
-    """Keep that many of the last decoder layers in BF16, KV cache and attention included."""
+    """How many of the last decoder layers stay in BF16, with their KV cache and attention."""
     modules_bf16: tuple[str, ...] = ()
-    """Linears kept in BF16, by full path (``layers.3.down_proj``) or by name in every layer
-    (``down_proj``).
-    """
+    """Linears kept in BF16, as ``layers.3.down_proj`` or, in every layer, ``down_proj``."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
-    """Operands of the weight gradient's GEMM."""
+    """Format of the operands of WGrad."""
     scales: Literal["power_of_two", "fp32"] = "power_of_two"
     """Scales of the linears' operands; those of Q, K and V are always powers of two."""
 
@@ -257,7 +190,7 @@ class PrecisionConfig(Strict):
 
 
 def named_precision(precision: PrecisionConfig | str) -> PrecisionConfig:
-    """The flow itself, or the one of a preset's name.  Raises ConfigError for another name."""
+    """The flow itself, or that of a preset's name. Raises ConfigError for an unknown name."""
     if isinstance(precision, PrecisionConfig):
         return precision
     if precision not in get_args(Preset):
@@ -269,72 +202,59 @@ def named_precision(precision: PrecisionConfig | str) -> PrecisionConfig:
 
 
 class ReferenceConfig(Strict):
-    """The reference model: frozen weights in the flow's formats, a byte a linear weight in
-    ``fp8``.  It is there where ``algorithm.kl_coefficient`` is above 0.
-    """
+    """The frozen reference model, loaded where ``algorithm.kl_coefficient`` is above 0."""
 
     model: str | None = None
-    """A Hugging Face folder or a name of the hub, with the policy's vocabulary, or ``starter``; by
-    default what ``model`` names.
-    """
+    """A folder or name of the hub with the policy's vocabulary; by default the run's ``model``."""
     refresh_every: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Steps after which it takes the policy's weights of that moment; 0 is never."""
+    """Steps after which it takes the policy's current weights; 0 is never."""
     offload: bool = False
-    """Keep it in host memory except while it scores, which leaves a GPU more memory for the KV
-    cache and for training; a CPU ignores it.
-    """
+    """Keep it in host memory except while it scores, to free GPU memory."""
 
 
 class ReplayConfig(Strict):
-    """Experience replay.  Off as long as ``fraction`` is 0."""
+    """Experience replay; ``fraction = 0`` switches it off."""
 
     fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of each step's batch that is replayed; a step's own completions are the rest."""
+    """Share of each step's batch that comes from the replay buffer."""
     max_staleness: int = Field(default=4, gt=0, le=MAX_COUNT)
-    """Updates of the weights since a completion was sampled, after which it is dropped."""
+    """Updates since a completion was sampled after which it is dropped."""
     max_mib: float = Field(default=256.0, gt=0, le=MAX_COUNT)
-    """What the buffer holds at most, in MiB; the oldest go first."""
+    """Largest size of the buffer; the oldest completions are dropped first."""
     sampling: Literal["uniform", "advantage"] = "uniform"
-    """Every completion alike, or in proportion to the size of its advantage: those of level groups
-    then never come again.
+    """uniform: every completion is equally likely; advantage: in proportion to the size of its
+    advantage, which leaves out zero-variance groups.
     """
 
 
 class RolloutConfig(Strict):
-    """How the native engine generates."""
-
     max_new_tokens: int = Field(default=512, gt=0, le=MAX_POSITIONS)
+    """Longest completion, in tokens."""
     temperature: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
+    """Divides the logits; recorded and trained log-probabilities use it too."""
     top_k: int = Field(default=0, ge=0, le=MAX_VOCAB_SIZE)
-    """0 is off."""
+    """Sample among this many of the likeliest tokens; 0 is off."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample among the likeliest tokens that together have this probability; 1 is off."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample among tokens of at least this share of the largest probability; 0 is off."""
     stop_strings: tuple[str, ...] = ()
+    """Texts that end a completion, besides the end token."""
     max_sequences: int = Field(default=256, gt=0, le=MAX_BATCH)
     """Sequences decoded at once."""
     max_batched_tokens: int | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Tokens of one forward: decoding sequences first, the rest for chunks of prompts.  By default
-    2048 on a CPU and 16384 on a GPU.
-    """
+    """Tokens of one forward; by default 2048 on a CPU and 16384 on a GPU."""
     kv_pages: int | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Pages of the KV cache, of 64 tokens on a CPU and 128 on a GPU; by default as many as
     ``max_sequences`` of full length need, within ``kv_memory_gib``.
     """
     kv_memory_gib: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
-    """By default 2 on a CPU, and on a GPU what is free when the engine starts, or what the plan of
-    a training run leaves.
-    """
+    """Size of the KV cache; by default 2 on a CPU, and on a GPU what is free or planned."""
 
 
 class TrackingConfig(Strict):
-    """Where a run sends its figures, beside ``metrics.jsonl`` and TensorBoard, which it always
-    writes.
-    """
-
     wandb: bool | str = False
-    """Weights & Biases: ``true`` for the project ``isobit``, or a project's name; needs ``pip
-    install wandb``.
-    """
+    """``true`` for the project ``isobit``, or a project's name; needs ``pip install wandb``."""
 
 
 Recompute = Literal["none", "mlp", "full"]
@@ -344,74 +264,64 @@ Moments = Literal["fp32", "bf16", "fp8"]
 
 
 class OptimisationConfig(Strict):
-    """Steps, batches and the optimiser: what every kind of training has."""
+    """Steps, batches and the optimiser, for every kind of training."""
 
     steps: int = Field(default=20, gt=0, le=MAX_STEPS)
+    """Steps of the whole run."""
     prompts_per_step: int = Field(default=16, gt=0, le=MAX_BATCH)
+    """Prompts of a step's batch."""
     tokens_per_microbatch: int = Field(default=4096, gt=0, le=MAX_COUNT)
+    """Most tokens of one forward and backward; lower it if memory runs out."""
     slots: int = Field(default=1, gt=0, le=MAX_PROCESSES)
-    """Sums in which an update's gradient is added up: micro-batch i goes to sum i mod ``slots``,
-    and then the sums are added in their order.  On several hosts set it to their number, or a
-    multiple: each computes sums of its own, and gradients cross the network once for each of them
-    rather than once a micro-batch.  The bits of a run depend on it, and not on hosts or processes.
-    More than one take 4 more bytes a parameter, shared out among the processes of a host.
+    """Partial sums of an update's gradient: micro-batch i goes to sum i mod ``slots``. On several
+    hosts set it to their number or a multiple, so that gradients cross the network once for each
+    sum. The bits of a run depend on it; more than one take 4 bytes a parameter on each host.
     """
     learning_rate: float = Field(default=1e-6, gt=0, le=MAX_FACTOR)
+    """AdamW's learning rate after the warmup."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate behind the warmup: it stays, falls along a line, or as half a cosine;
-    the last two would reach 0 right after the last update.
-    """
+    """The learning rate after the warmup; linear and cosine reach 0 after the last update."""
     warmup_updates: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Updates over which the learning rate rises linearly."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     moments: Moments = "fp32"
-    """Format of AdamW's moments: 8, 4 or 2 bytes a parameter for the two, for a policy that fills
-    the memory.  The smaller ones are rounded stochastically; ``fp8`` has a scale for 128 elements,
-    and elements far below their group's largest move less than in the others.
+    """Format of AdamW's moments: 8, 4 or 2 bytes a parameter for both, to save memory. ``bf16`` and
+    ``fp8`` are rounded stochastically, and ``fp8`` has one scale for 128 elements.
     """
     offload_moments: bool = False
-    """Keep AdamW's moments in host memory while the engine generates, which leaves a GPU more
-    memory for the KV cache; a CPU ignores it.
-    """
+    """Keep AdamW's moments in host memory during generation, to free memory for the KV cache."""
     recompute: Recompute = "none"
-    """What the backward computes again, to the same bits, instead of keeping it: nothing, the MLP
-    of each layer, or all of each layer.
-    """
+    """What the backward recomputes to save memory: nothing, the MLPs, or whole layers."""
     router_balance: float = Field(default=0.001, ge=0, le=MAX_FACTOR)
-    """Coefficient of the load-balancing loss of a mixture of experts, in each layer: the mean over
-    sequences of what is 1 where all experts are chosen equally often.  0 switches it off.  The
-    default is what Qwen3-MoE was published with (``router_aux_loss_coef``), a tenth of what models
-    are pre-trained with: it keeps experts in use, and hardly moves a router that is balanced.
+    """Coefficient of the load-balancing loss of a mixture of experts, in each layer; 0 is off. The
+    default is Qwen3-MoE's ``router_aux_loss_coef``, a tenth of what is usual in pre-training.
     """
     router_z: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Coefficient of the router's z-loss, in each layer: the mean over tokens of the squared
-    log-sum-exp of its logits.  It keeps logits small, which a router in low precision needs; this
-    one computes in FP32.
+    log-sum-exp of its logits, which keeps them small.
     """
     max_grad_norm: float = Field(default=1.0, gt=0, le=1e30)
+    """Gradients with a larger norm are scaled down to it."""
     max_skipped_updates: int = Field(default=3, ge=0, le=MAX_COUNT)
-    """Stop after that many updates in a row were skipped because loss or gradient norm was
-    not finite.
-    """
+    """Skipped updates in a row (loss or gradient norm not finite) before the run stops."""
 
 
 class TrainingConfig(OptimisationConfig):
-    """How the policy learns from its own completions."""
-
     samples_per_prompt: int = Field(default=16, gt=1, le=MAX_BATCH)
+    """Completions of each prompt, which form a group."""
     updates_per_batch: int = Field(default=1, gt=0, le=MAX_BATCH)
-    """Cut a step's batch by prompt into that many parts, one update each."""
+    """Divide a step's batch by prompt into this many parts, with one update each."""
     epochs: int = Field(default=1, gt=0, le=1000)
-    """Go over a step's batch that often."""
+    """Passes over a step's batch."""
     without_signal: Literal["skip", "take"] = "skip"
-    """An update that has nothing to learn from, since all rewards of each of its prompts are equal:
-    left out, so that weights and moments stay as they are; or taken, by AdamW's momentum and weight
-    decay alone.
+    """What becomes of an update in which every group has zero variance: skip leaves weights and
+    moments unchanged; take applies AdamW's momentum and weight decay.
     """
     old_log_probs: OldLogProbs = "auto"
-    """Which log-probabilities the loss's ratio is taken to: those recorded while sampling; those of
-    the trainer's forward before its first update of a step, with ``corrections`` for the distance
-    between the two; or by default the recorded ones in an exact flow and the trainer's elsewhere.
+    """The denominator of the loss's ratio: recorded while sampling; recomputed by the trainer
+    before the step's first update, with ``corrections`` for the difference; auto takes recorded in
+    an exact flow and recomputed otherwise.
     """

@@ -1,3 +1,1 @@
-"""Prompts in: dataset rows, chat templates, tokenizers, and the order in which training visits the
-prompts.
-"""
+"""Datasets: rows, chat templates, tokenizers, and the order in which training visits prompts."""

@@ -1,25 +1,21 @@
-"""Rows become examples of supervised fine-tuning: a prompt, as rollout would see it, and the tokens
-to be learnt behind it.
+"""Rows as examples of supervised fine-tuning, as pairs of preferences, and as the conversations
+that a reward model reads.
 
-The completion is tokenised by itself, so that the prompt's tokens are those of the prompt alone,
-and it ends in a token that ends a completion in rollout too.  Through a chat template it is what
-the template writes behind its own generation prompt; white space after the end of the turn is not
-learnt, since nothing is sampled there.  A conversation gives one example for each turn of the
-assistant, with all before it as the prompt.
+An example is a prompt, as rollout would see it, and the tokens of its completion. The completion is
+tokenised separately, so that the prompt has the same tokens as in rollout, and ends in a token that
+ends a completion there. With a chat template it is the text that the template writes after its
+generation prompt, without the white space after the end of the turn, since nothing is sampled
+there. A conversation gives one example for each turn of the assistant.
 
-A prompt and its answer as a reward model reads them: one conversation, tokenised as a whole.
+A reward model reads prompt and answer as one text:
 
     with a chat template      the template's text of the prompt's messages and the answer as the
-                              assistant's turn, no generation prompt behind it
-    without                   the prompt's text, the answer's text, and the token that ends a
-                              sequence, where the tokenizer has one
+                              assistant's turn, without a generation prompt
+    without                   the prompt's text, the answer's text, and the tokenizer's end of
+                              sequence, if it has one
 
-Training from preferences and scoring read the same tokens: both come from here.  Reward models of
-others were trained on their template's text as a whole, white space at its end included.  An
-answer is a model's text: what it spells is never a control token (``isobit.data.tokenizer``).
-
-Rows become pairs of preferences: a prompt with the answer that was chosen and the one that was
-rejected, each as a conversation that a reward model reads (``isobit.data.examples``).
+White space at the end is included, as in the training of other reward models. An answer never
+contains control tokens, whatever its text spells (``isobit.data.tokenizer``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,11 +42,11 @@ from isobit.util.errors import DataError
 def conversation_ids(
     answers: Sequence[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, chat: bool = True
 ) -> list[tuple[int, ...]]:
-    """The tokens of the prompt of each row and an answer to it; text prompts go through the
+    """The tokens of each row's prompt and an answer to it; text prompts are rendered with the chat
     template too, unless ``chat`` is false.
 
-    Raises ``DataError`` for messages without a template, for what the template refuses, for text
-    that no tokenizer can read, and where there is no token at all.
+    Raises ``DataError`` for messages without a template, messages that the template refuses, text
+    that no tokenizer can read, and a conversation without tokens.
     """
     templated = is_templated(tokenizer, chat)
     texts = [_message_text(row, answer, tokenizer, chat) for row, answer in answers]
@@ -67,15 +63,15 @@ def conversation_ids(
 def _message_text(row: Row, answer: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
     messages = chat_messages(row, tokenizer, chat)
     if messages is None:
-        # the prompt may be what another template rendered (row_of), with control tokens in it
+        # the prompt may be another template's text (row_of), with its control tokens
         return encodable(f"{row.prompt}{quoted_answer(answer, tokenizer)}", row)
     turns = [*messages, {"role": "assistant", "content": answer}]
     return render_chat(turns, row, tokenizer, add_generation_prompt=False)
 
 
 def row_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """The prompt of a run for another tokenizer than the policy's: as the dataset has it; where it
-    has messages and the tokenizer no template for them, the text that the policy read.
+    """A run's prompt for another tokenizer than the policy's: the dataset's prompt, or the policy's
+    text if that is messages and the tokenizer has no template.
     """
     content = prompt.content
     if content is not None and not isinstance(content, str):
@@ -86,24 +82,22 @@ def row_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Row:
 
 
 _ASSISTANT = "assistant"
-_COMPLETION_ADVICE = "name it in the key `completion`, or whole conversations in the key `messages`"
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One prompt and the tokens to be learnt, the one that ends the completion included."""
+    """One prompt and the tokens of its completion, including the one that ends it."""
 
     prompt: Prompt
     completion_ids: tuple[int, ...]
 
     @property
     def learnt(self) -> tuple[int, ...]:
-        """What is learnt behind the prompt."""
+        """The tokens to train on, for the digest of the data."""
         return self.completion_ids
 
     @property
     def tokens(self) -> int:
-        """Of prompt and completion."""
         return len(self.prompt.token_ids) + len(self.completion_ids)
 
 
@@ -117,11 +111,11 @@ def build_examples(
     too_long: TooLong | None = None,
 ) -> list[Example]:
     """The examples of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows and
-    of the turns in them.
+    of their turns.
 
-    Raises ``DataError`` as ``load_rows`` does, and for a completion that is missing or no text, a
-    conversation without a turn of the assistant, and, as ``too_long`` says, for an example that is
-    longer than ``config.max_tokens`` or the model's context.
+    Raises ``DataError`` as ``load_rows`` does, for a completion that is missing or not text, for a
+    conversation without a turn of the assistant, and, depending on ``too_long``, for an example
+    that is longer than ``config.max_tokens`` or the model's context.
     """
     too_long = too_long or TooLong(config.too_long)
     rows, completions = zip(*_turns(source), strict=True)
@@ -145,10 +139,10 @@ def build_examples(
 
 
 def _turns(source: ExampleSource) -> Iterator[tuple[Row, str]]:
-    """Each prompt with the text to be learnt behind it."""
     if source.messages is None:
         for row in load_rows(source):
-            yield row, answer_of(row, source.completion, _COMPLETION_ADVICE)
+            advice = "name it in the key `completion`, or whole conversations in the key `messages`"
+            yield row, answer_of(row, source.completion, advice)
         return
     for row in load_rows(source.model_copy(update={"prompt": source.messages})):
         yield from _assistant_turns(row, source.messages)
@@ -156,20 +150,13 @@ def _turns(source: ExampleSource) -> Iterator[tuple[Row, str]]:
 
 def _assistant_turns(row: Row, column: str) -> Iterator[tuple[Row, str]]:
     if isinstance(row.prompt, str):
-        raise DataError(
-            f"{row.place}, column {column!r}: expected a list of messages with 'role' and "
-            "'content', found text"
-        )
+        raise DataError(f"{row.place}, column {column!r}: expected a list of messages, found text")
     places = [index for index, message in enumerate(row.prompt) if message["role"] == _ASSISTANT]
     if not places:
-        raise DataError(
-            f"{row.place}, column {column!r}: no message has the role {_ASSISTANT!r}, so there is "
-            "nothing to learn"
-        )
+        raise DataError(f"{row.place}, column {column!r}: no message has the role {_ASSISTANT!r}")
     if places[0] == 0:
         raise DataError(
-            f"{row.place}, column {column!r}: the first message is the assistant's; it needs a "
-            "prompt before it"
+            f"{row.place}, column {column!r}: the first message is the assistant's, not a prompt"
         )
     for index in places:
         yield Row(row.prompt[:index], row.columns, row.place), row.prompt[index]["content"]
@@ -177,9 +164,9 @@ def _assistant_turns(row: Row, column: str) -> Iterator[tuple[Row, str]]:
 
 def answer_of(row: Row, column: str, advice: str) -> str:
     """The answer to the prompt of ``row``: text, the content of one message of the assistant, or of
-    the last one of a conversation that begins with the prompt's messages.
+    the last message of a conversation that starts with the prompt.
 
-    Raises ``DataError`` for a column that is missing, with ``advice``, or holds something else.
+    Raises ``DataError`` for a missing column, with ``advice``, and for other content.
     """
     if column not in row.columns:
         raise DataError(
@@ -191,7 +178,9 @@ def answer_of(row: Row, column: str, advice: str) -> str:
         isinstance(value, Sequence)
         and not isinstance(value, str)
         and len(value) > 0
-        and _is_assistants(value[-1])
+        and isinstance(value[-1], Mapping)
+        and value[-1].get("role") == _ASSISTANT
+        and value[-1].get("content") is not None
         and (len(value) == 1 or _is_prompt(value[:-1], row))
     ):
         value = message_text(value[-1]["content"], f"{row.place}, column {column!r}")
@@ -203,40 +192,33 @@ def answer_of(row: Row, column: str, advice: str) -> str:
     return value
 
 
-def _is_assistants(item: Any) -> bool:
-    return (
-        isinstance(item, Mapping)
-        and item.get("role") == _ASSISTANT
-        and item.get("content") is not None
-    )
-
-
 def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
-    """Whether messages are those of the prompt, which may be text for one of the user; system
-    messages aside, which the source may have added.
+    """Whether the messages are those of the prompt, apart from system messages, which the source
+    may have added. A text prompt is one message of the user.
     """
     prompt = (
         ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
     )
     if not all(isinstance(message, Mapping) for message in messages):
         return False
-    found = [(one.get("role"), _text(one.get("content"), row)) for one in messages]
+    found = [
+        (
+            one.get("role"),
+            message_text(content, row.place) if isinstance(content, list) else content,
+        )
+        for one in messages
+        for content in [one.get("content")]
+    ]
     expected = [(one["role"], one["content"]) for one in prompt]
-    return _without_system(found) == _without_system(expected)
-
-
-def _text(content: Any, row: Row) -> Any:
-    return message_text(content, row.place) if isinstance(content, list) else content
-
-
-def _without_system(messages: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    return [message for message in messages if message[0] != "system"]
+    return [one for one in found if one[0] != "system"] == [
+        one for one in expected if one[0] != "system"
+    ]
 
 
 def _completion_text(
     prompt: Prompt, row: Row, completion: str, tokenizer: PreTrainedTokenizerBase, chat: bool
 ) -> str:
-    """What stands behind the prompt, perhaps marked."""
+    """The completion's text after the prompt, perhaps marked."""
     messages = chat_messages(row, tokenizer, chat)
     if messages is not None:
         turns = [*messages, {"role": _ASSISTANT, "content": completion}]
@@ -247,9 +229,7 @@ def _completion_text(
         if not rendered.startswith(ahead):
             raise DataError(
                 f"{row.place}: the chat template does not put the assistant's turn behind its own "
-                "generation prompt, so the completion "
-                "cannot be told from the prompt; render the text yourself and set data.chat to "
-                "false"
+                "generation prompt; render the text yourself and set data.chat to false"
             )
         return rendered.removeprefix(ahead)
     return quoted_answer(completion, tokenizer) if chat else completion
@@ -258,7 +238,7 @@ def _completion_text(
 def _ended(
     ids: list[int], tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
 ) -> tuple[int, ...]:
-    """The tokens of a completion up to the one that ends it, which is added where there is none."""
+    """The tokens of a completion up to its last stop token, which is added if there is none."""
     ends = [index for index, token in enumerate(ids) if token in stop_token_ids]
     if ends and not decode(tokenizer, ids[ends[-1] + 1 :]).strip():
         return tuple(ids[: ends[-1] + 1])
@@ -267,14 +247,11 @@ def _ended(
 
 
 def length_problem(tokens: int, config: SftDataConfig, context_tokens: int) -> str | None:
-    """What is to be said behind the number of tokens of what is too long; None of another."""
+    """The end of an error about something with too many tokens; None if it is not too long."""
     limit, name = min(
         (config.max_tokens, "data.max_tokens"), (context_tokens, "the model's context")
     )
     return f"more than {name} = {limit}: shorten or drop" if tokens > limit else None
-
-
-_ADVICE = "a pair has a prompt and two answers: name their columns in `chosen` and `rejected`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,12 +264,12 @@ class Pair:
 
     @property
     def learnt(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What is learnt."""
+        """The tokens to train on, for the digest of the data."""
         return self.chosen_ids, self.rejected_ids
 
     @property
     def tokens(self) -> int:
-        """Of both conversations, which are always scored together."""
+        """Tokens of both conversations, which are always scored together."""
         return len(self.chosen_ids) + len(self.rejected_ids)
 
 
@@ -306,8 +283,8 @@ def build_pairs(
 ) -> list[Pair]:
     """The pairs of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows.
 
-    Raises ``DataError`` as ``load_rows`` does, and for an answer that is missing or no text, for
-    two answers that are the same, and, as ``too_long`` says, for a conversation that is longer than
+    Raises ``DataError`` as ``load_rows`` does, for an answer that is missing or not text, for equal
+    answers, and, depending on ``too_long``, for a conversation that is longer than
     ``config.max_tokens`` or the model's context.
     """
     too_long = too_long or TooLong(config.too_long)
@@ -329,11 +306,10 @@ def build_pairs(
 
 
 def _answers(row: Row, source: ExampleSource) -> tuple[str, str]:
-    """The one that was chosen, then the other."""
-    chosen, rejected = (answer_of(row, key, _ADVICE) for key in (source.chosen, source.rejected))
+    advice = "a pair has a prompt and two answers: name their columns in `chosen` and `rejected`"
+    chosen, rejected = (answer_of(row, key, advice) for key in (source.chosen, source.rejected))
     if chosen == rejected:
         raise DataError(
-            f"{row.place}: {source.chosen!r} and {source.rejected!r} are the same, so neither can "
-            "be preferred; leave the row out"
+            f"{row.place}: {source.chosen!r} and {source.rejected!r} are the same; drop the row"
         )
     return chosen, rejected

@@ -1,24 +1,16 @@
-"""Hugging Face datasets on disk: a ``save_to_disk`` folder, or a folder of parquet, JSON or CSV
-files.
+"""Hugging Face datasets: a ``save_to_disk`` folder, a folder of parquet, JSON or CSV files, and
+datasets of the hub.
 
-The ``datasets`` library reads both.  Files are converted into a temporary cache that goes away
-afterwards, so that a changed file is never answered from an old one.
-
-A folder is a stranger's.  Its README may say where the rows are, and the library would go there: to
-the hub, to any server, to any path.  So every place that a README or a saved dataset names must lie
-in the folder, which is checked before the library sees it; and images and the like, which are read
+The ``datasets`` library reads the folders, with a temporary cache, so that a changed file is never
+answered from an old one. A folder is untrusted: its README may name files anywhere, which the
+library would read or download. So every place that a README or a saved dataset names must be in the
+folder, which is checked before the library sees it, and images and similar columns, which are read
 from wherever a row says, are refused.
 
-Datasets of the Hugging Face hub: fetched once, then a folder of files like any other.
-
-What is in the hub's cache (``HF_HOME``) is taken from there without a request, also where the hub
-has a newer one: to have that, name its commit.  A fetch begins with the list of the dataset's
-files, which is kept beside the snapshot:
-
-    <cache>/datasets--org--name/isobit-<commit>.json
-
-so that a fetch that was interrupted is told from a whole one.  Only files of rows are fetched: no
-code, and no README, whose settings could name files elsewhere.
+Of a dataset of the hub only the files of rows are downloaded, no code and no README. What is in the
+hub's cache (``HF_HOME``) is used without a request, even where the hub has a newer version; name a
+commit to get that. The list of the dataset's files is kept beside the snapshot, as
+``<cache>/datasets--org--name/isobit-<commit>.json``, to recognise an interrupted download.
 """
 
 import json
@@ -36,26 +28,24 @@ from isobit.util.terminal import say
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 SAVED_MARKERS = ("dataset_dict.json", "state.json")
 _CARDS = ("README.md", ".huggingface.yaml")
-"""Where a folder of files says which of them are which split."""
+"""Files that assign the files of a folder to splits."""
 _PLACES = ("data_files", "data_dir")
-"""Keys of a configuration there that name files."""
+"""Their keys that name files."""
 _READERS = ("arrow", "csv", "json", "parquet")
-"""Parts of the library that read rows of text and numbers."""
+"""Modules of the library that read rows of text and numbers."""
 
 
 def read_hugging_face(
     folder: Path, split: str | None, limit: int | None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one split, in order, at most ``limit`` of them; of None, the only one.
+    """The rows of one split, in order, at most ``limit``; with None, of the only split.
 
-    Raises ``DataError`` for a folder that is missing or holds no dataset, a split that does not
-    exist, files that cannot be parsed, places that are not in the folder, and columns that are
-    neither text nor numbers.
+    Raises ``DataError`` for a folder that is missing or holds no dataset, an unknown split, files
+    that cannot be parsed, places outside the folder, and columns that are neither text nor numbers.
     """
     if not folder.is_dir():
         raise DataError(
-            f"{folder} is not a folder; expected a save_to_disk folder or a folder of "
-            f"{', '.join(DATA_SUFFIXES)} files"
+            f"{folder} is not a folder of save_to_disk or of {', '.join(DATA_SUFFIXES)} files"
         )
     if any((folder / marker).is_file() for marker in SAVED_MARKERS):
         yield from _take(_saved(folder, split), limit, folder)
@@ -76,8 +66,7 @@ def _take(dataset: Any, limit: int | None, folder: Path) -> Iterator[dict[str, A
     for name, feature in dataset.features.items():
         if require_decoding(feature) and not isinstance(feature, Json):
             raise DataError(
-                f"{folder}: the column {name!r} holds {type(feature).__name__}; a row has text and "
-                "numbers: leave the column out"
+                f"{folder}: the column {name!r} holds {type(feature).__name__}; leave it out"
             )
     for index in range(len(dataset) if limit is None else min(limit, len(dataset))):
         yield dataset[index]
@@ -101,7 +90,7 @@ def _saved(folder: Path, split: str | None) -> Any:
 
 
 def _check_saved(folder: Path) -> None:
-    """Every file that the folder's own lists name lies in it."""
+    """Raise ``DataError`` if the folder's own lists name a file outside it."""
     for path in sorted(folder.rglob("*.json")):
         if path.name == "dataset_dict.json":
             named = _json(path).get("splits")
@@ -132,14 +121,14 @@ def _files(folder: Path, split: str | None, cache: str) -> Any:
 
     _check_cards(folder)
     try:
-        # the whole path: a folder called "csv" would be the library's own reader of that name
+        # the absolute path: the library would take "csv" for the name of its own reader
         builder = load_dataset_builder(str(folder.resolve()), cache_dir=cache)
         _check_files(folder, builder)
         builder.download_and_prepare()
         splits: Any = builder.as_dataset(in_memory=True)
     except DataError:
         raise
-    # parse errors come wrapped in the library's own types, with the file's name in the message
+    # parse errors are wrapped in the library's own types, with the file's name in the message
     except Exception as error:
         cause = error.__cause__ or error
         raise DataError(
@@ -149,7 +138,7 @@ def _files(folder: Path, split: str | None, cache: str) -> Any:
 
 
 def _check_cards(folder: Path) -> None:
-    """Every place that the folder's README names lies in it."""
+    """Raise ``DataError`` if the folder's README names a place outside it."""
     from huggingface_hub import DatasetCard
 
     for card in (folder / name for name in _CARDS):
@@ -172,7 +161,7 @@ def _check_cards(folder: Path) -> None:
 
 
 def _places(value: Any, named: bool = False) -> Iterator[Any]:
-    """Every text in what stands under one of ``_PLACES``, at any depth."""
+    """Every text below one of the keys ``_PLACES``, at any depth."""
     if isinstance(value, dict):
         for key, below in value.items():
             if key != "split":
@@ -185,7 +174,7 @@ def _places(value: Any, named: bool = False) -> Iterator[Any]:
 
 
 def _check_place(name: Any, named_by: Path) -> None:
-    """Raise ``DataError`` for what is no relative path within a folder."""
+    """Raise ``DataError`` for anything but a relative path within a folder."""
     pure = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
     if pure.is_absolute() or ".." in pure.parts or "~" in pure.parts[:1] or "\0" in str(name):
         raise _outside(name, named_by)
@@ -201,7 +190,7 @@ def _outside(name: Any, named_by: Path) -> DataError:
 
 
 def _check_files(folder: Path, builder: Any) -> None:
-    """The files that the library chose are the folder's own, and hold rows."""
+    """Raise ``DataError`` if the library chose files outside the folder, or of another kind."""
     reader = type(builder).__module__.rpartition(".")[2]
     if reader not in _READERS:
         raise DataError(
@@ -229,10 +218,10 @@ def _split(splits: Mapping[Any, Any], split: str | None, folder: Path) -> Any:
 
 
 def dataset_folder(source: HubData) -> Path:
-    """The folder of the dataset's rows in the hub's cache, fetched where it is not there.
+    """The folder of the dataset's rows in the hub's cache, downloaded if it is missing.
 
-    Raises DataError for a name that the hub does not know or does not give, for a subset that is
-    not there or has to be named, and for a dataset that is not cached while offline.
+    Raises DataError for a dataset that the hub does not have or give, a subset that is missing or
+    has to be named, and a dataset that is not cached while offline.
     """
     from huggingface_hub import constants
 
@@ -252,15 +241,14 @@ def dataset_folder(source: HubData) -> Path:
 
 
 def chosen_files(files: Sequence[str], source: HubData) -> list[str]:
-    """Of a dataset's files those with rows of the subset.  Raises DataError where there are none,
-    and where no subset is named and rows lie in several folders.
+    """The dataset's files with rows of the subset. Raises DataError if there are none, and if rows
+    are in several folders and no subset is named.
     """
     rows = [name for name in files if PurePosixPath(name).suffix in DATA_SUFFIXES]
     folders = sorted({str(PurePosixPath(name).parent) for name in rows})
     if not rows:
         raise DataError(
-            f"the dataset {source.dataset} has no {', '.join(DATA_SUFFIXES)} file; a dataset that "
-            "is made by a script is not read: convert it to Parquet"
+            f"the dataset {source.dataset} has no {', '.join(DATA_SUFFIXES)} file; convert it"
         )
     if source.subset is None:
         if len(folders) > 1:
@@ -279,7 +267,7 @@ def chosen_files(files: Sequence[str], source: HubData) -> list[str]:
 
 
 def _cached(repository: str, revision: str | None) -> Path | None:
-    """The snapshot as far as it is there."""
+    """The cached snapshot, which may be incomplete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -295,7 +283,7 @@ def _cached(repository: str, revision: str | None) -> Path | None:
 
 
 def _is_whole(folder: Path, source: HubData) -> bool:
-    """Whether every file of rows is there that the list of its commit has."""
+    """Whether all files of rows in the commit's list are there."""
     try:
         files = json.loads(_list_of(folder).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -325,7 +313,7 @@ def _fetched(source: HubData, repository: str, revision: str | None) -> Path:
         found = HfApi().dataset_info(repository, revision=revision)
         files = [sibling.rfilename for sibling in found.siblings or ()]
         chosen = chosen_files(files, source)
-        # asked for by its revision, the snapshot is found again under that name
+        # with its revision, the snapshot is found again under that name
         folder = Path(
             snapshot_download(
                 repository, repo_type="dataset", revision=revision, allow_patterns=chosen

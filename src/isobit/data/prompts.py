@@ -1,8 +1,5 @@
-"""Rows become prompts: rendered through the chat template, tokenised, and checked for length.
-
-What is too long is refused, dropped and counted, or cut and counted (``TooLong``).
-
-SHA-256 of prompts, by which other data is noticed.
+"""Rows become prompts: rendered with the chat template, tokenised, and refused, dropped or cut if
+they are too long. Digests of prompts, which detect changed data.
 """
 
 import json
@@ -23,7 +20,7 @@ from isobit.util.errors import DataError
 
 
 def prompts_sha256(prompts: Sequence[Prompt]) -> str:
-    """Of all prompts in their order: ids, tokens, and the columns that a reward may read."""
+    """Digest of all prompts in order: ids, tokens, and the columns that a reward may read."""
     digest = sha256()
     for prompt in prompts:
         content = [prompt.id, prompt.token_ids, dict(prompt.row)]
@@ -32,27 +29,25 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
 
 
 def learnt_sha256(prompts: Sequence[Prompt], learnt: Sequence[Any]) -> str:
-    """The same with what is to be learnt behind each."""
+    """Digest of prompts with what is trained on after each."""
     return sha256(json.dumps([prompts_sha256(prompts), learnt]).encode()).hexdigest()
 
 
 _KEPT_AHEAD = 64
-"""Characters at the beginning of a text that is cut, where a template has the token that begins
-every sequence.
-"""
+"""Characters kept at the beginning of a cut text, where a template begins the sequence."""
 
 
 @dataclass(slots=True)
 class TooLong:
-    """What becomes of what is too long, and of how much it has."""
+    """What becomes of items that are too long, and how many there were."""
 
     rule: tables.TooLong = "refuse"
     dropped: int = 0
     cut: int = 0
 
     def keeps(self, problem: str) -> bool:
-        """Whether one stays for which there is a ``problem``: never whole.  Raises ``DataError``
-        with it where the rule is to refuse; counts otherwise.
+        """Whether an item with a ``problem`` is kept, shortened. Raises ``DataError`` with the
+        problem if the rule is to refuse; counts otherwise.
         """
         match self.rule:
             case "drop":
@@ -65,21 +60,20 @@ class TooLong:
                 raise DataError(problem)
 
     def check_left(self, name: str, kept: Sized) -> None:
-        """Raise ``DataError`` where nothing is left of the set ``name``."""
+        """Raise ``DataError`` if nothing is left of the set ``name``."""
         if self.dropped and not len(kept):
             raise DataError(
-                f"all {self.dropped} rows of {name} are too long, and data.too_long = 'drop' drops "
-                "them; raise the limit"
+                f"all {self.dropped} rows of {name} are too long; raise the limit, or keep them"
             )
 
     def describe(self) -> str:
-        """``3 too long: dropped``; empty where there were none."""
+        """``3 too long: dropped``; empty if there were none."""
         count, what = (self.cut, "cut") if self.cut else (self.dropped, "dropped")
         return f"{count} too long: {what}" if count else ""
 
 
 def describe_too_long(sets: Mapping[str, TooLong]) -> str:
-    """The end of a line on data: what was too long in each set; empty where nothing was."""
+    """How many were too long in each set, for the end of a line about data; empty if none was."""
     found = [f"{name}: {one.describe()}" for name, one in sets.items() if one.describe()]
     return "".join(f"; {text}" for text in found)
 
@@ -95,8 +89,8 @@ def build_prompts(
     """The prompts of ``source``, with ids ``name/0``, ``name/1``, ... by the number of their row.
 
     ``context_tokens`` is the model's context, of which a prompt must leave at least one token for
-    the answer; ``too_long`` counts.  Raises ``DataError`` as ``load_rows`` does, and for a prompt
-    that cannot be rendered, that is empty, or, where the rule is so, that is too long.
+    the answer; ``too_long`` counts. Raises ``DataError`` as ``load_rows`` does, and for a prompt
+    that cannot be rendered, is empty, or, depending on the rule, is too long.
     """
     return prompts_of_rows(
         name,
@@ -118,16 +112,14 @@ def prompts_of_rows(
     context_tokens: int | None = None,
     too_long: TooLong | None = None,
 ) -> list[Prompt]:
-    """``build_prompts`` for rows at hand; a limit of None is none.  Raises ``DataError`` as it
-    does.
-    """
+    """``build_prompts`` for given rows; None is no limit. Raises ``DataError`` as it does."""
     too_long = too_long or TooLong()
     limit, what = _limit(max_prompt_tokens, context_tokens)
     most = most_characters(limit, tokenizer)
     texts: list[tuple[int, Row, str]] = []
     for index, row in enumerate(rows):
         text = _render(row, tokenizer, chat)
-        if len(text) > most:  # seen before it is tokenised
+        if len(text) > most:  # avoids tokenising it
             if too_long.rule == "cut":
                 text = text[:_KEPT_AHEAD] + text[-2 * most :]
             elif not too_long.keeps(
@@ -135,7 +127,7 @@ def prompts_of_rows(
             ):
                 continue
         texts.append((index, row, text))
-    # a chat template writes its own special tokens
+    # a chat template writes the special tokens itself
     all_ids = token_ids(
         [text for _, _, text in texts], tokenizer, not is_templated(tokenizer, chat)
     )
@@ -157,23 +149,19 @@ def prompts_of_rows(
 def drop_evaluated(
     train: Sequence[Prompt], evaluated: Iterable[Sequence[Prompt]]
 ) -> tuple[list[Prompt], int]:
-    """The prompts of ``train`` whose text stands in none of the evaluation sets, and how many were
-    dropped.
-
-    Raises ``DataError`` when none is left.
+    """The prompts of ``train`` whose text is in no evaluation set, and the number dropped. Raises
+    ``DataError`` if none is left.
     """
     held_out = {prompt.text for prompts in evaluated for prompt in prompts}
     kept = [prompt for prompt in train if prompt.text not in held_out]
     if not kept:
         raise DataError(
-            f"all {len(train)} training prompts also stand in an evaluation set; train and "
-            "evaluate on different rows"
+            f"all {len(train)} training prompts also stand in an evaluation set; use other rows"
         )
     return kept, len(train) - len(kept)
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
-    """The text of the prompt, perhaps marked."""
     messages = chat_messages(row, tokenizer, chat)
     if messages is None:
         text = str(row.prompt)
@@ -186,27 +174,21 @@ def _place(name: str, index: int, row: Row) -> str:
 
 
 def is_templated(tokenizer: PreTrainedTokenizerBase, chat: bool) -> bool:
-    """Whether prompts go through the tokenizer's chat template; else they are text that stands as
-    it is.
-    """
     return chat and bool(tokenizer.chat_template)
 
 
 def chat_messages(
     row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool
 ) -> list[dict[str, str]] | None:
-    """The prompt as the messages that the chat template renders, or None where it is text that
-    stands as it is.
+    """The prompt as messages for the chat template, or None if its text is used as it is.
 
-    Raises ``DataError`` for messages that cannot go through a template: there is none, or ``chat``
-    is false.
+    Raises ``DataError`` for messages without a template, or with ``chat`` false.
     """
     if isinstance(row.prompt, str) and not is_templated(tokenizer, chat):
         return None
     if not chat:
         raise DataError(
-            f"{row.place}: the prompt is chat messages, but data.chat is false; set it to true or "
-            "give text"
+            f"{row.place}: the prompt is chat messages, but data.chat is false; set it to true"
         )
     if not tokenizer.chat_template:
         raise DataError(
@@ -226,9 +208,9 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     add_generation_prompt: bool,
 ) -> str:
-    """The text that the chat template makes of ``messages``, which are of ``row``; marked
-    (``isobit.data.tokenizer``) where a message spells a control token.  Raises ``DataError`` where
-    the template refuses them.
+    """The chat template's text of ``messages``, which are of ``row``; marked
+    (``isobit.data.tokenizer``) where a message spells a control token. Raises ``DataError`` if the
+    template refuses them.
     """
     said = [one | {"content": quoted(one["content"], tokenizer)} for one in messages]
     try:
@@ -241,19 +223,18 @@ def render_chat(
 
 
 def encodable(text: str, row: Row) -> str:
-    """``text``, which is of ``row``.  Raises ``DataError`` where no tokenizer could read it."""
+    """``text``, which is of ``row``. Raises ``DataError`` if no tokenizer can read it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{row.place}: the prompt holds a lone surrogate at character {error.start}, which no "
-            "tokenizer can read"
+            f"{row.place}: the prompt holds a lone surrogate at character {error.start}; remove it"
         ) from error
     return text
 
 
 def _limit(max_prompt_tokens: int | None, context_tokens: int | None) -> tuple[int, str]:
-    """The most tokens that a prompt may have, and what is to be said of one that has more."""
+    """The most tokens of a prompt, and the end of an error about one that has more."""
     limits = []
     if max_prompt_tokens is not None:
         limits.append(
@@ -270,8 +251,8 @@ def _problem(place: str, size: str, what: str) -> str:
 
 
 def _cut(prompt: Prompt, limit: int, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The end of a prompt, which a chat template closes with the beginning of the answer; behind
-    the token that begins every sequence, where there is one.
+    """The end of a prompt, where a chat template begins the answer, after the token that begins
+    every sequence, if there is one.
     """
     first = prompt.token_ids[:1] if prompt.token_ids[0] == tokenizer.bos_token_id else ()
     first = first if limit > 1 else ()

@@ -1,9 +1,7 @@
-"""The order in which training visits its prompts: one permutation an epoch, a pure function of the
-seed.
+"""The order in which training visits its prompts: one permutation for each epoch.
 
-The permutation sorts the indices by a hash of (seed, epoch, index).  No random generator is
-involved, so the order depends on no global state and on no library's version, and two numbers say
-where a run stands.
+The permutation sorts the indices by a hash of (seed, epoch, index), so that it depends on no
+generator and no library's version, and two numbers are the sampler's state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +15,8 @@ class PromptSampler:
     """Endless batches of ``prompts_per_step`` prompts, each with its visit: how often it was seen
     before.
 
-    An epoch that ends inside a batch is followed by the next; a batch larger than the dataset holds
-    a prompt more than once, with different visits.
+    A batch may span epochs; one larger than the dataset holds a prompt more than once, with
+    different visits.
     """
 
     def __init__(
@@ -43,14 +41,12 @@ class PromptSampler:
         return batch
 
     def state(self) -> dict[str, int]:
-        """Where the sampler stands, for ``restore``.  ``prompts`` is there to notice another
-        dataset.
-        """
+        """The state for ``restore``; ``prompts`` detects another dataset."""
         return {"epoch": self._epoch, "cursor": self._cursor, "prompts": len(self._prompts)}
 
     def restore(self, state: Mapping[str, int], other_prompts: bool = False) -> None:
-        """Continue where ``state`` was taken; with ``other_prompts`` than there were then, at the
-        next epoch.  Raises ``DataError`` if it belongs to a dataset of another size.
+        """Continue from ``state``; with ``other_prompts`` than at that time, from the next epoch.
+        Raises ``DataError`` if the dataset has another size.
         """
         if other_prompts:
             self._go_to(state["epoch"] + 1, cursor=0)
@@ -66,8 +62,8 @@ class PromptSampler:
         self._epoch, self._cursor = epoch, cursor
         self._order = range(len(self._prompts))
         if self._shuffle:
-            self._order = sorted(self._order, key=lambda index: _rank(self._seed, epoch, index))
-
-
-def _rank(seed: int, epoch: int, index: int) -> bytes:
-    return blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=16).digest()
+            start = f"{self._seed}/{epoch}"
+            self._order = sorted(
+                self._order,
+                key=lambda index: blake2b(f"{start}/{index}".encode(), digest_size=16).digest(),
+            )

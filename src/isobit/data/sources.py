@@ -1,19 +1,9 @@
 """Rows of a dataset: JSONL, CSV and Parquet files, Hugging Face datasets on disk and of the hub,
-reasoning-gym tasks, and rows given from Python.
+reasoning-gym tasks, and rows passed from Python.
 
-Every source gives the same ``Row``: a prompt (text, or chat messages), the columns that a reward
-function may read, and the place the row came from, which every later error names.  Nothing is
-unpickled, and nothing downloaded but a dataset of the hub that a source names as one.
-
-Rows given from Python: a configuration holds their number and digest, this module the rows.
-
-So the configuration stays one that can be written down and compared: a run that is resumed with
-other rows differs in ``sha256``, and is refused.
-
-JSON Lines: one object a line, UTF-8.  Every fault is named by file and line, also what Python's
-reader takes in silence: a key that is there twice, of which it keeps the last.
-
-CSV and Parquet files as rows.  Every fault is named by file and line or row.
+Every source gives the same ``Row``. Errors name the file and the line or row. Nothing is unpickled,
+and only datasets of the hub are downloaded. Of rows passed from Python the configuration holds the
+number and the digest, so that a run that is resumed with other rows is refused.
 """
 
 import csv
@@ -45,7 +35,7 @@ from isobit.util.errors import DataError
 
 
 class GivenRows:
-    """Rows, found by their digest for as long as somebody holds this object."""
+    """Rows that are found by their digest as long as this object exists."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self.rows = rows
@@ -59,43 +49,40 @@ _GIVEN: WeakValueDictionary[str, GivenRows] = WeakValueDictionary()
 
 
 def give_rows(rows: Iterable[Any], key: str) -> GivenRows:
-    """Rows for the table ``key`` of a recipe; whoever starts the run holds what is returned.
-
-    Raises DataError for what are not rows.
+    """Rows for the table ``key`` of a recipe; the caller must hold the result during the run.
+    Raises DataError for anything but mappings.
     """
     found = list(rows)
     for place, row in enumerate(found):
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
             raise DataError(
                 f"{key}: row {place} is {type(row).__name__} {row!r:.60}; expected a list of "
-                "mappings from column to value, such as [{'prompt': '3+4=', 'answer': '7'}] (of a "
-                "DataFrame: frame.to_dict('records'))"
+                "mappings, as [{'prompt': '3+4='}] (of a DataFrame: frame.to_dict('records'))"
             )
     made = GivenRows(found)
     return _GIVEN.setdefault(made.sha256, made)
 
 
 def given_rows(sha256: str, count: int) -> Sequence[Mapping[str, Any]]:
-    """The rows with a digest.  Raises DataError where nobody holds them."""
+    """The rows with a digest. Raises DataError if no ``GivenRows`` of it exists."""
     found = _GIVEN.get(sha256)
     if found is None:
         raise DataError(
-            f"the data are {count} rows that were given from Python, which only a call from Python "
-            "can give again: isobit.train(.., data=rows, resume=True); or write them into a file, "
-            "and name it"
+            f"the data are {count} rows that were given from Python; give them again with "
+            "isobit.train(.., data=rows, resume=True), or write them into a file, and name it"
         )
     return found.rows
 
 
 def _plain(value: Any) -> Any:
-    """Of what JSON does not know: the elements of an array or a set, the text of all else."""
+    """JSON for other types: the elements of an array or a set, the text of anything else."""
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 LONGEST_LINE = 1 << 26
-"""Bytes.  What has no end of a line, a device or a binary file, would fill the memory."""
+"""Bytes; a device or a binary file without line ends would fill the memory."""
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -103,7 +90,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     mark is allowed.
 
     Raises ``DataError`` for a file that cannot be read, bytes that are not UTF-8, and a line that
-    is not one JSON object.
+    is not one JSON object without repeated keys.
     """
     try:
         with path.open("rb") as lines:
@@ -112,10 +99,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not line:
                     return
                 if len(line) > LONGEST_LINE:
-                    raise DataError(
-                        f"{path}, line {number}: longer than {LONGEST_LINE:,} bytes; expected one "
-                        "object a line"
-                    )
+                    raise DataError(f"{path}, line {number}: longer than {LONGEST_LINE:,} bytes")
                 if line.strip():
                     yield number, _object(line, f"{path}, line {number}")
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
@@ -124,7 +108,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 class _TwiceError(Exception):
-    """A key that is in one object twice."""
+    """A key that occurs twice in one object."""
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -159,15 +143,14 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
 
 _ROWS_AT_ONCE = 1024
 _BEYOND = "\0 beyond"
-"""What the library calls the values behind the last column."""
+"""The key of values after the last column."""
 
 
 def read_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of ``path`` with the numbers of their last lines, each value as the text that stands
-    there.
+    """The rows of ``path`` as text, with the numbers of their last lines.
 
-    Raises ``DataError`` for a file that cannot be read or is not UTF-8, for column names that are
-    missing or come twice, and for a row with fewer or more values than columns.
+    Raises ``DataError`` for a file that cannot be read or is not UTF-8, for missing or repeated
+    column names, and for a row with fewer or more values than columns.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -181,8 +164,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if _BEYOND in row or None in row.values():
                     raise DataError(
                         f"{path}, line {rows.line_num}: not one value for each of the "
-                        f"{len(names)} columns that line 1 names; put text with commas or line "
-                        "breaks into quotes"
+                        f"{len(names)} columns; quote text with commas or line breaks"
                     )
                 yield rows.line_num, row
     except OSError as error:
@@ -194,7 +176,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of ``path``.  Raises ``DataError`` for a file that cannot be read as Parquet."""
+    """The rows of ``path``. Raises ``DataError`` for a file that cannot be read as Parquet."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -217,9 +199,7 @@ Messages: TypeAlias = tuple[dict[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a dataset.  ``columns`` are all columns but the prompt's; ``place`` is its file
-    and line or row, for errors.
-    """
+    """One row; ``columns`` are all but the prompt's, ``place`` is its file and line, for errors."""
 
     prompt: str | Messages
     columns: Mapping[str, Any]
@@ -227,27 +207,32 @@ class Row:
 
 
 def load_rows(source: DataSource) -> list[Row]:
-    """All rows of ``source``, in order, cut to its ``limit``.
+    """The rows of ``source``, in order, at most its ``limit``.
 
-    Raises ``DataError`` for a missing or damaged file, a column or task that does not exist, a
-    prompt that is neither text nor messages, and a dataset without rows.
+    Raises ``DataError`` for a missing or damaged file, an unknown column or task, a prompt that is
+    neither text nor messages, and a dataset without rows.
     """
-    rows = list(_rows(source))
+    if isinstance(source, ReasoningGymData):
+        rows = list(_task_rows(source))
+    else:
+        rows = [
+            _row(record, source.prompt, source.system, place)
+            for place, record in islice(_records(source), source.limit)
+        ]
     if not rows:
         raise DataError(f"{_describe(source)} has no rows; a run needs at least one prompt")
     return rows
 
 
-def _rows(source: DataSource) -> Iterator[Row]:
-    if isinstance(source, ReasoningGymData):
-        yield from _task_rows(source)
-        return
-    for place, record in islice(_records(source), source.limit):
-        yield _row(record, source.prompt, source.system, place)
-
-
 def _records(source: ColumnsData) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The place of each row, and its columns."""
+    if isinstance(source, JsonlData | CsvData):
+        path = source.path
+        shipped = str(path).startswith(_SHIPPED)
+        file = starter_folder() / str(path).removeprefix(_SHIPPED) if shipped else path
+        lines = read_csv(path) if isinstance(source, CsvData) else read_jsonl(file)
+        for line, record in lines:
+            yield f"{path}, line {line}", record
+        return
     match source:
         case HfData(path=path, split=split, limit=limit):
             name, rows = f"{path} [{split}]", read_hugging_face(path, split, limit)
@@ -256,33 +241,11 @@ def _records(source: ColumnsData) -> Iterator[tuple[str, Mapping[str, Any]]]:
             name, rows = f"{dataset} [{split}]", read_hugging_face(folder, split, limit)
         case RowsData(sha256=sha256, count=count):
             name, rows = "the rows given", iter(given_rows(sha256, count))
-        case ParquetData(path=path):
-            name, rows = str(path), read_parquet(path)
         case _:
-            yield from _lines(source)
-            return
+            assert isinstance(source, ParquetData)
+            name, rows = str(source.path), read_parquet(source.path)
     for index, record in enumerate(rows):
         yield f"{name}, row {index}", record
-
-
-def _lines(source: ColumnsData) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Likewise, of a file of text."""
-    assert isinstance(source, JsonlData | CsvData)
-    path = source.path
-    rows = read_csv(path) if isinstance(source, CsvData) else read_jsonl(_shipped(path))
-    for line, record in rows:
-        yield f"{path}, line {line}", record
-
-
-def _shipped(path: Path) -> Path:
-    """``starter:NAME`` is a file shipped with the starter model; any other path stands for
-    itself.
-    """
-    return (
-        starter_folder() / str(path).removeprefix(_SHIPPED)
-        if str(path).startswith(_SHIPPED)
-        else path
-    )
 
 
 def _describe(source: DataSource) -> str:
@@ -318,8 +281,8 @@ def row_of(
     place: str | None = None,
     system: str | None = None,
 ) -> Row:
-    """A row with a prompt of text or messages, behind a system message.  Raises ``DataError`` for
-    another prompt, with ``where`` it stands.
+    """A row with a prompt of text or messages, after an optional system message. Raises
+    ``DataError``, naming ``where``, for another prompt.
     """
     place = place or where
     return Row(_with_system(_prompt(prompt, where), system, place), columns, place)
@@ -333,9 +296,10 @@ def _prompt(value: Any, place: str) -> str | Messages:
             {"role": item["role"], "content": message_text(item["content"], place)}
             for item in value
         )
+    text = repr(value)
     raise DataError(
         f"{place}: expected text or a list of messages with 'role' and 'content', found "
-        f"{_excerpt(value)}"
+        f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
     )
 
 
@@ -358,9 +322,7 @@ def _is_parts(content: Any) -> bool:
 
 
 def message_text(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
-    """The text of a message; its parts, if it has some, one behind the other.  Raises DataError for
-    a part that is no text.
-    """
+    """The text of a message or its parts. Raises DataError for a part that is not text."""
     if isinstance(content, str):
         return content
     for part in content:
@@ -373,27 +335,20 @@ def message_text(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
 
 
 def _with_system(prompt: str | Messages, system: str | None, place: str) -> str | Messages:
-    """The prompt behind the source's system message, as messages then."""
+    """The prompt as messages after the source's system message, if it has one."""
     if system is None:
         return prompt
     messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     if messages[0]["role"] == "system":
         raise DataError(
-            f"{place}: the prompt begins with a system message, and the key `system` of its source "
-            "gives another; leave the key out, or the message"
+            f"{place}: the prompt begins with a system message, and `system` gives another; "
+            "leave one of them out"
         )
     return ({"role": "system", "content": system}, *messages)
 
 
-def _excerpt(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
-
-
 def _task_rows(source: ReasoningGymData) -> Iterator[Row]:
-    """The entry of the task is kept as it is, with the task's name and options beside it: the
-    scorer is rebuilt from those.
-    """
+    """Rows with the task's entry, and its name and options, to build the scorer again."""
     task = create_task(source.task, size=source.size, seed=source.seed, options=source.options)
     identity = {
         "task": source.task,
@@ -405,9 +360,7 @@ def _task_rows(source: ReasoningGymData) -> Iterator[Row]:
         place = f"reasoning-gym task {source.task!r}, entry {index}"
         try:
             entry = task[index]
-        except (
-            Exception
-        ) as error:  # a task's generator may raise anything for options that passed its own checks
+        except Exception as error:  # generators raise anything for options that passed the checks
             raise DataError(
                 f"{place}: cannot be generated with options {source.options}: "
                 f"{type(error).__name__}: {error}"

@@ -1,38 +1,27 @@
-"""reasoning-gym's procedural tasks, by name and options, with errors that name what exists."""
+"""reasoning-gym's procedural tasks by name and options, with errors that name what exists."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from isobit.util.errors import DataError
 
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
 TASK_COLUMN = "reasoning_gym"
-"""Column of a row that holds the task's name, size, seed and options: enough to build the task, and
-its scorer, again.
-"""
+"""Column with the task's name, size, seed and options, to build the task again."""
 
 
-class Task(Protocol):
-    """What Isobit uses of ``reasoning_gym.dataset.ProceduralDataset``."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, idx: int) -> dict[str, Any]: ...
-
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
-        """The task's own score of an answer to ``entry``."""
-        ...
-
-
-def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> Task:
+def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> "ProceduralDataset":
     """The task ``name`` with ``size`` entries drawn from ``seed``.
 
     ``composite`` mixes tasks: its option ``datasets`` lists tables with ``name``, ``weight`` and
     ``config``, the task's own options. Raises ``DataError`` for an unknown task (with the nearest
     name), an unknown option (with those that exist) and a value that the task refuses.
     """
-    import reasoning_gym  # takes about two seconds, and only these runs need it
+    import reasoning_gym  # takes about two seconds
 
     _check(name, options, drawn=True)
     try:
@@ -44,9 +33,7 @@ def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> 
         return reasoning_gym.create_dataset(name, **given, size=size, seed=seed)
     except DataError:
         raise
-    except (
-        Exception
-    ) as error:  # tasks check their options with assertions, ValueError, TypeError and more
+    except Exception as error:  # tasks raise AssertionError, ValueError, TypeError and more
         raise DataError(
             f"reasoning-gym task {name!r} refuses the options {dict(options)}: "
             f"{type(error).__name__}: {error}"
@@ -54,9 +41,7 @@ def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> 
 
 
 def _check(name: str, options: Mapping[str, Any], drawn: bool) -> None:
-    """Refuse a name or an option that does not exist; size and seed of a task that is ``drawn``
-    from are no options of it.
-    """
+    """Refuse an unknown name or option; size and seed are none of a task that is ``drawn``."""
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:

@@ -1,52 +1,42 @@
-r"""A model folder's tokenizer, its stop tokens, and text from tokens.
+r"""A model folder's tokenizer, its stop tokens and its chat template.
 
-A model folder's chat template, rendered within bounds.
+A chat template is an untrusted program. transformers runs it in jinja's sandbox, which does not
+limit the time: two nested loops of ``range(99999)`` take an hour, and a power of a power never
+ends. So the lines that a template executes are counted here, and powers are refused.
 
-A template is a stranger's program.  transformers runs it in jinja's sandbox, where it reads no file
-and calls nothing of Python's; what the sandbox does not bound is how long it runs.  Two nested
-loops of ``range(99999)`` take an hour, and one power of a power for ever, so the lines that a
-template executes are counted here, and powers are refused before it is compiled.
-
-Text to tokens, where some of the text is a stranger's and may spell a control token.
-
-A tokenizer reads ``<|im_end|>`` as the end of a turn wherever it stands: in a question, a dataset's
-answer, or what a model wrote, which a reward model would then read as turns that never were.  So
-what is quoted is marked before a chat template sees it, and each mark's text is encoded as the
-characters that it has:
+Text is untrusted too: a tokenizer reads ``<|im_end|>`` as the end of a turn wherever it occurs, in
+a question, a dataset's answer, or a model's completion. So control tokens in such text are marked
+before the chat template sees it, and each marked part is encoded as ordinary characters:
 
     content      "say <eos>"                  ->  "say \ufdd0<eos>\ufdd1"
     rendered     "<user>say \ufdd0<eos>\ufdd1<assistant>"
-    tokens       of "<user>say "   "<eos>", letter by letter   "<assistant>"
+    tokens       of "<user>say "   "<eos>", as characters   "<assistant>"
 
-Text without such a spelling has no mark and is encoded whole.  What a template writes keeps its
-meaning, and so does text that the user has rendered (``data.chat`` = false).
+Text without control tokens is encoded whole. What a template writes keeps its meaning, and so does
+text that the user has rendered (``data.chat`` = false).
 """
 
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from isobit.util.errors import ModelError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
 MAX_LINES = 1_000_000
-"""Of a template's compiled code, for one conversation.  A thousand messages take some 50,000."""
+"""Executed lines of a template for one conversation; a thousand messages take some 50,000."""
 LARGEST = 1 << 20
 """Characters of a template."""
 _FILE = "<template>"
-"""What jinja calls the file that it compiles a template to."""
+"""The file name of jinja's compiled templates."""
 
 
 def rendered(
@@ -54,21 +44,17 @@ def rendered(
     tokenizer: PreTrainedTokenizerBase,
     add_generation_prompt: bool,
 ) -> str:
-    """The text of a conversation.  Raises whatever the template raises, and ``TemplateError`` for
-    one that does not end or is none.
+    """The text of a conversation. Raises whatever the template raises, and ``TemplateError`` for
+    one that is invalid or does not end.
     """
-    for template in _sources(tokenizer.chat_template):
-        _check(template)
+    templates: Any = tokenizer.chat_template  # one, or several by name
+    for template in templates.values() if isinstance(templates, dict) else (templates,):
+        _check(str(template))
     with _counted_lines():
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
     return str(text)
-
-
-def _sources(template: Any) -> tuple[str, ...]:
-    """A tokenizer has one template, or several by name."""
-    return tuple(map(str, template.values())) if isinstance(template, dict) else (str(template),)
 
 
 @lru_cache(16)
@@ -85,7 +71,7 @@ def _check(template: str) -> None:
 
 
 @contextmanager
-def _counted_lines() -> "Iterator[None]":
+def _counted_lines() -> Iterator[None]:
     """Raise ``TemplateError`` inside a template that executes more than ``MAX_LINES`` lines."""
     left = MAX_LINES
 
@@ -110,21 +96,17 @@ def _counted_lines() -> "Iterator[None]":
 
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around what is quoted: Unicode promises that these never are characters."""
+"""Marks around quoted text, which Unicode guarantees to be no characters."""
 _MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}")
-_CACHED = 16
 _AT_ONCE = 256
-"""Texts that a tokenizer is given at once: it encodes them on all cores, and keeps what it knows of
+"""Texts that a tokenizer gets at once: it encodes them on all cores, but keeps what it knows of
 each token until all are done.
 """
-_ANY_TEXT = "a"
 
 
 class _Spelling(NamedTuple):
-    """What a tokenizer knows of its own texts."""
-
     control: re.Pattern[str] | None
-    """Any of its control tokens; None where it has none."""
+    """Matches any control token; None if there is none."""
     longest: int
     """Characters of its longest token."""
 
@@ -136,27 +118,23 @@ def quoted(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def quoted_answer(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """``quoted``, of an answer: the token that ends a sequence may be spelt out at its end, and is
-    left out, as it stands there anyhow.
-    """
+    """``quoted`` for an answer, without a spelt-out end of sequence, which is added anyway."""
     return quoted(text.removesuffix(str(tokenizer.eos_token)), tokenizer)
 
 
 def unmarked(text: str) -> str:
-    """``text`` as a reader sees it."""
     return text.replace(BEGIN, "").replace(END, "") if is_marked(text) else text
 
 
 def is_marked(text: str) -> bool:
-    """Whether any of it is quoted."""
     return BEGIN in text or END in text
 
 
 def token_ids(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False
 ) -> list[list[int]]:
-    """The tokens of each text, which may be marked; with those that a tokenizer puts around a text
-    by itself, if they are asked for.
+    """The tokens of each text, which may be marked; with the tokenizer's special tokens around it
+    if ``add_special_tokens``.
     """
     found: list[list[int]] = [[] for _ in texts]
     plain = [place for place, text in enumerate(texts) if not is_marked(text)]
@@ -179,7 +157,7 @@ def _marked_ids(
     text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
 ) -> list[int]:
     ids: list[int] = []
-    for place, part in enumerate(_MARKED.split(text)):  # what is quoted is every second one
+    for place, part in enumerate(_MARKED.split(text)):  # the odd parts are quoted
         ids += tokenizer(
             unmarked(part),
             add_special_tokens=False,
@@ -193,21 +171,21 @@ def _marked_ids(
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What a tokenizer puts before and behind a text, found on a text."""
-    bare = tokenizer(_ANY_TEXT, add_special_tokens=False)["input_ids"]
-    whole = tokenizer(_ANY_TEXT)["input_ids"]
+    """The tokens that a tokenizer adds before and after a text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
     begin = next(n for n in range(len(whole) + 1) if whole[n : n + len(bare)] == bare)
     return whole[:begin], whole[begin + len(bare) :]
 
 
 def most_characters(tokens: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """No text of more characters fits so many tokens: what is longer need not be tokenised, which
-    takes seconds and gigabytes where somebody's file has a line of megabytes.
+    """The most characters that so many tokens can have. A longer text need not be tokenised, which
+    could take seconds and gigabytes.
     """
     return tokens * _spelling(tokenizer).longest
 
 
-@lru_cache(_CACHED)
+@lru_cache(16)
 def _spelling(tokenizer: PreTrainedTokenizerBase) -> _Spelling:
     special = {str(one) for one in tokenizer.added_tokens_decoder.values() if one.special}
     texts = sorted({*tokenizer.all_special_tokens, *special} - {""}, key=len, reverse=True)
@@ -221,8 +199,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face model folder, read from disk only, without remote code.
 
-    Raises ``ModelError`` for a folder that is missing, holds no tokenizer, or holds one that
-    cannot be loaded.
+    Raises ``ModelError`` for a folder that is missing, holds no tokenizer, or holds one that cannot
+    be loaded.
     """
     if not folder.is_dir():
         raise ModelError(
@@ -234,11 +212,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-        # a model_max_length that is no number, for one, shows only where a text is read
+        # some faults show only when a text is read, such as a model_max_length that is no number
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])
         return tokenizer
     except BaseException as error:
-        # the library raises many types, and a panic of its Rust half is not even an Exception
+        # the library raises many types; a panic of its Rust part is not even an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ModelError(
@@ -250,11 +228,11 @@ def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size: int | None = None
 ) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's end of sequence and those of
-    ``generation_config.json``, ascending.
+    ``generation_config.json``, ascending. Chat models often name an end of turn in only one of
+    them.
 
-    Chat models often name an end of turn in only one of the two places, so both count.  Raises
-    ``ModelError`` where neither names any, since no completion would ever stop, where the file is
-    damaged, and for a token that has no row in an embedding of ``vocab_size``: it is never drawn.
+    Raises ``ModelError`` if neither names any, if the file is damaged, and for a token outside an
+    embedding of ``vocab_size`` rows.
     """
     stops: set[int] = set()
     if isinstance(tokenizer.eos_token_id, int):
@@ -277,7 +255,7 @@ def stop_token_ids(
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder: Path) -> None:
-    """Raise ``ModelError`` where a token has no row in an embedding of so many."""
+    """Raise ``ModelError`` if a token has no row in an embedding of ``vocab_size`` rows."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda pair: pair[1], default=("", -1))
     if largest >= vocab_size:
         raise ModelError(
@@ -287,7 +265,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that batches are padded with; None where the tokenizer names none."""
+    """The token that batches are padded with; None if the tokenizer names none."""
     found = tokenizer.pad_token_id
     return found if isinstance(found, int) else None
 
@@ -307,10 +285,8 @@ def _generation_stops(path: Path) -> list[int]:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """The text of ``token_ids`` without special tokens, exactly as the tokens spell it.
-
-    Byte-level tokens may cut a character in two, most often where the length limit ends a
-    completion: bytes that form no character become U+FFFD.
+    """The text of ``token_ids`` without special tokens, exactly as the tokens spell it. Incomplete
+    characters, which the length limit can leave at the end, become U+FFFD.
     """
     text = tokenizer.decode(
         list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False

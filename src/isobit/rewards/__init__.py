@@ -1,1 +1,1 @@
-"""Graders: what turns a completion into a number, and the care taken when one fails."""
+"""Rewards: functions and models that grade completions, and the processes that run them."""

@@ -1,5 +1,4 @@
-"""The forms that a reward function may have, told apart by the names of its parameters and called
-by these names.
+"""The forms of a reward function, recognised by the names of its parameters and called by them.
 
     Isobit    (prompt, completion) -> float              one completion; the records of
                                                          ``isobit.records.text``
@@ -10,9 +9,10 @@ by these names.
     verl      (solution_str, ground_truth) -> float      one completion; also data_source and
                                                          extra_info by name
 
-The order of the parameters means nothing.  Text stands where the dataset's prompt is text, and
-lists of messages where it is messages, as in TRL.  Any of the functions may be ``async``, and may
-give a dict with ``score`` for a number, as verl's do.  Further parameters are given by options.
+The order of the parameters does not matter. As in TRL, prompts and completions are text where the
+dataset's prompt is text, and lists of messages where it is messages. A function may be ``async``,
+and may return a dict with ``score`` instead of a number, as in verl. Options give the other
+parameters.
 """
 
 import inspect
@@ -29,36 +29,29 @@ if TYPE_CHECKING:
     import asyncio
 
 Mode = Literal["each", "concurrent", "together"]
-"""How the completions of a prompt are graded: one after the other, at the same time on one event
-loop, or in one call.
-"""
+"""How a prompt's completions are graded: one by one, on one event loop, or in one call."""
 
 FORMS = (
     "the forms are (prompt, completion) -> float, TRL's (completions, **columns) -> list of floats "
     "and verl's (solution_str, ground_truth) -> float, told apart by these names"
 )
 _VERL_ANSWERS = ("solution_str", "model_output", "predict_str")
-"""What verl's own functions call the answer; only the first is a sign of verl by itself."""
+"""Names of the answer in verl's own functions; only the first one identifies the form by itself."""
 _IGNORED = {"log_extra", "log_metric"}
-"""Callables by which TRL lets a reward log; here they do nothing."""
+"""Logging callables of TRL, which do nothing here."""
 
 
 class Reward:
-    """A reward function whose form was recognised."""
-
     form: str
-    """Whose form it is."""
     given: Collection[str]
-    """Parameters that the form gives, as far as the function has them."""
+    """Parameters that the form gives, if the function has them."""
     mode: Mode = "each"
     takes_columns = False
 
     def __init__(
         self, function: Callable[..., Any], name: str, options: Mapping[str, Any] | None = None
     ) -> None:
-        """Raises RewardError for parameters that nothing gives, and for options that the function
-        does not have.
-        """
+        """Raises RewardError for parameters that nothing gives, and for unknown options."""
         self.name, self._function, self._options = name, function, dict(options or {})
         parameters = _parameters(function, name).values()
         self._named = [one.name for one in parameters if one.kind in _BY_NAME]
@@ -67,7 +60,7 @@ class Reward:
             one.name for one in parameters if one.default is one.empty and one.kind in _BY_NAME
         }
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  of an object that is called
+            getattr(function, "__call__", None)  # noqa: B004  (a callable object's)
         )
         if self._is_async and self.mode == "each":
             self.mode = "concurrent"
@@ -80,7 +73,7 @@ class Reward:
             )
 
     def describe(self) -> str:
-        """The function, its form and what it is called with, in a line."""
+        """The function, its form and its arguments, in a line."""
         names = [name for name in self._named if name in self.given or self.takes_columns]
         names += ["**columns"] if self.takes_columns and self._any_name else []
         options = [f"{name}={_shown(name, value)}" for name, value in self._options.items()]
@@ -92,9 +85,9 @@ class Reward:
     ) -> Iterator[tuple[int, Outcome]]:
         """The index and the outcome of each completion, as they come.
 
-        Whatever the function raises, SystemExit included, is a failure of what it was called for.
-        A RewardError passes through: it says that no completion can be graded; so does a
-        KeyboardInterrupt.
+        Whatever the function raises, SystemExit included, is a failure of the completions of that
+        call. A RewardError, which means that nothing can be graded, and a KeyboardInterrupt pass
+        through.
         """
         calls = [self._call(prompt, [completion]) for completion in completions]
         if self.mode == "concurrent":
@@ -105,7 +98,7 @@ class Reward:
             yield index, value if isinstance(value, Failure) else outcome_of(value)
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float:
-        """The reward of one completion.  Raises RewardError where there is none."""
+        """The reward of one completion. Raises RewardError if grading failed."""
         ((_, outcome),) = self.grade(prompt, [completion])
         if isinstance(outcome, Failure):
             raise RewardError(f"the reward {self.name!r} failed: {outcome.message}")
@@ -116,7 +109,7 @@ class Reward:
         return partial(self._function, **arguments | self._options)
 
     def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
-        """What the form gives of these completions, by the function's names."""
+        """The form's arguments for these completions, by the function's names."""
         raise NotImplementedError
 
     def _takes(self, name: str) -> bool:
@@ -126,8 +119,7 @@ class Reward:
         for name in self._options:
             if name in self.given or name in _IGNORED:
                 raise RewardError(
-                    f"reward.options gives {name!r}, which the run itself gives to the reward "
-                    f"{self.name!r}; leave it out"
+                    f"reward.options gives {name!r}, which the run itself gives; leave it out"
                 )
             if not self._takes(name):
                 others = set(self._named) - set(self.given)
@@ -138,8 +130,6 @@ class Reward:
 
 
 class IsobitReward(Reward):
-    """``(prompt, completion) -> float``."""
-
     form = "Isobit's"
     given = ("prompt", "completion")
 
@@ -158,14 +148,15 @@ class TrlReward(Reward):
     def grade(
         self, prompt: Prompt, completions: Sequence[Completion]
     ) -> Iterator[tuple[int, Outcome]]:
-        """As any reward's, all at once."""
         values = _value_of(self._call(prompt, completions))
         if not isinstance(values, Failure):
             values = _listed_rewards(values, len(completions))
         if isinstance(values, Failure):
             values = [values] * len(completions)
         for index, value in enumerate(values):
-            yield index, value if isinstance(value, Failure) else _trl_outcome(value)
+            if value is None:
+                value = Failure("no reward", "the reward returned None, so it does not apply")
+            yield index, value if isinstance(value, Failure) else outcome_of(value)
 
     def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
         content = prompt.text if prompt.content is None else prompt.content
@@ -193,7 +184,7 @@ class TrlReward(Reward):
 
 
 class VerlReward(Reward):
-    """``compute_score(data_source, solution_str, ground_truth, extra_info)``, or less of it."""
+    """``compute_score(data_source, solution_str, ground_truth, extra_info)``, or some of these."""
 
     form = "verl's"
     given = (*_VERL_ANSWERS, "data_source", "ground_truth", "extra_info")
@@ -225,17 +216,14 @@ class VerlReward(Reward):
             return {}
         raise RewardError(
             f"the reward {self.name!r} takes ground_truth, but prompt {prompt.id} has no column "
-            "'ground_truth', none 'reward_model' with 'ground_truth' in it, and none 'answer'; "
-            f"{_columns(prompt)}"
+            f"'ground_truth', 'reward_model' with it, or 'answer'; {_columns(prompt)}"
         )
 
 
 def recognise(
     function: Callable[..., Any], name: str, options: Mapping[str, Any] | None = None
 ) -> Reward:
-    """The reward that a function, called ``name``, is.  Raises RewardError for one of no known
-    form, and as ``Reward`` does.
-    """
+    """The reward of a function. Raises RewardError for an unknown form, and as ``Reward`` does."""
     parameters = _parameters(function, name)
     names = set(parameters)
     if "completions" in names:
@@ -277,18 +265,18 @@ def _parameters(function: Callable[..., Any], name: str) -> Mapping[str, inspect
 
 
 def _value_of(call: Callable[[], Any]) -> Any:
-    """What a function returned, or the failure that it ended in."""
+    """What a function returned, or a failure for what it raised."""
     try:
         value = call()
         return _loop().run_until_complete(_awaited(value)) if inspect.isawaitable(value) else value
     except (RewardError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # of a library that stops its own threads or tasks by one
+    except BaseException as error:  # libraries stop their threads or tasks by some of them
         return failure_of(error)
 
 
 def _all_at_once(calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Outcome]]:
-    import asyncio  # only where it is needed: each process that grades would wait for it
+    import asyncio  # takes time, in each process that grades
 
     loop = _loop()
     tasks = {loop.create_task(_outcome_of_async(call)): index for index, call in enumerate(calls)}
@@ -303,7 +291,7 @@ async def _outcome_of_async(call: Callable[[], Awaitable[Any]]) -> Outcome:
         return outcome_of(await call())
     except (RewardError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # likewise
+    except BaseException as error:
         return failure_of(error)
 
 
@@ -313,14 +301,14 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 @cache
 def _loop() -> "asyncio.AbstractEventLoop":
-    """One for the process, so that a client that a reward keeps open stays usable."""
+    """One event loop for the process, so that a client that a reward keeps open stays usable."""
     import asyncio
 
     return asyncio.new_event_loop()
 
 
 def _listed_rewards(values: Any, expected: int) -> list[Any] | Failure:
-    """What a batch function returned, as a list of so many."""
+    """What a batch function returned, as a list of ``expected`` items."""
     try:
         values = list(values)
     except TypeError:
@@ -336,14 +324,8 @@ def _listed_rewards(values: Any, expected: int) -> list[Any] | Failure:
     return values
 
 
-def _trl_outcome(value: Any) -> Outcome:
-    if value is None:
-        return Failure("no reward", "the reward returned None, as for what it does not apply to")
-    return outcome_of(value)
-
-
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for a callable of TRL's trainer."""
+    """The stand-in for a callable of TRL's trainer."""
 
 
 def _columns(prompt: Prompt) -> str:

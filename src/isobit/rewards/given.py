@@ -1,31 +1,16 @@
-"""Reward functions given from Python, as ``isobit.train(reward=f)``.
+"""Reward functions by name: of a module, a file, a built-in grader, or passed from Python, as
+``isobit.train(reward=f)``.
 
-A configuration names its reward, and the processes that grade load it by that name:
+A recipe names its reward ``module:function``, ``path/to/file.py:function`` or by a built-in grader.
+A function passed from Python gets such a name if grading processes can import it. Any other one (of
+a script or notebook, a lambda, a closure, an object) is named ``python:NAME@DIGEST``, and the
+processes get a copy.
 
-    a function of a module that they can import    ``module:function``, as in a recipe
-    any other: of a script or a notebook,          ``python:NAME@DIGEST``, and the processes are
-    a lambda, a closure, an object                 handed a copy of it
-
-A run that is resumed with another function has another digest (``isobit.rewards.given``), and is
-refused.
-
-A digest of what a function does, for a run that is resumed to know whether it has the same one.
-
-It is of the function's bytecode, its defaults, what it closes over, and the globals that it reads;
-among these count
-
-    functions and classes of the user's own    as their bytecode, likewise
-    plain values                               as what they are
-    libraries, and anything else               as their names and types alone
-
-Comments and places in a file do not count.  Bytecode is that of a version of Python.
-
-A reward function, by name.
-
-A reward is named as ``module:function``, as ``path/to/file.py:function``, or by the name of a
-built-in grader: ``reasoning_gym`` is the scorer of the task that the prompt came from.  One that
-was given from Python has a name that ``isobit.rewards.given`` made.  Loading runs the user's own
-module and nothing else.
+The digest is of what the function does, so that a run resumed with another function is refused: its
+bytecode, its defaults, what it closes over, and the globals that it reads. Among these, functions
+and classes of the user count as their bytecode, plain values as their value, libraries and anything
+else as their names and types only. Comments and line numbers do not count. Bytecode depends on the
+version of Python.
 """
 
 import functools
@@ -49,11 +34,10 @@ from isobit.util.secrets import from_environment
 from isobit.util.user_code import describe_missing, is_installed, run_file
 
 Seen: TypeAlias = dict[int, Any]
-"""What was met by its identity, and held, so that nothing else gets that."""
+"""Objects already visited, by identity, and kept alive, so that no other gets the same one."""
 
 
 def digest_of(value: Any) -> str:
-    """SHA-256 of what a function does, as the module says."""
     digest = hashlib.sha256(f"{sys.version_info[:2]}".encode())
     for part in _parts(value, {}):
         digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
@@ -61,11 +45,11 @@ def digest_of(value: Any) -> str:
 
 
 def _parts(value: Any, seen: Seen) -> Iterator[str]:
-    """What tells one value from another, in an order that does not depend on the process."""
+    """Text that distinguishes values, in an order that does not depend on the process."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         yield repr(value)
         return
-    if not isinstance(value, tuple | frozenset | CodeType):  # whose equals may be one object or two
+    if not isinstance(value, tuple | frozenset | CodeType):  # equal ones may be one object or two
         if id(value) in seen:
             yield "again"
             return
@@ -91,7 +75,7 @@ def _of_behaviour(value: Any, seen: Seen) -> Iterator[str]:
         case CodeType():
             yield from _of_code(value, seen)
         case FunctionType() if value.__module__ == "builtins" or _is_own(value.__module__):
-            # what `exec` has defined says that it is built in; what is built in, is no function
+            # functions defined by `exec` say so; what is really built in is no FunctionType
             yield from _of_function(value, seen)
         case FunctionType() | ModuleType():
             yield f"{getattr(value, '__module__', '')}.{value.__name__}"
@@ -139,7 +123,7 @@ def _of_class(kind: type, seen: Seen) -> Iterator[str]:
 
 
 def _of_object(value: Any, seen: Seen) -> Iterator[str]:
-    if hasattr(value, "__wrapped__"):  # what a decorator such as functools.cache has made
+    if hasattr(value, "__wrapped__"):  # decorated, as by functools.cache
         yield from _parts(value.__wrapped__, seen)
     yield from _parts(type(value), seen)
     if _is_own(type(value).__module__):
@@ -152,7 +136,7 @@ def _names_of(code: CodeType) -> set[str]:
 
 
 def _is_own(module: str | None) -> bool:
-    """Whether a module is the user's: of a script, a notebook, a file outside the libraries."""
+    """Whether a module is the user's: a script, a notebook, a file outside the libraries."""
     found = sys.modules.get(module or "")
     if module == "__main__" or found is None:
         return True
@@ -167,7 +151,7 @@ _DIGITS = 16
 
 
 class GivenReward:
-    """A function, found by its name for as long as somebody holds this object."""
+    """A function that is found by its name as long as this object exists."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function, self.name = function, name
@@ -177,9 +161,7 @@ _GIVEN: WeakValueDictionary[str, GivenReward] = WeakValueDictionary()
 
 
 def give_reward(function: Callable[..., Any]) -> GivenReward:
-    """The reward under the name that the configuration has for it; whoever starts the run holds
-    what is returned.
-    """
+    """The reward with its name for the configuration; the caller must hold it during the run."""
     place = _place_of(function)
     if place is not None:
         return GivenReward(function, place)
@@ -189,40 +171,34 @@ def give_reward(function: Callable[..., Any]) -> GivenReward:
 
 
 def given_reward(name: str) -> Callable[..., Any]:
-    """The function with a name that begins with ``PREFIX``.  Raises RewardError where nobody holds
-    it.
-    """
+    """The function called ``name`` (with ``PREFIX``). Raises RewardError if it is not held."""
     found = _GIVEN.get(name)
     if found is None:
         raise RewardError(
-            f"the reward {name} was given from Python, which only a call from Python can give "
-            "again: isobit.train(.., reward=the same function, resume=True); or put it into a "
-            "file, and name it 'path/to/file.py:function'"
+            f"the reward {name} was given from Python; give the same function again with "
+            "isobit.train(.., reward=f, resume=True), or name it 'path/to/file.py:function'"
         )
     return found.function
 
 
 def packed_reward(name: str) -> bytes:
-    """The function as a grading process takes it.  Raises RewardError for one that cannot be handed
-    to another process.
-    """
+    """The function's copy for a grading process. Raises RewardError if it cannot be copied."""
     import dill
 
     try:
         return dill.dumps(given_reward(name), recurse=True)
     except RewardError:
         raise
-    except Exception as error:  # whatever an object raises that is no value
+    except Exception as error:  # objects that cannot be pickled raise anything
         raise RewardError(
             f"the reward {name} cannot be handed to the processes that grade: "
-            f"{type(error).__name__}: {error}; make what it holds (a client, a generator, an open "
-            "file) inside the function, put it into a module and name it 'module:function', or set "
-            "reward.in_process = true"
+            f"{type(error).__name__}: {error}; make clients, generators and open files inside the "
+            "function, name it 'module:function', or set reward.in_process = true"
         ) from error
 
 
 def unpack_reward(name: str, packed: bytes) -> GivenReward:
-    """The copy of a grading process, which holds it.  Raises whatever unpickling raises."""
+    """The copy in a grading process, which holds it. Raises whatever unpickling raises."""
     import pickle
 
     made = GivenReward(pickle.loads(packed), name)  # noqa: S301  the trainer's own
@@ -231,7 +207,7 @@ def unpack_reward(name: str, packed: bytes) -> GivenReward:
 
 
 def _place_of(function: Callable[..., Any]) -> str | None:
-    """``module:function`` of what a new process can import, and finds as this very object."""
+    """``module:function`` if a new process can import this very object by that name."""
     module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
     if not isinstance(function, FunctionType) or module in (None, "__main__"):
         return None
@@ -239,7 +215,7 @@ def _place_of(function: Callable[..., Any]) -> str | None:
         return None
     try:
         found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # a module that was made by hand
+    except (ImportError, ValueError):  # a module that was created by hand
         return None
     file = getattr(sys.modules[module], "__file__", None)
     is_found = found is not None and found.origin is not None and found.origin == file
@@ -249,16 +225,16 @@ def _place_of(function: Callable[..., Any]) -> str | None:
 RewardFunction: TypeAlias = Callable[[Prompt, Completion], float]
 
 _NO_MEMORY = ("annot allocate memory", "failed to map segment")
-"""What the system and its loader of libraries say of it."""
+"""Parts of the system's and the dynamic loader's messages."""
 
 
 def load_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
-    """The reward function called ``name``, with the keyword arguments that it is to have; of those
-    that are ``env:NAME``, the value of that environment variable.
+    """The reward called ``name`` with its options, in which ``env:NAME`` is replaced by the
+    environment variable's value.
 
-    Raises ``RewardError`` for a variable that is not set, a name of another kind, a module or file
-    that is missing or fails on import, a function that does not exist (with those that do), and one
-    of no known form (``isobit.rewards.form``).
+    Raises ``RewardError`` for an unset variable, an invalid name, a module or file that is missing
+    or fails on import, an unknown function (with those that exist), and an unknown form
+    (``isobit.rewards.form``).
     """
     options = from_environment(options or {}, name)
     if name.startswith(PREFIX):
@@ -281,14 +257,14 @@ def _from_file(path: Path) -> ModuleType:
         raise RewardError(f"there is no reward file {path} (looked in {path.absolute().parent})")
     try:
         return run_file(path, f"isobit_reward_{path.stem}")
-    except (Exception, SystemExit) as error:  # whatever it raises is the user's to see, in a line
+    except (Exception, SystemExit) as error:
         raise RewardError(f"the reward file {path} fails on import: {_in_a_line(error)}") from error
 
 
 def _from_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # likewise
+    except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError)
         hint = (
             "; a file that is not installed is named by its path, as in 'rewards/mine.py:function'"

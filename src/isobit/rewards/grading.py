@@ -1,77 +1,62 @@
-"""Grading as a run does it: all rewards of its configuration, by processes or in this one.
+"""The rewards of a run: all parts of its configuration, graded in processes or in this one.
 
     with Graders(config.reward) as graders:
         graders.describe()                  waits until the rewards are loaded, or refuses them
         graders.submit(group)               as soon as a group is complete
-        graders.poll()                      now and then, while other work is done
+        graders.poll()                      now and then, during other work
         stats = graders.collect(groups)     fills their rewards
 
-``collect`` submits what has not been.  Rewards come out in the order of the groups, completions and
-parts, whatever the processes took for each.  It is ``fill`` and ``stats``: several ranks each fill
-some of the groups, and count all of them.
-
-Grading a step: every completion gets a number or, if its reward failed, ``None``, which excludes
-it from its group.
+``collect`` submits the groups that were not submitted. Rewards are in the order of the groups,
+completions and parts, however long each took. ``collect`` is ``fill`` and ``stats``: several ranks
+each fill some of the groups, and count all of them.
 
     reward = sum over the parts of weight * part's reward
 
-A failed reward is never a zero: a zero teaches the policy that the answer was wrong.  Failures are
-counted by kind, the first message is kept, and too many of them stop the run.
+A failed reward is ``None``, which excludes the completion from its group, and never 0, which would
+teach the policy that the answer was wrong. Failures are counted by kind, and too many stop the run.
 
-Whether rewards depend on nothing but what they grade: now and then a group is graded again.
-
-A reward that counts its calls, keeps a running mean or draws at random gives another number to the
-same completion.  Such a run still trains, but a resumed one gets other rewards, and so do other
-numbers of processes.  What is noticed is counted (``isobit.rewards.outcome``), no reward changes.
-
-The gradings that are repeated lie ever further apart: the 8th, the 16th, the 32nd, and so on.
+The 8th, 16th, 32nd, ... grading is repeated for one group, to detect rewards that depend on more
+than the completion, such as a counter, a running mean or random numbers: a resumed run, or one with
+another number of processes, would get other rewards. Differences are only counted.
 """
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from isobit.config.reward import WHOLE, RewardConfig, RewardPart
+from isobit.config.reward import WHOLE, RewardConfig
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.form import Reward
 from isobit.rewards.given import RewardFunction, load_reward
 from isobit.rewards.outcome import Failure, Outcome, bounded, failure_of, outcome_of, take
-from isobit.rewards.pool import Inside, Pool, Scoring, Task, Watch
+from isobit.rewards.pool import Inside, Pool, Task, Watch
 from isobit.util.errors import RewardError
 
 Weights: TypeAlias = Mapping[str, float]
-"""Of the parts, by name, in the order in which they are added."""
+"""The parts' weights by name, in the order of addition."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradeStats:
-    """How grading went: completions graded and failed, the failures by kind, the first one's
-    message, and what graders met.
-    """
+    """Completions graded and failed, failures by kind, the first message, and graders' counts."""
 
     graded: int
     failed: int
     failures: dict[str, int]
-    """Counts by kind: the exception's name, ``not finite``, ``too large``, ``not a number``,
-    ``no reward``, ``deadline`` or ``crash``; of several rewards of a completion each counts.
-    """
+    """Failures by kind (``Failure.kind``), each of several rewards of a completion counted."""
     first_error: str | None
     counts: dict[str, int] = field(default_factory=dict)
-    """How often graders met something unusual in a completion that they scored, by kind
-    (``isobit.rewards.outcome``); no failures.
-    """
+    """Unusual answers among the graded ones, by kind (``isobit.rewards.outcome``)."""
 
     @property
     def failed_fraction(self) -> float:
-        """Share of all completions whose reward failed."""
         return self.failed / max(1, self.graded + self.failed)
 
     def __add__(self, other: "GradeStats") -> "GradeStats":
-        """Of two gradings together."""
         return GradeStats(
             self.graded + other.graded,
             self.failed + other.failed,
@@ -82,7 +67,7 @@ class GradeStats:
 
 
 Grading: TypeAlias = Callable[[Sequence[Group]], GradeStats]
-"""Fills the rewards of groups; raises RewardError where too many failed."""
+"""Fills the rewards of groups; raises RewardError if too many failed."""
 
 
 @dataclass(slots=True)
@@ -98,8 +83,8 @@ class Tally:
     def fill(
         self, group: Group, weights: Weights, outcomes: Mapping[str, Sequence[Outcome]]
     ) -> None:
-        """Write the rewards of a group, one entry a completion in their order, from the outcomes of
-        each part; the parts themselves too where there are several.
+        """Write the rewards of a group, one for each completion in order, from the outcomes of each
+        part; the parts themselves too if there are several.
         """
         several = len(weights) > 1
         group.rewards = []
@@ -112,14 +97,14 @@ class Tally:
                 if several:
                     group.reward_parts[name].append(_number_of(outcome))
             reward = _weighted(weights, parts)
-            if isinstance(reward, Failure) and _all_are_numbers(parts):
+            all_numbers = not any(isinstance(one, Failure) for one in parts.values())
+            if isinstance(reward, Failure) and all_numbers:
                 self._count(reward, group, index, "")
             group.rewards.append(_number_of(reward))
             self.completions += 1
             self.failed += isinstance(reward, Failure)
 
     def add(self, later: "Tally") -> None:
-        """Count what is behind this as well."""
         self.completions += later.completions
         self.failed += later.failed
         self.failures.update(later.failures)
@@ -127,9 +112,7 @@ class Tally:
         self.counts.update(later.counts)
 
     def stats(self, max_failed_fraction: float) -> GradeStats:
-        """The counts.  Raises ``RewardError`` with the first error if a larger share than
-        ``max_failed_fraction`` failed, or all did.
-        """
+        """The counts. Raises ``RewardError`` if too large a share failed, or all did."""
         stats = GradeStats(
             self.completions - self.failed,
             self.failed,
@@ -154,11 +137,11 @@ class Tally:
 def grade(
     groups: Sequence[Group], reward: RewardFunction, max_failed_fraction: float = 1.0
 ) -> GradeStats:
-    """Fill ``group.rewards`` of every group, one entry a completion, in their order, by a plain
-    function (prompt, completion) in this process.
+    """Fill ``group.rewards`` of every group, one for each completion in order, by a plain function
+    (prompt, completion) in this process.
 
     Raises ``RewardError`` with the first error if a larger share than ``max_failed_fraction``
-    failed, or all did.  A ``RewardError`` from the reward itself passes through: it says that no
+    failed, or all did. A ``RewardError`` of the reward itself passes through: it says that no
     completion can be graded.
     """
     tally = Tally()
@@ -173,10 +156,7 @@ def _outcome(reward: RewardFunction, prompt: Prompt, completion: Completion) -> 
         return outcome_of(reward(prompt, completion))
     except RewardError:
         raise
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a reward that calls sys.exit must not end the run unnoticed
+    except (Exception, SystemExit) as error:  # sys.exit in a reward must not end the run
         return failure_of(error)
 
 
@@ -190,10 +170,6 @@ def _weighted(weights: Weights, parts: Mapping[str, Outcome]) -> Outcome:
     return outcome_of(total)
 
 
-def _all_are_numbers(parts: Mapping[str, Outcome]) -> bool:
-    return not any(isinstance(outcome, Failure) for outcome in parts.values())
-
-
 def _number_of(outcome: Outcome) -> float | None:
     return None if isinstance(outcome, Failure) else outcome
 
@@ -203,17 +179,17 @@ KIND = "another reward for the same completion"
 
 
 class Repetition:
-    """Counts the gradings of one process of the run, and repeats some in part."""
+    """Counts gradings, and repeats some of them for one group."""
 
     def __init__(self) -> None:
         self._gradings = 0
 
     def differing(
-        self, tasks: Mapping[str, Task], scoring: Scoring, watch: Watch, inside: Inside
+        self, tasks: Mapping[str, Task], scoring: "Pool | InProcess", watch: Watch, inside: Inside
     ) -> Counter[str]:
-        """What another grading of one group, whose ``tasks`` are done, met: how many rewards came
-        out other than before, by kind; nothing where it is not the turn of this grading.  Failures
-        are not compared.  Raises as ``scoring`` does.
+        """How many rewards of the group whose ``tasks`` are done differ when it is graded again, by
+        kind; nothing unless this grading is one to repeat. Failures are not compared. Raises as
+        ``scoring`` does.
         """
         self._gradings += 1
         if self._gradings < FIRST or self._gradings.bit_count() > 1:
@@ -231,14 +207,14 @@ class Repetition:
 
 
 ModelScores: TypeAlias = Mapping[str, Callable[[Sequence[tuple[Prompt, Completion]]], list[float]]]
-"""Of each part that is a model: what scores pairs of prompts and completions, in this process."""
+"""For each part that is a model, the function that scores pairs of prompts and completions."""
 
 
 class Graders:
-    """All rewards of a configuration, at work until closed."""
+    """All rewards of a configuration, until it is closed."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Begin to load the rewards.  Raises RewardError where no process can be started, and with
+        """Start loading the rewards. Raises RewardError if no process can be started, and with
         ``in_process`` what ``load_reward`` raises.
         """
         self._config, self._parts = config, config.named()
@@ -247,7 +223,7 @@ class Graders:
             for name, part in self._parts.items()
             if part.function is not None
         }
-        self._scoring: Scoring
+        self._scoring: Pool | InProcess
         if config.in_process or not functions:
             self._scoring = InProcess(
                 {name: load_reward(*function) for name, function in functions.items()}
@@ -269,19 +245,17 @@ class Graders:
         self.close()
 
     def close(self) -> None:
-        """End the processes, if there are any, with their children."""
         self._scoring.close()
 
     def describe(self) -> list[str]:
-        """A line for each reward, with the form that was recognised, and one on who calls them.
-
-        Waits until they are loaded.  Raises RewardError where one cannot be.
+        """A line for each reward with its form, and one on the processes; waits until they are
+        loaded. Raises RewardError if one cannot be.
         """
         functions = self._scoring.describe()
-        lines = [
-            f"{_label(name)}: {_weight(part)}{functions.get(name, f'model {part.model}')}"
-            for name, part in self._parts.items()
-        ]
+        lines = []
+        for name, part in self._parts.items():
+            weight = "" if part.weight == 1 else f"{part.weight:g} x "
+            lines.append(f"{_label(name)}: {weight}{functions.get(name, f'model {part.model}')}")
         if not functions:
             return lines
         if isinstance(self._scoring, Pool):
@@ -293,7 +267,7 @@ class Graders:
         return lines
 
     def submit(self, group: Group) -> None:
-        """Begin to grade a group whose completions are all there.  Raises as ``collect`` does."""
+        """Start grading a group whose completions are all there. Raises as ``collect`` does."""
         tasks = {}
         for name, part in self._parts.items():
             if part.function is not None:
@@ -303,7 +277,6 @@ class Graders:
             self._scoring.submit(task)
 
     def poll(self) -> None:
-        """Look after the processes, without waiting for any.  Raises as ``collect`` does."""
         self._scoring.poll()
 
     def collect(
@@ -313,10 +286,7 @@ class Graders:
         watch: Watch | None = None,
         inside: Inside = nullcontext,
     ) -> GradeStats:
-        """Fill ``rewards`` and ``reward_parts`` of the groups, and say how it went.
-
-        Raises RewardError as ``fill`` and ``stats`` do.
-        """
+        """``fill`` and ``stats`` of the groups. Raises RewardError as they do."""
         return self.stats(self.fill(groups, models, watch, inside))
 
     def fill(
@@ -326,12 +296,12 @@ class Graders:
         watch: Watch | None = None,
         inside: Inside = nullcontext,
     ) -> list[Tally]:
-        """Fill ``rewards`` and ``reward_parts`` of the groups; what was counted in each.
+        """Fill ``rewards`` and ``reward_parts`` of the groups; returns the counts of each.
 
-        ``watch`` is called some times a second, and what it raises ends the grading: no reward is
-        filled then.  Where rewards are called in this process it is called between two calls, and
-        each of them stands in a block of ``inside``.  Raises RewardError where a reward says that
-        nothing can be graded, and where no process stays up.
+        ``watch`` is called several times a second, or between two calls of rewards in this process;
+        if it raises, no reward is filled. Each call of a reward in this process is in a block of
+        ``inside``. Raises RewardError if a reward says that nothing can be graded, and if processes
+        fail again and again.
         """
         for group in groups:
             if id(group) not in self._submitted:
@@ -348,7 +318,10 @@ class Graders:
         tallies: list[Tally] = []
         for index, group in enumerate(groups):
             del self._submitted[id(group)]
-            outcomes = {name: _outcomes(task) for name, task in tasks[index].items()}
+            outcomes: dict[str, list[Outcome]] = {
+                name: [outcome for outcome in task.outcomes if outcome is not None]
+                for name, task in tasks[index].items()
+            }
             tally = Tally()
             tally.fill(group, weights, outcomes | {n: of[index] for n, of in of_models.items()})
             for task in tasks[index].values():
@@ -359,8 +332,8 @@ class Graders:
         return tallies
 
     def stats(self, tallies: Sequence[Tally]) -> GradeStats:
-        """What was counted in all groups of a grading, in their order.  Raises RewardError where
-        more than ``max_failed_fraction`` failed, or all did.
+        """The counts of all groups of a grading, in their order. Raises RewardError if more than
+        ``max_failed_fraction`` failed, or all did.
         """
         total = Tally()
         for tally in tallies:
@@ -370,7 +343,7 @@ class Graders:
     def _model_outcomes(
         self, groups: Sequence[Group], models: ModelScores
     ) -> dict[str, list[list[Outcome]]]:
-        """By part that is a model, and by group."""
+        """The outcomes of each part that is a model, by group."""
         pairs = [(group.prompt, one) for group in groups for one in group.completions]
         found: dict[str, list[list[Outcome]]] = {}
         for name, part in self._parts.items():
@@ -386,35 +359,36 @@ class Graders:
 
 
 class InProcess:
-    """Calls the rewards in this very process; they can do to it what they like, but for a fork of
-    it that comes back from a reward: that ends there.
-    """
+    """Calls the rewards in this process; a fork of it that returns from a reward is ended."""
 
     def __init__(self, rewards: Mapping[str, Reward]) -> None:
         self._rewards, self._pid = rewards, os.getpid()
 
     def describe(self) -> Mapping[str, str]:
-        """Each reward in a line, by part."""
         return {name: reward.describe() for name, reward in self._rewards.items()}
 
     def submit(self, task: Task) -> None:
-        """Nothing is done before it is waited for."""
+        """Nothing is done before ``wait``."""
 
     def poll(self) -> None:
-        """Nothing goes on by itself."""
+        """Nothing happens by itself."""
 
     def wait(self, tasks: Sequence[Task], watch: Watch, inside: Inside) -> None:
-        """Do the tasks.  Raises RewardError where a reward does, and what ``watch`` or a signal in
-        a block of ``inside`` raises.
+        """Do the tasks. Raises RewardError if a reward does, and what ``watch`` or a signal
+        raises.
         """
         for task in tasks:
             if task.is_done:
                 continue
-            take()  # what others met in this process
+            take()  # discards earlier counts of this process
             try:
                 graded = self._rewards[task.part].grade(task.prompt, task.completions)
-                for index, outcome in _each_inside(inside, graded):
-                    task.outcomes[index] = outcome
+                while True:
+                    with inside():
+                        answered = next(graded, None)
+                    if answered is None:
+                        break
+                    task.outcomes[answered[0]] = answered[1]
                     task.counts.update(take())
                     self._check_process()
                     watch()
@@ -423,31 +397,12 @@ class InProcess:
                 raise
 
     def close(self) -> None:
-        """Nothing was started."""
+        pass
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             os._exit(1)
 
 
-def _each_inside(
-    inside: Inside, graded: Iterator[tuple[int, Outcome]]
-) -> Iterator[tuple[int, Outcome]]:
-    while True:
-        with inside():
-            answered = next(graded, None)
-        if answered is None:
-            return
-        yield answered
-
-
-def _outcomes(task: Task) -> list[Outcome]:
-    return [outcome for outcome in task.outcomes if outcome is not None]
-
-
 def _label(name: str) -> str:
     return WHOLE if name == WHOLE else f"{WHOLE} {name}"
-
-
-def _weight(part: RewardPart) -> str:
-    return "" if part.weight == 1 else f"{part.weight:g} x "

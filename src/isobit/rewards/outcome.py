@@ -1,32 +1,26 @@
-"""What grading one completion came to: a finite number, or a failure with its kind.
+"""The outcome of grading one completion, a finite number or a failure with its kind; counts of
+unusual answers; the messages of grading processes; and deadlines.
 
-A reward's own answer may be a number of Python, numpy or torch, or, as verl's functions give it, a
-dict whose ``score`` is the number; its other entries are dropped.
+A reward may return a number of Python, numpy or torch, or, as in verl, a dict with the number as
+``score``.
 
-Counts of what graders met: answers out of bounds, code that ran too long, and so on.
+A grader calls ``count`` for an answer that is wrong in an unusual way, such as code that ran too
+long, and its caller calls ``take`` after each grading. A user's reward may count anything, so
+counts are bounded in number, length and value before they are sent and again when they are
+received.
 
-A score says that an answer was wrong, a count says in which unusual way.  Graders call ``count``;
-whoever runs them calls ``take`` after each grading and adds up what he gets.
+Messages of a grading process:
 
-A reward's own code may call ``count`` with what it likes: what leaves its process is bounded in
-kinds, characters and numbers, and is bounded again where it arrives.
-
-What passes between the trainer and a process that grades.
-
-    to the grader     frames: 8 bytes of length, and a pickle, since rows hold whatever the dataset
-                      does
+    to the grader     frames: 8 bytes of length, and a pickle, since rows may hold anything
     to the trainer    lines: a JSON object each, at most ``LINE_LIMIT`` bytes
 
-Nothing that a grader sends is ever unpickled: it has run text that a model wrote.  A line is no
-longer than what a pipe takes at once, so that two processes may write into the same one.
+Nothing from a grader is unpickled, since it has run text that a model wrote. A pipe takes a line at
+once, so that two processes may write to the same one.
 
-A deadline for a computation in this process, where one can be had.
-
-An alarm of the operating system interrupts Python code, also code that survives any ``Exception``.
-Python swallows what is raised while it collects garbage, in a destructor or in a callback; so the
-alarm comes again until it is heard.
-It exists in the main thread only, and it does not interrupt a library that never returns to Python:
-the grading pool's own deadline, which ends the process, stands behind it.
+``deadline`` is an alarm of the operating system, for the main thread only. It interrupts Python
+code even if that catches every ``Exception``. Python swallows exceptions in destructors and
+callbacks, so the alarm is repeated. It cannot interrupt a library that never returns to Python;
+then the grading pool kills the process.
 """
 
 import json
@@ -47,13 +41,11 @@ from typing import Any, NoReturn, TypeAlias
 from isobit.util.secrets import hidden
 
 LARGEST = 1e18
-"""A reward may be: sums of squares of such numbers are still numbers of FP32."""
+"""The largest reward: sums of squares of such numbers are still finite in FP32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A reward that is no usable number."""
-
     kind: str
     """The exception's name, ``not finite``, ``too large``, ``not a number``, ``no reward``,
     ``deadline`` or ``crash``.
@@ -68,19 +60,18 @@ Outcome: TypeAlias = float | Failure
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What a reward raised, cut to a length that can be shown."""
+    """The failure of a reward that raised, with a shortened message."""
     kind = type(error).__name__[:100]
     try:
         message = f"{kind}: {error}"
-    except Exception as another:  # of the exception's own method
+    except Exception as another:  # raised by the exception's own method
         message = f"{kind}, whose text raises {type(another).__name__:.100}"
     return Failure(kind, message[:2000])
 
 
 def outcome_of(value: Any) -> Outcome:
-    """What a reward returned for one completion: Python's and numpy's integers, floats and booleans
-    are numbers, and so is a tensor of no dimension; anything else is a failure, and so is what
-    raises when it is asked for its number.
+    """The outcome for a reward's return value: integers, floats, booleans and tensors of no
+    dimension are numbers; anything else, or one that raises when it is converted, is a failure.
     """
     try:
         return _number_or_failure(value)
@@ -117,7 +108,7 @@ def _number_or_failure(value: Any) -> Outcome:
 
 
 MOST_KINDS = 32
-"""Told apart; the rarest of more are added up as ``OTHER_KINDS``."""
+"""Kinds that are distinguished; the rarest are added up as ``OTHER_KINDS``."""
 LONGEST_KIND = 60
 """Characters."""
 MOST = 10**9
@@ -127,7 +118,7 @@ _COUNTS: Counter[str] = Counter()
 
 
 def count(kind: str) -> None:
-    """Note one ``kind``, as in ``"code: time limit"``: the grader's name, then what happened."""
+    """Count one ``kind``, as in ``"code: time limit"``: the grader's name, then what happened."""
     _COUNTS[kind] += 1
 
 
@@ -139,9 +130,9 @@ def take() -> dict[str, int]:
 
 
 def bounded(counts: Mapping[Any, Any]) -> dict[str, int]:
-    """The counts from the most frequent kind on: at most ``MOST_KINDS`` of them, in at most
-    ``LONGEST_KIND`` printable characters of ASCII that JSON need not escape, each at most ``MOST``.
-    What is no count of a kind is left out.
+    """The ``MOST_KINDS`` most frequent kinds, in at most ``LONGEST_KIND`` printable ASCII
+    characters that JSON need not escape, each counted at most ``MOST``. Invalid entries are left
+    out.
     """
     found: Counter[str] = Counter()
     for kind, number in counts.items():
@@ -168,19 +159,18 @@ _LENGTH = struct.Struct(">Q")
 
 
 def frame(content: Any) -> bytes:
-    """Raises whatever pickling raises."""
     payload = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(payload)) + payload
 
 
 def read_frame(descriptor: int) -> Any:
-    """The next frame, waiting for it.  Raises EOFError where the trainer is gone."""
+    """The next frame, waiting for it. Raises EOFError if the trainer has ended."""
     (length,) = _LENGTH.unpack(_read(descriptor, _LENGTH.size))
     return pickle.loads(_read(descriptor, length))  # noqa: S301  the trainer's own
 
 
 def line(content: dict[str, Any], text: str = "message") -> bytes:
-    """A line; what stands under ``text`` is cut until it fits."""
+    """A line; the text under the key ``text`` is cut until it fits."""
     encoded = json.dumps(content, allow_nan=False).encode() + b"\n"
     while len(encoded) > LINE_LIMIT:
         content = {**content, text: content[text][: len(content[text]) * 3 // 4]}
@@ -189,7 +179,7 @@ def line(content: dict[str, Any], text: str = "message") -> bytes:
 
 
 def read_line(encoded: bytes) -> dict[str, Any] | None:
-    """The object of a line, or None for what is none."""
+    """The object of a line, or None if it is invalid."""
     try:
         content = json.loads(encoded)
     except (ValueError, RecursionError):
@@ -198,7 +188,6 @@ def read_line(encoded: bytes) -> dict[str, Any] | None:
 
 
 def write_all(descriptor: int, encoded: bytes) -> None:
-    """Write to a blocking descriptor."""
     while encoded:
         encoded = encoded[os.write(descriptor, encoded) :]
 
@@ -214,18 +203,17 @@ def _read(descriptor: int, length: int) -> bytes:
 
 
 AGAIN_S = 1.0
-"""Longer than it takes to say what was swallowed."""
+"""Longer than it takes Python to report a swallowed exception."""
 
 
 class DeadlineError(BaseException):
-    """The time is over.  No ``Exception``, so that no library takes it for one of its own."""
+    """The time is over. Not an ``Exception``, so that libraries do not catch it."""
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise DeadlineError in what runs inside after ``seconds`` of wall-clock time.
-
-    Outside the main thread nothing is bounded.  An alarm that was set before goes on afterwards.
+    """Raise DeadlineError in the block after ``seconds`` of wall-clock time, in the main thread
+    only. An alarm that was set before continues afterwards.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -237,7 +225,7 @@ def deadline(seconds: float) -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:  # an alarm that came on the way to the line above has skipped it
+    finally:  # an alarm just before the line above would skip it
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         if left:

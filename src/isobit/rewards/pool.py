@@ -1,25 +1,19 @@
-"""Processes that grade, and who of them does what.
+"""The processes that grade, and the queue of their tasks.
 
     submitted tasks -> queue -> idle process -> one message -> a line for each completion
 
-A task is one reward's work on one group.  Its process answers completion by completion, so that a
-deadline counts for each of them and what came before a crash is kept:
+A task is one reward's work on one group. Its process answers completion by completion, so that the
+deadline holds for each of them and results before a crash are kept:
 
-    took too long     the process is ended; the completion in hand fails with kind ``deadline``
-    ended, crashed    likewise, with kind ``crash``
+    took too long     the process is killed; the current completion fails with kind ``deadline``
+    ended, crashed    the current completion fails with kind ``crash``
     the rest          goes to another process
 
-Where a function is called for all completions at once, or for all at the same time, nobody can say
-which of them it was: all that have no answer fail.  A call for all of them has their deadlines
-together.
+For a function that is called for all completions at once, all those without an answer fail, and one
+call has the deadlines of all completions together.
 
-Nothing here runs by itself: ``poll`` looks after the processes, and ``wait`` calls it until tasks
-are done.  Work goes on meanwhile in the processes that have some.
-
-The trainer's side of one process that grades: starts it clean, hands it work, hears it, ends it.
-
-The process is a new one of the interpreter, in a session of its own: it inherits no descriptor, so
-no lock, and no state of the trainer.  Nothing here waits for it but ``end``.
+There is no thread: ``poll`` serves the processes, and ``wait`` calls it until tasks are done. Each
+process is a new interpreter in its own session, which inherits no descriptors, locks or state.
 """
 
 import math
@@ -34,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.form import Mode
@@ -43,28 +37,21 @@ from isobit.rewards.outcome import LINE_LIMIT, Failure, Outcome, bounded, frame,
 from isobit.rewards.worker import Start
 from isobit.util.errors import RewardError
 
-_ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _END_S = 3.0
-"""How long a process that was told to end may take for it."""
+"""Seconds in which a process must end once it is told to."""
 _NOISE = 1500
 
 
 class GraderProcess:
-    """One process and its pipes."""
-
     def __init__(self, start: Start) -> None:
-        """Begin to start it.  Raises whatever ``subprocess.Popen`` raises."""
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self._process = subprocess.Popen(
-            # -P: a file json.py in the working directory is no module of ours
+            # -P: a json.py in the working directory must not be imported
             [sys.executable, "-P", "-m", "isobit.rewards.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,  # of an interpreter that does not come up
+            stderr=subprocess.STDOUT,  # for an interpreter that fails to start
             bufsize=0,
             start_new_session=True,
             env={**os.environ, **_ONE_THREAD, "PYTHONPATH": path},
@@ -76,53 +63,49 @@ class GraderProcess:
             os.set_blocking(descriptor, False)
         self._unsent, self._unread, self._noise = bytearray(frame(start)), bytearray(), ""
         self.is_gone = False
-        """Whether it has ended, and all that it said was heard."""
+        """Whether it has ended and all its output was read."""
         self._exit: str | None = None
 
     @property
     def is_sending(self) -> bool:
-        """Whether there is something that it has not taken yet."""
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Hand it a frame; what its pipe does not take now goes with ``flush``."""
+        """Send a frame; what the pipe does not take now is sent by ``flush``."""
         self._unsent += message
         self.flush()
 
     def flush(self) -> None:
-        """Write what its pipe takes."""
         try:
             while self._unsent:
                 del self._unsent[: os.write(self.requests, memoryview(self._unsent)[: 1 << 16])]
         except BlockingIOError:
             return
-        except OSError:  # it is gone, which ``read`` finds out
+        except OSError:  # it has ended, which ``read`` detects
             self._unsent.clear()
 
     def read(self) -> Iterator[Mapping[str, Any]]:
-        """The messages that have come."""
-        self.is_gone = self._process.poll() is not None  # all that it said is in the pipe by now
+        self.is_gone = self._process.poll() is not None  # its whole output is in the pipe by now
         try:
             while chunk := os.read(self.replies, 1 << 16):
                 self._unread += chunk
                 yield from self._lines()
-                if len(self._unread) > LINE_LIMIT:  # no line of ours
+                if len(self._unread) > LINE_LIMIT:  # not a message
                     self._keep_noise(bytes(self._unread))
                     self._unread.clear()
             self.is_gone = True
         except BlockingIOError:
-            pass  # one of its children may hold the pipe open for longer than it lives
+            pass  # a child may keep the pipe open after the process has ended
         if self.is_gone:
             self._keep_noise(bytes(self._unread))
             self._unread.clear()
 
     def how_it_ended(self) -> str:
-        """What became of a process that is gone, with the end of what it printed."""
         code = self._process.wait()
         return self._exit or _exit_text(code, self._noise)
 
     def end(self) -> None:
-        """End it with all of its children; waits for that."""
+        """End the process and its children, and wait for that."""
         self.dismiss()
         try:
             self._process.wait(_END_S)
@@ -133,7 +116,6 @@ class GraderProcess:
         self._process.stdout.close()
 
     def dismiss(self) -> None:
-        """Tell it to end, and do not wait."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
@@ -154,7 +136,7 @@ class GraderProcess:
 
 
 def _exit_text(code: Any, output: Any) -> str:
-    """``its process was killed by SIGSEGV; the last it printed was ..``."""
+    """``its process was killed by SIGSEGV; the last it printed was ..``"""
     if isinstance(code, int) and code < 0:
         try:
             text = f"its process was killed by {signal.Signals(-code).name}"
@@ -169,19 +151,19 @@ def _exit_text(code: Any, output: Any) -> str:
 
 
 Watch = Callable[[], None]
-"""Called some times a second while something is waited for; what it raises ends the waiting."""
+"""Called several times a second while waiting; an exception of it ends the waiting."""
 Inside = Callable[[], AbstractContextManager[None]]
-"""Entered around each call of a reward in this process: what a signal does meanwhile."""
+"""A context around each call of a reward in the run's own process, which handles signals."""
 
 DEFAULT_WORKERS = 4
-"""At most, where nobody asks for more."""
+"""The most processes by default."""
 TICK_S = 0.1
 START_DEADLINE_S = 300.0
-"""For an interpreter to come up and import the modules of the rewards."""
+"""For starting an interpreter and importing the modules of the rewards."""
 FAILED_STARTS = 3
-"""So many in a row are no accident."""
+"""Failed starts in a row that end the run."""
 BARREN_ENDS = 32
-"""After so many processes in a row that ended without a single reward, no more are started."""
+"""Processes in a row that ended without a single reward, after which the run ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,68 +175,37 @@ class Task:
     completions: Sequence[Completion]
     outcomes: list[Outcome | None] = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
-    """What the reward's grader met in them (``isobit.rewards.outcome``)."""
+    """What the grader counted (``isobit.rewards.outcome``)."""
 
     def __post_init__(self) -> None:
         self.outcomes = [None] * len(self.completions)
 
     @property
     def is_done(self) -> bool:
-        """Whether every completion has its outcome."""
         return None not in self.outcomes
 
     def missing(self) -> list[int]:
-        """The completions that have none."""
         return [index for index, outcome in enumerate(self.outcomes) if outcome is None]
-
-
-class Scoring(Protocol):
-    """Who does tasks: a pool, or this very process."""
-
-    def describe(self) -> Mapping[str, str]:
-        """Each reward in a line, by part."""
-        ...
-
-    def submit(self, task: Task) -> None:
-        """Take a task on."""
-        ...
-
-    def poll(self) -> None:
-        """Look after what goes on by itself."""
-        ...
-
-    def wait(self, tasks: Sequence[Task], watch: Watch, inside: Inside) -> None:
-        """Return when the tasks are done."""
-        ...
-
-    def close(self) -> None:
-        """End it."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A process and what it is at."""
-
     process: GraderProcess
     since: float
-    """When it was started, was given its task, or gave its last answer."""
+    """Time at which it was started, was given its task, or gave its last answer."""
     is_ready: bool = False
     task: Task | None = None
     indices: list[int] = field(default_factory=list)
     """The completions of the task by their place in the message."""
     is_last: bool = False
-    """Whether it ends after its last answer."""
+    """Whether the process ends after its last answer."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it could take a task."""
         return self.is_ready and self.task is None and not self.is_last
 
 
 class Pool:
-    """Processes that grade; see the module."""
-
     def __init__(
         self,
         rewards: Mapping[str, tuple[str, Mapping[str, Any]]],
@@ -262,13 +213,11 @@ class Pool:
         deadline_s: float,
         memory_mib: int,
     ) -> None:
-        """Begin to start ``workers`` processes for rewards by part: a function's name with its
-        options.
-        """
+        """Start ``workers`` processes for rewards by part: a function's name with its options."""
         given = [name for name, _ in rewards.values() if name.startswith(PREFIX)]
         packed = {name: packed_reward(name) for name in given}
         self._start = Start(dict(rewards), packed, memory_mib << 20)
-        self._size = workers or min(len(os.sched_getaffinity(0)), DEFAULT_WORKERS)
+        self.size = workers or min(len(os.sched_getaffinity(0)), DEFAULT_WORKERS)
         self._deadline_s = deadline_s
         self._modes: dict[str, Mode] = {}
         self._descriptions: dict[str, str] = {}
@@ -276,49 +225,40 @@ class Pool:
         self._failed_starts = self._barren_ends = 0
         self._workers: list[Worker] = []
         try:
-            while len(self._workers) < self._size:
+            while len(self._workers) < self.size:
                 self._add_worker()
         except BaseException:
             self.close()
             raise
 
-    @property
-    def size(self) -> int:
-        """How many processes there are when there is work for all."""
-        return self._size
-
     def describe(self) -> Mapping[str, str]:
-        """The rewards as the first process that is up has recognised them, which is waited for.
-
-        Raises RewardError where they cannot be loaded.
+        """The rewards as the first loaded process recognised them, which is waited for. Raises
+        RewardError if they cannot be loaded.
         """
         while not self._descriptions:
             self._attend(TICK_S)
         return self._descriptions
 
     def submit(self, task: Task) -> None:
-        """Put a task into the queue.  Raises as ``poll`` does."""
+        """Put a task into the queue. Raises as ``poll`` does."""
         self._queue.append(task)
         self.poll()
 
     def poll(self) -> None:
-        """Hear what has been said, end what takes too long, and give out work; never waits.
+        """Read answers, end processes that take too long, and give out tasks, without waiting.
 
-        Raises RewardError where a reward cannot be loaded or says that nothing can be graded, and
-        where no process stays up.
+        Raises RewardError if a reward cannot be loaded or says that nothing can be graded, and if
+        processes fail again and again.
         """
         self._attend(0.0)
 
     def wait(self, tasks: Sequence[Task], watch: Watch, inside: Inside = nullcontext) -> None:
-        """Return when the tasks are done.  Raises as ``poll`` does, and what ``watch`` raises.  No
-        reward is called ``inside`` this process.
-        """
+        """Return when the tasks are done. Raises as ``poll`` does, and what ``watch`` raises."""
         while not all(task.is_done for task in tasks):
             watch()
             self._attend(TICK_S)
 
     def close(self) -> None:
-        """End the processes and their children."""
         for worker in self._workers:
             worker.process.dismiss()
         while self._workers:
@@ -338,7 +278,7 @@ class Pool:
         self._give_out()
 
     def _select(self, timeout_s: float) -> list[Worker]:
-        """The processes that have said something, or are gone."""
+        """The processes with output, or that have ended."""
         poller = select.poll()
         for worker in self._workers:
             poller.register(worker.process.replies, select.POLLIN)
@@ -356,7 +296,7 @@ class Pool:
             if idle is None:
                 break
             self._hand(idle, self._queue.popleft())
-        while self._queue and len(self._workers) < self._size:
+        while self._queue and len(self._workers) < self.size:
             self._add_worker()
 
     def _hand(self, worker: Worker, task: Task) -> None:
@@ -408,13 +348,12 @@ class Pool:
             self._release(worker)
 
     def _release(self, worker: Worker) -> None:
-        """Take the worker's task from it; what is left of it is the next to be given out."""
+        """Take the worker's task from it; what is left of it goes to the front of the queue."""
         if worker.task is not None and not worker.task.is_done:
             self._queue.appendleft(worker.task)
         worker.task, worker.indices = None, []
 
     def _allowed(self, worker: Worker) -> float:
-        """Seconds from ``worker.since`` on."""
         if not worker.is_ready:
             return START_DEADLINE_S
         if worker.task is None:
@@ -443,7 +382,7 @@ class Pool:
         self._replace(worker, Failure("crash", how))
 
     def _replace(self, worker: Worker, failure: Failure) -> None:
-        """End a worker; what it had in hand fails."""
+        """End a worker; what it was grading fails."""
         self._workers.remove(worker)
         worker.process.end()
         task = worker.task

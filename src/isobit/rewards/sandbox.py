@@ -1,24 +1,22 @@
-"""A sandbox for code that a model wrote: processes that see a bare, read-only system.
+"""A sandbox for code that a model wrote: processes in a bare, read-only system.
 
-Two tools make it, whichever works first: bubblewrap (``bwrap``), or util-linux's ``unshare`` with a
-root of our own (`confined.kernel.build_root`).  Both give namespaces for users, mounts, processes,
-network, IPC and host name; inside, `confined.kernel` and `confined.calls` add
-bounds and a filter of calls.
+It is made by the first of two tools that works: bubblewrap (``bwrap``), or util-linux's ``unshare``
+with our own root (`confined.kernel.build_root`). Both give namespaces for users, mounts, processes,
+network, IPC and host name; inside, `confined.kernel` and `confined.calls` add limits and a filter
+of system calls.
 
-    seen       Python and its library, the system's libraries, all read-only
-    written    /tmp of 16 MiB, gone with the process
-    not there  the network, other processes, /proc, files and environment of the host, new processes
-    bounded    wall-clock time, CPU time, memory, size of files, descriptors, output
-    ended      as a whole, with whoever started it too
+    visible    Python and its library, the system's libraries, all read-only
+    writable   /tmp of 16 MiB, which is lost with the process
+    absent     the network, other processes, /proc, the host's files and environment, new processes
+    limited    wall-clock time, CPU time, memory, size of files, descriptors, output
+    ended      all processes together, also when their starter ends
 
-Where neither tool works, `launcher` raises ``RewardError`` and says why.  What it cannot hold: a
-fault of the kernel itself; how long things take; and up to 64 MiB of kernel buffers and the 16 MiB
-of /tmp beside the memory limit.
+If neither tool works, `launcher` raises ``RewardError`` and says why. The sandbox does not protect
+against faults of the kernel or timing, and up to 64 MiB of kernel buffers and the 16 MiB of /tmp
+come on top of the memory limit.
 
-One process in the sandbox, from its start to its end, which is the end of all that it started.
-
-It is given its job, and its input, as files that live in memory; its output is read from a pipe,
-up to a bound and a deadline.
+The job and the input of a process are files in memory; its output is a pipe, read up to a size and
+a deadline.
 """
 
 import json
@@ -54,45 +52,41 @@ class SandboxError(Exception):
 
 
 class OutputLimitError(Exception):
-    """Code that wrote more than is read of it; all of it has been killed."""
+    """Code that wrote too much; all of it has been killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one process may use: seconds of wall-clock time, bytes of memory."""
-
     seconds: float
     memory_bytes: int
 
 
 class Launcher(ABC):
-    """How a process is put into a sandbox."""
-
     name: str
     needs: tuple[str, ...] = ()
-    """Programs that must be there."""
+    """Programs that must be installed."""
     privileged: bool = False
     """Whether `confined.main` has privileges to drop."""
 
     @abstractmethod
     def command(self, python: Sequence[str]) -> list[str]:
-        """The command that runs ``python``, a command too, in the sandbox."""
+        """The command that runs the command ``python`` in the sandbox."""
 
     def root(self) -> dict[str, Any] | None:
-        """What is left for `confined.kernel.build_root`; None where ``command`` makes the root."""
+        """The arguments of `confined.kernel.build_root`; None if ``command`` makes the root."""
         return None
 
 
 def interpreter() -> str:
-    """The interpreter itself, not a virtual environment's link to it."""
+    """The real interpreter, not a virtual environment's link to it."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 class Process:
-    """One process in the sandbox, from start to end.
+    """One process in the sandbox, and all that it starts.
 
-    ``job`` is what its role needs (`confined.main`); ``pass_fds`` are descriptors it keeps;
-    ``stdin`` bytes that it reads.  Its output is a pipe.
+    ``job`` is what its role needs (`confined.main`); ``pass_fds`` are descriptors that it keeps;
+    ``stdin`` its input.
     """
 
     def __init__(
@@ -107,7 +101,7 @@ class Process:
     ) -> None:
         self.deadline = time.monotonic() + limits.seconds
         self.started = False
-        """Known once it has ended: whether it came as far as the code."""
+        """Whether the code was reached; known once the process has ended."""
         bounds = {
             "memory_bytes": limits.memory_bytes,
             "cpu_seconds": int(limits.seconds) + 1,
@@ -145,13 +139,14 @@ class Process:
 
     @property
     def seconds_left(self) -> float:
-        """Wall-clock time until its deadline; 0 after it."""
+        """Wall-clock time until the deadline; 0 after it."""
         return max(0.0, self.deadline - time.monotonic())
 
     def finish(self, most_bytes: int) -> tuple[bytes, int]:
-        """All output and the exit code.  Nothing of it runs any more when this returns or raises.
+        """All output and the exit code. All of its processes have ended when this returns or
+        raises.
 
-        Raises TimeLimitError, OutputLimitError, and SandboxError where the code never ran.
+        Raises TimeLimitError, OutputLimitError, and SandboxError if the code never ran.
         """
         try:
             output, exit_code = self._read(most_bytes), self._process.wait(self.seconds_left)
@@ -165,9 +160,9 @@ class Process:
             self.kill()
 
     def kill(self) -> None:
-        """End all of it, and wait until it has ended: its output is then at its end."""
+        """End all of it, and wait until the output is closed."""
         stdout = self._process.stdout
-        assert stdout is not None, "it is a pipe"
+        assert stdout is not None
         if stdout.closed:
             return
         self._process.kill()
@@ -186,7 +181,7 @@ class Process:
 
     def _read(self, most_bytes: int) -> bytes:
         stdout = self._process.stdout
-        assert stdout is not None, "it is a pipe"
+        assert stdout is not None
         parts: list[bytes] = []
         size = 0
         while select([stdout], [], [], self.seconds_left)[0]:
@@ -201,7 +196,6 @@ class Process:
 
 
 def _file(content: bytes) -> int:
-    """A descriptor to read ``content`` from."""
     descriptor = os.memfd_create("isobit")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
@@ -234,7 +228,7 @@ def shown() -> dict[str, str]:
 
 
 def links() -> dict[str, str]:
-    """Symbolic links of the host that the libraries are found by."""
+    """Symbolic links of the host through which libraries are found."""
     return {path: os.readlink(path) for path in LIBRARIES if os.path.islink(path)}
 
 
@@ -245,7 +239,6 @@ class Bubblewrap(Launcher):
     needs = ("bwrap",)
 
     def command(self, python: Sequence[str]) -> list[str]:
-        """``python`` inside."""
         words = ["bwrap", "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc"]
         words += ["--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session"]
         for inside, host in shown().items():
@@ -259,40 +252,36 @@ class Bubblewrap(Launcher):
 
 
 class Unshare(Launcher):
-    """``unshare`` makes namespaces, `confined.kernel.build_root` the root."""
+    """``unshare`` makes the namespaces, `confined.kernel.build_root` the root."""
 
     name = "unshare"
     needs = ("unshare", "setpriv")
     privileged = True
 
     def command(self, python: Sequence[str]) -> list[str]:
-        """``python`` inside namespaces of its own, still before the host's files."""
         words = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork"]
         words += ["--kill-child", "--net", "--ipc", "--uts", "--cgroup", "--"]
         return [*KILLER.split(), *words, *python]
 
     def root(self) -> dict[str, Any]:
-        """All of it, for `confined.kernel.build_root`."""
         return {"shown": shown(), "links": links(), "tmp_bytes": TMP_BYTES}
 
 
 class Unsandboxed(Launcher):
-    """No namespaces: bounds and the filter of system calls alone.  The code reads what you can
-    read.
-    """
+    """Limits and the filter of system calls only. The code can read the user's files."""
 
     name = "no sandbox"
 
     def command(self, python: Sequence[str]) -> list[str]:
-        """``python`` as it stands; it ends with its parent where ``setpriv`` is there."""
+        """``setpriv``, if there, ends the process with its parent."""
         return [*(KILLER.split() if shutil.which("setpriv") else ()), *python]
 
 
 @cache
 def launcher(unsandboxed: bool) -> Launcher:
-    """The first launcher that works here, tried once a process.
+    """The first launcher that works here, tried once in each process.
 
-    Raises ``RewardError`` with what was wrong with each where none does, unless ``unsandboxed``.
+    Raises ``RewardError`` with the reasons if none does, unless ``unsandboxed``.
     """
     reasons = []
     for candidate in (Bubblewrap(), Unshare()):
@@ -307,8 +296,7 @@ def launcher(unsandboxed: bool) -> Launcher:
         + "; ".join(reasons)
         + "); install bubblewrap, or allow user namespaces (sysctl "
         "kernel.unprivileged_userns_clone or user.max_user_namespaces; in a container, its seccomp "
-        "profile), or give the grader "
-        "unsandboxed = true, with which the code may read and send whatever you may"
+        "profile), or give the grader unsandboxed = true, so that the code may do what you may"
     )
 
 

@@ -1,40 +1,30 @@
-"""A process that grades: ``python -m isobit.rewards.worker``, as ``process`` starts it.
+"""A process that grades: ``python -m isobit.rewards.worker``, started by ``isobit.rewards.pool``.
 
-It splits in two before it has loaded anything: one half grades, the other (``keeper``) watches over
-it.  The half that grades has
+It forks before it has loaded anything: the child grades, the parent (``keep``) supervises it. The
+grader has
 
-    limits       of its memory (``memory_limit``, ``reward.memory_mib``); no core files
-    its output   as a pipe of its own, so that a reward that prints reaches nobody's standard output
-    a pid guard  what a reward forked and let return is no second grader: it ends there
-    deaf ears    signals to the run that reach all of its processes, as Slurm and systemd send them,
-                 are the trainer's to answer
+    limits       on its memory (``reward.memory_mib``); no core files
+    its output   in a pipe of its own, so that a reward's prints do not reach standard output
+    a pid guard  a fork of the grader that returns from a reward ends instead of grading on
+    no signals   signals to all processes of the run, as Slurm and systemd send them, are left to
+                 the trainer
 
-Messages (``wire``), to here: first ``Start``, then (part, prompt, completions) at a time.  From
-here:
+Messages (``isobit.rewards.outcome``) to the grader: first ``Start``, then (part, prompt,
+completions) each time. From the grader:
 
     {"ready": {part: [mode, description]}} or {"refused": message}
-    {"item": i, "value": 1.0} or {"item": i, "kind": .., "message": ..}, one a completion; with
-        "last" the process ends after it, since what it ran may have left it in any state; with
-        "counts" graders have met something unusual since the last answer, how often by kind
-    {"fatal": message}, where the reward says that nothing can be graded
+    {"item": i, "value": 1.0} or {"item": i, "kind": .., "message": ..} for each completion; with
+        "last" the process ends after it, since its state is unknown; "counts" are what graders
+        counted since the last answer, by kind
+    {"fatal": message} if the reward says that nothing can be graded
 
-The process between the trainer and one that grades.  It runs no code of a reward, and so can do
-what the grader cannot be trusted with:
+The supervisor runs no code of a reward. It keeps the end of the grader's output for error messages,
+reports how the grader ended, and kills all processes that the grader started, also when the trainer
+has ended. For that it leads the grader's process group and adopts its orphans, in any session.
 
-    it reads what the grader and its children print, and keeps the end of it for a message
-    it says how the grader ended, and ends what the grader has left behind
-    it ends them all when the trainer is gone, however it went
-
-It is the leader of the grader's process group, and the new parent of processes of the grader that
-lose theirs, in whatever session they are.
-
-The bound on the memory of a process that grades.
-
-What counts is memory that the process writes and shares with nobody: its heap, its arrays, its
-stacks (RLIMIT_DATA of Linux; as ``VmData`` in ``/proc/PID/status``).  Not counted are the text of
-libraries, files that are mapped to be read, and address space that is reserved and not used: a CUDA
-build of torch maps many GiB of those when it is imported, and takes some hundred MiB of memory.
-Shared memory (``/dev/shm``, ``mmap.mmap(-1, n)``) is not counted either.
+The limit counts private memory that can be written: heap, arrays, stacks (RLIMIT_DATA of Linux,
+``VmData`` in ``/proc/PID/status``). It does not count libraries' code, mapped files, shared memory,
+or reserved address space, of which a CUDA build of torch maps many GiB.
 """
 
 import ctypes
@@ -58,36 +48,35 @@ TAIL = 1500
 """Bytes of the output that are kept."""
 _SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
 _GLANCE_S = 1.0
-"""How often it looks whether the trainer is still its parent, beside waiting for the pipe's end."""
+"""Seconds between checks whether the trainer is still its parent."""
 _END_S = 2.0
-"""How long it tries to end processes that go on making new ones."""
+"""Seconds for killing processes that keep starting new ones."""
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all processes below this one that lose theirs."""
     _process_control(_SET_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when ``parent`` ends, which started it."""
+    """Have this process killed when its ``parent`` ends."""
     _process_control(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def keep(child: int, trainer: int, requests: int, replies: int, output: int) -> NoReturn:
-    """Wait until the grader ``child`` or the ``trainer`` is gone, then end everything; does not
+    """Wait until the grader ``child`` or the ``trainer`` has ended, then end everything; does not
     return.
 
-    ``requests`` is the pipe from the trainer (read by the grader; here its end is waited for),
-    ``replies`` the one to it, ``output`` what the grader and its children print.
+    ``requests`` is the pipe from the trainer to the grader, watched for its end, ``replies`` the
+    one to the trainer, ``output`` the output of the grader and its children.
     """
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     poller = select.poll()
-    poller.register(requests, 0)  # the end alone, which is always told
+    poller.register(requests, 0)  # its end is always reported
     poller.register(output, select.POLLIN)
     poller.register(wake, select.POLLIN)
     tail, status = b"", None
@@ -115,7 +104,7 @@ def _tell(replies: int, exit_code: int, tail: bytes) -> None:
     text = tail.decode("utf-8", "replace")
     try:
         write_all(replies, b"\n" + line({"ended": exit_code, "output": text}, text="output"))
-    except OSError:  # the trainer is gone, too
+    except OSError:  # the trainer has ended too
         return
 
 
@@ -130,7 +119,7 @@ def _is_readable(descriptor: int) -> bool:
 
 
 def _reap(child: int) -> int | None:
-    """Bury the dead; the wait status of ``child`` if it is among them."""
+    """Reap ended children; the wait status of ``child`` if it is among them."""
     status = None
     try:
         while True:
@@ -144,13 +133,11 @@ def _reap(child: int) -> int | None:
 
 
 def _end_all() -> None:
-    """Kill everything below this process, again until nothing is left: a process may have made
-    others before it was its turn.
-    """
+    """Kill everything below this process, repeatedly, since processes may start others."""
     until = monotonic() + _END_S
     while (found := list(_descendants(os.getpid()))) and monotonic() < until:
         for pid in found:
-            with suppress(ProcessLookupError):  # gone meanwhile
+            with suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, signal.SIGKILL)
         _reap(0)
     os.killpg(0, signal.SIGKILL)
@@ -161,7 +148,7 @@ def _descendants(root: int) -> Iterator[int]:
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:  # gone meanwhile
+        except OSError:  # it has ended
             continue
         children.setdefault(int(fields[1]), []).append(pid)
     found = children.get(root, [])
@@ -171,16 +158,15 @@ def _descendants(root: int) -> Iterator[int]:
 
 
 def _process_control(option: int, value: int) -> None:
-    """prctl of Linux; elsewhere the process group alone holds the processes together."""
+    """prctl of Linux; elsewhere only the process group holds the processes together."""
     control = getattr(ctypes.CDLL(None), "prctl", None)
     if control is not None:
         control(option, value, 0, 0, 0)
 
 
 def limit_memory(size: int) -> None:
-    """Have this process, and each that it starts, fail to get more than ``size`` bytes.
-
-    A kernel that does not hold processes to that bound is given one of the whole address space.
+    """Limit the private memory of this process and its children to ``size`` bytes, or the address
+    space on a kernel that does not enforce that.
     """
     resource.setrlimit(resource.RLIMIT_DATA, (size, size))
     if not _is_held_to(size):
@@ -197,27 +183,23 @@ def _is_held_to(size: int) -> bool:
 
 
 ENDS_AFTER = frozenset({"MemoryError", "SystemExit"})
-"""Kinds of failures after which a process is replaced: what is left of its memory may be too little
-for all that follow, and what wanted to exit is not asked to go on.
-"""
+"""Failures after which a process is replaced, since memory may be lost or the code exits."""
 
 FOR_THE_TRAINER = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a grader is to be."""
+    """The first message to a grader."""
 
     rewards: Mapping[str, tuple[str, Mapping[str, Any]]]
-    """By part: the function's name and its options."""
+    """The function's name and its options, by part."""
     given: Mapping[str, bytes]
-    """Functions that were given from Python, by name (``isobit.rewards.given``)."""
+    """Functions passed from Python, by name (``isobit.rewards.given``)."""
     memory_bytes: int
-    """That it may take (``memory_limit``)."""
 
 
 def main() -> None:
-    """Become a grader and its keeper."""
     trainer = os.getppid()
     requests, replies = os.dup(0), os.dup(1)
     output, printed = os.pipe()
@@ -241,32 +223,30 @@ def main() -> None:
 
 
 def _leave_to_trainer() -> None:
-    """Do nothing on signals to the run.  They are not ignored, which programs would inherit."""
+    """Do nothing on signals to the run. Ignoring them would be inherited by programs."""
     for number in FOR_THE_TRAINER:
         signal.signal(number, _do_nothing)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Stands for the trainer's answer."""
+    pass
 
 
 def _end_by_them() -> None:
-    """What a reward forks ends by signals as any process does, but for those it has taken over."""
+    """After a fork: restore the default handlers, except for signals that the reward handles."""
     for number in FOR_THE_TRAINER:
         if signal.getsignal(number) is _do_nothing:
             signal.signal(number, signal.SIG_DFL)
 
 
 class Grader:
-    """The half that runs the rewards."""
-
     def __init__(self, requests: int, replies: int) -> None:
         self._requests, self._replies = requests, replies
         self._pid = os.getpid()
         self._pipe = os.fstat(replies).st_ino
 
     def run(self) -> None:
-        """Load the rewards and grade until the trainer has no more; does not return."""
+        """Load the rewards and grade until the trainer closes the pipe; does not return."""
         try:
             start: Start = read_frame(self._requests)
             rewards = self._load(start)
@@ -275,7 +255,7 @@ class Grader:
                 self._grade(rewards[part], prompt, completions)
         except EOFError:
             os._exit(0)
-        except BaseException as error:  # of unpickling, of a descriptor that a reward closed, ...
+        except BaseException as error:  # from unpickling, or a descriptor that a reward closed
             sys.excepthook(type(error), error, error.__traceback__)
             sys.stderr.flush()
             os._exit(1)
@@ -283,7 +263,7 @@ class Grader:
     def _load(self, start: Start) -> dict[str, Any]:
         import faulthandler
 
-        faulthandler.enable()  # where a segmentation fault was
+        faulthandler.enable()  # reports where a segmentation fault was
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limit_memory(start.memory_bytes)
         from isobit.rewards.given import load_reward, unpack_reward
@@ -296,9 +276,9 @@ class Grader:
             }
         except RewardError as error:
             self._refuse(str(error))
-        except BaseException as error:  # a KeyboardInterrupt of the module's own
+        except BaseException as error:  # such as a KeyboardInterrupt that the module raises
             self._refuse(f"a reward cannot be loaded: {type(error).__name__}: {error}")
-        take()  # what they met while they were loaded is no answer's
+        take()  # counts made while loading belong to no answer
         self._reply(
             {"ready": {part: [one.mode, one.describe()[:300]] for part, one in rewards.items()}}
         )
@@ -342,7 +322,7 @@ class Grader:
         self._reply(content | ({"counts": counts} if counts else {}))
 
     def _reply(self, content: dict[str, Any], text: str = "message") -> None:
-        """Tell the trainer, if this is still the grader and its pipe still the pipe."""
+        """Send a message, if this is still the grader and its pipe is unchanged."""
         if os.getpid() != self._pid:
             os._exit(1)
         if os.fstat(self._replies).st_ino != self._pipe:

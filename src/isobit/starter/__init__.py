@@ -1,8 +1,6 @@
-"""The starter model: a Qwen3-shaped policy of about a million parameters, shipped with Isobit, that
-adds four one-digit numbers.
-
-It makes every command runnable on a laptop, without a download, in minutes.  ``README.md`` in this
-folder is its model card.
+"""The starter model: a Qwen3-shaped policy of about a million parameters that adds four one-digit
+numbers. It makes every command runnable on a laptop, without a download, in minutes. ``README.md``
+is its model card.
 """
 
 from importlib.resources import files
@@ -10,7 +8,5 @@ from pathlib import Path
 
 
 def starter_folder() -> Path:
-    """The folder of the shipped model, its tokenizer, and its problems (``train.jsonl`` and
-    ``held_out.jsonl``).
-    """
+    """The folder of the model, its tokenizer, ``train.jsonl`` and ``held_out.jsonl``."""
     return Path(str(files(__name__)))

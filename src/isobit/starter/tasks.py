@@ -1,11 +1,8 @@
-"""The starter model's world: sums of four one-digit numbers, answered in two styles, and the reward
-for a right answer.
+"""The starter model's task: sums of four one-digit numbers, and the reward for a right answer.
 
-A question reads ``3+8+2+9=``.  It can be answered *straight away* (``22``) or *worked out*, one
-addition after the other (``11,13,22``).  Pretraining text holds both: worked-out answers are right,
-answers given straight away are guesses near the sum.  A model of that text is right when it works
-the answer out, which it does a third of the time; reinforcement learning has to find out that it
-pays.
+A question reads ``3+8+2+9=``. The pretraining text answers it either at once (``22``), with a guess
+near the sum, or worked out, one addition after the other (``11,13,22``), and right. A model of that
+text works out a third of its answers; reinforcement learning finds out that this pays.
 """
 
 from functools import cache
@@ -22,24 +19,20 @@ DIGITS = range(10)
 WORKED_OUT_SHARE = 1 / 3
 """Share of worked-out answers in the pretraining text."""
 GUESS_RANGE = 4
-"""A guess is off by at most that much, each error being equally likely."""
+"""Largest error of a guess; each error is equally likely."""
 HELD_OUT_OF_256 = 26
-"""Of 256 values of the hash's last byte, those that hold a problem out."""
+"""How many of the 256 values of the hash's last byte hold a problem out."""
 
 
 @cache
 def problems(held_out: bool) -> tuple[Problem, ...]:
-    """The held-out problems (989), or those to train on (9,011), in the order of their hashes: any
-    first n are a fair sample.
-    """
+    """The 989 held-out problems, or the 9,011 others, in the order of their hashes."""
     found = (p for p in product(DIGITS, DIGITS, DIGITS, DIGITS) if is_held_out(p) == held_out)
     return tuple(sorted(found, key=_digest))
 
 
 def is_held_out(problem: Problem) -> bool:
-    """Whether the problem is kept for evaluation: a property of its text alone, the same everywhere
-    and for ever.
-    """
+    """Whether the problem is kept for evaluation; depends on its text alone."""
     return _digest(problem)[-1] < HELD_OUT_OF_256
 
 
@@ -48,7 +41,6 @@ def _digest(problem: Problem) -> bytes:
 
 
 def question(problem: Problem) -> str:
-    """``3+8+2+9=``."""
     return "+".join(map(str, problem)) + "="
 
 
@@ -58,30 +50,24 @@ def worked_out(problem: Problem) -> str:
 
 
 def guess(problem: Problem, random: Random) -> str:
-    """A number near the sum, and not below zero."""
     return str(max(0, sum(problem) + random.randint(-GUESS_RANGE, GUESS_RANGE)))
 
 
 def pretraining_answer(problem: Problem, random: Random) -> str:
-    """One answer as the pretraining text has them: worked out or guessed."""
     return worked_out(problem) if random.random() < WORKED_OUT_SHARE else guess(problem, random)
 
 
 def final_answer(text: str) -> str:
-    """What a completion settles on: everything after its last comma, or all of it where there is
-    none.
-    """
+    """Everything after the last comma, or the whole text where there is none."""
     return text.rpartition(",")[2]
 
 
 def is_worked_out(text: str) -> bool:
-    """Whether a completion has steps rather than a number alone."""
     return "," in text
 
 
 def correct_answer(prompt: Prompt, completion: Completion) -> float:
     """The reward: 1.0 if the final answer is exactly the ``answer`` of the prompt's row, else 0.0.
-
-    The steps are not graded, and an answer cut by the length limit counts as it stands.
+    The steps are not graded, and an answer cut by the length limit counts as it is.
     """
     return 1.0 if final_answer(completion.text) == prompt.row["answer"] else 0.0

@@ -1,7 +1,7 @@
-"""The errors a user can meet: each says what was wrong, what was expected and what to do.
+"""The errors that a user can meet. Each says what was wrong, what was expected and what to do.
 
-The command line prints the message without a traceback and exits with ``exit_code``.  Broken
-invariants are not here: those are ``AssertionError`` and keep their traceback.
+The command line prints the message without a traceback and exits with ``exit_code``. Broken
+invariants are ``AssertionError`` and keep their traceback.
 """
 
 import re
@@ -9,18 +9,16 @@ import re
 from isobit.util.terminal import gib
 
 _LONGEST = 4000
-"""Characters of a message: some ten problems of a recipe, each on its line."""
+"""Characters of a message."""
 _LONGEST_NAME = 200
 """Characters of a name in a message."""
 
 
 class IsobitError(Exception):
-    """Base of every error caused by input, configuration or data rather than by a fault in
-    Isobit.
+    """Base of every error caused by input, configuration or data rather than by a fault in Isobit.
 
-    Its text quotes what strangers wrote, names of tensors or a template's own error: characters
-    that could drive a terminal are shown as escapes, and the middle of what would fill pages is
-    left out.
+    Its text may quote untrusted files: unprintable characters, which could drive a terminal, are
+    escaped, and the middle of a very long text is left out.
     """
 
     exit_code = 2
@@ -38,9 +36,8 @@ class IsobitError(Exception):
 class OutOfMemoryError(IsobitError):
     """A device's memory that ran out in a phase of a run, and could not be worked around.
 
-    ``phase`` is what was being done (``rollout``), ``reason`` what torch said, which holds the size
-    that was asked for, ``free`` the bytes that were free then (None where nobody knows), ``advice``
-    the settings that lower the need.
+    ``phase`` is what was being done (``rollout``), ``reason`` torch's message, ``free`` the free
+    bytes (None if unknown), ``advice`` the settings that lower the need.
     """
 
     def __init__(self, phase: str, reason: str, free: int | None, advice: str) -> None:
@@ -59,7 +56,7 @@ class ModelError(IsobitError):
 
 
 class CheckpointError(IsobitError):
-    """A checkpoint of a run that is missing, damaged, or not of the model that it began with."""
+    """A checkpoint that is missing, damaged, or not of the model that the run began with."""
 
 
 class DataError(IsobitError):
@@ -67,9 +64,7 @@ class DataError(IsobitError):
 
 
 class RewardError(IsobitError):
-    """A reward function that cannot be loaded, or that failed on so much of a batch that no
-    training is possible.
-    """
+    """A reward function that cannot be loaded, or that failed on too much of a batch."""
 
 
 class RequestError(IsobitError):
@@ -77,23 +72,19 @@ class RequestError(IsobitError):
 
 
 class StorageError(IsobitError):
-    """A disk that is full or cannot be written; the message says what was needed and what is
-    free.
-    """
+    """A disk that is full or cannot be written; the message says what was needed and is free."""
 
 
 class NoSpaceError(StorageError):
-    """A disk or a quota that has no room now, and may have some later."""
+    """A disk or a quota that is full; space may be freed while the run waits."""
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """A second Ctrl-C: the process may be in the middle of anything, and nothing more is saved."""
+    """A second Ctrl-C, after which nothing more is saved."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run that stopped on a signal at a moment of its own choice.  Code that survives any
-    ``Exception`` does not catch it.
-    """
+    """A run that a signal stopped in good order. ``except Exception`` does not catch it."""
 
     def __init__(self, signal_name: str, signal_number: int) -> None:
         super().__init__(f"stopped by {signal_name}")
@@ -102,23 +93,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 class MismatchError(IsobitError):
-    """Rollout and training gave different log-probabilities, and the run was told to stop at
-    that.
-    """
-
     exit_code = 3
 
 
 class NoSignalError(IsobitError):
-    """Rewards that had nothing to teach for too many steps, in a run that was told to stop at
-    that.
-    """
-
     exit_code = 3
 
 
 class PeerError(IsobitError):
-    """Another rank has failed, and this one stops with it: it is the other that says why."""
+    """Another rank has failed, and this one stops with it; the other rank reports the cause."""
 
     exit_code = 4
 
@@ -133,7 +116,7 @@ class NonFiniteError(IsobitError):
 
 
 def shown(name: object) -> str:
-    """What a file calls something, for a message: on one line, printable, of bounded length."""
+    """A name from a file, for a message: on one line, printable, of bounded length."""
     text = str(name)
     if len(text) > _LONGEST_NAME:
         text = f"{text[:_LONGEST_NAME]}..."

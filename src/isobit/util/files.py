@@ -1,8 +1,8 @@
-"""Writing so that it lasts: fsync, whole-file and whole-folder replacement, and a full disk as an
-error that says how full.
+"""Durable writes: fsync, replacement of whole folders, and errors of a full disk that say how full
+it is.
 
-A rename within a directory is atomic; what is renamed must be on the disk before (fsync of each
-file), and the name itself after (fsync of the directory).
+A rename within a directory is atomic. The renamed file must be synced before it, and the directory
+after it.
 """
 
 import errno
@@ -16,7 +16,7 @@ from pathlib import Path
 from isobit.util.errors import NoSpaceError, StorageError
 
 LARGE = 1 << 30
-"""Bytes from which on writing or checking takes so long that it is announced."""
+"""Bytes beyond which writing or checking is announced, since it takes long."""
 _RESUME = "go on with --resume"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _LARGE_FILE = errno.EFBIG
@@ -24,9 +24,9 @@ _LARGE_FILE = errno.EFBIG
 
 
 def lies_within(path: Path, folder: Path) -> bool:
-    """Whether a path leads to a place in the folder, wherever symbolic links point.
+    """Whether a path, with symbolic links resolved, is in the folder.
 
-    The hub's cache keeps a snapshot's files as links to ``blobs`` beside ``snapshots``: these count
+    In the hub's cache a snapshot's files are links to ``blobs`` beside ``snapshots``: these count
     as the folder's own.
     """
     own = folder.resolve()
@@ -47,24 +47,19 @@ def sync(path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """Of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def commit_folder(partial: Path, target: Path) -> None:
-    """Make the finished folder ``partial`` appear as ``target``, which does not exist, at once and
-    for good.
-    """
+    """Rename the finished folder ``partial`` to ``target``, which does not exist, durably."""
     sync(partial)
     partial.rename(target)
     sync(target.parent)
 
 
 def replace_folder(partial: Path, target: Path) -> None:
-    """Make the finished folder ``partial`` appear as ``target`` in place of an older one, if there
-    is one.
-    """
+    """Rename the finished folder ``partial`` to ``target``, which may exist and is then removed."""
     if target.exists():
         old = target.with_name(f".{target.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -77,9 +72,7 @@ def replace_folder(partial: Path, target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder beside ``target`` to write into, which takes its place when it is whole, and that of
-    an older one; what could not be finished is removed, since its space is what the user needs.
-    """
+    """A partial folder, which replaces ``target`` at the end, and is removed after an error."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -93,19 +86,16 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that may still be written where ``path`` is or will be."""
     return shutil.disk_usage(
         next(place for place in (path, *path.absolute().parents) if place.exists())
     ).free
 
 
 def check_free(path: Path, needed: int, what: str) -> None:
-    """Raise NoSpaceError, before anything is written, where ``needed`` bytes do not fit."""
     free = free_bytes(path)
     if needed > free:
         raise NoSpaceError(
-            f"{what} needs {needed:,} bytes, but {free:,} are free in {path}; free some space, or "
-            "use another disk"
+            f"{what} needs {needed:,} bytes, but {free:,} are free in {path}; free some space"
         )
 
 
@@ -127,26 +117,24 @@ def disk_errors(
         remedy = "free some space" if is_room else "make it writable"
         advice = f"{remedy}, then {again}"
         reason = error.strerror or str(error)
+        free = "unknown"
+        with suppress(OSError):
+            free = f"{free_bytes(path):,} bytes"
         raise (NoSpaceError if is_full else StorageError)(
-            f"{what} could not be written in {path}: {reason}{need}, free: {_free_text(path)}; "
-            f"{advice}"
+            f"{what} could not be written in {path}: {reason}{need}, free: {free}; {advice}"
         ) from error
 
 
 class LineFile:
-    """A file that grows by whole lines, each of which has left this process when ``write`` returns;
-    of one that could not be written nothing stays.
-    """
+    """A file to which whole lines are appended, unbuffered; a line that fails is removed again."""
 
     def __init__(self, path: Path, again: str = _RESUME) -> None:
-        """Go on at the end of the file; ``again`` is what to do after an error.  Raises OSError."""
+        """Append to a file; ``again`` is what to do after an error. Raises OSError."""
         self._path, self._again = path, again
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: bytes, lasting: bool = False) -> None:
-        """Add a line; if it is to be ``lasting``, it is on the disk when this returns.  Raises
-        StorageError.
-        """
+        """Append a line, and with ``lasting`` sync it. Raises StorageError."""
         what = f"a line of {self._path.name}"
         with disk_errors(self._path.parent, what, len(line), self._again):
             size = self._file.seek(0, os.SEEK_END)
@@ -162,16 +150,7 @@ class LineFile:
                 raise
 
     def cut(self, size: int) -> None:
-        """Forget what lies behind so many bytes.  Raises OSError."""
         self._file.truncate(size)
 
     def close(self) -> None:
-        """Write no more."""
         self._file.close()
-
-
-def _free_text(path: Path) -> str:
-    try:
-        return f"{free_bytes(path):,} bytes"
-    except OSError:
-        return "unknown"

@@ -1,4 +1,4 @@
-"""What the Hugging Face hub does not give, as an error that names it and says what to do."""
+"""Errors of the Hugging Face hub that name what was asked for and say what to do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +15,11 @@ def hub_errors(
     remedy: str,
     revision: str | None,
 ) -> Iterator[None]:
-    """A block in which something is asked of the hub: its errors become those of a ``kind``.
+    """Turn errors of the hub within the block into errors of ``kind``.
 
-    Each begins with one of the texts: the hub has it, but not that ``revision`` (``known``); has
-    no such thing (``unknown``); or could not be asked (``failed``), for which there is a
-    ``remedy`` beside the network.
+    Each begins with one of the texts: ``known`` if only the ``revision`` is missing, ``unknown`` if
+    the hub has no such repository, or ``failed`` if it could not be asked, for which ``remedy`` is
+    advice besides checking the network.
     """
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 

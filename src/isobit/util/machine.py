@@ -1,6 +1,4 @@
-"""Facts of the machine that a run starts on, from the operating system: processor, cores, memory,
-how OpenMP was set.
-"""
+"""Facts about the machine from the operating system: processor, cores, memory, OpenMP."""
 
 import os
 import platform
@@ -19,15 +17,14 @@ _LIMITS = {  # cgroup v2, then v1: the limit of a container and what it uses of 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of main memory; a container's limit counts where it is the smaller one."""
+    """Bytes of main memory, or of a container's limit where that is smaller."""
 
     total: int
     available: int
-    """That a process can take without swapping."""
+    """What a process can take without swapping."""
 
 
 def read_memory() -> Memory | None:
-    """The memory of this machine, or None where the operating system does not say."""
     if not _MEMORY.is_file():
         return None
     fields = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
@@ -46,7 +43,6 @@ def read_memory() -> Memory | None:
 
 
 def usable_cores() -> int:
-    """Logical cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -58,7 +54,6 @@ def processor_name() -> str:
 
 
 def openmp_libraries() -> list[str]:
-    """The OpenMP libraries loaded into this process, by file name."""
     maps = Path("/proc/self/maps")
     paths = (
         {line.split()[-1] for line in maps.read_text().splitlines()} if maps.is_file() else set()

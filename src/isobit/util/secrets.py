@@ -1,15 +1,11 @@
-"""Keys and passwords that stand in a recipe as they are: ``run.json`` would have them, too, and
-every checkpoint.  They belong into the environment (``isobit.util.secrets``).
-
-Each process that grades imports this as it starts: it shall not wait for pydantic.
-
-Keys and passwords that a reward is called with: they stand in an environment variable, and the
-recipe has its name.
+"""Secrets of a reward's options, which the recipe names by an environment variable:
 
     options = { api_key = "env:JUDGE_KEY" }
 
-The value is looked up where the reward is loaded, in its own process, and is written nowhere; in
-what a reward raises it is shown as ``env:JUDGE_KEY`` again.
+The value is read in the process that loads the reward and is written nowhere; in the reward's
+errors it is shown as ``env:JUDGE_KEY``. A secret written into the recipe itself gets a warning.
+
+Every grading process imports this module at its start, so it must not import pydantic.
 """
 
 import os
@@ -24,7 +20,7 @@ if TYPE_CHECKING:
 
 
 ENVIRONMENT = "env:"
-"""What an option's value begins with that is the name of a variable."""
+"""Prefix of an option's value that names a variable."""
 _NAMES = re.compile(
     r"(?i)(^|[_-])(api|access|auth|private|secret)[_-]?(key|token)$|"
     r"(^|[_-])(password|passwd|secret|credentials?|bearer)$"
@@ -32,12 +28,11 @@ _NAMES = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Whether an option is called as keys and passwords are."""
     return _NAMES.search(name) is not None
 
 
 def secret_notes(reward: "RewardConfig | None") -> list[str]:
-    """What should be said of options with the name of a secret, whose values are there."""
+    """Warnings for options with the name of a secret and a value in the recipe."""
     if reward is None:
         return []
     tables = {"reward.options": reward.options} | {
@@ -48,28 +43,19 @@ def secret_notes(reward: "RewardConfig | None") -> list[str]:
         f'{name} = "env:NAME" takes it from the environment variable NAME, and is all that is '
         "written"
         for table, options in tables.items()
-        for name in _written(options)
-    ]
-
-
-def _written(options: Mapping[str, Any]) -> list[str]:
-    return [
-        name
         for name, value in options.items()
         if is_secret(name) and isinstance(value, str) and not value.startswith(ENVIRONMENT)
     ]
 
 
 _SHORTEST = 4
-"""Characters of a value that is looked for in messages: a shorter one would be found in words."""
+"""Shorter values are not searched for in messages, since they may be parts of words."""
 _shown: dict[str, str] = {}
-"""What stands in messages in the place of each value."""
+"""What messages show in place of each value."""
 
 
 def from_environment(options: Mapping[str, Any], reward: str) -> dict[str, Any]:
-    """The options with the values of the variables that they name.  Raises RewardError for one that
-    is not set.
-    """
+    """The options with their variables' values. Raises RewardError for one that is not set."""
     return {name: _value(name, given, reward) for name, given in options.items()}
 
 

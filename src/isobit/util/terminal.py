@@ -1,17 +1,5 @@
-"""Standard output and standard error of a program that goes on without them: a reader that has
-gone (``| head``), a terminal that was closed, a log on a full disk, a character that the encoding
-does not have.
-
-    Standard      a stream for ``rich.console.Console(file=..)``: writing to it never raises
-    say, tell     a line on standard error, as far as it can be written; ``tell`` in a signal
-                  handler too
-    prepare       at the beginning of a program: what a stream cannot encode is escaped
-    settle        at its end: what is left in the buffers, so that the interpreter has nothing to
-                  complain of when it closes them
-
-Wall seconds of the parts of a step, by a monotonic clock.
-
-Bytes for a reader.
+"""Output that survives a missing reader: a closed pipe or terminal, a full disk, characters that
+the encoding lacks. Also the wall seconds of a step's parts, and sizes as text.
 """
 
 import errno
@@ -26,16 +14,15 @@ from time import perf_counter
 from typing import Any, Literal
 
 Timing = Callable[[str], AbstractContextManager[None]]
-"""Told which part of the work a block is; a ``Clock`` is one."""
+"""Called with the name of a part of the work; a ``Clock`` is one."""
 
 
 def untimed(_: str) -> AbstractContextManager[None]:
-    """The timing of those whom it does not interest."""
     return nullcontext()
 
 
 class Clock:
-    """Adds up the seconds spent under each name; ``on_enter`` is told when one begins."""
+    """Adds up the seconds spent under each name; calls ``on_enter`` when one begins."""
 
     def __init__(self, on_enter: Callable[[str], None] | None = None) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -53,23 +40,21 @@ class Clock:
             self._seconds[name] += perf_counter() - started_at
 
     def add(self, name: str, seconds: float) -> None:
-        """Count what another process has spent."""
         self._seconds[name] += seconds
 
     def take(self) -> dict[str, float]:
-        """The seconds by name since the last call."""
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds
 
 
 _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EAGAIN}
-"""Of a full disk, for example, whose user may make room."""
+"""Errors after which writing may work again, as when space has been freed."""
 
 
 class Standard:
-    """``sys.stdout`` or ``sys.stderr``, whichever that is when something is written.  What cannot
-    be written is left out; the first time that is said on standard error.
+    """The current ``sys.stdout`` or ``sys.stderr``, for ``rich.console.Console(file=..)``. Writing
+    never raises: what cannot be written is dropped, and the first time is reported on stderr.
     """
 
     def __init__(self, name: Literal["stdout", "stderr"]) -> None:
@@ -78,39 +63,36 @@ class Standard:
 
     @property
     def encoding(self) -> str:
-        """Of the stream."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
         with self._forgiven():
             try:
                 self._stream.write(text)
             except UnicodeEncodeError:
-                self._stream.write(_escaped(text, self.encoding))
+                self._stream.write(
+                    text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+                )
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what is in the buffer."""
         with self._forgiven():
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether a terminal is there."""
         try:
             return self._stream.isatty()
         except (OSError, ValueError):
             return False
 
     def fileno(self) -> int:
-        """Of the stream.  Raises OSError where it has none."""
+        """Raises OSError where the stream has none."""
         return self._stream.fileno()
 
     @property
     def _stream(self) -> Any:
         stream = getattr(sys, self._name)
-        # rich puts itself in the place of the stream while it shows a bar
-        stream = getattr(stream, "rich_proxied_file", stream)
+        stream = getattr(stream, "rich_proxied_file", stream)  # rich's proxy while it shows a bar
         return io.StringIO() if stream is None else stream
 
     @contextmanager
@@ -128,21 +110,20 @@ class Standard:
 
 
 def say(text: str, name: Literal["stdout", "stderr"] = "stderr") -> None:
-    """A line on a standard stream, if it can be written."""
     with suppress(OSError, ValueError):
         print(text, file=getattr(sys, name), flush=True)
 
 
 def hand_on(said: bytes) -> None:
-    """To standard output what another process has printed, if it can be written."""
+    """Write what another process has printed to standard output, if it can be written."""
     with suppress(OSError, ValueError):
         sys.stdout.buffer.write(said)
         sys.stdout.flush()
 
 
 def tell(text: str) -> None:
-    """The same from a signal handler, which may run in the middle of any print: past the buffers,
-    and without waiting for a reader who does not read.
+    """``say`` for a signal handler, which may interrupt any print: writes past the buffers, and
+    only if this does not block.
     """
     with suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:
@@ -150,8 +131,8 @@ def tell(text: str) -> None:
 
 
 def prepare() -> None:
-    """Have standard streams that were closed by the caller lead nowhere, before another file gets
-    their numbers, and have the others escape what they cannot encode.
+    """Open /dev/null for standard streams that the caller closed, so that no other file gets their
+    numbers, and escape characters that the encoding of the others lacks.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
@@ -166,7 +147,7 @@ def prepare() -> None:
 
 
 def settle() -> OSError | None:
-    """Write what is left in the buffers; -> why standard output could not be written, if so."""
+    """Flush the standard streams; returns the error if standard output could not be written."""
     lost: OSError | None = None
     for stream in (sys.stderr, sys.stdout):
         lost = None
@@ -182,7 +163,7 @@ def settle() -> OSError | None:
 
 
 def _to_nowhere(stream: Any) -> None:
-    """What is in the stream's buffer, and what comes, goes to /dev/null."""
+    """Send the stream's buffer and all later output to /dev/null."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -190,15 +171,12 @@ def _to_nowhere(stream: Any) -> None:
         stream.flush()
 
 
-def _escaped(text: str, encoding: str) -> str:
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
+GIB = 1 << 30
 GIB = 1 << 30
 
 
 def gib(size: float) -> str:
-    """``1.23 GiB``, ``45.6 MiB`` or ``789 KiB``."""
+    """A size as text: ``1.23 GiB``, ``45.6 MiB`` or ``789 KiB``."""
     for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")):
         if size >= unit:
             return (

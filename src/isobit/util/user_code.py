@@ -1,10 +1,6 @@
-"""Running a file that a user names, and the names of what it defines: rewards and objectives of
-one's own are found so.
-
-The source of code that a user names (``path/to/file.py:function``, ``module:function``), found
-without running any of it: its file, and the modules of the user's own that it imports.
-
-Installed packages and the standard library do not count: their versions are recorded elsewhere.
+"""Running a user's file, and the digest of a user's source code (``path/to/file.py:function``,
+``module:function``) with the modules that it imports, none of which is run. Installed packages and
+the standard library are left out, since their versions are recorded elsewhere.
 """
 
 import ast
@@ -22,9 +18,7 @@ from typing import Any
 
 
 def run_file(path: Path, name: str) -> ModuleType:
-    """The file, which is there, executed as the module ``name``.  Whatever it raises passes
-    through, and leaves no module behind.
-    """
+    """Execute a file as the module ``name``, which is removed again if the file raises."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a .py file always has a loader"
     assert spec.loader is not None, "a .py file always has a loader"
@@ -39,9 +33,7 @@ def run_file(path: Path, name: str) -> ModuleType:
 
 
 def describe_missing(module: ModuleType, name: str, is_one: Callable[[Any], bool]) -> str:
-    """What to say in the place of ``name``: those of the module's own members that ``is_one``
-    accepts, and the nearest of them.
-    """
+    """For an error: the module's own members that ``is_one`` accepts, and the nearest one."""
     names = [
         member
         for member, value in vars(module).items()
@@ -63,7 +55,7 @@ _INSTALLED = tuple(
 
 
 def source_sha256(place: str) -> str | None:
-    """SHA-256 of the source behind ``place``; None where no file of the user's own is found."""
+    """SHA-256 of the source of ``place``; None where no user's file is found."""
     module = place.rpartition(":")[0] or place
     if module.endswith(".py"):
         first = [Path(module)] if Path(module).is_file() else []
@@ -79,7 +71,7 @@ def source_sha256(place: str) -> str | None:
 
 
 def _with_imports(first: list[Path]) -> dict[Path, bytes]:
-    """The content of files and of all that they import, and these in turn."""
+    """The content of the files and of all user's files that they import, directly or indirectly."""
     found: dict[Path, bytes] = {}
     left = list(first)
     while left:
@@ -91,7 +83,6 @@ def _with_imports(first: list[Path]) -> dict[Path, bytes]:
 
 
 def _imported(path: Path, source: bytes) -> Iterator[Path]:
-    """The files of the user's own that a file imports, wherever in it."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -110,8 +101,8 @@ def _imported(path: Path, source: bytes) -> Iterator[Path]:
 
 
 def _files_of(parts: list[str]) -> Iterator[Path]:
-    """The source of a module of the user's own, by its dotted name, with the packages above it;
-    none of one that is installed, built in or missing.
+    """The source of a user's module by its dotted name, with the packages above it; nothing for a
+    module that is installed, built in or missing.
     """
     first = parts[0]
     if first in sys.builtin_module_names or first in sys.stdlib_module_names:
@@ -129,7 +120,6 @@ def _files_of(parts: list[str]) -> Iterator[Path]:
 
 
 def _below(folder: Path, parts: list[str]) -> Iterator[Path]:
-    """The files of packages and of the module at the end, as far as there are any."""
     for part in parts:
         package, module = folder / part, folder / f"{part}.py"
         if not package.is_dir():
@@ -142,6 +132,6 @@ def _below(folder: Path, parts: list[str]) -> Iterator[Path]:
 
 
 def is_installed(folder: Path) -> bool:
-    """Whether a place is in the standard library, an installed package or Isobit."""
+    """Whether a path is in the standard library, an installed package or Isobit."""
     place = folder.resolve()
     return any(one == place or one in place.parents for one in _INSTALLED)

@@ -249,16 +249,10 @@ def limit_for(kind: str) -> float:
     [
         ("import time\ndef square(x): time.sleep(3600)", "code: time limit"),
         ("def square(x):\n    while True: pass", "code: time limit"),
-        (
-            "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-            "code: time limit",
-        ),
+        ("import os\nwhile 1:\n try: os.fork()\n except OSError: pass", "code: time limit"),
         ("def square(x): return 9 ** 9 ** 9 ** 9", "code: time limit"),
         ("def square(x): return bytearray(1 << 40)", "code: memory limit"),
-        (
-            "def square(x):\n    all = []\n    while True: all.append('x' * 10**7)",
-            "code: memory limit",
-        ),
+        ("def square(x):\n all = []\n while 1: all.append('x' * 10**7)", "code: memory limit"),
         ("import os\nos._exit(0)", "code: process ended"),
         ("x" * (MOST_CODE + 1), "code: too long"),
     ],

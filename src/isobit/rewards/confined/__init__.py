@@ -1,5 +1,4 @@
-"""What runs inside the sandbox, on Python's standard library alone: the confinement itself, the
-process that holds a model's code, and the one that runs tests against it.
-
-`isobit.rewards.sandbox` shows this folder to the sandbox and starts `main` there.
+"""What runs inside the sandbox, with Python's standard library alone: the confinement, the process
+of a model's code, and the process that tests it. `isobit.rewards.sandbox` makes this folder visible
+in the sandbox and starts `main` there.
 """

@@ -1,14 +1,13 @@
-"""Which system calls code in the sandbox may not make: a seccomp filter.
+"""The seccomp filter of system calls in the sandbox.
 
-Refused are new processes (so that no fork bomb starts, whoever the user is: the kernel's own bound
-on processes does not hold for root), other programs, sockets, mounts and namespaces, reading
-other processes, memory that no limit counts, and rarely used doors into the kernel.  Threads
-are allowed.
+It refuses new processes (also against fork bombs: the kernel's own limit does not hold for root),
+other programs, sockets, mounts, namespaces, access to other processes, memory that no limit counts,
+and rarely used interfaces of the kernel. Threads are allowed.
 
     load the architecture    another one: kill
     load the number          of x32: refuse
     clone                    refused unless it makes a thread
-    clone3                   "no such call": the C library then takes clone
+    clone3                   "no such call": the C library then uses clone
     each of REFUSED          refused, EPERM
     anything else            allowed
 """
@@ -84,7 +83,7 @@ REFUSED: dict[str, tuple[int, int]] = {
 
 
 def program(machine: str) -> bytes:
-    """The filter for ``machine``.  Raises OSError for one whose call numbers are not known here."""
+    """The filter for ``machine``. Raises OSError if its call numbers are not known here."""
     if machine not in ARCHITECTURES:
         raise OSError(
             errno.ENOSYS, f"no filter of system calls for {machine}; there is one for x86_64, arm64"
@@ -114,6 +113,6 @@ def program(machine: str) -> bytes:
 
 
 def refuse_dangerous_calls() -> None:
-    """Set the filter, for this process for good.  Raises OSError where the kernel has none."""
+    """Set the filter permanently. Raises OSError if the kernel has no filters."""
     kernel.no_new_privileges()
     kernel.set_filter(program(platform.machine()))

@@ -1,14 +1,13 @@
-"""The process that holds a model's code: it calls what it is told to call and sends back values.
+"""The process of a model's code: it makes the requested calls and sends back values.
 
-It knows no test and no expected value, and no verdict passes through it.  Whatever the code does to
-this process (patches the interpreter, exits, writes messages of its own), all that comes of it is
-values, which the process of the tests compares.
+It knows no tests, expected values or verdicts. Whatever the code does to this process, only values
+come out of it, which the process of the tests compares.
 
     -> ["call", object, method or null, arguments, keyword arguments]
     -> ["attribute", object, name]
     <- ["value", value]  or  ["raised", type's name, message]
 
-An object is a name of the code's own, or the number of an object that was sent before.
+An object is a name that the code defines, or the number of an object that was sent before.
 """
 
 import sys
@@ -22,39 +21,34 @@ LONGEST_MESSAGE = 1000
 
 
 class Objects:
-    """What cannot be sent stays here, under a number."""
-
     def __init__(self) -> None:
         self._objects: list[Any] = []
 
     def keep(self, value: Any) -> list[Any]:
-        """The reference to send for ``value``."""
+        """Keep ``value``; returns the reference to send."""
         self._objects.append(value)
         return ["r", len(self._objects) - 1]
 
     def find(self, number: int) -> Any:
-        """The object of a number.  Raises IndexError."""
         return self._objects[number]
 
 
 def load(code: str, name: str) -> Loaded:
-    """Run ``code`` as a module called ``name`` and return its names.  Raises what it raises."""
+    """Run ``code`` as a module called ``name`` and return its names. Raises what it raises."""
     module = ModuleType(name)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[name] = module  # where dataclasses and pickle look up a class's module
     exec(compile(code, f"<{name}>", "exec"), module.__dict__)  # noqa: S102  (this is the sandbox)
     return module.__dict__
 
 
 def serve(channel: Channel, code: str) -> None:
-    """Load ``code`` and answer until nobody asks any more.  Code that fails to load answers each
-    request with its error.
-    """
+    """Load ``code`` and answer requests until the channel closes, with errors if loading failed."""
     objects = Objects()
     loaded: Loaded = {}
     failure: BaseException | None = None
     try:
         loaded = load(code, "solution")
-    except BaseException as error:  # also SystemExit: the code is over, the conversation is not
+    except BaseException as error:  # SystemExit too: requests must still be answered
         failure = error
     while True:
         try:

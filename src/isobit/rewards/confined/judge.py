@@ -1,21 +1,21 @@
-"""The process that runs tests: a dataset's Python, which calls a model's code in another process.
+"""The process that runs a dataset's tests, which call a model's code in another process.
 
-The names that the tests use and do not define stand for the model's: calling one sends the
-arguments and returns a value of builtin types.  So ``assert f(2) == 4`` compares here, where the
-model's code has never been, and what it patched does not matter.
+Names that the tests use and do not define are stubs: calling one sends the arguments and returns a
+value of builtin types. So ``assert f(2) == 4`` compares in this process, which the model's code
+cannot change.
 
-    the verdict, as JSON:  {"verdict": one of below, "message": ..}
+    the verdict, as JSON:  {"verdict": one of these, "message": ..}
     passed     every assertion held, and the model's code was called
     failed     an assertion did not hold, or something raised
     died       the process of the model's code has ended
     memory     it ran out of memory
-    unusable   the tests cannot be run whatever the answer is: no Python, a missing module, an
-               argument that cannot be sent, no call at all
+    unusable   the tests cannot be run for any answer: no Python, a missing module, an argument that
+               cannot be sent, no call at all
 """
 
 import ast
 import builtins
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +26,7 @@ Names = dict[str, Any]
 
 
 class CandidateError(Exception):
-    """What the model's code raised, of a type that only it knows."""
+    """An exception of the model's code whose type is not builtin."""
 
 
 class CandidateMemoryError(MemoryError):
@@ -34,17 +34,17 @@ class CandidateMemoryError(MemoryError):
 
 
 class CandidateDiedError(BaseException):
-    """The process of the model's code has ended, or speaks no sense any more.  Tests that survive
-    any ``Exception`` do not survive this.
+    """The process of the model's code has ended, or sent nonsense. Not an ``Exception``, so that
+    the tests cannot catch it by mistake.
     """
 
 
 class UnusableError(BaseException):
-    """Tests that cannot be run, whatever the answer is."""
+    """Tests that cannot be run for any answer."""
 
 
 class Session:
-    """One conversation with the process of the model's code.  ``calls`` counts what was asked."""
+    """A conversation with the process of the model's code; ``calls`` counts the requests."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -52,7 +52,7 @@ class Session:
         self.raised: BaseException | None = None
 
     def ask(self, kind: str, *rest: Any) -> Any:
-        """The value of one request.  Raises what the model's code raised."""
+        """The value of one request. Raises what the model's code raised."""
         self.calls += 1
         try:
             self.channel.send([kind, *rest])
@@ -70,11 +70,11 @@ class Session:
 
 
 def _exception(name: str, message: str) -> Exception:
-    """What the tests see of an exception of the model's code: a builtin one as itself."""
+    """The tests' view of an exception of the model's code: builtin types as they are."""
     if name == "MemoryError":
         return CandidateMemoryError(message)
     kind: Any = vars(builtins).get(name)
-    stops = StopIteration | StopAsyncIteration  # would end a loop of the tests in silence
+    stops = StopIteration | StopAsyncIteration  # would silently end a loop of the tests
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, stops):
         with suppress(TypeError):  # some take more than a message
             return kind(message)
@@ -82,10 +82,11 @@ def _exception(name: str, message: str) -> Exception:
 
 
 class Remote:
-    """An object in the process of the model's code: it can be called, asked for attributes and
-    items, and iterated over; each answer is a value.
+    """An object in the process of the model's code, which can be called, asked for attributes and
+    items, and iterated over.
 
-    It equals nothing but itself and has no truth: neither can be left to the other side.
+    It equals only itself and has no truth value, since the other process must not decide about
+    these.
     """
 
     __slots__ = ("_session", "_target")
@@ -126,7 +127,7 @@ class Remote:
     def __len__(self) -> int:
         try:
             length = _call(self, "__len__", (), {})
-        except AttributeError as error:  # list() asks everything for its length, and accepts this
+        except AttributeError as error:  # list() asks for a length, and accepts a TypeError
             raise TypeError("the model's object has no len()") from error
         if type(length) is not int:
             raise TypeError("len() of the model's object is no int")
@@ -176,8 +177,8 @@ def free_names(tests: ast.Module) -> set[str]:
 
 
 def judge(channel: Channel, tests: str, entry_point: str | None) -> dict[str, str]:
-    """Run ``tests`` and return the verdict.  With ``entry_point`` only that name, and
-    ``candidate``, is the model's; otherwise every name is that the tests do not define.
+    """Run ``tests`` and return the verdict. With ``entry_point`` only that name and ``candidate``
+    are the model's; otherwise all names that the tests do not define.
     """
     session = Session(channel)
     try:
@@ -209,18 +210,15 @@ def _run(session: Session, tests: str, entry_point: str | None) -> None:
     for name in remote:
         names[name] = Remote(session, entry_point or name)
     exec(compile(tree, "<tests>", "exec"), names)  # noqa: S102  (this is the sandbox)
-    for function in _functions(names):
+    functions = [
+        value
+        for name, value in names.items()
+        if name.startswith("test_") and callable(value) and not isinstance(value, Remote)
+    ]
+    for function in functions:
         function()
     check = names.get("check")
     if callable(check) and not isinstance(check, Remote) and session.calls == 0:
         if entry_point is None:
             raise UnusableError("check(candidate) needs the column entry_point")
         check(names[entry_point])
-
-
-def _functions(names: Names) -> list[Callable[[], Any]]:
-    return [
-        value
-        for name, value in names.items()
-        if name.startswith("test_") and callable(value) and not isinstance(value, Remote)
-    ]

@@ -1,16 +1,15 @@
-"""Calls of the Linux kernel that Python 3.11 has no function for: mounts, privileges, a filter.
+"""Linux system calls that Python 3.11 does not offer, and what the sandbox makes of them.
 
-A new root (``build_root``) for the calling process, which `unshare` gave namespaces of its own.
+``build_root`` makes a new root for the calling process, which `unshare` gave its own namespaces.
+There is no /proc, and the host's root is unmounted.
 
     /            tmpfs, read-only at the end
-    SHOWN        what the host shows, bound read-only at its own path or at another
-    LINKS        symbolic links, as the host has them (/lib -> usr/lib)
+    shown        paths of the host, bound read-only at the same path or another
+    links        symbolic links, as on the host (/lib -> usr/lib)
     /dev         null and urandom
-    /tmp         tmpfs of a bounded size, the only place to write
+    /tmp         tmpfs of limited size, the only place to write
 
-There is no /proc.  The host's root is unmounted before this returns.
-
-Bounds (``apply_limits``) that a process sets itself before it runs what it was given.
+``apply_limits`` sets the limits of the process itself.
 """
 
 import ctypes
@@ -42,7 +41,6 @@ def _checked(result: int, what: str) -> int:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2).  Raises OSError naming the target."""
     _checked(
         _LIBC.mount(
             source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
@@ -53,7 +51,6 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 def make_read_only(target: str) -> None:
     """Make a mount and all below it read-only, without set-uid programs and devices (Linux 5.12).
-
     Raises OSError naming the target.
     """
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY | NO_SETUID | NO_DEVICES, 0, 0, 0)
@@ -71,7 +68,7 @@ def make_read_only(target: str) -> None:
 
 
 def pivot(new_root: str, old_root: str) -> None:
-    """pivot_root(2) and a step into the new root.  Raises OSError."""
+    """pivot_root(2) and chdir to the new root. Raises OSError."""
     number = {"x86_64": 155, "aarch64": 41}[platform.machine()]
     _checked(
         _LIBC.syscall(
@@ -85,17 +82,16 @@ def pivot(new_root: str, old_root: str) -> None:
 
 
 def detach(target: str) -> None:
-    """Unmount ``target`` and all below it.  Raises OSError."""
     _checked(_LIBC.umount2(target.encode(), DETACH), f"umount {target}")
 
 
 def no_new_privileges() -> None:
-    """Programs executed from now on gain nothing, whatever their file says."""
+    """Executed programs gain no privileges from now on, such as by set-uid."""
     _checked(_LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
 
 
 def drop_capabilities() -> None:
-    """Give up every privilege that root has in this user namespace, for good."""
+    """Give up all root privileges in this user namespace, permanently."""
     for capability in range(64):
         _LIBC.prctl(DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)  # EINVAL beyond the kernel's last
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
@@ -107,10 +103,7 @@ class _Program(ctypes.Structure):
 
 
 def set_filter(instructions: bytes) -> None:
-    """Let a BPF program of 8-byte instructions decide on every system call from now on.
-
-    Raises OSError.
-    """
+    """Filter every system call by a BPF program of 8-byte instructions. Raises OSError."""
     code = ctypes.create_string_buffer(instructions, len(instructions))
     program = _Program(len(instructions) // 8, ctypes.addressof(code))
     _checked(_LIBC.prctl(SET_FILTER, FILTER_MODE, ctypes.byref(program), 0, 0), "seccomp")
@@ -123,9 +116,7 @@ FILES_IN_TMP = 1024
 
 def build_root(shown: Mapping[str, str], links: Mapping[str, str], tmp_bytes: int) -> None:
     """Enter the new root: ``shown`` maps a path inside to the host's, ``links`` a path inside to
-    what it points to.
-
-    Raises OSError naming what could not be mounted.
+    its target. Raises OSError naming what could not be mounted.
     """
     plain = NO_SETUID | NO_DEVICES
     mount("tmpfs", "/tmp", "tmpfs", plain, "size=1m,mode=755")  # noqa: S108  (a place that every host has)
@@ -142,7 +133,8 @@ def build_root(shown: Mapping[str, str], links: Mapping[str, str], tmp_bytes: in
     os.makedirs("/tmp", exist_ok=True)  # noqa: S108
     detach(OLD)
     os.rmdir(OLD)
-    _make_root_read_only()
+    remount = 32
+    mount("", "/", "", remount | BIND | READ_ONLY | plain)
     bounds = f"size={tmp_bytes},nr_inodes={FILES_IN_TMP},mode=700"
     mount("tmpfs", "/tmp", "tmpfs", plain, bounds)  # noqa: S108
     os.chdir("/tmp")  # noqa: S108
@@ -158,17 +150,8 @@ def _bind(source: str, target: str) -> None:
     mount(source, target, "", BIND | RECURSIVE)
 
 
-def _make_root_read_only() -> None:
-    remount = 32
-    flags = READ_ONLY | NO_SETUID | NO_DEVICES
-    mount("", "/", "", remount | BIND | flags)
-
-
 def apply_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """Set soft and hard limits: address space, CPU time, size of a file, descriptors, threads.
-
-    A limit that is already lower stays.
-    """
+    """Lower the limits of address space, CPU time, file size, descriptors and threads."""
     bounds = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CPU: cpu_seconds,

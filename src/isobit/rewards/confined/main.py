@@ -1,20 +1,21 @@
-"""What the sandbox starts: confinement first, then the part that the job names.
+"""The program that the sandbox starts: it confines itself, then does its job.
 
     argv[1]   descriptor of the job, JSON:
       role       "candidate", "tests", "script" or "probe"
       limits     memory_bytes, cpu_seconds, file_bytes
-      root       null where the root is already made, else shown, links, tmp_bytes
+      root       null if the root is already made, else shown, links, tmp_bytes
       privileged whether there are privileges to drop
       code, tests, entry_point   as the role needs
-      incoming, outgoing         descriptors of the conversation between candidate and tests
+      incoming, outgoing         descriptors of the channel between candidate and tests
 
-The job is emptied once this process is confined: whoever started it can tell a sandbox that failed
-from code that did.
+The file of the job is emptied after the confinement, so that its starter can distinguish a failed
+sandbox from failed code.
 """
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from . import calls, candidate, judge, kernel
@@ -24,7 +25,6 @@ Job = dict[str, Any]
 
 
 def main() -> None:
-    """Read the job, confine this process, and do it."""
     descriptor = int(sys.argv[1])
     with open(descriptor, "rb", closefd=False) as file:
         job: Job = json.load(file)
@@ -36,11 +36,17 @@ def main() -> None:
     calls.refuse_dangerous_calls()
     os.ftruncate(descriptor, 0)
     os.close(descriptor)
-    {"candidate": _candidate, "tests": _tests, "script": _script, "probe": _probe}[job["role"]](job)
+    roles: dict[str, Callable[[Job], None]] = {
+        "candidate": _candidate,
+        "tests": _tests,
+        "script": _script,
+        "probe": lambda _: None,
+    }
+    roles[job["role"]](job)
 
 
 def _silence() -> int:
-    """Send what is printed from now on nowhere; the descriptor of the output as it was."""
+    """Send standard output to /dev/null; returns a descriptor of the original."""
     output = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -68,10 +74,6 @@ def _script(job: Job) -> None:
         candidate.load(job["code"], "__main__")
     except MemoryError:
         os._exit(MEMORY)
-
-
-def _probe(job: Job) -> None:
-    del job
 
 
 MEMORY = 98

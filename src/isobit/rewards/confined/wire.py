@@ -1,16 +1,16 @@
 """Values between the process of the tests and the process of a model's code.
 
-A message is 4 bytes of length, big-endian, and JSON.  What is decoded consists of builtin types
-exactly, never of a class of the sender's, so that no ``__eq__`` of his takes part in a comparison:
+A message is 4 bytes of length, big-endian, and JSON. Decoded values are of exactly the builtin
+types, so that no ``__eq__`` of the sender takes part in a comparison:
 
     None, bool, str, small int   as JSON has them
     ["i", hex]                   int            ["f", hex]         float
     ["c", hex, hex]              complex        ["b", hex]         bytes, "B" bytearray
     ["l", ..], ["t", ..]         list, tuple    ["s", ..]          set, "z" frozenset
     ["d", [key, value], ..]      dict           ["D", text]        Decimal
-    ["F", hex, hex]              Fraction       ["r", number]      an object that stays where it is
+    ["F", hex, hex]              Fraction       ["r", number]      an object that is not sent
 
-Subclasses (a named tuple, a defaultdict) are sent as the builtin type below them.
+Subclasses (a named tuple, a defaultdict) are sent as their builtin base type.
 """
 
 import json
@@ -26,9 +26,9 @@ DEEPEST = 100
 SMALL = 1 << 53
 
 Keep = Callable[[Any], list[Any]]
-"""What an object that is no plain value is sent as."""
+"""Gives the reference to send for an object that is not a plain value."""
 Find = Callable[[int], Any]
-"""The object, or what stands for it, of a number that was received."""
+"""Gives the object, or its stand-in, for a received number."""
 
 
 class WireError(Exception):
@@ -36,9 +36,7 @@ class WireError(Exception):
 
 
 def encode(value: Any, keep: Keep, depth: int = 0) -> Any:
-    """``value`` as JSON can have it.  Raises WireError beyond DEEPEST levels, and what ``keep``
-    raises.
-    """
+    """``value`` as JSON. Raises WireError beyond DEEPEST levels, and what ``keep`` raises."""
     if depth > DEEPEST:
         raise WireError(f"a value is nested more than {DEEPEST} levels deep")
     if value is None or isinstance(value, bool):
@@ -82,9 +80,7 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(message: Any, find: Find) -> Any:
-    """The value of what ``encode`` made.  Raises WireError for anything else, however it is
-    wrong.
-    """
+    """The value that ``encode`` encoded. Raises WireError for anything else."""
     try:
         return _decode(message, find, 0)
     except WireError:
@@ -127,8 +123,8 @@ def _decode(message: Any, find: Find, depth: int) -> Any:
 class Channel:
     """Messages over two descriptors.
 
-    The functions are bound when it is made, before a model's code can replace them; what that
-    protects is the conversation, not the verdict, which never passes here.
+    The functions are bound on creation, before a model's code can replace them. This protects the
+    channel only; the verdict never passes through it.
     """
 
     def __init__(self, incoming: int, outgoing: int) -> None:
@@ -138,7 +134,7 @@ class Channel:
         self._loads, self._dumps = json.loads, json.dumps
 
     def send(self, message: Any) -> None:
-        """Raises WireError for a message of more than MOST_BYTES, OSError where nobody reads."""
+        """Raises WireError for a message of more than MOST_BYTES, OSError if nobody reads."""
         data = self._dumps(message).encode("ascii")
         if len(data) > MOST_BYTES:
             raise WireError(f"a message of {len(data)} bytes; the most are {MOST_BYTES}")
@@ -147,9 +143,7 @@ class Channel:
             data = data[self._write(self.outgoing, data) :]
 
     def receive(self) -> Any:
-        """The next message.  Raises EOFError where the other side has ended, WireError for what is
-        no message.
-        """
+        """The next message. Raises EOFError at the end, WireError for an invalid one."""
         (length,) = struct.unpack(">I", self._exactly(4))
         if length > MOST_BYTES:
             raise WireError(f"a message of {length} bytes; the most are {MOST_BYTES}")

@@ -1,5 +1,4 @@
-"""The built-in graders, by name: each a function ``(prompt, completion, **options) -> float``.
-
+"""The built-in graders by name, functions ``(prompt, completion, **options) -> float``;
 docs/graders.md has their columns, options and bounds.
 """
 
@@ -11,4 +10,4 @@ GRADERS: dict[str, str] = {
     "reasoning_gym": "isobit.rewards.graders.reasoning_gym:score",
     "regex": "isobit.rewards.graders.text:regex_score",
 }
-"""Where each one is, as ``module:function``; a module is imported when its grader is asked for."""
+"""``module:function``; the module is imported when its grader is used."""

@@ -1,25 +1,23 @@
-"""Python that a model wrote, judged by unit tests in a sandbox: 1 if all pass, else 0.
+"""Grades Python code with unit tests in a sandbox: 1 if all pass, else 0.
 
-The code is the completion's last block between ```python fences.  The column ``tests`` holds
+The code is the completion's last block between ```python fences. The column ``tests`` holds
 
     Python        a string or a list of strings: assertions, functions ``test_..``, or
                   ``check(candidate)`` with the function's name in the column ``entry_point``;
-                  the column ``setup``, if there is one, runs before them
+                  an optional column ``setup`` runs before them
     input/output  {"inputs": [..], "outputs": [..]} (also as JSON), or a list of
-                  {"input": .., "output": ..}: the code is a program; each output must be equal, but
-                  for white space at the ends of lines and at the end
+                  {"input": .., "output": ..}: the code is a program; each output must be equal,
+                  apart from white space at the ends of lines and at the end
 
-How a verdict is kept from being faked.  The code runs in a sandbox of its own and learns arguments
-and input only: never a test, never an expected value.  Tests of Python run in a second sandbox,
-where the names that they do not define are stubs which call across and get back values of builtin
-types; outputs are compared in this process.  So whatever the code patches, prints, exits or
-overloads, it wins nothing but by the right values.
+The code cannot fake a verdict. It runs in its own sandbox and gets arguments and input only, no
+tests and no expected values. Python tests run in a second sandbox, where the names that they do not
+define are stubs that call the code and return values of builtin types; outputs are compared in this
+process. So only right values win, whatever the code patches, prints or overloads.
 
-What cannot be excluded: tests that are too weak; code that knows the answers from what it was
-trained on; tests without ``entry_point`` that lean on a helper of the answer's own (with it, only
-that one name is the answer's); NaN where a test asks ``not abs(a - b) > e``.  What it costs:
-arguments are copies, so that a function judged by what it changes in place scores 0, and functions
-cannot be passed as arguments (the tests are then unusable).
+Not excluded are weak tests; memorised answers; tests without ``entry_point`` that use a helper of
+the answer (with it, only that name is the answer's); NaN where a test asks ``not abs(a - b) > e``.
+Arguments are copies, so that a function that works in place scores 0, and functions cannot be
+passed as arguments (the tests are then unusable).
 """
 
 import json
@@ -48,7 +46,7 @@ MOST_VERDICT = 1 << 16
 
 
 class UnusableTestsError(Exception):
-    """Tests that cannot be run whatever the answer is; the completion is not graded."""
+    """Tests that cannot be run for any answer; the completion is not graded."""
 
 
 def score(
@@ -61,10 +59,10 @@ def score(
 ) -> float:
     """1.0 if the code in ``completion`` passes all tests in ``column``, else 0.0.
 
-    ``seconds`` of wall-clock time for all tests of a completion, less than ``reward.deadline_s``,
-    after which the grader itself is ended and nothing is scored; ``memory_mib`` for a process.
-    Raises ``RewardError`` for a missing column or sandbox (see `isobit.rewards.sandbox`),
-    ``UnusableTestsError``, and ``SandboxError`` where the code never ran.
+    ``seconds`` of wall-clock time are for all tests of a completion and must be below
+    ``reward.deadline_s``, after which the grader is killed and nothing is scored; ``memory_mib`` is
+    for each process. Raises ``RewardError`` for a missing column or sandbox,
+    ``UnusableTestsError``, and ``SandboxError`` if the code never ran.
     """
     given = _read(cell(prompt, column, "code"))
     started_by = launcher(unsandboxed)
@@ -89,7 +87,7 @@ def score(
 
 
 def _read(tests: Any) -> str | list[tuple[str, str]]:
-    """Tests of Python as one text, or pairs of input and output.  Raises UnusableTestsError."""
+    """Python tests as one text, or pairs of input and output. Raises UnusableTestsError."""
     if isinstance(tests, str) and tests.lstrip().startswith(("{", "[")):
         try:
             tests = json.loads(tests)
@@ -106,8 +104,7 @@ def _read(tests: Any) -> str | list[tuple[str, str]]:
             return "\n".join(tests)
         case _:
             raise UnusableTestsError(
-                f"the tests are {str(tests)[:80]!r}; expected Python, as a text or a list of them, "
-                "or pairs of input and output"
+                f"the tests are {str(tests)[:80]!r}; expected Python or pairs of input and output"
             )
     if not all(isinstance(text, str) for pair in pairs for text in pair):
         raise UnusableTestsError("inputs and outputs of a program must be text")
@@ -117,7 +114,7 @@ def _read(tests: Any) -> str | list[tuple[str, str]]:
 def _printed(
     code: str, pairs: Sequence[tuple[str, str]], limits: Limits, started_by: Launcher
 ) -> bool:
-    """Whether the program prints each output; it runs once a pair, until one differs."""
+    """Whether the program prints each output; it runs once for each pair, until one differs."""
     left = limits.seconds
     for given, expected in pairs:
         process = Process(
@@ -143,7 +140,7 @@ def _lines(output: str) -> list[str]:
 def _judged(
     code: str, tests: str, entry_point: str | None, limits: Limits, started_by: Launcher
 ) -> bool:
-    """Whether ``tests``, in one process, find right what ``code`` answers in another."""
+    """Whether ``tests``, in one process, accept ``code``, in another."""
     candidate, tester = _conversation(code, tests, entry_point, limits, started_by)
     try:
         output, _ = tester.finish(MOST_VERDICT)
@@ -157,7 +154,7 @@ def _judged(
 def _conversation(
     code: str, tests: str, entry_point: str | None, limits: Limits, started_by: Launcher
 ) -> tuple[Process, Process]:
-    """The two processes, joined by two pipes that nobody else holds: each sees the other's end."""
+    """The two processes, joined by two pipes that no other process holds."""
     request_out, request_in = os.pipe()
     reply_out, reply_in = os.pipe()
     try:
@@ -177,7 +174,7 @@ def _conversation(
 
 
 def _passed(output: bytes) -> bool:
-    if not output:  # the tests' own process was killed: by a limit, which the answer made it reach
+    if not output:  # the tests' process reached a limit because of the answer, and was killed
         count("code: tests died")
         return False
     verdict = json.loads(output)

@@ -1,42 +1,33 @@
-r"""Which mathematical text is small enough to be parsed and compared.
+r"""Whether a mathematical answer equals the column's, by the library math-verify: 1 or 0.
 
-A parser of LaTeX evaluates some of what it reads at once (``\binom``, ``\Gamma``, matrices), and a
-comparison evaluates all of it: ``9^{9^{9^9}}`` has more digits than fit into any memory, and deep
-parentheses have more levels than the parser's stack.  So everything that can grow is bounded first,
-by regular expressions that go through the text once:
+The answer is the completion's last ``\boxed{..}``, else its last ``<answer>``, else all of it. Each
+of three steps takes what the previous one left open:
+
+    text      both are the same apart from white space and layout
+    numbers   both are plain integers, decimals or fractions, the answer perhaps as ``x = 5``: equal
+              exactly, or, if one is a decimal, when rounded to 6 places, as in math-verify
+    library   both are within the bounds below: parsed as LaTeX and compared by math-verify, for at
+              most ``seconds``
+
+An answer that is out of bounds or takes too long scores 0 and is counted by kind. No text reaches
+``eval``: the library's own extraction, which executes plain expressions through sympy's parser, is
+not used, and numbers in LaTeX are made from their digits instead of by ``sympy.Number(text)``.
+
+The bounds are there because a parser of LaTeX evaluates some of what it reads (``\binom``,
+``\Gamma``, matrices), and a comparison all of it: ``9^{9^{9^9}}`` fits no memory, and deep
+parentheses exceed the parser's stack. Regular expressions check them in one pass:
 
     length       LONGEST characters
     characters   ASCII, and the signs in SIGNS; no digits of other alphabets
     number       DIGITS digits, three in an exponent as in 1E9
     nesting      DEEPEST brackets in each other, no subscript or power in a subscript
-    command      those in COMMANDS: an answer is a value, not an integral that is still to be done
+    command      those in COMMANDS: an answer is a value, not an integral to be computed
     factorial    of a number below 1,000; binomials of numbers below 10,000
     function     one of those that grow faster than any power, so that none is in another
     power        no power or factorial in an exponent, no division by a decimal; with w the product
                  of the numbers in an exponent: w below 1,000 for a letter, 10,000 for a number of
                  at most 3 digits, 31 for anything else; the largest w times the product of those
                  over brackets, which may be in each other, below 10,000; roots below 100
-
-LaTeX to sympy's expressions, without ``eval``.
-
-The grammar is that of latex2sympy2_extended, as math-verify uses it.  Where it meets a number it
-calls ``sympy.Number(text)``, and sympy reads text by executing it; here numbers are made from their
-digits.
-
-Whether a mathematical answer equals the column's, by the library math-verify: 1 or 0.
-
-The answer is the completion's last ``\boxed{..}``, else its last ``<answer>``, else all of it.
-Three steps, each only for what the one before left open:
-
-    text      both are the same but for white space and layout
-    numbers   both are plain integers, decimals or fractions, the answer perhaps as ``x = 5``: equal
-              exactly, or, where one is a decimal, when rounded to 6 places, as math-verify has it
-    library   both are within `math_bounds`: parsed as LaTeX and compared by math-verify, for at
-              most ``seconds``
-
-What is out of bounds, or takes longer, scores 0 and is counted by kind.  No text reaches ``eval``:
-the library's own extraction, whose plain expressions go through sympy's parser, which executes
-them, is not used, and its grammar of LaTeX reads numbers by `math_reader`.
 """
 
 import logging
@@ -86,7 +77,7 @@ SIGNS = str.maketrans(
         "\n": " ",
     }
 )
-"""Signs that an answer may hold, and what stands for each."""
+"""Signs outside ASCII that an answer may have, and their LaTeX."""
 
 COMMANDS = frozenset(
     word
@@ -104,7 +95,7 @@ COMMANDS = frozenset(
     )
     for word in line.split()
 )
-"""Names after a backslash.  Not among them: what computes (integrals, sums, products, limits,
+"""Names after a backslash, without those that compute (integrals, sums, products, limits,
 determinants, Gamma, named operators).
 """
 
@@ -127,13 +118,13 @@ IN_EXPONENT = re.compile(
 
 
 def plain(text: str) -> str:
-    """``text`` with signs outside ASCII, ``**`` and ``^(..)`` as LaTeX has them."""
+    """``text`` with signs outside ASCII, ``**`` and ``^(..)`` as LaTeX."""
     text = text.translate(SIGNS).replace("**", "^")
     return re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", text)
 
 
 def excess(text: str) -> str | None:
-    """What of ``text``, as ``plain`` returns it, is out of bounds; None if nothing is."""
+    """Which bound ``text``, as ``plain`` returns it, exceeds; None if it is within all."""
     if len(text) > LONGEST:
         return "length"
     if not text.isascii() or not text.isprintable():
@@ -191,15 +182,14 @@ class _Reader(_Latex2Sympy):
         return sympy.Integer(int(digits)) if digits.isdigit() else sympy.Float(digits)
 
 
+@lru_cache(maxsize=4096)
 def read(text: str) -> Any:
-    """The expression of ``text``, or of the last part of its chain of equations; None for what is
-    none.
-
-    Raises RecursionError, MemoryError; ``text`` must be within `math_bounds`.
+    """The expression of ``text``, or of the last part of its chain of equations; None if it is
+    none. Raises RecursionError, MemoryError; ``text`` must be within the bounds.
     """
     try:
         latex = normalize_latex(text, NORMALISED)
-    except Exception:  # what it meets in the library is not ours to know
+    except Exception:  # the library's errors are not documented
         return None
     for part in dict.fromkeys((latex, get_last_eq(latex))):
         if GROUPED_THOUSANDS.fullmatch(part):
@@ -240,8 +230,8 @@ def score(
 ) -> float:
     """1.0 if the completion's answer equals ``column``, else 0.0.
 
-    A reference answer that cannot be parsed is compared as text, and counted.  ``seconds`` bounds
-    the library in the main thread; elsewhere the grading pool's deadline does.  Raises
+    A reference answer that cannot be parsed is compared as text, and counted. ``seconds`` bounds
+    the library in the main thread; elsewhere the grading pool's deadline does. Raises
     ``RewardError`` for a missing column.
     """
     gold = str(cell(prompt, column, "math_verify")).strip()
@@ -257,7 +247,9 @@ def score(
     expected = _number(gold_text)
     given = _number(text if expected is None else EQUATION.sub("", text, count=1))
     if expected is not None and given is not None:
-        return float(_equal_numbers(*expected, *given))
+        if expected[1] or given[1]:
+            return float(round(expected[0], PLACES) == round(given[0], PLACES))
+        return float(expected[0] == given[0])
     return float(_equal(plain(gold), plain(answer), seconds))
 
 
@@ -282,14 +274,7 @@ def _number(text: str) -> tuple[Fraction, bool] | None:
     return (-value if sign == "-" else value), decimal is not None
 
 
-def _equal_numbers(a: Fraction, a_decimal: bool, b: Fraction, b_decimal: bool) -> bool:
-    if a_decimal or b_decimal:
-        return round(a, PLACES) == round(b, PLACES)
-    return a == b
-
-
 def _equal(gold: str, answer: str, seconds: float) -> bool:
-    """What the library says, within bounds and time."""
     if (beyond := excess(answer)) is not None:
         count(f"math_verify: {beyond}")
         return False
@@ -307,28 +292,20 @@ def _equal(gold: str, answer: str, seconds: float) -> bool:
 
 
 def _compare(gold: str, answer: str) -> bool:
-    expected = _parsed(gold)
+    expected = read(gold)
     if expected is None:
         count("math_verify: reference compared as text")
         return False
-    given = _parsed(answer)
+    given = read(answer)
     return given is not None and verify(expected, given, timeout_seconds=None)
 
 
-@lru_cache(maxsize=4096)
-def _parsed(text: str) -> Any:
-    return read(text)
-
-
 def _learn() -> None:
-    """Read what answers look like: the grammar learns from each new form, for a second in all."""
-    for name in (
-        "math_verify.grader",
-        "math_verify.parser",
-    ):  # they warn that they have no deadline
+    """Warm up: the grammar's caches take a second in all for the forms of answers."""
+    for name in ("math_verify.grader", "math_verify.parser"):  # they warn of a missing deadline
         logging.getLogger(name).setLevel(logging.ERROR)
     for gold, answer in FORMS:
         _compare(gold, answer)
 
 
-_learn()  # here, because no deadline counts while a grader is loaded
+_learn()  # while loading, when no deadline applies

@@ -1,16 +1,12 @@
 """The scorers of reasoning-gym's tasks.
 
 A prompt's row holds the task's entry and, under ``reasoning_gym``, the name, size, seed and options
-of its task; the scorer is built again from those.  The answer that is scored is what stands in the
-last ``<answer>...</answer>`` of the completion, or the whole completion where there is none,
-without white space around it.
+from which the task is built again. The answer is the stripped text of the completion's last
+``<answer>...</answer>``, or the whole completion.
 
-Some of the library's scorers run the model's answer as Python, through ``eval`` or sympy's parser,
-one builds a list as long as the answer asks for, and some pay for any text.  Those are refused:
-text that a model wrote must neither be executed nor decide how much memory a run takes, and a
-reward that is always won teaches nothing.  Others do well with the answers that their task asks
-for: theirs must have the form in FORMS.  An answer that a scorer fails on, or takes too long over,
-is a wrong one: it scores 0 and is counted.
+Refused are scorers that execute the model's answer (``eval``, sympy's parser), that use as much
+memory as it asks for, or that reward any text. For some others the answer must have the form in
+FORMS. An answer on which a scorer fails, or takes too long, scores 0 and is counted.
 """
 
 import json
@@ -18,13 +14,16 @@ import math
 import re
 from copy import deepcopy
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isobit.data.tasks import TASK_COLUMN, Task, create_task
+from isobit.data.tasks import TASK_COLUMN, create_task
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.graders.text import last_tagged
 from isobit.rewards.outcome import DeadlineError, count, deadline
 from isobit.util.errors import RewardError
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
 
 EXECUTES_ANSWERS = frozenset(
     {
@@ -39,19 +38,15 @@ EXECUTES_ANSWERS = frozenset(
         "string_insertion",
     }
 )
-"""Tasks whose ``score_answer`` hands the answer to ``eval`` or to sympy's ``parse_expr``, which
-executes it; true of 0.1.25.
-"""
+"""Tasks whose scorer executes the answer, by ``eval`` or sympy's ``parse_expr`` (0.1.25)."""
 
 EXPANDS_ANSWERS = frozenset({"rubiks_cube"})
-"""Tasks whose ``score_answer`` repeats a part of the answer as often as the answer says:
-``R999999999`` is a billion moves.
-"""
+"""Tasks whose scorer repeats a part as often as the answer says: ``R999999999``."""
 
 PAYS_FOR_ANY_ANSWER = frozenset({"coin_flip", "game_of_life_halting"})
-"""Tasks whose ``score_answer`` gives 1 for what is wrong: ``coin_flip`` compares the digits that
-both have (0 is as good as 0.375; besides, 1e99999999 takes for ever), ``game_of_life_halting`` asks
-whether the text is empty.
+"""Tasks whose ``score_answer`` gives 1 for wrong answers: ``coin_flip`` compares the digits that
+both have (0 equals 0.375; and 1e99999999 takes forever), ``game_of_life_halting`` tests whether the
+text is empty.
 """
 
 NUMBER = r"[+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][+-]?\d{1,2})?"
@@ -67,24 +62,23 @@ FORMS = {
     # a car moves as many steps as the answer says, one after the other
     "rush_hour": re.compile(r"(?:[^+-]|[+-](?!\d{3})){0,2000}"),
 }
-"""What the answers to a task may look like; another one scores 0."""
+"""The form of a task's answers; another one scores 0."""
 
 LONGEST = 10_000
-"""Characters that an answer may have beside four times those of the task's own."""
+"""Characters of an answer, besides four times those of the task's own answer."""
 
 
 def score(prompt: Prompt, completion: Completion, seconds: float = 5.0) -> float:
     """The task's own score of the completion's final answer, in most tasks within 0 and 1.
 
     ``seconds`` bounds the scorer in the main thread; elsewhere the grading pool's deadline does.
-    Raises ``RewardError`` for a prompt that comes from no reasoning-gym task and for a task whose
-    scorer is refused; what the scorer raises where it raises on the task's own answer too.
+    Raises ``RewardError`` for a prompt of no reasoning-gym task and for a refused scorer; and what
+    the scorer raises if it raises on the task's own answer too.
     """
     identity = prompt.row.get(TASK_COLUMN)
     if identity is None:
         raise RewardError(
-            f"prompt {prompt.id} comes from no reasoning-gym task; name a reward function of your "
-            "own in reward.function"
+            f"prompt {prompt.id} comes from no reasoning-gym task; name another reward.function"
         )
     entry = {name: value for name, value in prompt.row.items() if name != TASK_COLUMN}
     task = _task(json.dumps(identity, sort_keys=True))
@@ -97,7 +91,7 @@ def score(prompt: Prompt, completion: Completion, seconds: float = 5.0) -> float
 
 
 def _beyond(answer: str, entry: dict[str, Any], identity: dict[str, Any]) -> str | None:
-    """What is wrong with the answer before anybody scores it."""
+    """What is wrong with the answer before it is scored."""
     if len(answer) > LONGEST + 4 * len(str(entry.get("answer"))):
         return "length"
     source = entry.get("metadata", {}).get("source_dataset", identity["task"])
@@ -105,7 +99,7 @@ def _beyond(answer: str, entry: dict[str, Any], identity: dict[str, Any]) -> str
     return "form" if form is not None and form.fullmatch(answer) is None else None
 
 
-def _scored(task: Task, answer: str, entry: dict[str, Any], seconds: float) -> float:
+def _scored(task: "ProceduralDataset", answer: str, entry: dict[str, Any], seconds: float) -> float:
     try:
         with deadline(seconds):
             value = float(task.score_answer(answer, deepcopy(entry)))  # one writes into its entry
@@ -123,7 +117,7 @@ def _scored(task: Task, answer: str, entry: dict[str, Any], seconds: float) -> f
 
 
 @cache
-def _task(identity: str) -> Task:
+def _task(identity: str) -> "ProceduralDataset":
     fields: dict[str, Any] = json.loads(identity)
     tasks = {fields["task"], *(part.get("name") for part in fields["options"].get("datasets", ()))}
     dangers = {

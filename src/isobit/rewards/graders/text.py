@@ -1,16 +1,9 @@
-"""Which part of a completion is its answer.
+"""The part of a completion that is its answer, and the graders that compare text: ``exact_match``,
+``regex`` and ``format``.
 
-Every function reads the text once, from left to right, so that no text takes longer than its
-length.
-
-Whether the answer is the column's text, character by character: 1 or 0.
-
-Whether a regular expression of Python's ``re`` matches a completion: 1 or 0.
-
-An expression whose repetitions nest, as in ``(a+)+b``, can take time exponential in the length of
-the text.  Nothing here bounds that: the deadline of the grading pool does.
-
-Whether a completion has the layout that is asked for: 1 or 0.
+The functions that find the answer read the text once, in linear time. A regular expression with
+nested repetitions, as in ``(a+)+b``, can take time exponential in the length of the text, which
+only the grading pool's deadline bounds.
 """
 
 import re
@@ -23,13 +16,12 @@ from isobit.util.errors import RewardError
 OPENING, CLOSING = "<answer>", "</answer>"
 BOX = re.compile(r"\\(?:boxed|fbox)\s{0,10}\{")
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-"""Braces, and what is escaped: no brace of LaTeX's own."""
+"""Braces, and escaped characters, which are no braces of LaTeX's."""
 FENCE = "```"
 PYTHON = frozenset({"python", "python3", "py"})
 
 
 def cell(prompt: Prompt, name: str, grader: str) -> Any:
-    """The prompt's column ``name``.  Raises RewardError that names those it has."""
     if name in prompt.row:
         return prompt.row[name]
     raise RewardError(
@@ -39,7 +31,7 @@ def cell(prompt: Prompt, name: str, grader: str) -> Any:
 
 
 def last_tagged(text: str) -> str | None:
-    """What stands in the last complete ``<answer>..</answer>``."""
+    """The text of the last complete ``<answer>..</answer>``."""
     end = text.rfind(CLOSING)
     start = text.rfind(OPENING, 0, end) if end >= 0 else -1
     if start < 0:
@@ -49,7 +41,7 @@ def last_tagged(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last complete ``\boxed{..}``, whose braces may nest."""
+    r"""The text of the last complete ``\boxed{..}``, whose braces may nest."""
     found = None
     position = 0
     while (box := BOX.search(text, position)) is not None:
@@ -62,7 +54,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    r"""The last ``\boxed{..}``, else the last ``<answer>``, else all of it."""
+    r"""The last ``\boxed{..}``, else the last ``<answer>``, else the whole text."""
     boxed = last_boxed(text)
     tagged = last_tagged(text) if boxed is None else boxed
     return text if tagged is None else tagged
@@ -79,9 +71,7 @@ def _closing(text: str, brace: int) -> int:
 
 
 def last_code(text: str) -> str | None:
-    """The last complete block of Python between fences; of those without a language if none is
-    marked as Python.
-    """
+    """The last complete fenced block of Python, or else of no language."""
     marked = unmarked = None
     language: str | None = None
     lines: list[str] = []
@@ -109,11 +99,10 @@ def exact_match(
     ignore_case: bool = False,
     strip: bool = True,
 ) -> float:
-    r"""1.0 if the completion's last ``\boxed{..}``, else its last ``<answer>``, else all of it, is
-    what ``column`` holds.
+    """1.0 if the completion's final answer (``final_answer``) is the text of ``column``.
 
-    ``strip`` ignores white space around both, ``ignore_case`` their case.  Look-alikes of other
-    alphabets are other characters.  Raises ``RewardError`` for a missing column.
+    ``strip`` ignores white space around both, ``ignore_case`` their case. Look-alikes of other
+    alphabets are other characters. Raises ``RewardError`` for a missing column.
     """
     expected = str(cell(prompt, column, "exact_match"))
     given = final_answer(completion.text)
@@ -125,11 +114,10 @@ def exact_match(
 
 
 def regex_score(prompt: Prompt, completion: Completion, pattern: str, full: bool = False) -> float:
-    """1.0 if ``pattern`` is found in the completion, with ``full`` if it matches all of it.
-
-    Raises ``RewardError`` for what is no regular expression.
+    """1.0 if ``pattern`` is found in the completion, with ``full`` if it matches all of it. Raises
+    ``RewardError`` for an invalid regular expression.
     """
-    del prompt  # every grader is given one
+    del prompt  # every grader gets one
     expression = compiled(pattern)
     found = (expression.fullmatch if full else expression.search)(completion.text)
     return float(found is not None)
@@ -137,7 +125,7 @@ def regex_score(prompt: Prompt, completion: Completion, pattern: str, full: bool
 
 @lru_cache(maxsize=64)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """``pattern``, in which a dot is any character.  Raises ``RewardError``."""
+    """``pattern``, in which a dot matches any character. Raises ``RewardError``."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -152,10 +140,8 @@ THINK_AND_ANSWER = (
 
 
 def format_score(prompt: Prompt, completion: Completion, pattern: str = THINK_AND_ANSWER) -> float:
-    """1.0 if all of the completion matches ``pattern``, in which a dot is any character.
-
-    What `isobit.rewards.graders.text` says about time holds here too.  Raises ``RewardError`` for
-    what is no regular expression.
+    """1.0 if all of the completion matches ``pattern``, in which a dot matches any character.
+    Raises ``RewardError`` for an invalid regular expression.
     """
-    del prompt  # every grader is given one
+    del prompt  # every grader gets one
     return float(compiled(pattern).fullmatch(completion.text) is not None)
