@@ -1,9 +1,9 @@
-"""Which function a log-probability is a value of, so that two of them can be held side by side.
+"""What function a log-probability is a value of, so that two of them can be compared.
 
-Whether what was sampled and what is trained are one function is a property of the pair of engine
-and trainer: the weights must be the same tensors, every site must work in the same formats, and the
-same kernels must compute it.  An engine that is another program, or keeps weights of its own, says
-so here, and its log-probabilities are recomputed before they are learnt from.
+Sampling and training compute one function only if engine and trainer read the same weight tensors,
+use the same formats at every site and run the same kernels. An engine that runs elsewhere or keeps
+its own weights reports another function here, and its log-probabilities are recomputed before
+training on them.
 """
 
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ from isobit.precision.quant_tensor import Side
 
 @dataclass(frozen=True, slots=True)
 class LogProbFunction:
-    """From tokens to log-probabilities."""
+    """A function from tokens to log-probabilities."""
 
     weights: object
-    """Who owns the tensors that are read; compared by identity."""
+    """The owner of the tensors that are read; compared by identity."""
     graph: Graph
     """The format of every site."""
     back_end: str
-    """Whose kernels compute it."""
+    """The name of the kernels' back end."""
 
 
 def function_of(policy: SampledPolicy, side: Side) -> LogProbFunction:
-    """The function that one side of a policy computes on its device."""
+    """What one side of a policy computes on its device."""
     return LogProbFunction(policy, policy.flow.graph(side), policy.backend.name)
 
 
 def is_one_function(sampled: LogProbFunction, trained: LogProbFunction) -> bool:
-    """Whether log-probabilities of the first are, bit for bit, those of the second."""
+    """Whether log-probabilities of both are bit for bit the same."""
     return (
         sampled.weights is trained.weights
         and sampled.back_end == trained.back_end

@@ -1,11 +1,10 @@
-"""A mixture of experts: the second half of a decoder layer in the place of the MLP.
+"""A mixture of experts, the second half of a decoder layer in place of the MLP.
 
-h = h + x     b = norm(h)     x = sum over the k experts e of a token of w_e MLP_e(b)
+    h = h + x     b = norm(h)     x = sum over a token's k experts e of w_e MLP_e(b)
 
-The router, a small matrix [E, C], gives each token its experts and their weights in FP32; it is
-published as norms are, and never quantised.  Gate and up of all experts are one master [E 2 I, C],
-down one master [E C, I], expert below expert.  The router's own losses reach its gradient through
-``Routes``.
+The router, a matrix [E, C], chooses each token's experts and their weights in FP32; it is never
+quantised. Gate and up of all experts are one master [E 2 I, C], down another [E C, I], expert after
+expert. The gradients of the router's own losses come from ``Routes``.
 """
 
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ class SavedMixture:
 
 
 class MixtureOfExperts:
-    """The experts of layer ``layer``, their router and their norm."""
+    """The experts of one layer, with their router and norm."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         experts, names = config.experts, FAMILIES[config.family].experts
@@ -74,12 +73,10 @@ class MixtureOfExperts:
         )
 
     def sites(self) -> tuple[SiteShape, ...]:
-        """In the order of the forward."""
         router = SiteShape(self.router, "router", self._layer)
         return router, self._gate_up.site(self._layer), self._down.site(self._layer)
 
     def masters(self) -> dict[str, Master]:
-        """In the order of the forward."""
         count = self._experts.count
         router = Master((count, self._hidden), {self._router_name: count})
         return {
@@ -92,7 +89,6 @@ class MixtureOfExperts:
     def forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h and x [T, C] -> the residual stream, and what there is to add to it."""
         h, norm, b = self._norm.keeping(weights, h, x)
         routing = self._route(weights, norm, routes)
         observe_input(b, self._gate_up.path)
@@ -104,7 +100,6 @@ class MixtureOfExperts:
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor, SavedMixture]:
-        """The same bits, and what the backward reads."""
         h, norm, b = self._norm.keeping(weights, h, x)
         routing = self._route(weights, norm, routes)
         observe_input(b, self._gate_up.path)
@@ -116,7 +111,6 @@ class MixtureOfExperts:
         return h, x, SavedMixture(h, norm, routing, saved)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMixture:
-        """What ``saving_forward`` saves."""
         return self.saving_forward(weights, h, x, None)[2]
 
     def backward(
@@ -127,7 +121,6 @@ class MixtureOfExperts:
         d: torch.Tensor,
         routes: Routes | None,
     ) -> torch.Tensor:
-        """The gradient of the residual stream behind this unit [T, C] -> before it."""
         linears, router = weights.linears, f"{self.router}.weight"
         d_b, d_weights = weights.backend.experts_backward(
             d,
@@ -151,7 +144,6 @@ class MixtureOfExperts:
         return self._norm.backward(weights, gradient, d_b, saved.h, d)
 
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
-        """Of a token of the training forward."""
         stream = DTYPES[graph.activations].itemsize * self._hidden
         shape, chosen = self._experts, self._experts.top_k
         sites = graph.site(self._gate_up.path), graph.site(self._down.path)

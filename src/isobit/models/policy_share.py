@@ -1,9 +1,9 @@
-"""A rank's share of a policy that several ranks sample from together
-(``isobit.models.tensor_parallel``): what one GPU cannot hold, each holds a part of.
+"""One rank's share of a policy that several ranks sample from together
+(``isobit.models.tensor_parallel``).
 
-Masters are taken whole and one by one, published as a ``Policy`` publishes them, and cut: the bytes
-are rows of the whole policy's, and no rank ever holds more than its share and one master.  It only
-samples: there are no masters to train and no backward.
+Masters arrive whole and one by one, are published as a ``Policy`` publishes them, and cut, so that
+the bytes are rows of the whole policy's and no rank ever holds more than its share and one master.
+A share only samples: it has no masters and no backward.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ SIDE: Side = "rollout"
 
 
 class PolicyShare:
-    """The published weights of the rollout side, this rank's rows of them, on a device."""
+    """This rank's rows of the published rollout weights."""
 
     version = 1
 
@@ -40,8 +40,8 @@ class PolicyShare:
         world: World,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``masters`` of the whole policy, in the order of the forward pass, on the device; the
-        same on all ranks of ``world``.  Raises ConfigError for a model that cannot be cut for them.
+        """``masters`` of the whole policy, on the device and in the order of the forward pass; the
+        same on all ranks of ``world``. Raises ConfigError for a model that cannot be cut for them.
         """
         self.config = config
         self.decoder = build_decoder(config)
@@ -59,13 +59,12 @@ class PolicyShare:
         world.all_gather_stack(torch.zeros(1, device=self.device))
 
     def weights(self, side: Side) -> Weights:
-        """What it samples with."""
         assert side == SIDE, "a share of a policy only samples"
         return self._weights
 
     @torch.no_grad()
     def _keep_share(self, name: str, master: Master) -> None:
-        """This rank's rows of what was just published, and what is not cut."""
+        """Replace what was just published of a master by this rank's rows of it."""
         linears, plain, path = self._weights.linears, self._weights.plain, name.rpartition(".")[0]
         parts = {part.split(".")[-2]: rows for part, rows in master.parts.items()}
         if master.kind == "matrix":
@@ -84,4 +83,4 @@ class PolicyShare:
 
 
 SampledPolicy = Policy | PolicyShare
-"""What an engine draws from."""
+"""What an engine samples from."""
