@@ -1,46 +1,38 @@
-"""What a run takes of the memory that a device has for itself, planned before anything is allocated
-there.
+"""A plan of a device's own memory in a run, made before anything is allocated there.
 
-Weights stay; the engine's KV cache and the trainer's gradients and activations take turns
-(``isobit.memory.turns``), so that each phase has the whole device, unless both fit beside each
-other: then the cache stays, and what was captured with it.
+Weights stay; the engine's KV cache and the trainer's gradients and activations alternate
+(``isobit.memory.turns``), so that each phase has the whole device. If both fit together, the cache
+stays, with the graphs captured over it.
 
     rollout     masters + published weights + moments + KV pages + forward
     training    masters + published weights + moments + gradients + saved activations + what passes
                 (+ KV pages that stay)
 
-Models that only score, a reference model and reward models, stay in both phases.  With ``offload``
-one is in page-locked main memory instead, and on the device only while it scores, which is before
-the first backward; a shadow is made for that alone, between two updates: training then takes the
-larger of two moments,
+Reference models and reward models stay in both phases. With ``offload`` one is on the device only
+while it scores, before the first backward; a shadow exists only then, between two updates. Training
+is then the larger of two moments,
 
     scoring     masters + published weights + moments + the frozen weights + a forward
     backward    as above
 
-P parameters.  A sequence is never cut, so the largest micro-batch holds at least the longest.
+With P parameters:
 
     masters, gradients  4 P each: FP32; gradients from the first backward of a step to its end; of
                         several processes the rows of the one that owns most
-    made, arriving,     gradients on their way to their sum (``isobit.memory.host``)
+    made, arriving,     gradients on their way to their sum (``isobit.memory.host.Share``)
     of a slot
-    moments             8 P in FP32, 4 P in BF16, P (2 + 1/64) in 8 bits; in training alone with
+    moments             8 P in FP32, 4 P in BF16, P (2 + 1/64) in 8 bits; in training only with
                         ``training.offload_moments``
     published weights   the matrices in each side's format, the rest, the rotary table; of frozen
                         models those of one side (``isobit.memory.activations``)
-    KV pages            what is left, as far as ``rollout.max_sequences`` can need it
+    KV pages            what is left, up to what ``rollout.max_sequences`` can need
     forward             ``isobit.memory.cache_size.forward_bytes``
     activations         what the layers save, and the most that passes beside it
                         (``isobit.memory.activations``)
 
-``RESERVE`` is left free for what is not planned: captured graphs, kernels, gaps between torch's
-blocks, and the workspaces of libraries. Those of cuBLAS are among what torch measures, some 32 MiB
-for each thread and stream: nearly all of what a tiny model takes.
-
-GPUs by name, for plans on a machine that has none: the memory that a process finds free on one
-that nobody else uses.
-
-That of an H200 is measured (docs/memory.md: 138.7 to 139.3 of 139.8 GiB); an H100 has 79.2 GiB, and
-the driver keeps about as much.
+``RESERVE`` is left free for captured graphs, kernels, gaps between torch's blocks, and the
+workspaces of libraries. Those of cuBLAS, some 32 MiB for each thread and stream, are in what torch
+measures: nearly all of what a tiny model takes.
 """
 
 from bisect import bisect_right
@@ -80,12 +72,10 @@ CACHE = "KV pages"
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """Bytes by name in both phases, at their most demanding moment; the reserve is not among
-    them.
-    """
+    """Bytes by name in both phases, at their peaks, without the reserve."""
 
     rollout: Bytes
-    """Empty where nothing is generated."""
+    """Empty if nothing is generated."""
     training: Bytes
     total: int
     """What the process can have."""
@@ -95,20 +85,17 @@ class DevicePlan:
     tokens: int
     """Of the largest micro-batch."""
     host: Bytes
-    """Bytes of page-locked main memory by what lies there; torch rounds a block of it up to a power
-    of two.
-    """
+    """Bytes of page-locked main memory by content; torch rounds each block up to a power of two."""
     processes: int
-    """Of which each has a device, and takes this of it at most."""
+    """Each has a device of its own, and takes at most this of it."""
 
     @property
     def peaks(self) -> dict[str, int]:
-        """What each phase takes at most."""
         return {name: sum(phase.values()) for name, phase in self._phases.items()}
 
     @property
     def engine_stays(self) -> bool:
-        """Whether the cache is there in both phases."""
+        """Whether the cache stays in both phases."""
         return CACHE in self.training
 
     @property
@@ -159,17 +146,15 @@ class DevicePlanner:
     processes: int = 1
     """That train the model together, each on a device like this one."""
     learns: bool = True
-    """False of a process that only samples, and scores a little of what it has sampled."""
+    """False for a process that only samples, and scores a little of what it has sampled."""
     hosts: int = 1
     """That compute slots of an update side by side."""
 
     def plan(
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
     ) -> DevicePlan:
-        """For sequences of at most ``longest`` tokens.
-
-        Without ``rollout`` nothing is ever generated: the trainer has the device to itself.  Raises
-        ConfigError where it does not fit, with the largest setting that would.
+        """For sequences of at most ``longest`` tokens; ``rollout`` is None if nothing is ever
+        generated. Raises ConfigError if it does not fit, with the largest setting that would.
         """
         tokens = microbatch_tokens(training, longest)
         needed = self.training_bytes(training, tokens, longest)
@@ -247,7 +232,7 @@ class DevicePlanner:
         return share_of(self.shape, self.processes, Slots(training.slots, self.hosts))
 
     def largest_microbatch(self, training: TrainingConfig, longest: int) -> int:
-        """The most tokens whose training fits; 0 where none do."""
+        """The most tokens whose training fits; 0 if none do."""
 
         def needed(tokens: int) -> int:
             return sum(self.training_bytes(training, tokens, longest).values()) + RESERVE
@@ -296,8 +281,8 @@ class DevicePlanner:
         )
 
     def _alternative(self, training: TrainingConfig, tokens: int, longest: int) -> str:
-        """The least change of recompute or moments, or of where frozen models are, that makes so
-        many tokens fit, or what the greatest one would hold.
+        """The least change of recompute or moments, or offloading frozen models, that makes so many
+        tokens fit, or what the greatest change would hold.
         """
         away = replace(self, frozen=tuple(model.with_offload() for model in self.frozen))
         offload = _offload_keys(self.frozen)
@@ -342,7 +327,7 @@ def _too_large_a_cache(
 
 
 def _cache_advice(training: TrainingConfig, frozen: Sequence[FrozenModel]) -> str:
-    """What else leaves the cache more room."""
+    """What else leaves the cache more memory."""
     advice = ""
     if not training.offload_moments:
         advice += "; training.offload_moments = true leaves the moments' part to it as well"
@@ -352,7 +337,7 @@ def _cache_advice(training: TrainingConfig, frozen: Sequence[FrozenModel]) -> st
 
 
 def _offload_keys(frozen: Sequence[FrozenModel]) -> str:
-    """What takes the frozen models off the device that are on it; empty where none is."""
+    """The settings that offload the frozen models on the device; empty if there are none."""
     tables = dict.fromkeys(model.table for model in frozen if model.stays)
     return " and ".join(f"{table}.offload = true" for table in tables)
 
@@ -367,11 +352,14 @@ def _settings(change: Mapping[str, str], training: TrainingConfig) -> str:
 
 _GIB = 1 << 30
 GPUS: dict[str, int] = {"h100": 78 * _GIB, "h200": 139 * _GIB}
-"""Bytes."""
+"""Bytes that a process finds free on a GPU that nobody else uses, for plans on a machine without
+one. That of an H200 is measured (docs/memory.md: 138.7 to 139.3 of 139.8 GiB); an H100 has 79.2
+GiB, and the driver keeps about as much.
+"""
 
 
 def gpu_memory(name: str) -> int:
-    """Bytes that a process can have.  Raises ConfigError, with the names that are known."""
+    """Bytes that a process can have. Raises ConfigError with the known names."""
     if name not in GPUS:
         raise ConfigError(f"the GPU {name!r} is not known; known are {', '.join(GPUS)}")
     return GPUS[name]

@@ -1,33 +1,15 @@
-"""The policy: FP32 masters that the optimiser moves, and what both sides of the flow read,
-published from them.
+"""The policy: FP32 masters that the optimiser updates, and the published weights that both sides
+read.
 
-A publication rounds every master to BF16 once and quantises it once, in place: the engine and the
-trainer hold the same tensors, so new weights need no copy and no message.  Of several processes
-each owns some rows of every master (``isobit.parallel.ownership``) and publishes these; published
-weights are whole on all.
+A publication rounds every master to BF16 once and quantises it once, in place. Engine and trainer
+hold the same tensors, so new weights need no copy and no message; a site's weight exists once if
+rollout and training have the same formats there. Of several processes each owns and publishes some
+rows of every master (``isobit.parallel.ownership``); published weights are whole on all.
 
-The masters are those of the units (``isobit.models.layers``), by name: ``embed_tokens.weight``,
-``layers.N.{input_norm, post_attention_norm, q_norm, k_norm}.weight``, ``layers.N.{qkv_proj, o_proj,
-gate_up_proj, down_proj}.weight`` (q, k, v and gate, up are fused along their outputs),
-``layers.N.qkv_proj.bias``, ``norm.weight``, ``lm_head.weight`` where it is not tied, and
-``value_head.weight`` or ``score.weight``.
-
-How much of the quantised weights a publication changed.
-
-    share = numbers that are others now / numbers        over the matrices of all linears: E4M3
-                                                         bytes, or BF16 numbers where one stays BF16
-
-A step that moves the masters by much less than their format's spacing changes few of them, and the
-function that samples and trains hardly at all.  Scales are not counted.
-
-What both sides of the flow read, published from masters: in place, so that whoever holds a
-tensor sees the new weights.
-
-    publish      a whole master, or a folder's FP8 as it is: makes the tensors
-    republish    some of a master's rows, into theirs
-    gather       the rows that other ranks have republished
-
-Where rollout and training have the same formats at a site, its weight exists once.
+The masters, by name: ``embed_tokens.weight``, ``layers.N.{input_norm, post_attention_norm, q_norm,
+k_norm}.weight``, ``layers.N.{qkv_proj, o_proj, gate_up_proj, down_proj}.weight`` (q, k, v and gate,
+up are fused along their outputs), ``layers.N.qkv_proj.bias``, ``norm.weight``, ``lm_head.weight``
+if it is not tied, and ``value_head.weight`` or ``score.weight``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,8 +42,13 @@ from isobit.util.terminal import say
 
 
 class PublishedChange:
-    """Counts what one publication changes; the counts stay on the device until ``share`` is asked
-    for.
+    """Counts how many of the quantised weights a publication changes.
+
+        share = changed numbers / numbers     over the matrices of all linears: E4M3 bytes without
+                                              scales, or BF16 numbers if a matrix stays BF16
+
+    An update that moves masters by much less than their format's spacing changes few of them.
+    Counts stay on the device until ``share`` is read.
     """
 
     def __init__(self, world: World = ALONE) -> None:
@@ -76,8 +63,8 @@ class PublishedChange:
 
     @property
     def share(self) -> float:
-        """From 0 to 1, over the rows of all ranks, which ask together; 0 where nothing was
-        published again.
+        """From 0 to 1, over the rows of all ranks, which must all ask; 0 if nothing was published
+        again.
         """
         changed = int(torch.stack(self._changed).sum()) if self._changed else 0
         counts = self._world.all_gather((changed, self._numbers))
@@ -89,7 +76,7 @@ SIDES: tuple[Side, Side] = ("rollout", "training")
 
 
 class Published:
-    """The weights of a decoder in a flow, on one device."""
+    """The weights of a decoder in a flow, on one device, published from masters."""
 
     def __init__(self, config: ModelConfig, flow: PrecisionFlow, backend: Backend) -> None:
         frequencies = inverse_frequencies(config)
@@ -99,9 +86,9 @@ class Published:
             side: Weights(backend, rope, flow.graph(side)) for side in SIDES
         }
         self.conversion = ScaleConversion()
-        """Of a folder's FP8 whose scales the flow does not have."""
+        """For a folder's FP8 with scales that the flow does not have."""
         self.reads_folder = False
-        """Whether matrices are a folder's FP8 as it is."""
+        """Whether matrices are a folder's FP8, unchanged."""
         self._decoder, self._flow, self._backend = decoder, flow, backend
         self._described = decoder.masters()
 
@@ -110,9 +97,9 @@ class Published:
         masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]],
         keep: bool,
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Publish whole masters, in the order of the forward pass; -> each by name as FP32 numbers
-        on the device, once it is published, or None of a folder's FP8 that stays as it is and is
-        not to ``keep``.  Those of a mapping are copied, pairs are handed over.
+        """Publish whole masters, in the order of the forward; -> each by name, after it was
+        published, as FP32 numbers on the device, or None for a folder's FP8 that is used unchanged
+        and not to ``keep``. Masters of a mapping are copied, pairs are taken over.
         """
         pairs = masters.items() if isinstance(masters, Mapping) else masters
         names: list[str] = []
@@ -131,7 +118,7 @@ class Published:
 
     @torch.no_grad()
     def publish(self, name: str, master: torch.Tensor) -> None:
-        """Make what is read of a whole FP32 master."""
+        """Create the published tensors of a whole FP32 master."""
         path, kind = name.rpartition(".")[0], self._described[name].kind
         if kind == "matrix":
             made = {
@@ -147,8 +134,8 @@ class Published:
 
     @torch.no_grad()
     def take(self, name: str, given: QuantTensor, keep_master: bool) -> torch.Tensor | None:
-        """A folder's FP8: as it is on each side whose flow has its form, and published from the
-        numbers that it stands for on any other; -> these numbers, where ``keep_master``.
+        """Use a folder's FP8 unchanged on each side whose flow has its form, and publish the
+        numbers it stands for on the other; -> these numbers, if ``keep_master``.
         """
         path = name.rpartition(".")[0]
         sites = self._sites(path)
@@ -170,8 +157,8 @@ class Published:
     def republish(
         self, name: str, rows: torch.Tensor, first: int, last: int, change: PublishedChange
     ) -> None:
-        """Overwrite what is read of a master's rows ``first`` to ``last``; in a matrix these begin
-        and end with blocks.  ``change`` counts.
+        """Overwrite what is published of a master's rows ``first`` to ``last``, whole blocks of a
+        matrix, and count in ``change``.
         """
         path, kind = name.rpartition(".")[0], self._described[name].kind
         if kind == "matrix":
@@ -192,21 +179,21 @@ class Published:
         places: Sequence[int] | None = None,
     ) -> None:
         """Take the rows of each master that other ranks have republished
-        (``World.all_gather_rows``), and derive what is a function of several ranks' rows.
+        (``World.all_gather_rows``), and derive what depends on several ranks' rows.
         """
         pairs = list(self._tensors(cuts))
         world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
         self._derive_head()
 
     def checksum(self) -> int:
-        """Of all bytes that are read of masters (``isobit.models.checksum``), by their places."""
+        """The checksum of all published bytes (``isobit.models.checksum``), by their places."""
         tensors = self._tensors(dict.fromkeys(self._described, (0,)))
         return checksum_of({str(place): tensor for place, (tensor, _) in enumerate(tensors)})
 
     def _tensors(
         self, cuts: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
-        """What is read of masters, each tensor once, and where its rows are cut."""
+        """Each published tensor once, and where its rows are cut."""
         for name, at in cuts.items():
             path, kind = name.rpartition(".")[0], self._described[name].kind
             if kind == "matrix":
@@ -227,12 +214,12 @@ class Published:
         return {side: self._flow.graph(side).site(path) for side in SIDES}
 
     def _of(self, path: str) -> list[LinearWeight]:
-        """What the sides read of a linear: one weight or two."""
+        """A linear's published weights: one, or two if the sides differ."""
         rollout, training = (self.sides[side].linears[path] for side in SIDES)
         return [rollout] if rollout.matrix is training.matrix else [rollout, training]
 
     def _publish_bias(self, path: str, master: torch.Tensor) -> None:
-        """Both sides read one."""
+        """Both sides read the same tensor."""
         bias = master.to(DTYPES[self._flow.training.activations], copy=True)
         made: dict[int, LinearWeight] = {}
         for weights in self.sides.values():
@@ -240,7 +227,7 @@ class Published:
             weights.linears[path] = made.setdefault(id(held.matrix), replace(held, bias=bias))
 
     def _publish_plain(self, name: str, master: torch.Tensor) -> None:
-        """Both sides read one."""
+        """Both sides read the same tensor."""
         held = master.to(DTYPES[self._flow.training.activations], copy=True)
         for weights in self.sides.values():
             weights.plain[name] = held
@@ -248,7 +235,7 @@ class Published:
             self._derive_head()
 
     def _derive_head(self) -> None:
-        """What lm_head multiplies with, from its table."""
+        """Compute lm_head's operand from its table."""
         if self._decoder.head is None:
             return
         plain = self.sides["training"].plain
@@ -263,7 +250,7 @@ class Published:
 
 
 def _blocks_at(matrix: QuantTensor, rows: Sequence[int]) -> list[int]:
-    """How many blocks stand above each of these rows, at each of which one begins or all end."""
+    """The number of blocks above each of these rows, which are boundaries of blocks."""
     sizes = block_sizes(matrix.parts or (matrix.values.shape[0],))
     above = dict(zip(accumulate(sizes, initial=0), range(len(sizes) + 1), strict=True))
     return [above[row] for row in rows]
@@ -275,10 +262,8 @@ def _distinct(biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
 
 
 class Policy:
-    """A decoder's configuration, flow, masters and published weights, on one device.
-
-    A policy that is not ``trainable`` keeps no masters: it holds what a rollout reads and nothing
-    else.
+    """A decoder's configuration, flow, masters and published weights, on one device. A policy that
+    is not ``trainable`` keeps no masters, only what a rollout reads.
     """
 
     def __init__(
@@ -291,12 +276,11 @@ class Policy:
         world: World = ALONE,
         slots: Slots = ONE_SLOT,
     ) -> None:
-        """``masters``, whole, in the order of the forward pass.  Those of a mapping are copied;
-        pairs are taken one by one, so they need not fit the memory together, and are handed over:
-        what is in FP32 on the device becomes the master itself, and a matrix that a folder has in
-        FP8 is read as it is where the flow has the form of its scales
-        (``isobit.models.fp8_checkpoint``).  Every rank of ``world`` is given the same.  ``slots``
-        are those of an update.
+        """``masters``, whole, in the order of the forward, the same on every rank of ``world``.
+        Those of a mapping are copied. Pairs are taken over one by one, so they need not fit the
+        memory together: FP32 values on the device become the master itself, and a folder's FP8
+        matrix is used unchanged if the flow has the form of its scales
+        (``isobit.models.fp8_checkpoint``). ``slots`` are those of an update.
         """
         self.config = config
         self.decoder = build_decoder(config)
@@ -318,28 +302,27 @@ class Policy:
         self._published = Published(config, self.flow, self.backend)
         self._take(masters, trainable)
         self.gradient = self._gradient_sum()
-        """Where a backward adds up the gradients of the masters."""
+        """Sums the masters' gradients during a backward."""
         self.version = 1
 
     @property
     def conversion(self) -> ScaleConversion:
-        """Of a folder's FP8 whose scales the flow does not have."""
+        """For a folder's FP8 with scales that the flow does not have."""
         return self._published.conversion
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The masters, as far as this rank owns them, in the order of the forward pass."""
+        """This rank's rows of the masters, in the order of the forward."""
         return iter(self.masters.values())
 
     def weights(self, side: Side) -> Weights:
-        """What a side reads."""
         return self._published.sides[side]
 
     def rows(self, name: str) -> slice:
-        """Of a master, those that this rank owns."""
+        """The rows of a master that this rank owns."""
         return self.ownership.rows(name, self.world.rank)
 
     def whole_master(self, name: str) -> torch.Tensor:
-        """A whole FP32 master, on the policy's device; asked for by all ranks together."""
+        """A whole FP32 master, on the policy's device. All ranks call it."""
         own = self.masters[name].detach()
         if self.world.size == 1:
             return own
@@ -350,9 +333,8 @@ class Policy:
 
     def publish(self) -> None:
         """Quantise each weight once, in place, from the BF16 rounding of its master; ``version``
-        counts the publications.  All ranks together.
-
-        Raises MismatchError, on all, where one has other bytes afterwards.
+        counts the publications. All ranks call it. Raises MismatchError, on all, if published bytes
+        differ afterwards.
         """
         self.change = PublishedChange(self.world)
         self._published.reads_folder = False
@@ -367,12 +349,12 @@ class Policy:
 
     @torch.no_grad()
     def restore(self, masters: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take the values of other masters, of the rows that this rank owns, publish them, and
-        count on from ``version``.
+        """Take other masters' values of the rows that this rank owns, publish them, and count on
+        from ``version``.
 
-        Until its first publication a policy that was made from a folder's FP8 reads those bytes,
-        and publishing the numbers that they stand for could give others: then nothing is published
-        where the masters are these numbers.
+        Until its first publication a policy made from a folder's FP8 reads those bytes, and
+        publishing the numbers that they stand for could give others, so nothing is published if the
+        masters are exactly these numbers.
         """
         is_as_read = self._published.reads_folder and all(
             is_equal_in_pieces(master, masters[name]) for name, master in self.masters.items()
@@ -384,16 +366,15 @@ class Policy:
         self.version = version
 
     def checksum(self) -> int:
-        """Of all bytes that both sides read, scales too (``isobit.models.checksum``): the same on
-        every rank, whatever it owns.
+        """The checksum of all bytes that both sides read, including scales
+        (``isobit.models.checksum``): the same on every rank, whatever it owns.
         """
         return self._published.checksum()
 
     def pass_on(self, world: World, owners: int) -> None:
-        """Bring the published weights, and their version, from the first ``owners`` ranks of a
-        world, who share the masters, to the others, who have none; all its ranks together.
-
-        Raises MismatchError, on all, where one has other bytes afterwards.
+        """Send the published weights and their version from the first ``owners`` ranks of a world,
+        which share the masters, to the others, which have none. All its ranks call it. Raises
+        MismatchError, on all, if published bytes differ afterwards.
         """
         owned = self.decoder.ownership(owners).cuts
         without = world.size - owners
@@ -402,8 +383,8 @@ class Policy:
         self.version, _ = self.compare(world)
 
     def compare(self, world: World) -> tuple[int, int]:
-        """Find all published bytes alike on all ranks of a world; -> the version of the first one,
-        and their checksum.  Raises MismatchError, on all, where one has others.
+        """Check that all ranks of a world have the same published bytes; -> the version of the
+        first one, and the checksum. Raises MismatchError, on all, if they differ.
         """
         found = world.all_gather([self.version, self.checksum()])
         first, expected = found[0]
@@ -463,7 +444,7 @@ def random_policy(
     slots: Slots = ONE_SLOT,
 ) -> Policy:
     """Masters drawn on the device as transformers draws them: matrices from N(0, 0.02), norms 1,
-    biases 0; and what no checkpoint has, 0.
+    biases 0; what checkpoints do not have, 0.
     """
     masters = random_masters(config, seed, device)
     return Policy(config, named_precision(precision), masters, device, trainable, world, slots)
@@ -472,7 +453,7 @@ def random_policy(
 def random_masters(
     config: ModelConfig, seed: int, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and values of one master after the other, as ``random_policy`` has them."""
+    """Name and values of one master after the other, as in ``random_policy``."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, master in build_decoder(config).masters().items():
         shape = master.shape
