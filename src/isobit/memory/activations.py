@@ -64,8 +64,8 @@ def passing_bytes(
     longest: int,
     head_sum: int = 0,
 ) -> dict[str, int]:
-    """Short-lived bytes beside the saved activations, by the moment; moments follow one another.
-    ``head_sum`` are the bytes of lm_head's gradient.
+    """Short-lived bytes by the moment; ``head_sum`` is for lm_head's gradient. Moments do not
+    overlap.
     """
     layers = _layers(shape, flow, sizes)
     workspaces = sizes.workspaces(_work(shape, tokens, longest))
@@ -83,9 +83,7 @@ def passing_bytes(
 def scoring_bytes(
     shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, tokens: int, longest: int
 ) -> int:
-    """The peak of a forward without a backward, beside the weights: a layer that saves nothing, or
-    lm_head.
-    """
+    """The peak beside the weights of a forward without a backward, in a layer or in lm_head."""
     workspaces = sizes.workspaces(_work(shape, tokens, longest))
     head = (size for moment, size in workspaces.items() if not moment.endswith("backward"))
     layers = _layers(shape, flow, sizes)

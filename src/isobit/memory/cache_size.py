@@ -25,9 +25,7 @@ from isobit.util.terminal import gib
 _GIB = 1 << 30
 _HOST_GIB = 2.0
 RESERVE = 4 * _GIB
-"""Of a device's memory: captured graphs, kernels, a chunk of the trainer's logits, gaps in the
-allocator.
-"""
+"""For captured graphs, kernels, a chunk of the trainer's logits and the allocator's gaps."""
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:
@@ -83,8 +81,7 @@ def _check_host(cache_bytes: int, config: RolloutConfig) -> None:
 def num_pages_for(
     shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes
 ) -> int:
-    """The pages of a cache in main memory, or as configured. Raises ConfigError as
-    ``choose_num_pages`` does.
+    """The pages in main memory, or as configured. Raises ConfigError as ``choose_num_pages`` does.
     """
     if config.kv_pages is not None:
         return config.kv_pages
@@ -96,8 +93,8 @@ def num_pages_for(
 def num_pages_within(
     shape: ModelConfig, config: RolloutConfig, page_tokens: int, page_bytes: int, memory: int
 ) -> int:
-    """What ``max_sequences`` of the longest sequences need, as far as ``memory`` allows. Raises
-    ConfigError if that is no page.
+    """Pages for ``max_sequences`` of the longest sequences that fit. Raises ConfigError if none
+    does.
     """
     affordable = memory // page_bytes
     if affordable <= 0:
@@ -111,8 +108,7 @@ def num_pages_within(
 
 @contextmanager
 def out_of_memory_named(memory: DeviceMemory | None) -> Iterator[None]:
-    """Convert a device's out-of-memory error to Isobit's, with what was free and the keys that
-    lower what an engine takes.
+    """Raise a device's out-of-memory error as Isobit's, with the free memory and the keys to lower.
     """
     try:
         yield

@@ -133,8 +133,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlanner:
-    """Plans for one model in one flow, on a back end of those sizes, of whose memory the process
-    can have ``total`` bytes.
+    """Plans for one model in one flow, on a device of which the process can have ``total`` bytes.
     """
 
     shape: ModelConfig
@@ -281,8 +280,8 @@ class DevicePlanner:
         )
 
     def _alternative(self, training: TrainingConfig, tokens: int, longest: int) -> str:
-        """The least change of recompute or moments, or offloading frozen models, that makes so many
-        tokens fit, or what the greatest change would hold.
+        """The least change of recompute, moments or offload that makes so many tokens fit, or how
+        many fit with the greatest.
         """
         away = replace(self, frozen=tuple(model.with_offload() for model in self.frozen))
         offload = _offload_keys(self.frozen)

@@ -74,13 +74,9 @@ class Share:
     made_by_head: int
     """Bytes, while lm_head's gradient is made."""
     arriving: int
-    """Bytes of the other processes' slices of such gradients, from the first allocation to the
-    last.
-    """
+    """Bytes of other processes' slices of such gradients, throughout training."""
     of_a_slot: int = 0
-    """Bytes of a slot's sums, with several slots (``training.slots``), of the rows owned on its
-    host.
-    """
+    """Bytes of one slot's sums, with several slots, of the rows owned on its host."""
 
     @property
     def numbers(self) -> int:
@@ -156,9 +152,7 @@ class MemoryEstimate:
         return next(item.size for item in self.items if item.name == name)
 
     def warning(self, available: int) -> str | None:
-        """A line if the run may take more than is available: the largest item, and keys that lower
-        it or another.
-        """
+        """A line if the run may take more than is available, with the keys that lower it."""
         if MARGIN * self.total <= available:
             return None
         key = self.largest.lowered_by
@@ -247,8 +241,6 @@ def _sets(key: str) -> bool:
 
 
 def _hidden_bytes(shape: ModelConfig, flow: PrecisionFlow) -> int:
-    """Per token: the last residual stream, the hidden states that predict a token, and its row of
-    the rotary table.
-    """
+    """Per token: the last residual stream, the hidden states, and a row of the rotary table."""
     width = DTYPES[flow.training.activations].itemsize
     return 2 * width * shape.hidden_size + 4 * shape.head_dim

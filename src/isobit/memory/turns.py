@@ -130,9 +130,7 @@ class DeviceTurns:
         self._memory.reset_peak()
 
     def release_engine(self) -> None:
-        """Release the memory of the KV cache and of the graphs, if it is needed; the engine makes
-        them again.
-        """
+        """Release KV cache and graphs if their memory is needed; the engine makes them again."""
         if self._engine is not None and not self.plan.engine_stays:
             self._engine.release()
 
@@ -151,9 +149,7 @@ class DeviceTurns:
         }
 
     def _end(self, phase: str) -> None:
-        """Record a phase's peak. If nothing is generated, measuring losses between trainings counts
-        as training.
-        """
+        """Record a phase's peak; of a run that generates nothing every phase is training."""
         phase = phase if phase in self._peaks else "training"
         self._latest[phase] = self._memory.peak()
         self._peaks[phase] = max(self._peaks[phase], self._latest[phase])

@@ -215,9 +215,7 @@ PIECE = 1 << 24
 
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Overwrite contiguous numbers with as many of a mapped tensor, converted on the target's
-    device.
-    """
+    """Overwrite contiguous numbers with a mapped tensor's, converted on the target's device."""
     flat, mapped = target.view(-1), source.view(-1)
     for begin in range(0, len(flat), PIECE):
         piece = mapped[begin : begin + PIECE].to(target.device)
@@ -260,9 +258,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, config: ModelConfig) -> "Checkpoint":
-        """Raises ModelError for a missing, damaged, misshaped or superfluous tensor, by name and
-        file.
-        """
+        """Raises ModelError for a missing, damaged, misshaped or superfluous tensor."""
         source = folder / "config.json"
         fp8 = read_fp8_format(read_json(source), str(source))
         found = open_checkpoint(folder)
@@ -304,8 +300,8 @@ class Checkpoint:
         return self.scales.keys()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One of the checkpoint's tensors on the host: mapped as stored, or dequantised from FP8 to
-        FP32. Raises ModelError as ``masters`` does.
+        """A tensor on the host: mapped as stored, or dequantised to FP32. Raises as ``masters``
+        does.
         """
         quantised = self.quantised(name)
         if quantised is not None:
@@ -316,9 +312,7 @@ class Checkpoint:
         return values
 
     def quantised(self, name: str) -> QuantTensor | None:
-        """A matrix that is stored in FP8, on the host; None for any other tensor. Raises ModelError
-        as ``masters`` does.
-        """
+        """A matrix that is stored in FP8, on the host, else None. Raises as ``masters`` does."""
         if name not in self.scales:
             return None
         shape = self.tensors[name].shape

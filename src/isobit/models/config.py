@@ -126,9 +126,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], source: str) -> "ModelConfig":
-        """Read a ``config.json``. Raises ModelError, naming ``source``, for what this decoder does
-        not compute.
-        """
+        """Read a ``config.json``. Raises ModelError for what this decoder does not compute."""
         fields = ConfigFields(config, source)
         family, scores = _read_architecture(fields)
         _refuse_unsupported(fields, family)

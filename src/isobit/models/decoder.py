@@ -91,8 +91,8 @@ class Head:
         targets: torch.Tensor,
         temperatures: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> FP32 log-probabilities [N] and
-        entropies [N].
+        """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> log_probs and entropies, FP32
+        [N].
         """
         head = weights.plain[PUBLISHED]
         return weights.backend.token_log_probs(hidden, head, targets, temperatures)
@@ -107,8 +107,7 @@ class Head:
         d_log_probs: torch.Tensor,
         d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradients of the log-probabilities and of the entropies, FP32 [N] each, None for
-        zeros -> that of ``hidden`` [N, C].
+        """The gradients of log_probs and entropies, FP32 [N], None for 0 -> of ``hidden`` [N, C].
         """
         head = weights.plain[PUBLISHED]
         return weights.backend.token_log_probs_backward(
@@ -170,8 +169,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The units of a decoder, in the order of the forward. At least one of ``head`` and ``value``,
-    which read the final hidden states, is present.
+    """The units in the order of the forward; ``head`` and ``value`` both read the final hidden
+    states.
     """
 
     embedding: Embedding
@@ -205,9 +204,7 @@ class Decoder:
         return {name: master for unit in units for name, master in unit.masters().items()}
 
     def ownership(self, processes: int, hosts: int = 1) -> Ownership:
-        """Which rank owns which rows of the masters, of so many processes that train, as many on
-        each host.
-        """
+        """Which rank owns which rows of the masters, of so many processes on so many hosts."""
         described = self.masters()
         shapes = {name: master.shape for name, master in described.items()}
         parts = {name: tuple(master.parts.values()) for name, master in described.items()}
@@ -227,8 +224,8 @@ class Decoder:
 
     @property
     def added_in_parts(self) -> frozenset[str]:
-        """Masters whose gradient a backward adds to several times: lm_head's, chunk by chunk, and
-        again as the embedding if they are tied.
+        """lm_head's master: a backward adds to its gradient by chunks, and as the embedding if
+        tied.
         """
         return frozenset() if self.head is None else frozenset({self.head.master})
 
@@ -248,8 +245,7 @@ class Decoder:
         attend: Attend,
         routes: Routes | None = None,
     ) -> torch.Tensor:
-        """int64 [T] -> hidden states [T, C], after the final norm; without a backward. ``routes``
-        collects the routing.
+        """int64 [T] -> hidden states [T, C], after the final norm. ``routes`` collects the routing.
         """
         h, x = self.embedding.forward(weights, token_ids), None
         for layer in self.layers:

@@ -31,14 +31,10 @@ from isobit.util.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """How a family of mixtures of experts names their parts, in config.json and in a layer's
-    tensors.
-    """
+    """A family's names of the parts of a mixture of experts, in config.json and in tensors."""
 
     counts: tuple[str, ...]
-    """Keys of the number of experts; the first is that of the published checkpoints, and
-    transformers 5 writes the other for Qwen3.
-    """
+    """Keys of the number of experts: the published checkpoints', then transformers 5's."""
     width: str
     """The key of an expert's intermediate size."""
     renormalise: str | None
@@ -55,9 +51,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What distinguishes a family. ``default_...`` are transformers' values for keys that are
-    missing.
-    """
+    """What distinguishes a family. ``default_...`` are transformers' values of missing keys."""
 
     architecture: str
     """The class of its language models."""

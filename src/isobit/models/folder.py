@@ -55,9 +55,7 @@ def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """A language model's configuration. Raises ModelError for a folder or file that cannot be used,
-    and for a reward model.
-    """
+    """A language model's configuration. Raises ModelError, also for a reward model."""
     config = read_any_config(folder)
     if config.score_head:
         raise ModelError(
@@ -69,9 +67,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_reward_config(folder: Path) -> ModelConfig:
-    """A reward model's configuration. Raises ModelError for a folder or file that cannot be used,
-    and for a language model.
-    """
+    """A reward model's configuration. Raises ModelError, also for a language model."""
     config = read_any_config(folder)
     if not config.score_head:
         raise ModelError(
@@ -83,8 +79,7 @@ def read_reward_config(folder: Path) -> ModelConfig:
 
 
 def read_any_config(folder: Path) -> ModelConfig:
-    """The configuration of a model of either kind. Raises ModelError for a folder or file that
-    cannot be used.
+    """The configuration of a model of either kind. Raises ModelError for a folder or file in error.
     """
     if not folder.is_dir():
         raise ModelError(
@@ -182,9 +177,7 @@ class LoadedModel(SamplingModel):
 
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """A Hugging Face folder without its weights: enough to plan a run that might not fit the
-    memory.
-    """
+    """A Hugging Face folder without its weights, to plan a run that might not fit the memory."""
 
     folder: Path
     config: ModelConfig
@@ -270,9 +263,7 @@ def load_sampling_model(
 
 
 def describe_model(name: str | Path) -> DescribedModel:
-    """Read the configuration and tokenizer of a model folder. Raises ModelError for one that cannot
-    be used.
-    """
+    """Read the configuration and tokenizer of a model folder. Raises ModelError."""
     folder = model_folder(name)
     config, tokenizer = read_config(folder), load_tokenizer(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)

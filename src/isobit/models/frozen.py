@@ -80,8 +80,8 @@ class FrozenPolicy:
     def load(
         cls, folder: Path, precision: PrecisionConfig, device: torch.device | str = "cpu"
     ) -> "FrozenPolicy":
-        """From a Hugging Face folder, with one master at a time in memory. Raises ModelError as
-        ``load_policy`` does.
+        """From a folder, with one master at a time in memory. Raises ModelError as ``load_policy``
+        does.
         """
         config = read_config(folder)
         return cls.publish(config, precision, read_masters(folder, config, device), device)
@@ -230,8 +230,8 @@ class FrozenPolicy:
             tensor.data = value
 
     def _lasting(self) -> list[torch.Tensor]:
-        """The tensors in main memory or on the device that keep the weights, in the order of
-        ``_held``.
+        """What keeps the weights, in the order of ``_held``: main memory if offloaded, or the
+        device.
         """
         return self._held if self._places is None else self._places
 
@@ -291,9 +291,7 @@ def _copy(weights: Weights, decoder: Decoder) -> Weights:
 
 
 def _same_bytes(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two models hold the same bytes; compares the largest tensors, which change most
-    easily, first.
-    """
+    """Compares the largest tensors, which change most easily, first."""
     for name in sorted(theirs, key=lambda name: -theirs[name].nbytes):
         other = theirs[name]
         if not torch.equal(_bytes(mine[name].to(other.device)), _bytes(other)):
@@ -319,8 +317,7 @@ class RewardModel:
     """
 
     def __init__(self, policy: FrozenPolicy, tokenizer: PreTrainedTokenizerBase) -> None:
-        """``policy`` is the decoder with its score head. If it is offloaded, ``score`` must be
-        called within its ``on_device``.
+        """``policy`` has a score head. If offloaded, ``score`` must run within its ``on_device``.
         """
         assert policy.decoder.value is not None, "a reward model has a score head"
         self.policy, self.tokenizer, self._scorer = policy, tokenizer, Scorer(policy)
@@ -381,9 +378,7 @@ def without_padding(token_ids: Sequence[int], pad_token_id: int | None) -> Seque
 
 
 def last_tokens_batch(sequences: Sequence[Sequence[int]]) -> PackedBatch:
-    """A micro-batch that scores only the last token of each of the S sequences: N = S. Targets are
-    placeholders.
-    """
+    """A micro-batch that scores the last token of each of the S sequences: N = S, no targets."""
     lengths = torch.tensor([len(ids) for ids in sequences])
     last, nothing = lengths.cumsum(0) - 1, torch.zeros(len(sequences))
     token_ids = torch.tensor([token for ids in sequences for token in ids])

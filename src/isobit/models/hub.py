@@ -22,9 +22,7 @@ _DESCRIPTION = ("config.json", INDEX_FILE, *TEXT_FILES, f"{TEMPLATES}/*.jinja")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether this can only be a model's name on the hub: ``org/name``, and there is no local
-    folder ``org``.
-    """
+    """Whether this can only be a model of the hub: ``org/name``, with no local folder ``org``."""
     match = _NAME.fullmatch(name)
     return match is not None and ".." not in name and not Path(name.partition("/")[0]).exists()
 

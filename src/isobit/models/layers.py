@@ -61,9 +61,7 @@ class Routes:
     """
 
     def __init__(self, loss: RouterLoss | None = None) -> None:
-        """With a ``loss`` the router's figures are collected as well, even if its coefficients are
-        0.
-        """
+        """A ``loss`` collects the router's figures as well, even if its coefficients are 0."""
         self.loss = loss
         self._experts: list[torch.Tensor] = []
         self._losses: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -106,8 +104,8 @@ def digests(experts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @cache
 def _powers(count: int, device: torch.device) -> torch.Tensor:
-    """M^(count - 1) .. M^0 mod 2^64, int64 [count]. Cached, because a step that is being captured
-    cannot copy from the host.
+    """M^(count - 1) .. M^0 mod 2^64, int64 [count]. Cached: a captured step cannot copy from the
+    host.
     """
     powers = [pow(_MULTIPLIER, exponent, _WORD) for exponent in reversed(range(count))]
     signed = [power - _WORD if power >= _WORD // 2 else power for power in powers]
@@ -128,9 +126,7 @@ class Master:
     if checkpoints do not have it: then it starts at zeros, and is not written to model folders.
     """
     kind: Literal["matrix", "bias", "plain"] = "plain"
-    """A linear's matrix [N, K], quantised as its site says; its bias [N]; or a tensor that is
-    published in the activations' format.
-    """
+    """A linear's matrix [N, K] or bias [N], or a tensor published in the activations' format."""
 
     def of_checkpoint(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """The checkpoint's tensors by name: the parts' rows of ``values``, not copied."""
@@ -164,9 +160,7 @@ class UnitBytes:
     saved_once: int = 0
     """In total: padding of rows to whole blocks in what the backward reads."""
     made_once: int = 0
-    """In total: what the forward makes; if not 0, ``once`` is needed beside ``gradients``, not
-    after them.
-    """
+    """In total: what the forward makes; if not 0, ``once`` is beside ``gradients``, not after."""
     noted: int = 0
     """What a forward keeps in ``Routes`` to its end, even if nothing is saved."""
 
@@ -262,8 +256,8 @@ class Linear:
         return observe(weights.backend.linear(x.read, weights.linears[self.path]), self.path)
 
     def joined(self, weights: Weights, x: LinearInput, cuts: Cuts) -> torch.Tensor:
-        """``forward`` to the residual stream, gathering the input from the ranks that share the
-        weights, each of which has its ``cuts``, and the output [T, C].
+        """``forward``, gathering its input, of which each rank has its ``cuts``, and its output [T,
+        C].
         """
         split = weights.tensor_parallel
         whole = split.input(weights.backend, x, cuts)
@@ -280,8 +274,7 @@ class Linear:
         dy: torch.Tensor | OutputGradient,
         x: Operand | None,
     ) -> torch.Tensor:
-        """dY [T, N], plain or as DGrad and WGrad read it -> dX [T, K]; adds to the matrix's
-        gradient.
+        """dY [T, N], plain or as DGrad and WGrad read it -> dX [T, K]; adds to the gradient of W.
         """
         assert x is not None, "the forward has saved"
         if isinstance(dy, torch.Tensor):
@@ -300,9 +293,7 @@ def observe_input(x: LinearInput, path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm at the start of a unit: h = h + x, y = RMSNorm(h), in the format of the linear that
-    reads y.
-    """
+    """RMSNorm at the start of a unit: h = h + x, y = RMSNorm(h), in the format of y's reader."""
 
     path: str
     width: int

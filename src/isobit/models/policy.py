@@ -63,9 +63,7 @@ class PublishedChange:
 
     @property
     def share(self) -> float:
-        """From 0 to 1, over the rows of all ranks, which must all ask; 0 if nothing was published
-        again.
-        """
+        """From 0 to 1, over the rows of all ranks, which all call it; 0 if nothing changed."""
         changed = int(torch.stack(self._changed).sum()) if self._changed else 0
         counts = self._world.all_gather((changed, self._numbers))
         numbers = sum(one[1] for one in counts)
@@ -157,9 +155,7 @@ class Published:
     def republish(
         self, name: str, rows: torch.Tensor, first: int, last: int, change: PublishedChange
     ) -> None:
-        """Overwrite what is published of a master's rows ``first`` to ``last``, whole blocks of a
-        matrix, and count in ``change``.
-        """
+        """Overwrite what is published of rows ``first`` to ``last``, of a matrix whole blocks."""
         path, kind = name.rpartition(".")[0], self._described[name].kind
         if kind == "matrix":
             for held in self._of(path):
@@ -443,8 +439,7 @@ def random_policy(
     world: World = ALONE,
     slots: Slots = ONE_SLOT,
 ) -> Policy:
-    """Masters drawn on the device as transformers draws them: matrices from N(0, 0.02), norms 1,
-    biases 0; what checkpoints do not have, 0.
+    """Masters as transformers draws them: matrices N(0, 0.02), norms 1, biases and value heads 0.
     """
     masters = random_masters(config, seed, device)
     return Policy(config, named_precision(precision), masters, device, trainable, world, slots)

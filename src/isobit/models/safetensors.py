@@ -176,9 +176,7 @@ DTYPES = {name: dtype for dtype, name in _FORMATS.items()} | {
 _MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
 _FLAGS = mmap.MAP_PRIVATE | _MAP_NORESERVE
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
-"""Writes to a mapped tensor stay in the process. No memory is reserved for them, since a file may
-be larger than the memory.
-"""
+"""Writes stay in the process, and no memory is reserved: a file may be larger than the memory."""
 _ORDER = {dtype: place for place, dtype in enumerate(_FORMATS)}
 
 
@@ -344,9 +342,7 @@ def create_file(path: Path, plan: FilePlan) -> None:
 def write_slices(
     path: Path, plan: FilePlan, slices: Mapping[str, Slice], beat: Callable[[], None]
 ) -> None:
-    """Write these rows into a created file and sync it to the disk. ``beat`` is called after each
-    tensor.
-    """
+    """Write these rows into a created file and sync it, calling ``beat`` after each tensor."""
     with path.open("r+b") as file:
         for name, begin in plan.begins.items():
             one = slices[name]

@@ -169,9 +169,7 @@ def _whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
 
 
 def _quantization_config(layout: Layout, whole: set[str]) -> dict[str, Any]:
-    """What stock loaders read. The skip list has the module path of every matrix without scales,
-    and lm_head even if it is tied and has no tensor.
-    """
+    """What stock loaders read; matrices without scales, and lm_head, are not to be converted."""
     matrices = [name for name, tensor in layout.items() if tensor.ndim == 2 and name not in whole]
     modules = [
         name.removesuffix(".weight") for name in matrices if not name.endswith(SCALES_SUFFIX)
@@ -306,9 +304,7 @@ def _token_ids(source: Path) -> dict[str, Any]:
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
-    """Also write a generation config if the source has none: without one, other engines would not
-    know every token that ends a completion.
-    """
+    """Adds a generation config if there is none, so that engines know every end token."""
     for file in TEXT_FILES:
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)

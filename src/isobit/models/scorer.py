@@ -45,8 +45,8 @@ class PackedPass:
         recompute: Recompute,
         routes: Routes | None = None,
     ) -> None:
-        """token_ids and positions int64 [T], on the policy's device. ``routes`` collects the
-        routing, and its loss adds to the router's gradient.
+        """token_ids, positions: int64 [T], on the device. ``routes`` adds its loss to the router's
+        gradient.
         """
         self._policy, self._decoder = policy, policy.decoder
         self._weights = policy.weights("training")
@@ -67,9 +67,7 @@ class PackedPass:
         return hidden
 
     def backward(self, d_hidden: torch.Tensor) -> None:
-        """Add the gradients of everything but lm_head to the masters' ``grad``. A pass has one
-        backward.
-        """
+        """Add the gradients of everything but lm_head to the masters' ``grad``; once per pass."""
         assert self._last_h is not None, "the forward comes first"
         weights, gradient = self._weights, self._policy.gradient
         with torch.no_grad():  # a decorator would hold d_hidden until the end
@@ -134,9 +132,7 @@ class Scorer(Generic[Model]):
 
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
-        """The scores of a batch's targets. Raises NonFiniteError if a log-probability is not
-        finite.
-        """
+        """Raises NonFiniteError if a log-probability is not finite."""
         policy, weights = self.policy, self.policy.weights("training")
         to_device = policy.backend.to_device
         positions = to_device(batch.positions)
@@ -160,8 +156,7 @@ class ScoredPass:
         recompute: Recompute,
         coefficients: RouterCoefficients | None = None,
     ) -> None:
-        """``coefficients`` weigh the router's own losses of each sequence, if the policy has
-        experts.
+        """``coefficients`` weigh the router's losses of each sequence, if the policy has experts.
         """
         self.batch = batch
         self._policy, to_device = policy, policy.backend.to_device
@@ -203,8 +198,8 @@ class ScoredPass:
         d_entropies: torch.Tensor | None,
         d_values: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The gradient of the hidden states [T, C], through the heads. Its inputs are freed before
-        the layers' backward begins.
+        """The gradient of the hidden states [T, C], through the heads, whose tensors are freed
+        here.
         """
         assert self._hidden is not None, "the forward comes first"
         hidden, self._hidden = self._hidden, None
@@ -253,8 +248,7 @@ class ScoredPass:
 def _scores(
     policy: Scorable, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
 ) -> TokenScores:
-    """The scores of the targets by every head of the decoder, from the hidden states [N, C] that
-    predict them; on the policy's device.
+    """Scores by every head, from the hidden states [N, C] that predict the targets; on the device.
     """
     decoder, weights = policy.decoder, policy.weights("training")
     log_probs = entropies = temperatures.new_empty(0)

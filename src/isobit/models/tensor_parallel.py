@@ -49,9 +49,7 @@ ColumnCuts = Sequence[int]
 
 
 def joined_columns(world: World, mine: torch.Tensor, cuts: ColumnCuts) -> torch.Tensor:
-    """This rank's columns [T, c_r], contiguous -> the columns of all ranks, a new contiguous [T,
-    C].
-    """
+    """This rank's columns [T, c_r], contiguous -> all columns, a new contiguous [T, C]."""
     widths = widths_of(cuts)
     return _beside(world.all_gather_stack(_filled(mine, max(widths))), widths)
 
@@ -106,8 +104,7 @@ _SMALL = 16
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Which part of a decoder this rank has, and how to gather whole tensors. With one rank it does
-    nothing.
+    """Which part of a decoder this rank has, and how to gather whole tensors; nothing for one rank.
     """
 
     world: World
@@ -238,9 +235,7 @@ def _even(columns: int, ranks: int) -> Cuts:
 
 
 def _in_blocks(name: str, columns: int, ranks: int, smallest: int = _SMALL) -> Cuts:
-    """As even as whole blocks of 128 allow, or of ``smallest`` if there are too few; longer shares
-    first.
-    """
+    """In whole blocks of 128, or of ``smallest`` if there are too few; longer shares first."""
     block = BLOCK if num_blocks(columns) >= ranks else smallest
     blocks = -(-columns // block)
     if blocks < ranks:

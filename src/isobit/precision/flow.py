@@ -55,8 +55,8 @@ class SiteShape:
 
     @property
     def aliases(self) -> set[str]:
-        """The names of a linear in ``precision.modules_bf16``: its own or that of a part, in all
-        layers or in one.
+        """A linear's names in ``precision.modules_bf16``: its own or a part's, in one or all
+        layers.
         """
         assert self.linear is not None
         names = {name.rpartition(".")[2] for name in (self.name, *self.linear.parts)}
@@ -83,8 +83,7 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One operation of the decoder and its formats; ``dgrad``, ``wgrad`` and ``parts`` are set for
-    linears only.
+    """One operation and its formats; ``dgrad``, ``wgrad`` and ``parts`` are set for linears only.
     """
 
     name: str
@@ -104,7 +103,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The sites of one side, in the order of the forward; ``activations`` is the format between
+    """One side's sites in the order of the forward; ``activations`` is the format between
     operators.
     """
 
@@ -138,8 +137,8 @@ class PrecisionFlow:
 
     @property
     def exact(self) -> bool:
-        """Whether both sides compute the same function, so that recorded log-probabilities are the
-        trainer's own.
+        """Whether both sides compute the same function, so that log-probabilities have the same
+        bits.
         """
         return self.rollout.activations == self.training.activations and all(
             a.forward_formats == b.forward_formats
@@ -150,9 +149,7 @@ class PrecisionFlow:
         return self.rollout if side == "rollout" else self.training
 
     def one_sided(self, side: Side) -> "PrecisionFlow":
-        """The flow of a model that only one side reads, so that its weights exist in that side's
-        formats only.
-        """
+        """The flow of a model that only one side reads."""
         return replace(self, rollout=self.graph(side), training=self.graph(side))
 
 
@@ -238,9 +235,7 @@ def graph_differences(rollout: Graph, training: Graph) -> list[Difference]:
 
 
 def describe_flow(flow: PrecisionFlow) -> list[str]:
-    """The flow as text: one line per site, with equal layers folded, then whether the sides are one
-    function.
-    """
+    """One line per site, with equal layers folded, then whether the sides are one function."""
     training = {site.name: site for site in flow.training.sites}
     rows = [
         (site.name, _formats(site), _formats(training[site.name])) for site in flow.rollout.sites

@@ -75,9 +75,7 @@ def parts_of_rows(parts: tuple[int, ...], first: int, last: int) -> tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class QuantTensor:
-    """E4M3 values [R, C] with FP32 scales in one of three granularities; a scale of NaN marks a
-    block that was not finite.
-    """
+    """E4M3 values [R, C] with FP32 scales; a NaN scale marks a block that was not finite."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -113,9 +111,7 @@ class QuantTensor:
         return cls(values, scales, "128x128", parts)
 
     def rows(self, first: int, last: int) -> "QuantTensor":
-        """Rows ``first`` .. ``last`` - 1 of a weight, not copied: whole blocks of their parts, or
-        none.
-        """
+        """Rows ``first`` .. ``last`` - 1 of a weight, not copied: whole blocks of their parts."""
         assert self.granularity == "128x128", self.granularity
         sizes = block_sizes(self.parts or (self.values.shape[0],))
         bounds = [0, *accumulate(sizes)]
