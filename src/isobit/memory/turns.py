@@ -40,46 +40,28 @@ class HoldsMemory(Protocol):
         ...
 
 
-class Turns(Protocol):
-    """Who has a device's memory when, and what each turn took."""
+class Turns:
+    """Who has a device's memory when, and what each turn took; here for main memory, as on a CPU,
+    which engine and trainer share, and where nothing is planned or measured.
+    """
 
     def training(self, clock: Timing, engine_is_next: bool = True) -> AbstractContextManager[None]:
         """The trainer's turn, in which the engine must not be used."""
-        ...
-
-    def release_engine(self) -> None:
-        """Release the engine's memory for a measurement of the trainer outside of its turns."""
-        ...
-
-    def figures(self) -> Mapping[str, float]:
-        """The peaks of the latest turn of each kind, GiB, as metrics."""
-        ...
-
-    def summary(self) -> Mapping[str, PhaseMemory] | None:
-        """Planned and measured peaks so far by phase; None if nothing is planned."""
-        ...
-
-    def describe(self) -> Sequence[str]:
-        """The plan as lines of text."""
-        ...
-
-
-class NoTurns:
-    """Main memory, as on a CPU: engine and trainer share it, and nothing is planned or measured."""
-
-    def training(self, clock: Timing, engine_is_next: bool = True) -> AbstractContextManager[None]:
         return nullcontext()
 
     def release_engine(self) -> None:
-        """The engine keeps what it has."""
+        """Release the engine's memory for a measurement of the trainer outside of its turns."""
 
     def figures(self) -> Mapping[str, float]:
+        """The peaks of the latest turn of each kind, GiB, as metrics."""
         return {}
 
-    def summary(self) -> None:
-        """Nothing was planned, so there is nothing to compare."""
+    def summary(self) -> Mapping[str, PhaseMemory] | None:
+        """Planned and measured peaks so far by phase; None if nothing is planned."""
+        return None
 
     def describe(self) -> Sequence[str]:
+        """The plan as lines of text."""
         return ()
 
 
@@ -92,7 +74,7 @@ def allocate_in_pages(device: torch.device) -> None:
         memory.allocate_in_pages()
 
 
-class DeviceTurns:
+class DeviceTurns(Turns):
     """The turns of one run, and the peak of each kind of them in bytes."""
 
     def __init__(self, plan: DevicePlan, engine: HoldsMemory | None, trainer: Trainer) -> None:

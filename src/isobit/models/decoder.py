@@ -23,7 +23,7 @@ from isobit.kernels.backend import Backend
 from isobit.kernels.operands import Attend, RouterLoss, observe
 from isobit.models.attention import Attention
 from isobit.models.config import ModelConfig
-from isobit.models.layers import Gradient, Master, MlpUnit, Norm, Routes, Weights
+from isobit.models.layers import Gradient, Master, Norm, Routes, Weights
 from isobit.models.mlp import Mlp
 from isobit.models.moe import MixtureOfExperts
 from isobit.parallel.ownership import Ownership
@@ -54,8 +54,6 @@ class Embedding:
         """d [T, C] is the gradient of the output of ``forward``."""
         weights.backend.embedding_backward(d, token_ids, gradient(NAME))
 
-
-pass
 
 PUBLISHED = "head"
 """The key of lm_head's published matrix in ``Weights.plain``."""
@@ -153,7 +151,7 @@ VALUE_HEAD = "value_head"
 @dataclass(frozen=True, slots=True)
 class Layer:
     attention: Attention
-    mlp: MlpUnit
+    mlp: Mlp | MixtureOfExperts
 
     def forward(
         self,
@@ -305,21 +303,8 @@ def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 class Scorable(Protocol):
     """What a scorer needs; a policy has it, and so has a frozen model."""
 
-    @property
-    def backend(self) -> Backend:
-        """Computes with them."""
-        ...
+    backend: Backend
+    flow: PrecisionFlow
+    decoder: Decoder
 
-    @property
-    def flow(self) -> PrecisionFlow:
-        """Their formats, of which the training side counts."""
-        ...
-
-    @property
-    def decoder(self) -> Decoder:
-        """Reads them."""
-        ...
-
-    def weights(self, side: Side) -> Weights:
-        """What a side reads."""
-        ...
+    def weights(self, side: Side) -> Weights: ...

@@ -128,52 +128,21 @@ REWARD_ARCHITECTURES: dict[str, Family] = {
 }
 
 FEATURES: dict[str, tuple[Any, ...]] = {
-    "alibi": (),
-    "attention_chunk_size": (),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (0,),
-    "attn_temperature_tuning": (0,),
-    "clip_qkv": (),
-    "dual_chunk_attention_config": (),
-    "embedding_multiplier": (1,),
-    "final_logit_softcapping": (0,),
-    "first_k_dense_replace": (0,),
-    "interleave_moe_layer_step": (0, 1),
-    "kv_lora_rank": (),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "mlp_bias": (),
-    "moe_layer_freq": (1,),
-    "n_group": (0, 1),
-    "n_routed_experts": (0,),
-    "n_shared_experts": (0,),
-    "no_rope_layer_interval": (0,),
-    "no_rope_layers": (),
-    "num_shared_experts": (0,),
-    "per_layer_config": (),
-    "q_lora_rank": (),
-    "qk_layernorm": (),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1,),
-    "rope_interleaved": (),
-    "rotary_dim": (),
-    "rotary_pct": (1,),
-    "routed_scaling_factor": (1,),
-    "router_jitter_noise": (0,),
-    "scale_depth": (),
-    "scale_emb": (1,),
-    "scoring_func": ("softmax",),
-    "shared_expert_intermediate_size": (0,),
-    "shared_intermediate_size": (0,),
-    "sliding_window_pattern": (),
-    "swiglu_limit": (),
-    "topk_group": (0, 1),
-    "use_bias": (),
-    "use_expert_bias": (),
-    "use_mrope": (),
-    "use_parallel_residual": (),
-    "use_qk_norm": (),
-}
+    "alibi": (), "attention_chunk_size": (), "attention_multiplier": (),
+    "attn_logit_softcapping": (0,), "attn_temperature_tuning": (0,), "clip_qkv": (),
+    "dual_chunk_attention_config": (), "embedding_multiplier": (1,),
+    "final_logit_softcapping": (0,), "first_k_dense_replace": (0,),
+    "interleave_moe_layer_step": (0, 1), "kv_lora_rank": (), "logit_scale": (1,),
+    "logits_scaling": (1,), "mlp_bias": (), "moe_layer_freq": (1,), "n_group": (0, 1),
+    "n_routed_experts": (0,), "n_shared_experts": (0,), "no_rope_layer_interval": (0,),
+    "no_rope_layers": (), "num_shared_experts": (0,), "per_layer_config": (), "q_lora_rank": (),
+    "qk_layernorm": (), "query_pre_attn_scalar": (), "residual_multiplier": (1,),
+    "rope_interleaved": (), "rotary_dim": (), "rotary_pct": (1,), "routed_scaling_factor": (1,),
+    "router_jitter_noise": (0,), "scale_depth": (), "scale_emb": (1,), "scoring_func": ("softmax",),
+    "shared_expert_intermediate_size": (0,), "shared_intermediate_size": (0,),
+    "sliding_window_pattern": (), "swiglu_limit": (), "topk_group": (0, 1), "use_bias": (),
+    "use_expert_bias": (), "use_mrope": (), "use_parallel_residual": (), "use_qk_norm": (),
+}  # fmt: skip
 """Keys of other families that would make the decoder another function, each with the values (beside
 null and false) that do not. A folder that asks for one is refused, even if stock transformers reads
 it as one of our families: what its author meant is not what we compute.
@@ -377,21 +346,10 @@ _MAX_FACTOR = 1e6
 _MAX_SCALE = 100.0
 """Of YaRN's multipliers of cosines and sines."""
 _KEYS = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "partial_rotary_factor",
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "truncate",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-}
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
+    "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
+    "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim",
+}  # fmt: skip
 """All known keys of the table; a kind ignores the keys of the others, as transformers does."""
 
 Rope = tuple[float, RopeScaling | None]

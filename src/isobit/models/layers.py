@@ -5,7 +5,7 @@ forward, and bytes for the memory plan.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -163,51 +163,6 @@ class UnitBytes:
     """In total: what the forward makes; if not 0, ``once`` is beside ``gradients``, not after."""
     noted: int = 0
     """What a forward keeps in ``Routes`` to its end, even if nothing is saved."""
-
-
-class MlpUnit(Protocol):
-    """The second half of a layer. A unit that routes adds its routing to ``routes`` if that is
-    given.
-    """
-
-    def sites(self) -> tuple[SiteShape, ...]:
-        """In the order of the forward."""
-        ...
-
-    def masters(self) -> Masters:
-        """In the order of the forward."""
-        ...
-
-    def forward(
-        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h and x [T, C] -> the residual stream, and what is to be added to it."""
-        ...
-
-    def saving_forward(
-        self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """The same bits, and what the backward reads: no tensor, since a pass saves a tensor, the
-        residual stream, for a unit that is to be computed again.
-        """
-        ...
-
-    def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> Any:
-        """What ``saving_forward`` saves, from the residual stream h + x."""
-        ...
-
-    def backward(
-        self,
-        weights: Weights,
-        gradient: Gradient,
-        saved: Any,
-        d: torch.Tensor,
-        routes: Routes | None,
-    ) -> torch.Tensor:
-        """The gradient of the residual stream after this unit [T, C] -> before it."""
-        ...
-
-    def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes: ...
 
 
 def norm_master(width: int, name: str) -> Master:

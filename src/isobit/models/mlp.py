@@ -29,6 +29,7 @@ class SavedMlp:
 
 
 class Mlp:
+    """The MLP of one layer. ``MixtureOfExperts`` has the same methods."""
     def __init__(self, config: ModelConfig, layer: int) -> None:
         path, hidden, width = f"layers.{layer}", config.hidden_size, config.intermediate_size
         self._path, self._layer, self._hidden = path, layer, hidden
@@ -55,6 +56,9 @@ class Mlp:
     def forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h and x [T, C] -> the residual stream, and what is to be added to it. ``routes`` is for
+        experts.
+        """
         h, b = self._norm.forward(weights, h, x, save=False)
         gate_up = self._gate_up.forward(weights, b)
         self._observe(weights, gate_up)
@@ -65,6 +69,7 @@ class Mlp:
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor, SavedMlp]:
+        """The same bits, and what the backward reads."""
         h, b = self._norm.forward(weights, h, x, save=True)
         gate_up = self._gate_up.forward(weights, b)
         self._observe(weights, gate_up)
@@ -74,7 +79,8 @@ class Mlp:
         return h, x, SavedMlp(h, b.saved, gate_up, activation.saved)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
-        """What ``saving_forward`` saves; down_proj, which no gradient needs, is not computed."""
+        """What ``saving_forward`` saves, from the residual stream h + x; down_proj is not computed.
+        """
         h, b = self._norm.forward(weights, h, x, save=True)
         gate_up = self._gate_up.forward(weights, b)
         site = weights.linears[self._down.path].site
@@ -88,6 +94,7 @@ class Mlp:
         d: torch.Tensor,
         routes: Routes | None,
     ) -> torch.Tensor:
+        """The gradient of the residual stream after this unit [T, C] -> before it."""
         d_activation = self._down.backward(weights, gradient, d, saved.activation)
         site = weights.linears[self._gate_up.path].site
         d_gate_up = weights.backend.swiglu_backward(d_activation, saved.gate_up, site)

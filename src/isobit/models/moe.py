@@ -43,7 +43,7 @@ class SavedMixture:
 
 
 class MixtureOfExperts:
-    """The experts of one layer, with their router and norm."""
+    """The experts of one layer, with their router and norm. The methods are those of ``Mlp``."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         experts, names = config.experts, FAMILIES[config.family].experts

@@ -30,7 +30,7 @@ from isobit.records.batch import PackedBatch, TokenScores
 from isobit.util.errors import NonFiniteError
 
 Saved = torch.Tensor | tuple[SavedAttention, Any]
-"""What the halves of a layer save, or the residual stream in place of what is computed again."""
+"""What the halves of a layer save, or a tensor, the residual stream, to compute them from again."""
 
 
 class PackedPass:

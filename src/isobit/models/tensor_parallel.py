@@ -44,62 +44,51 @@ from isobit.parallel.world import ALONE, World
 from isobit.precision.quant_tensor import BLOCK, E4M3, QuantTensor, num_blocks
 from isobit.util.errors import ConfigError
 
-ColumnCuts = Sequence[int]
-"""Rank r has the columns ``cuts[r]`` to ``cuts[r + 1]``."""
-
-
-def joined_columns(world: World, mine: torch.Tensor, cuts: ColumnCuts) -> torch.Tensor:
-    """This rank's columns [T, c_r], contiguous -> all columns, a new contiguous [T, C]."""
-    widths = widths_of(cuts)
-    return _beside(world.all_gather_stack(_filled(mine, max(widths))), widths)
-
-
-def joined_groups(
-    world: World, values: torch.Tensor, scales: torch.Tensor, cuts: ColumnCuts
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's E4M3 values [T, c_r], contiguous, and FP32 scales of their 1x128 groups [T,
-    ceil(c_r / 128)] of any strides -> those of all ranks: values [T, C] and scales [G, T]. The cuts
-    are multiples of 128, so that no group is in two shares.
-    """
-    tokens, widths = len(values), widths_of(cuts)
-    groups, width = [num_blocks(n) for n in widths], max(widths)
-    sent = _filled(values.view(torch.uint8), width)
-    rows = _filled(scales, max(groups)).t().contiguous()
-    stacked = world.all_gather_stack(torch.cat([sent.view(-1), rows.view(-1).view(torch.uint8)]))
-    found = _beside(stacked[:, : tokens * width].view(world.size, tokens, width), widths)
-    found_rows = stacked[:, tokens * width :].view(torch.float32).view(world.size, -1, tokens)
-    return found.view(values.dtype), _upon_columns(found_rows, groups)
-
-
-def widths_of(cuts: ColumnCuts) -> list[int]:
-    return [last - first for first, last in pairwise(cuts)]
-
-
-def _filled(share: torch.Tensor, width: int) -> torch.Tensor:
-    """[T, c] -> [T, w], padded with zeros."""
-    missing = width - share.shape[1]
-    return F.pad(share, (0, missing)) if missing else share
-
-
-def _beside(stacked: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-    """[size, T, w] -> [T, C], without padding."""
-    size, tokens, width = stacked.shape
-    if all(n == width for n in widths):
-        return stacked.transpose(0, 1).reshape(tokens, size * width)
-    return torch.cat([share[:, :n] for share, n in zip(stacked, widths, strict=True)], 1)
-
-
-def _upon_columns(stacked: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """[size, g, T] -> [G, T], without padding."""
-    if all(n == stacked.shape[1] for n in rows):
-        return stacked.reshape(-1, stacked.shape[2])
-    return torch.cat([share[:n] for share, n in zip(stacked, rows, strict=True)])
-
-
 Cuts = tuple[int, ...]
 """Rank r has ``cuts[r]`` to ``cuts[r + 1]``."""
 _SMALL = 16
 """A number of rows that GPU products accept, for sizes with too few blocks of 128."""
+
+
+
+def joined_columns(world: World, mine: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    """This rank's columns [T, c_r], contiguous -> all columns, a new contiguous [T, C]."""
+    widths = _sizes(cuts)
+    return _concatenated(world.all_gather_stack(_padded(mine, max(widths))), widths, 1)
+
+
+def joined_groups(
+    world: World, values: torch.Tensor, scales: torch.Tensor, cuts: Cuts
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's E4M3 values [T, c_r], contiguous, and FP32 scales of their 1x128 groups
+    [T, ceil(c_r / 128)] of any strides -> those of all ranks: values [T, C] and scales [G, T].
+    The cuts are multiples of 128, so that no group is in two shares.
+    """
+    tokens, widths = len(values), _sizes(cuts)
+    groups, width = [num_blocks(n) for n in widths], max(widths)
+    sent = _padded(values.view(torch.uint8), width)
+    rows = _padded(scales, max(groups)).t().contiguous()
+    stacked = world.all_gather_stack(torch.cat([sent.view(-1), rows.view(-1).view(torch.uint8)]))
+    found = stacked[:, : tokens * width].view(world.size, tokens, width)
+    found_rows = stacked[:, tokens * width :].view(torch.float32).view(world.size, -1, tokens)
+    joined = _concatenated(found, widths, 1).view(values.dtype)
+    return joined, _concatenated(found_rows, groups, 0)
+
+
+def _sizes(cuts: Cuts) -> list[int]:
+    return [last - first for first, last in pairwise(cuts)]
+
+
+def _padded(share: torch.Tensor, width: int) -> torch.Tensor:
+    """[T, c] -> [T, w]."""
+    missing = width - share.shape[1]
+    return F.pad(share, (0, missing)) if missing else share
+
+
+def _concatenated(stacked: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
+    """[ranks, ..] -> all shares along ``dim``, each cut to its size."""
+    shares = zip(stacked, sizes, strict=True)
+    return torch.cat([share.narrow(dim, 0, size) for share, size in shares], dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +162,7 @@ class TensorParallel:
             split = matrix.split(list(parts.values()))
             return torch.cat([part[rows] for part, rows in zip(split, mine, strict=True)])
         assert isinstance(matrix, QuantTensor), "a weight is in blocks"
-        return _upon(
+        return _fused(
             [_rows_of(part, rows) for part, rows in zip(parts_of(matrix), mine, strict=True)]
         )
 
@@ -261,7 +250,7 @@ def _rows_of(part: QuantTensor, rows: slice) -> QuantTensor:
     )
 
 
-def _upon(parts: Sequence[QuantTensor]) -> QuantTensor:
+def _fused(parts: Sequence[QuantTensor]) -> QuantTensor:
     """Fuse matrices of the same width into new tensors."""
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(E4M3)
     scales = torch.cat([part.scales for part in parts])
