@@ -125,7 +125,6 @@ class _Layer:
         return streams + max(streams, self.attention.made) + self.mlp.made
 
     def saved(self, recompute: Recompute) -> int:
-        """For the backward."""
         if recompute == "full":
             return self.attention.input + self.mlp.noted
         mlp = self.mlp.input + self.mlp.noted if recompute == "mlp" else self.mlp.saved
@@ -185,14 +184,11 @@ class FrozenModel:
     """A model that only scores, as a plan describes it."""
 
     name: str
-    """Of its item in the plan; models of the same name are summed."""
     shape: ModelConfig
     flow: PrecisionFlow
-    table: str
-    """The recipe's table with its ``model`` and ``offload``."""
+    table: str  # the recipe's table with its `model` and `offload`
     offload: bool = False
-    lasting: bool = True
-    """Whether it exists while it does not score."""
+    lasting: bool = True  # whether it exists while it does not score
 
     @property
     def grades(self) -> bool:

@@ -81,8 +81,7 @@ def _check_host(cache_bytes: int, config: RolloutConfig) -> None:
 def num_pages_for(
     shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes
 ) -> int:
-    """The pages in main memory, or as configured. Raises ConfigError as ``choose_num_pages`` does.
-    """
+    """Pages in main memory, or as configured. Raises ConfigError as ``choose_num_pages`` does."""
     if config.kv_pages is not None:
         return config.kv_pages
     memory = int((config.kv_memory_gib or _HOST_GIB) * _GIB)
@@ -108,8 +107,7 @@ def num_pages_within(
 
 @contextmanager
 def out_of_memory_named(memory: DeviceMemory | None) -> Iterator[None]:
-    """Raise a device's out-of-memory error as Isobit's, with the free memory and the keys to lower.
-    """
+    """Raise a device's out-of-memory error as Isobit's, with the free memory and keys to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -74,20 +74,15 @@ CACHE = "KV pages"
 class DevicePlan:
     """Bytes by name in both phases, at their peaks, without the reserve."""
 
-    rollout: Bytes
-    """Empty if nothing is generated."""
+    rollout: Bytes  # empty if nothing is generated
     training: Bytes
     total: int
-    """What the process can have."""
-    pages: int
-    """Of the KV cache."""
+    pages: int  # of the KV cache
     page_tokens: int
-    tokens: int
-    """Of the largest micro-batch."""
+    tokens: int  # of the largest micro-batch
     host: Bytes
     """Bytes of page-locked main memory by content; torch rounds each block up to a power of two."""
-    processes: int
-    """Each has a device of its own, and takes at most this of it."""
+    processes: int  # each has a device of its own, and takes at most this of it
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -95,7 +90,6 @@ class DevicePlan:
 
     @property
     def engine_stays(self) -> bool:
-        """Whether the cache stays in both phases."""
         return CACHE in self.training
 
     @property
@@ -104,7 +98,6 @@ class DevicePlan:
         return {**rollout, "training": self.training}
 
     def describe(self) -> list[str]:
-        """A table of the phases."""
         phases = self._phases.values()
         names = dict.fromkeys(name for phase in phases for name in phase)
         rows = [(name, [phase.get(name, 0) for phase in phases]) for name in names]
@@ -133,21 +126,17 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlanner:
-    """Plans for one model in one flow, on a device of which the process can have ``total`` bytes.
-    """
+    """Plans for one model in one flow, on a device with ``total`` bytes for the process."""
 
     shape: ModelConfig
     flow: PrecisionFlow
     sizes: Sizes
     total: int
     frozen: tuple[FrozenModel, ...] = ()
-    """Models that only score."""
-    processes: int = 1
-    """That train the model together, each on a device like this one."""
+    processes: int = 1  # that train the model together, each on a device like this one
     learns: bool = True
     """False for a process that only samples, and scores a little of what it has sampled."""
-    hosts: int = 1
-    """That compute slots of an update side by side."""
+    hosts: int = 1  # that compute slots of an update side by side
 
     def plan(
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
@@ -179,7 +168,6 @@ class DevicePlanner:
         )
 
     def weight_bytes(self, training: TrainingConfig) -> dict[str, int]:
-        """What the policy and its optimiser hold."""
         if not self.learns:
             return {"published weights": published_bytes(self.shape, self.flow, self.sizes)}
         share = self._share(training)
@@ -241,7 +229,6 @@ class DevicePlanner:
     def _num_pages(
         self, rollout: RolloutConfig, training: TrainingConfig, longest: int, room: int
     ) -> int:
-        """Pages of the KV cache, in ``room`` bytes."""
         size, page_tokens = self.sizes.page_bytes(self.shape, self.flow), self.sizes.page_tokens
         wanted = size * (rollout.kv_pages or pages_for(longest, page_tokens))
         if rollout.kv_pages is None and rollout.kv_memory_gib is not None:
@@ -326,7 +313,6 @@ def _too_large_a_cache(
 
 
 def _cache_advice(training: TrainingConfig, frozen: Sequence[FrozenModel]) -> str:
-    """What else leaves the cache more memory."""
     advice = ""
     if not training.offload_moments:
         advice += "; training.offload_moments = true leaves the moments' part to it as well"

@@ -64,17 +64,14 @@ class Share:
     their moments and gradients, and gradients on their way to their sum (``isobit.parallel``).
     """
 
-    masters: tuple[int, ...]
-    """Numbers that it owns of each master."""
+    masters: tuple[int, ...]  # numbers that it owns of each master
     made: int
     """Bytes, throughout a forward and backward, of a micro-batch's gradients before they are added:
     those of two layers and of the tables at both ends; with one process only lm_head's, which is
     added to in parts.
     """
-    made_by_head: int
-    """Bytes, while lm_head's gradient is made."""
-    arriving: int
-    """Bytes of other processes' slices of such gradients, throughout training."""
+    made_by_head: int  # bytes, while lm_head's gradient is made
+    arriving: int  # bytes of other processes' slices of such gradients, throughout training
     of_a_slot: int = 0
     """Bytes of one slot's sums, with several slots, of the rows owned on its host."""
 
@@ -109,8 +106,7 @@ def _of_largest(ownership: Ownership, shapes: Mapping[str, tuple[int, ...]]) -> 
     return max(by_rank, key=sum)
 
 
-MARGIN = 1.2
-"""What a process may take beyond the estimate, as a factor (see above)."""
+MARGIN = 1.2  # what a process may take beyond the estimate, as a factor (see above)
 
 _MODEL = "model"
 _MICROBATCH = "training.tokens_per_microbatch"
@@ -119,15 +115,10 @@ _LOWERED_BY = {"attention workspace": "rollout.max_new_tokens", "logits chunk": 
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """One part of the estimate."""
-
     name: str
-    size: int
-    """Bytes."""
-    lowered_by: str
-    """The key that lowers it."""
-    passing: bool = False
-    """Workspace, of which only the largest counts."""
+    size: int  # bytes
+    lowered_by: str  # the key that lowers it
+    passing: bool = False  # workspace, of which only the largest counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +139,6 @@ class MemoryEstimate:
         return max(self.items, key=lambda item: item.size)
 
     def size(self, name: str) -> int:
-        """Bytes of one item."""
         return next(item.size for item in self.items if item.name == name)
 
     def warning(self, available: int) -> str | None:

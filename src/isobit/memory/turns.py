@@ -33,8 +33,6 @@ class PhaseMemory:
 
 
 class HoldsMemory(Protocol):
-    """What is needed of an engine here."""
-
     def release(self) -> None:
         """Release what can be made again at the next request."""
         ...
@@ -78,7 +76,7 @@ class DeviceTurns(Turns):
     """The turns of one run, and the peak of each kind of them in bytes."""
 
     def __init__(self, plan: DevicePlan, engine: HoldsMemory | None, trainer: Trainer) -> None:
-        """The moments go to the host for the engine's turns if the trainer's configuration says so."""
+        """Moments go to the host for the engine's turns if the trainer's configuration says so."""
         memory = trainer.policy.backend.memory
         assert memory is not None, "turns are taken in memory that a device has for itself"
         self.plan, self._memory = plan, memory

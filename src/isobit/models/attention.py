@@ -33,13 +33,10 @@ class SavedAttention:
     """What the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
     h: torch.Tensor
-    """The residual stream that the norm reads."""
-    normed: Operand | None
-    """The input of qkv_proj."""
+    normed: Operand | None  # the input of qkv_proj
     qkv: torch.Tensor
     attended: Attended
-    out: Operand | None
-    """The input of o_proj."""
+    out: Operand | None  # the input of o_proj
 
 
 class Attention:

@@ -74,7 +74,6 @@ class CheckpointTensor:
         self.file.read_ahead(self.name)
 
     def __str__(self) -> str:
-        """For a message: its file and its printable name."""
         return f"{self.file.path}: {shown(self.name)}"
 
 
@@ -161,7 +160,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """The index: tensor -> file."""
     index = folder / INDEX_FILE
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
@@ -210,8 +208,7 @@ def _check_index(folder: Path, tensors: dict[str, CheckpointTensor]) -> None:
             raise ModelError(f"{tensor} is not in {INDEX_FILE}; expected every tensor there")
 
 
-PIECE = 1 << 24
-"""Numbers that are copied to a device at a time."""
+PIECE = 1 << 24  # numbers that are copied to a device at a time
 
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -240,8 +237,7 @@ def holds_nan_byte(values: torch.Tensor) -> bool:
     return bool(torch.stack([piece.bitwise_and(0x7F).amax() for piece in pieces]).amax() == 0x7F)
 
 
-FORMATS = ("F32", "BF16", "F16", "F64")
-"""Formats of weights that are not quantised."""
+FORMATS = ("F32", "BF16", "F16", "F64")  # formats of weights that are not quantised
 FP8 = "F8_E4M3"
 _HEAD = "lm_head.weight"
 
@@ -251,10 +247,8 @@ class Checkpoint:
     """The tensors of a folder that fit a configuration; none has been read."""
 
     config: ModelConfig
-    tensors: Mapping[str, CheckpointTensor]
-    """All that the decoder reads, by the checkpoint's names."""
-    scales: Mapping[str, CheckpointTensor]
-    """Scales of each FP8 matrix, by the matrix's name."""
+    tensors: Mapping[str, CheckpointTensor]  # all that the decoder reads, by the checkpoint's names
+    scales: Mapping[str, CheckpointTensor]  # scales of each FP8 matrix, by the matrix's name
 
     @classmethod
     def open(cls, folder: Path, config: ModelConfig) -> "Checkpoint":

@@ -37,8 +37,7 @@ from isobit.util.errors import ConfigError, ModelError
 
 MAX_HEAD_DIM = 256
 
-_LABELS_BY_DEFAULT = 2
-"""The number of labels in transformers if config.json does not give it."""
+_LABELS_BY_DEFAULT = 2  # the number of labels in transformers if config.json does not give it
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,10 @@ class ModelConfig:
             "rope_scaling": scaling,
             "experts": _read_experts(fields, family, layers),
             "score_head": scores,
-            "pad_token_id": _read_padding(fields) if scores else None,
+            # -1 is no token, as in folders of early Llama models
+            "pad_token_id": fields.optional_integer("pad_token_id", -1, MAX_VOCAB_SIZE)
+            if scores
+            else None,
         }
         values |= _read_window(fields, family, layers)
         try:
@@ -257,11 +259,6 @@ def _refuse_labels(fields: ConfigFields) -> None:
             f"{fields.source}: num_labels = {labels} is not supported; a reward model gives one "
             "score (num_labels 1)"
         )
-
-
-def _read_padding(fields: ConfigFields) -> int | None:
-    """-1 is no token, as in folders of early Llama models."""
-    return fields.optional_integer("pad_token_id", -1, MAX_VOCAB_SIZE)
 
 
 def _read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:

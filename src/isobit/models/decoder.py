@@ -55,8 +55,7 @@ class Embedding:
         weights.backend.embedding_backward(d, token_ids, gradient(NAME))
 
 
-PUBLISHED = "head"
-"""The key of lm_head's published matrix in ``Weights.plain``."""
+PUBLISHED = "head"  # the key of lm_head's published matrix in `Weights.plain`
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,7 @@ class Head:
         d_log_probs: torch.Tensor,
         d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradients of log_probs and entropies, FP32 [N], None for 0 -> of ``hidden`` [N, C].
-        """
+        """The gradients of log_probs and entropies, FP32 [N], None for 0 -> of ``hidden`` [N, C]."""
         head = weights.plain[PUBLISHED]
         return weights.backend.token_log_probs_backward(
             hidden, head, targets, temperatures, d_log_probs, gradient(self.master), d_entropies
@@ -121,8 +119,7 @@ class ScalarHead:
 
     path: str
     width: int
-    checkpoint_name: str | None
-    """None if checkpoints do not have it: then it starts at zeros."""
+    checkpoint_name: str | None  # None if checkpoints do not have it: then it starts at zeros
 
     @property
     def master(self) -> str:
@@ -144,8 +141,7 @@ class ScalarHead:
         return weights.backend.scalar_head_backward(hidden, weight, d, grad)
 
 
-VALUE_HEAD = "value_head"
-"""The path of a value head."""
+VALUE_HEAD = "value_head"  # the path of a value head
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +170,8 @@ class Decoder:
     embedding: Embedding
     layers: tuple[Layer, ...]
     norm: Norm
-    head: Head | None
-    """lm_head; None in a reward model."""
-    value: ScalarHead | None = None
-    """The value head, or a reward model's score."""
+    head: Head | None  # lm_head; None in a reward model
+    value: ScalarHead | None = None  # the value head, or a reward model's score
 
     @property
     def shape(self) -> DecoderShape:
@@ -243,8 +237,7 @@ class Decoder:
         attend: Attend,
         routes: Routes | None = None,
     ) -> torch.Tensor:
-        """int64 [T] -> hidden states [T, C], after the final norm. ``routes`` collects the routing.
-        """
+        """int64 [T] -> hidden states [T, C], after the final norm. Routing goes to ``routes``."""
         h, x = self.embedding.forward(weights, token_ids), None
         for layer in self.layers:
             h, x = layer.forward(weights, h, x, attend, routes)
@@ -282,7 +275,7 @@ def decoder_shape(config: ModelConfig) -> DecoderShape:
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the Hugging Face checkpoint's tensors, in the order of the forward."""
+    """The Hugging Face checkpoint's tensors and their shapes, in the order of the forward."""
     return {
         part: (rows, *master.shape[1:])
         for master in build_decoder(config).masters().values()

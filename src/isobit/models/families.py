@@ -35,16 +35,13 @@ class ExpertNames:
 
     counts: tuple[str, ...]
     """Keys of the number of experts: the published checkpoints', then transformers 5's."""
-    width: str
-    """The key of an expert's intermediate size."""
+    width: str  # the key of an expert's intermediate size
     renormalise: str | None
     """The key that says whether a token's weights are scaled to sum to 1; None: always. Families
     that have it may also have dense layers.
     """
-    block: str
-    """The module in a layer that has ``gate``, the router, and ``experts``."""
-    gate: str
-    """Matrices of an expert: ``gate``, ``up`` and ``down``."""
+    block: str  # the module in a layer that has `gate`, the router, and `experts`
+    gate: str  # matrices of an expert: `gate`, `up` and `down`
     up: str
     down: str
 
@@ -53,14 +50,11 @@ class ExpertNames:
 class Traits:
     """What distinguishes a family. ``default_...`` are transformers' values of missing keys."""
 
-    architecture: str
-    """The class of its language models."""
-    reward_architecture: str | None
-    """The class of its reward models, if they are supported."""
+    architecture: str  # the class of its language models
+    reward_architecture: str | None  # the class of its reward models, if they are supported
     qkv_bias: bool = False
     qk_norm: bool = False
-    default_head_dim: int | None = None
-    """None: the hidden size over the number of heads."""
+    default_head_dim: int | None = None  # None: the hidden size over the number of heads
     default_rope_theta: float = 1e4
     windows: Literal["none", "every layer", "upper layers"] = "none"
     """Which layers a sliding window applies to, if config.json enables one."""
@@ -149,8 +143,7 @@ it as one of our families: what its author meant is not what we compute.
 """
 
 
-_LEAST_RAMP = 0.001
-"""The width of YaRN's interpolation if both borders fall on one pair."""
+_LEAST_RAMP = 0.001  # the width of YaRN's interpolation if both borders fall on one pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +151,7 @@ class LinearScaling:
     """All positions divided by a factor."""
 
     rope_type: ClassVar[str] = "linear"
-    attention_scaling: ClassVar[float] = 1.0
-    """The factor of all cosines and sines."""
+    attention_scaling: ClassVar[float] = 1.0  # the factor of all cosines and sines
 
     factor: float
 
@@ -343,8 +335,7 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
 KINDS = ("default", "linear", "llama3", "yarn")
 _MIN_THETA, _MAX_THETA = 1.01, 1e15
 _MAX_FACTOR = 1e6
-_MAX_SCALE = 100.0
-"""Of YaRN's multipliers of cosines and sines."""
+_MAX_SCALE = 100.0  # of YaRN's multipliers of cosines and sines
 _KEYS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
     "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
@@ -352,8 +343,7 @@ _KEYS = {
 }  # fmt: skip
 """All known keys of the table; a kind ignores the keys of the others, as transformers does."""
 
-Rope = tuple[float, RopeScaling | None]
-"""theta and scaling."""
+Rope = tuple[float, RopeScaling | None]  # theta and scaling
 
 
 def read_rope(fields: ConfigFields, default_theta: float, max_positions: int) -> Rope:

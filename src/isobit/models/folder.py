@@ -79,8 +79,7 @@ def read_reward_config(folder: Path) -> ModelConfig:
 
 
 def read_any_config(folder: Path) -> ModelConfig:
-    """The configuration of a model of either kind. Raises ModelError for a folder or file in error.
-    """
+    """The configuration of a model of either kind. Raises ModelError."""
     if not folder.is_dir():
         raise ModelError(
             f"{folder} is not a folder; expected a Hugging Face model folder with config.json and "
@@ -232,13 +231,8 @@ def load_model(
     not fit the model.
     """
     folder = model_folder(name)
-    precision = named_precision(precision)
     policy = load_policy(folder, precision, device, trainable, value_head)
-    tokenizer = load_tokenizer(folder)
-    check_vocabulary(tokenizer, policy.config.vocab_size, folder)
-    return LoadedModel(
-        folder, policy, tokenizer, stop_token_ids(tokenizer, folder, policy.config.vocab_size)
-    )
+    return LoadedModel(folder, policy, *_tokenizer(folder, policy.config))
 
 
 def load_sampling_model(
@@ -255,21 +249,23 @@ def load_sampling_model(
         return load_model(folder, precision, device, trainable=False)
     masters = read_masters(folder, config, device)
     policy = PolicyShare(config, precision, masters, world, device)
-    tokenizer = load_tokenizer(folder)
-    check_vocabulary(tokenizer, config.vocab_size, folder)
-    return SamplingModel(
-        folder, policy, tokenizer, stop_token_ids(tokenizer, folder, policy.config.vocab_size)
-    )
+    return SamplingModel(folder, policy, *_tokenizer(folder, config))
 
 
 def describe_model(name: str | Path) -> DescribedModel:
     """Read the configuration and tokenizer of a model folder. Raises ModelError."""
     folder = model_folder(name)
-    config, tokenizer = read_config(folder), load_tokenizer(folder)
+    config = read_config(folder)
+    return DescribedModel(folder, config, *_tokenizer(folder, config))
+
+
+def _tokenizer(
+    folder: Path, config: ModelConfig
+) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]:
+    """A folder's tokenizer and the tokens that end a completion."""
+    tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    return DescribedModel(
-        folder, config, tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
-    )
+    return tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
 
 
 def _sampling(rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

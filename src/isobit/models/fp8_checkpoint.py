@@ -23,8 +23,7 @@ from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, QuantTensor, dequantise, num_blocks
 from isobit.util.errors import ModelError, shown
 
-MasterValues = torch.Tensor | QuantTensor
-"""What a folder has for a master: numbers, or FP8 blocks."""
+MasterValues = torch.Tensor | QuantTensor  # what a folder has for a master: numbers, or FP8 blocks
 SCALE_FORMATS = ("F32", "BF16", "F8_E8M0")
 _WANTED: dict[str, Any] = {
     "quant_method": "fp8",
@@ -32,8 +31,7 @@ _WANTED: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-_BY_DEFAULT = ("fmt", "activation_scheme")
-"""Keys that older folders leave out."""
+_BY_DEFAULT = ("fmt", "activation_scheme")  # keys that older folders leave out
 _LISTS = ("modules_to_not_convert", "ignored_layers")
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "scale_fmt": (None, "float", "ue8m0"),
@@ -122,8 +120,7 @@ class ScaleConversion:
     """
 
     def __init__(self) -> None:
-        self._squares: dict[str, torch.Tensor] = {}
-        """[error, old], FP64, by the linear's name."""
+        self._squares: dict[str, torch.Tensor] = {}  # [error, old], FP64, by the linear's name
 
     def add(self, name: str, old: QuantTensor, new: QuantTensor) -> None:
         """Count one matrix, without waiting for its device."""

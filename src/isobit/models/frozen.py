@@ -31,8 +31,7 @@ from isobit.precision.quant_tensor import QuantTensor, Side
 from isobit.records.batch import PackedBatch, first_fit_decreasing
 from isobit.util.errors import CheckpointError, ModelError
 
-SIDE: Side = "training"
-"""The side that scores."""
+SIDE: Side = "training"  # the side that scores
 
 
 def without_value_head(config: ModelConfig) -> ModelConfig:
@@ -55,10 +54,8 @@ class FrozenPolicy:
         self.decoder: Decoder = build_decoder(config)
         self._weights = weights
         self._held = _held(weights, self.decoder)
-        self._places: list[torch.Tensor] | None = None
-        """The tensors in main memory, if offloaded."""
-        self._visits = False
-        """Whether offloaded weights are on the device."""
+        self._places: list[torch.Tensor] | None = None  # the tensors in main memory, if offloaded
+        self._visits = False  # whether offloaded weights are on the device
         self._compared: tuple[weakref.ref[Policy], int, bool] | None = None
         """With which policy and version it was compared, and whether the bytes were equal."""
         self._digest: str | None = None
@@ -308,8 +305,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 class RewardModel:
     """Scores token sequences with a frozen decoder and its score head.
 
-        score = w . hidden[last]      w [C] and hidden states in BF16 (FP32 in the ``fp32`` flow), the
-                                      sum in FP32
+        score = w . hidden[last]   w [C] and hidden states in BF16 (FP32 in the ``fp32`` flow), the
+                                   sum in FP32
 
     ``last`` is the sequence's last token before trailing padding (``pad_token_id``), as in
     transformers, even if the tokenizer pads with its end token. The decoder is causal, so padding
@@ -317,8 +314,7 @@ class RewardModel:
     """
 
     def __init__(self, policy: FrozenPolicy, tokenizer: PreTrainedTokenizerBase) -> None:
-        """``policy`` has a score head. If offloaded, ``score`` must run within its ``on_device``.
-        """
+        """``policy`` has a score head; if it is offloaded, score within its ``on_device``."""
         assert policy.decoder.value is not None, "a reward model has a score head"
         self.policy, self.tokenizer, self._scorer = policy, tokenizer, Scorer(policy)
 
@@ -332,27 +328,20 @@ class RewardModel:
         score may be NaN or infinite if the model's output is. Raises ModelError for a token that
         the model does not know.
         """
-        config = self.policy.config
-        self._check_vocabulary(max((max(ids) for ids in sequences), default=0))
+        config, largest = self.policy.config, max((max(ids) for ids in sequences), default=0)
+        if largest >= config.vocab_size:
+            raise ModelError(
+                f"the reward model's tokenizer gives the token {largest}, but the model knows 0 to "
+                f"{config.vocab_size - 1}: the tokenizer belongs to another model"
+            )
         trimmed = [without_padding(ids, config.pad_token_id) for ids in sequences]
         scores = [0.0] * len(trimmed)
         for members in first_fit_decreasing([len(ids) for ids in trimmed], tokens_per_batch):
-            batch = last_tokens_batch([trimmed[index] for index in members])
-            for index, score in zip(members, self._forward(batch), strict=True):
+            values = self._scorer.score(last_tokens_batch([trimmed[index] for index in members]))
+            assert values.values is not None, "a reward model has a score head"
+            for index, score in zip(members, values.values.tolist(), strict=True):
                 scores[index] = score
         return scores
-
-    def _forward(self, batch: PackedBatch) -> list[float]:
-        values = self._scorer.score(batch).values
-        assert values is not None, "a reward model has a score head"
-        return values.tolist()
-
-    def _check_vocabulary(self, largest: int) -> None:
-        if largest >= self.policy.config.vocab_size:
-            raise ModelError(
-                f"the reward model's tokenizer gives the token {largest}, but the model knows 0 to "
-                f"{self.policy.config.vocab_size - 1}: the tokenizer belongs to another model"
-            )
 
 
 def load_reward_model(

@@ -22,7 +22,6 @@ from isobit.kernels.operands import (
     observe,
     router_losses,
 )
-from isobit.kernels.sizes import Sizes
 from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.records.batch import RouterScores
@@ -39,8 +38,7 @@ class Weights:
     graph: Graph
     linears: dict[str, LinearWeight] = field(default_factory=dict)
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
-    tensor_parallel: TensorParallel = WHOLE
-    """Which part of each linear these are."""
+    tensor_parallel: TensorParallel = WHOLE  # which part of each linear these are
 
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -135,34 +133,23 @@ class Master:
         return dict(zip(self.parts, values.split(list(self.parts.values())), strict=True))
 
 
-Masters = Mapping[str, Master]
-"""By name, in the order of the forward."""
+Masters = Mapping[str, Master]  # by name, in the order of the forward
 
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
     """Bytes of a unit in a pass with a backward, for each token or, as noted, in total."""
 
-    saved: int
-    """What its backward reads."""
-    input: int
-    """Of ``saved``, the residual stream: all that is kept if the unit is computed again."""
-    read: int
-    """The norm as the first linear reads it, while the unit is computed."""
-    kept: int
-    """What the forward makes beside ``saved``."""
-    made: int
-    """What the forward makes if nothing is saved."""
-    gradients: int
-    """What the backward makes beside ``saved`` and the residual stream's gradient."""
-    once: int
-    """In total: the largest matrix that the backward makes."""
-    saved_once: int = 0
-    """In total: padding of rows to whole blocks in what the backward reads."""
-    made_once: int = 0
-    """In total: what the forward makes; if not 0, ``once`` is beside ``gradients``, not after."""
-    noted: int = 0
-    """What a forward keeps in ``Routes`` to its end, even if nothing is saved."""
+    saved: int  # what its backward reads
+    input: int  # of `saved`, the residual stream: all that is kept if the unit is computed again
+    read: int  # the norm as the first linear reads it, while the unit is computed
+    kept: int  # what the forward makes beside `saved`
+    made: int  # what the forward makes if nothing is saved
+    gradients: int  # what the backward makes beside `saved` and the residual stream's gradient
+    once: int  # in total: the largest matrix that the backward makes
+    saved_once: int = 0  # in total: padding of rows to whole blocks in what the backward reads
+    made_once: int = 0  # in total: what the forward makes; then `once` adds to `gradients`
+    noted: int = 0  # what a forward keeps in `Routes` to its end, even if nothing is saved
 
 
 def norm_master(width: int, name: str) -> Master:
@@ -181,8 +168,7 @@ class Linear:
 
     path: str
     shape: LinearShape
-    checkpoint_path: str
-    """The checkpoint's module that contains its matrices."""
+    checkpoint_path: str  # the checkpoint's module that contains its matrices
     has_bias: bool = False
 
     def site(self, layer: int) -> SiteShape:
@@ -229,8 +215,7 @@ class Linear:
         dy: torch.Tensor | OutputGradient,
         x: Operand | None,
     ) -> torch.Tensor:
-        """dY [T, N], plain or as DGrad and WGrad read it -> dX [T, K]; adds to the gradient of W.
-        """
+        """dY [T, N], plain or as DGrad and WGrad read it -> dX [T, K]; adds to W's gradient."""
         assert x is not None, "the forward has saved"
         if isinstance(dy, torch.Tensor):
             dy = weights.backend.output_gradient(dy, weights.linears[self.path].site)
@@ -254,8 +239,7 @@ class Norm:
     width: int
     checkpoint_name: str
     epsilon: float
-    residual: str
-    """The observer's name of the sum h + x."""
+    residual: str  # the observer's name of the sum h + x
     linear: str | None = None
     """The linear that reads y; None for the last norm, which lm_head reads."""
 
@@ -274,7 +258,7 @@ class Norm:
     def keeping(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, LinearInput]:
-        """h and x [T, C] -> the residual stream, its norm [T, C], and that as the linear reads it."""
+        """h and x [T, C] -> the residual stream, its norm [T, C], and the linear's input."""
         h, norm, made = self._forward(weights, h, x, save=False, keep=True)
         assert norm is not None
         assert made is not None

@@ -20,16 +20,14 @@ class SavedMlp:
     """What the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
     h: torch.Tensor
-    """The residual stream that the norm reads."""
-    normed: Operand | None
-    """The input of gate and up."""
+    normed: Operand | None  # the input of gate and up
     gate_up: torch.Tensor
-    activation: Operand | None
-    """The input of down."""
+    activation: Operand | None  # the input of down
 
 
 class Mlp:
     """The MLP of one layer. ``MixtureOfExperts`` has the same methods."""
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         path, hidden, width = f"layers.{layer}", config.hidden_size, config.intermediate_size
         self._path, self._layer, self._hidden = path, layer, hidden
@@ -79,8 +77,7 @@ class Mlp:
         return h, x, SavedMlp(h, b.saved, gate_up, activation.saved)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
-        """What ``saving_forward`` saves, from the residual stream h + x; down_proj is not computed.
-        """
+        """What ``saving_forward`` saves, from the residual stream h + x; without down_proj."""
         h, b = self._norm.forward(weights, h, x, save=True)
         gate_up = self._gate_up.forward(weights, b)
         site = weights.linears[self._down.path].site

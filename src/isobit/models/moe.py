@@ -35,9 +35,7 @@ class SavedMixture:
     """What the backward reads."""
 
     h: torch.Tensor
-    """The residual stream that the norm reads."""
-    norm: torch.Tensor
-    """What router and experts read."""
+    norm: torch.Tensor  # what router and experts read
     routing: Routing
     experts: RoutedExperts
 

@@ -85,8 +85,7 @@ class Published:
         }
         self.conversion = ScaleConversion()
         """For a folder's FP8 with scales that the flow does not have."""
-        self.reads_folder = False
-        """Whether matrices are a folder's FP8, unchanged."""
+        self.reads_folder = False  # whether matrices are a folder's FP8, unchanged
         self._decoder, self._flow, self._backend = decoder, flow, backend
         self._described = decoder.masters()
 
@@ -116,7 +115,6 @@ class Published:
 
     @torch.no_grad()
     def publish(self, name: str, master: torch.Tensor) -> None:
-        """Create the published tensors of a whole FP32 master."""
         path, kind = name.rpartition(".")[0], self._described[name].kind
         if kind == "matrix":
             made = {
@@ -291,9 +289,7 @@ class Policy:
         self.masters: dict[str, torch.nn.Parameter] = {}
         """The rows that this rank owns, perhaps none."""
         self.change = PublishedChange(self.world)
-        """What the last publication changed."""
         self.shapes = master_shapes(config)
-        """Of the whole masters."""
         self.ownership = self.decoder.ownership(world.size, slots.hosts)
         self._published = Published(config, self.flow, self.backend)
         self._take(masters, trainable)
@@ -303,7 +299,6 @@ class Policy:
 
     @property
     def conversion(self) -> ScaleConversion:
-        """For a folder's FP8 with scales that the flow does not have."""
         return self._published.conversion
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -400,7 +395,6 @@ class Policy:
     def _take(
         self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool
     ) -> None:
-        """Publish whole masters, and keep the rows that this rank owns."""
         for name, master in self._published.take_all(masters, keep):
             if keep and master is not None:
                 own = master if self.world.size == 1 else master[self.rows(name)].clone()
@@ -439,8 +433,7 @@ def random_policy(
     world: World = ALONE,
     slots: Slots = ONE_SLOT,
 ) -> Policy:
-    """Masters as transformers draws them: matrices N(0, 0.02), norms 1, biases and value heads 0.
-    """
+    """Masters as transformers draws them: matrices N(0, 0.02), norms 1; biases and value heads 0."""
     masters = random_masters(config, seed, device)
     return Policy(config, named_precision(precision), masters, device, trainable, world, slots)
 

@@ -4,10 +4,12 @@
 Masters arrive whole and one by one, are published as a ``Policy`` publishes them, and cut, so that
 the bytes are rows of the whole policy's and no rank ever holds more than its share and one master.
 A share only samples: it has no masters and no backward.
+
+Also whether what an engine samples from and what is trained compute one function.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,11 +22,10 @@ from isobit.models.layers import Master, Weights
 from isobit.models.policy import Policy, Published
 from isobit.models.tensor_parallel import TensorParallel
 from isobit.parallel.world import World
-from isobit.precision.flow import build_flow
+from isobit.precision.flow import Graph, build_flow, graph_differences
 from isobit.precision.quant_tensor import Side
 
 SIDE: Side = "rollout"
-"""The side that samples."""
 
 
 class PolicyShare:
@@ -82,5 +83,34 @@ class PolicyShare:
                 del plain[name]
 
 
-SampledPolicy = Policy | PolicyShare
-"""What an engine samples from."""
+SampledPolicy = Policy | PolicyShare  # what an engine samples from
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbFunction:
+    """What function log-probabilities are values of, so that those of two can be compared.
+
+    Sampling and training compute one function only if engine and trainer read the same weight
+    tensors, use the same formats at every site and run the same kernels. An engine that runs
+    elsewhere or keeps its own weights reports another function, and its log-probabilities are
+    recomputed before training on them.
+    """
+
+    weights: object  # the owner of the tensors that are read; compared by identity
+    graph: Graph  # the format of every site
+    back_end: str  # the name of the kernels' back end
+
+
+def function_of(policy: SampledPolicy, side: Side) -> LogProbFunction:
+    """What one side of a policy computes on its device."""
+    return LogProbFunction(policy, policy.flow.graph(side), policy.backend.name)
+
+
+def is_one_function(sampled: LogProbFunction, trained: LogProbFunction) -> bool:
+    """Whether log-probabilities of both are bit for bit the same."""
+    return (
+        sampled.weights is trained.weights
+        and sampled.back_end == trained.back_end
+        and sampled.graph.activations == trained.graph.activations
+        and not graph_differences(sampled.graph, trained.graph)
+    )

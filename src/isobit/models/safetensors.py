@@ -41,8 +41,7 @@ import torch
 
 from isobit.util.errors import ModelError, shown
 
-LARGEST_HEADER = 100_000_000
-"""Bytes, as in safetensors itself."""
+LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 _SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
     "F8_E5M2FNUZ": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
@@ -53,13 +52,9 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One entry of a header."""
-
     format: str
-    """As the header names it: "BF16", "F8_E4M3" ..."""
     shape: tuple[int, ...]
-    begin: int
-    """Of its bytes in the file."""
+    begin: int  # of its bytes in the file
     end: int
 
 
@@ -95,7 +90,7 @@ def read_header(data: memoryview, path: Path) -> dict[str, StoredTensor]:
 
 
 class _DuplicateError(Exception):
-    """A key occurs twice in an object."""
+    pass
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -185,10 +180,8 @@ class FilePlan:
     """Where everything is in a file that is to be written."""
 
     header: bytes
-    begins: Mapping[str, int]
-    """Of each tensor's bytes in the file, in their order."""
-    size: int
-    """Bytes of the file."""
+    begins: Mapping[str, int]  # of each tensor's bytes in the file, in their order
+    size: int  # bytes of the file
 
     @classmethod
     def of(
@@ -243,7 +236,6 @@ def write_tensors(
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on any device, on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -264,7 +256,6 @@ class TensorFile(Mapping[str, torch.Tensor]):
             raise ModelError(f"{path} cannot be read: {error.strerror}") from None
         with memoryview(self._map) as data:
             self.stored = read_header(data, path)
-        """What the header says of each tensor."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self.stored[name]
@@ -292,20 +283,16 @@ class TensorFile(Mapping[str, torch.Tensor]):
         return {name: stored.shape for name, stored in self.stored.items()}
 
 
-_AT_ONCE = 1 << 30
-"""Bytes of a write; Linux takes less than 2 GiB."""
+_AT_ONCE = 1 << 30  # bytes of a write; Linux takes less than 2 GiB
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
     """Rows of a tensor that is spread over several ranks."""
 
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    first: int
-    """The index of the first row."""
-    rows: torch.Tensor
-    """[R, ...], R >= 0, on any device."""
+    shape: tuple[int, ...]  # of the whole tensor
+    first: int  # the index of the first row
+    rows: torch.Tensor  # [R, ...], R >= 0, on any device
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> "Slice":
@@ -362,8 +349,7 @@ def _write_at(descriptor: int, data: memoryview, place: int) -> None:
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
-SCALES_SUFFIX = "_scale_inv"
-"""Appended to a matrix's name for its scales."""
+SCALES_SUFFIX = "_scale_inv"  # appended to a matrix's name for its scales
 
 Layout = Mapping[str, torch.Tensor]
 """Tensors of a folder by name, as shapes and formats on the device ``meta``."""

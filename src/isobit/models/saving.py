@@ -38,9 +38,7 @@ class Tensors(Protocol):
     """A checkpoint's tensors by name, each read only when it is asked for."""
 
     @property
-    def in_e4m3(self) -> Set[str]:
-        """The matrices that are stored in E4M3."""
-        ...
+    def in_e4m3(self) -> Set[str]: ...
 
     def tensor(self, name: str) -> torch.Tensor:
         """The numbers of a tensor, in any format but E4M3, from which they are dequantised."""
@@ -53,8 +51,6 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The tensors of a folder that is to be written."""
-
     layout: Layout
     value: Callable[[str], torch.Tensor]
     quantization: dict[str, Any] | None = None
@@ -64,7 +60,6 @@ class Contents:
 
     @property
     def num_quantised(self) -> int:
-        """The number of matrices in E4M3."""
         return sum(tensor.dtype == E4M3 for tensor in self.layout.values())
 
 
@@ -150,7 +145,6 @@ def e4m3_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
 
 
 def publish_part(site: Site, values: torch.Tensor) -> QuantTensor:
-    """A matrix [N, K] of the checkpoint, quantised as the policy's."""
     made = backend_of(values.device).publish(site, values.float())
     assert isinstance(made, QuantTensor), "the site is in E4M3"
     return made
@@ -197,8 +191,7 @@ TEXT_FILES = (
     GENERATION_FILE,
 )
 """Files that describe text rather than weights; they are copied."""
-TEMPLATES = "additional_chat_templates"
-"""A folder of further chat templates."""
+TEMPLATES = "additional_chat_templates"  # a folder of further chat templates
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

@@ -156,8 +156,7 @@ class ScoredPass:
         recompute: Recompute,
         coefficients: RouterCoefficients | None = None,
     ) -> None:
-        """``coefficients`` weigh the router's losses of each sequence, if the policy has experts.
-        """
+        """``coefficients`` weigh the router's losses of each sequence, if there are experts."""
         self.batch = batch
         self._policy, to_device = policy, policy.backend.to_device
         self._routes = _routes_with_loss(policy, batch, coefficients)
@@ -217,7 +216,6 @@ class ScoredPass:
         d_log_probs: torch.Tensor | None,
         d_entropies: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """[N, C], through lm_head."""
         if d_log_probs is None:
             if d_entropies is None:
                 return None
@@ -234,7 +232,6 @@ class ScoredPass:
         )
 
     def _through_value(self, hidden: torch.Tensor, d_values: torch.Tensor) -> torch.Tensor:
-        """[N, C], through the scalar head."""
         policy = self._policy
         assert policy.decoder.value is not None, "a model without a scalar head has no values"
         weights, d = policy.weights("training"), self._on_device(d_values)
@@ -248,8 +245,7 @@ class ScoredPass:
 def _scores(
     policy: Scorable, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
 ) -> TokenScores:
-    """Scores by every head, from the hidden states [N, C] that predict the targets; on the device.
-    """
+    """Scores by every head, from the hidden states [N, C] that predict the targets."""
     decoder, weights = policy.decoder, policy.weights("training")
     log_probs = entropies = temperatures.new_empty(0)
     if decoder.head is not None:

@@ -44,11 +44,8 @@ from isobit.parallel.world import ALONE, World
 from isobit.precision.quant_tensor import BLOCK, E4M3, QuantTensor, num_blocks
 from isobit.util.errors import ConfigError
 
-Cuts = tuple[int, ...]
-"""Rank r has ``cuts[r]`` to ``cuts[r + 1]``."""
-_SMALL = 16
-"""A number of rows that GPU products accept, for sizes with too few blocks of 128."""
-
+Cuts = tuple[int, ...]  # rank r has `cuts[r]` to `cuts[r + 1]`
+_SMALL = 16  # a number of rows that GPU products accept, for sizes with too few blocks of 128
 
 
 def joined_columns(world: World, mine: torch.Tensor, cuts: Cuts) -> torch.Tensor:
@@ -80,7 +77,6 @@ def _sizes(cuts: Cuts) -> list[int]:
 
 
 def _padded(share: torch.Tensor, width: int) -> torch.Tensor:
-    """[T, c] -> [T, w]."""
     missing = width - share.shape[1]
     return F.pad(share, (0, missing)) if missing else share
 
@@ -93,21 +89,14 @@ def _concatenated(stacked: torch.Tensor, sizes: Sequence[int], dim: int) -> torc
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Which part of a decoder this rank has, and how to gather whole tensors; nothing for one rank.
-    """
+    """Which part of a decoder this rank has, and how to gather whole tensors."""
 
-    world: World
-    """The ranks that share one decoder."""
-    queries: Cuts = ()
-    """Columns of attention's output, H D."""
-    keys: Cuts = ()
-    """Columns of K, and of V: G D."""
-    width: Cuts = ()
-    """Columns of gate, of up and of down_proj's input."""
-    hidden: Cuts = ()
-    """Columns of the outputs of o_proj and down_proj."""
-    vocabulary: Cuts = ()
-    """Columns of the logits."""
+    world: World  # the ranks that share one decoder
+    queries: Cuts = ()  # columns of attention's output, H D
+    keys: Cuts = ()  # columns of K, and of V: G D
+    width: Cuts = ()  # columns of gate, of up and of down_proj's input
+    hidden: Cuts = ()  # columns of the outputs of o_proj and down_proj
+    vocabulary: Cuts = ()  # columns of the logits
     _by_part: Mapping[str, Cuts] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +125,6 @@ class TensorParallel:
         return self.world.size
 
     def mine(self, cuts: Cuts) -> slice:
-        """This rank's columns."""
         return slice(cuts[self.world.rank], cuts[self.world.rank + 1])
 
     def share(self, config: ModelConfig) -> ModelConfig:
@@ -176,11 +164,12 @@ class TensorParallel:
 
     def input(self, backend: Backend, x: LinearInput, cuts: Cuts) -> LinearInput:
         """A linear's whole input [T, K], from this rank's columns or already whole."""
-        if self.size == 1 or _columns(x.read) == cuts[-1]:
+        values = x.read if isinstance(x.read, torch.Tensor) else x.read.values
+        if self.size == 1 or values.shape[1] == cuts[-1]:
             return x
         if isinstance(x.read, torch.Tensor):
             return LinearInput(joined_columns(self.world, x.read, cuts))
-        groups = joined_groups(self.world, x.read.values, x.read.scales, cuts)
+        groups = joined_groups(self.world, values, x.read.scales, cuts)
         return LinearInput(backend.joined_rows(*groups))
 
     def columns(self, mine: torch.Tensor, cuts: Cuts) -> torch.Tensor:
@@ -189,7 +178,6 @@ class TensorParallel:
 
 
 WHOLE = TensorParallel(ALONE)
-"""For everything that is not shared."""
 
 
 def check_ranks(rollout_tp: int, world: World) -> None:
@@ -234,10 +222,6 @@ def _in_blocks(name: str, columns: int, ranks: int, smallest: int = _SMALL) -> C
         )
     ends = accumulate(blocks // ranks + (rank < blocks % ranks) for rank in range(ranks))
     return 0, *(min(end * block, columns) for end in ends)
-
-
-def _columns(x: Operand) -> int:
-    return x.shape[1] if isinstance(x, torch.Tensor) else x.values.shape[1]
 
 
 def _rows_of(part: QuantTensor, rows: slice) -> QuantTensor:

@@ -40,7 +40,6 @@ class LinearShape:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows of each part."""
         return tuple(self.parts.values())
 
 
@@ -72,7 +71,6 @@ class DecoderShape:
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
-        """The linears of all layers."""
         return tuple(site.linear for site in self.sites if site.linear is not None)
 
     def linears_of(self, layer: int) -> tuple[LinearShape, ...]:
@@ -83,8 +81,7 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One operation and its formats; ``dgrad``, ``wgrad`` and ``parts`` are set for linears only.
-    """
+    """One operation and its formats; ``dgrad``, ``wgrad`` and ``parts`` are for linears only."""
 
     name: str
     kind: SiteKind

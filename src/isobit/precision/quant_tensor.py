@@ -65,7 +65,7 @@ def block_numbers(parts: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def parts_of_rows(parts: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
-    """What rows ``first`` .. ``last`` - 1 of a matrix with these parts have of each, without zeros."""
+    """What rows ``first`` .. ``last`` - 1 of a matrix have of each of its parts, without zeros."""
     made, begin = list[int](), 0
     for part in parts:
         made.append(min(begin + part, last) - max(begin, first))
