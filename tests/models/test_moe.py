@@ -17,6 +17,7 @@ from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.folder import load_policy
 from isobit.models.layers import RouterCoefficients, Routes, digests
+from isobit.models.moe import MixtureOfExperts
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
@@ -109,7 +110,7 @@ def test_gradients_of_the_unit_are_those_of_autograd(renormalise: bool) -> None:
     """With both of the router's losses."""
     policy = make(replace(CONFIG, experts=Experts(8, 2, 40, renormalise)))
     unit, config = policy.decoder.layers[0].mlp, policy.config.experts
-    assert config is not None
+    assert config is not None and isinstance(unit, MixtureOfExperts)
     generator = torch.Generator().manual_seed(3)
     h, d = (torch.randn(TOKENS, 96, generator=generator) for _ in range(2))
     routes = Routes(RouterLoss(sequence_means(LENGTHS), balance=0.5, z=0.2))

@@ -365,10 +365,7 @@ def _expected(config: ModelConfig) -> _Expected:
 
 
 def _check_names(
-    folder: Path,
-    config: ModelConfig,
-    expected: _Expected,
-    found: Mapping[str, CheckpointTensor],
+    folder: Path, config: ModelConfig, expected: _Expected, found: Mapping[str, CheckpointTensor]
 ) -> None:
     """Nothing is missing, scales of FP8 matrices included, and nothing else is there."""
     quantised = {name for name in expected if name in found and found[name].format == FP8}

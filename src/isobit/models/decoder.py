@@ -104,7 +104,7 @@ class Head:
         d_log_probs: torch.Tensor,
         d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradients of log_probs and entropies, FP32 [N], None for 0 -> of ``hidden`` [N, C]."""
+        """The gradients of log_probs and entropies, FP32 [N], None for 0 -> of hidden [N, C]."""
         head = weights.plain[PUBLISHED]
         return weights.backend.token_log_probs_backward(
             hidden, head, targets, temperatures, d_log_probs, gradient(self.master), d_entropies

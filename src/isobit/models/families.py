@@ -14,8 +14,8 @@ transformers' ``modeling_rope_utils``:
               factor (Peng et al., arXiv 2309.00071)
 
 transformers 5 has ``rope_parameters`` with ``rope_theta`` in it; before, ``rope_scaling`` (whose
-kind was once called ``type``) stood beside ``rope_theta``. A folder may have both, but not with
-different values, since readers would differ in which they take.
+kind was once called ``type``) and ``rope_theta`` were separate keys. A folder may have both, but
+not with different values, since readers would differ in which they take.
 """
 
 import math

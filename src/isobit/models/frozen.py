@@ -167,17 +167,12 @@ class FrozenPolicy:
                     f"{tensor.dtype} of {tuple(tensor.shape)}: it is of another model or flow"
                 )
             _bytes(mine[id(tensor)]).copy_(_bytes(found))
-        self._derive_head(mine)
+        if self.decoder.head is not None:
+            plain = self._weights.plain
+            table, head = plain[self.decoder.head.master], plain[PUBLISHED]
+            if head is not table:  # the back end has another form of it
+                mine[id(head)].copy_(self.backend.publish_head(mine[id(table)]))
         self._digest = self._compared = None
-
-    def _derive_head(self, lasting: Mapping[int, torch.Tensor]) -> None:
-        """Compute lm_head's other form again, if the back end has one."""
-        if self.decoder.head is None:
-            return
-        plain = self._weights.plain
-        table, head = plain[self.decoder.head.master], plain[PUBLISHED]
-        if head is not table:
-            lasting[id(head)].copy_(self.backend.publish_head(lasting[id(table)]))
 
     @torch.no_grad()
     def offload(self) -> None:

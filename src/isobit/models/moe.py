@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.kernels.operands import ExpertGradients, LinearInput, RoutedExperts, Routing, observe
+from isobit.kernels.operands import (
+    ExpertGradients,
+    LinearInput,
+    LinearWeight,
+    RoutedExperts,
+    Routing,
+    observe,
+)
 from isobit.kernels.sizes import ExpertsShape, Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.families import FAMILIES
@@ -88,23 +95,17 @@ class MixtureOfExperts:
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h, norm, b = self._norm.keeping(weights, h, x)
-        routing = self._route(weights, norm, routes)
-        observe_input(b, self._gate_up.path)
-        linears = weights.linears
-        gate_up, down = linears[self._gate_up.path], linears[self._down.path]
-        x = weights.backend.experts(b.read, routing, gate_up, down)
+        routing = self._route(weights, norm, b, routes)
+        x = weights.backend.experts(b.read, routing, *self._linears(weights))
         return h, observe(x, f"layers.{self._layer}.experts")
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor, SavedMixture]:
         h, norm, b = self._norm.keeping(weights, h, x)
-        routing = self._route(weights, norm, routes)
-        observe_input(b, self._gate_up.path)
-        linears = weights.linears
-        gate_up, down = linears[self._gate_up.path], linears[self._down.path]
-        b = LinearInput(b.read, norm)
-        x, saved = weights.backend.experts_saving(b, routing, gate_up, down)
+        routing = self._route(weights, norm, b, routes)
+        read = LinearInput(b.read, norm)
+        x, saved = weights.backend.experts_saving(read, routing, *self._linears(weights))
         observe(x, f"layers.{self._layer}.experts")
         return h, x, SavedMixture(h, norm, routing, saved)
 
@@ -119,16 +120,12 @@ class MixtureOfExperts:
         d: torch.Tensor,
         routes: Routes | None,
     ) -> torch.Tensor:
-        linears, router = weights.linears, f"{self.router}.weight"
+        router = f"{self.router}.weight"
+        gradients = ExpertGradients(
+            gradient(f"{self._gate_up.path}.weight"), gradient(f"{self._down.path}.weight")
+        )
         d_b, d_weights = weights.backend.experts_backward(
-            d,
-            saved.experts,
-            saved.routing,
-            linears[self._gate_up.path],
-            linears[self._down.path],
-            ExpertGradients(
-                gradient(f"{self._gate_up.path}.weight"), gradient(f"{self._down.path}.weight")
-            ),
+            d, saved.experts, saved.routing, *self._linears(weights), gradients
         )
         d_b += weights.backend.route_backward(
             d_weights,
@@ -164,7 +161,12 @@ class MixtureOfExperts:
             noted=4 * chosen,
         )
 
-    def _route(self, weights: Weights, norm: torch.Tensor, routes: Routes | None) -> Routing:
+    def _linears(self, weights: Weights) -> tuple[LinearWeight, LinearWeight]:
+        return weights.linears[self._gate_up.path], weights.linears[self._down.path]
+
+    def _route(
+        self, weights: Weights, norm: torch.Tensor, b: LinearInput, routes: Routes | None
+    ) -> Routing:
         top_k, renormalise = self._experts.top_k, self._experts.renormalise
         router = weights.plain[f"{self.router}.weight"]
         routing = weights.backend.route(norm, router, top_k, renormalise)
@@ -173,4 +175,5 @@ class MixtureOfExperts:
         observe(routing.weights, self.router, "weights")
         if routes is not None:
             routes.add(routing)
+        observe_input(b, self._gate_up.path)
         return routing

@@ -27,12 +27,7 @@ from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import PUBLISHED, build_decoder, master_shapes
 from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
 from isobit.models.layers import Weights
-from isobit.parallel.gradient_sum import (
-    ExchangedSum,
-    GradientSum,
-    Targets,
-    fold_of,
-)
+from isobit.parallel.gradient_sum import ExchangedSum, GradientSum, Targets, fold_of
 from isobit.parallel.slots import ONE_SLOT, Slots, SlotSum
 from isobit.parallel.world import ALONE, World, raised_on_all
 from isobit.precision.flow import PrecisionFlow, Site, build_flow
@@ -90,9 +85,7 @@ class Published:
         self._described = decoder.masters()
 
     def take_all(
-        self,
-        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]],
-        keep: bool,
+        self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Publish whole masters, in the order of the forward; -> each by name, after it was
         published, as FP32 numbers on the device, or None for a folder's FP8 that is used unchanged
@@ -123,10 +116,19 @@ class Published:
             }
             for side, site in self._sites(path).items():
                 self.sides[side].linears[path] = made[site]
-        elif kind == "bias":
-            self._publish_bias(path, master)
-        else:
-            self._publish_plain(name, master)
+            return
+        held = master.to(DTYPES[self._flow.training.activations], copy=True)  # for both sides
+        if kind == "bias":
+            with_bias: dict[int, LinearWeight] = {}
+            for weights in self.sides.values():
+                linear = weights.linears[path]
+                made_once = with_bias.setdefault(id(linear.matrix), replace(linear, bias=held))
+                weights.linears[path] = made_once
+            return
+        for weights in self.sides.values():
+            weights.plain[name] = held
+        if self._decoder.head is not None and name == self._decoder.head.master:
+            self._derive_head()
 
     @torch.no_grad()
     def take(self, name: str, given: QuantTensor, keep_master: bool) -> torch.Tensor | None:
@@ -167,10 +169,7 @@ class Published:
 
     @torch.no_grad()
     def gather(
-        self,
-        world: World,
-        cuts: Mapping[str, Sequence[int]],
-        places: Sequence[int] | None = None,
+        self, world: World, cuts: Mapping[str, Sequence[int]], places: Sequence[int] | None = None
     ) -> None:
         """Take the rows of each master that other ranks have republished
         (``World.all_gather_rows``), and derive what depends on several ranks' rows.
@@ -212,22 +211,6 @@ class Published:
         rollout, training = (self.sides[side].linears[path] for side in SIDES)
         return [rollout] if rollout.matrix is training.matrix else [rollout, training]
 
-    def _publish_bias(self, path: str, master: torch.Tensor) -> None:
-        """Both sides read the same tensor."""
-        bias = master.to(DTYPES[self._flow.training.activations], copy=True)
-        made: dict[int, LinearWeight] = {}
-        for weights in self.sides.values():
-            held = weights.linears[path]
-            weights.linears[path] = made.setdefault(id(held.matrix), replace(held, bias=bias))
-
-    def _publish_plain(self, name: str, master: torch.Tensor) -> None:
-        """Both sides read the same tensor."""
-        held = master.to(DTYPES[self._flow.training.activations], copy=True)
-        for weights in self.sides.values():
-            weights.plain[name] = held
-        if self._decoder.head is not None and name == self._decoder.head.master:
-            self._derive_head()
-
     def _derive_head(self) -> None:
         """Compute lm_head's operand from its table."""
         if self._decoder.head is None:
@@ -237,7 +220,7 @@ class Published:
         if made is plain.get(PUBLISHED):
             return
         held = plain.get(PUBLISHED)
-        if held is not None:  # whoever holds it sees the new one
+        if held is not None:  # in place, for all who hold it
             made = held.copy_(made)
         for weights in self.sides.values():
             weights.plain[PUBLISHED] = made
@@ -292,7 +275,10 @@ class Policy:
         self.shapes = master_shapes(config)
         self.ownership = self.decoder.ownership(world.size, slots.hosts)
         self._published = Published(config, self.flow, self.backend)
-        self._take(masters, trainable)
+        for name, master in self._published.take_all(masters, keep=trainable):
+            if trainable and master is not None:
+                own = master if world.size == 1 else master[self.rows(name)].clone()
+                self.masters[name] = torch.nn.Parameter(own)
         self.gradient = self._gradient_sum()
         """Sums the masters' gradients during a backward."""
         self.version = 1
@@ -392,14 +378,6 @@ class Policy:
                 )
         return first, expected
 
-    def _take(
-        self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool
-    ) -> None:
-        for name, master in self._published.take_all(masters, keep):
-            if keep and master is not None:
-                own = master if self.world.size == 1 else master[self.rows(name)].clone()
-                self.masters[name] = torch.nn.Parameter(own)
-
     def _gradient_sum(self) -> GradientSum | ExchangedSum | SlotSum:
         # The closure holds the masters, not the policy: a cycle would keep a model's memory.
         decoder, masters = self.decoder, self.masters
@@ -433,7 +411,7 @@ def random_policy(
     world: World = ALONE,
     slots: Slots = ONE_SLOT,
 ) -> Policy:
-    """Masters as transformers draws them: matrices N(0, 0.02), norms 1; biases and value heads 0."""
+    """Masters as transformers draws them: matrices N(0, 0.02), norms 1; biases and values 0."""
     masters = random_masters(config, seed, device)
     return Policy(config, named_precision(precision), masters, device, trainable, world, slots)
 

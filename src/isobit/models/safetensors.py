@@ -60,10 +60,16 @@ class StoredTensor:
 
 def parse_json(content: bytes, source: str) -> dict[str, Any]:
     """A JSON object without duplicate keys. Raises ModelError, naming ``source``."""
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made, seen = dict(pairs), set[str]()
+        if len(made) < len(pairs):
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise ModelError(f"{source}: {shown(twice)} is there twice; expected once")
+        return made
+
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except _DuplicateError as error:
-        raise ModelError(f"{source}: {shown(error)} is there twice; expected once") from None
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{source} is not valid JSON: {shown(error)}") from None
     if not isinstance(value, dict):
@@ -87,18 +93,6 @@ def read_header(data: memoryview, path: Path) -> dict[str, StoredTensor]:
     tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
     _check_tiling(tensors, 8 + length, len(data), path)
     return tensors
-
-
-class _DuplicateError(Exception):
-    pass
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        seen: set[str] = set()
-        raise _DuplicateError(next(key for key, _ in pairs if key in seen or seen.add(key)))
-    return made
 
 
 def _damaged(path: Path, what: str) -> ModelError:
@@ -384,10 +378,7 @@ def write_order(layout: Layout, limit: int = SHARD_BYTES) -> list[str]:
 
 
 def write_shards(
-    folder: Path,
-    layout: Layout,
-    value: Callable[[str], torch.Tensor],
-    limit: int = SHARD_BYTES,
+    folder: Path, layout: Layout, value: Callable[[str], torch.Tensor], limit: int = SHARD_BYTES
 ) -> dict[str, str]:
     """Write ``value(name)`` for each name of the layout, one at a time, and the index if there are
     several files; -> the SHA-256 of each file of tensors.

@@ -100,10 +100,7 @@ def stored_contents(config: ModelConfig, tensors: Tensors) -> Contents:
 
 
 def _in_fp8(
-    config: ModelConfig,
-    matrices: Set[str],
-    made: Callable[[str], QuantTensor],
-    tensors: Tensors,
+    config: ModelConfig, matrices: Set[str], made: Callable[[str], QuantTensor], tensors: Tensors
 ) -> Contents:
     whole = _whole_blocks(config, matrices)
     layout: dict[str, torch.Tensor] = {}
@@ -231,7 +228,7 @@ class PolicyTensors:
         whole = self._policy.whole_master(master)
         if self._policy.world.size == 1:
             return whole
-        return whole.cpu()  # the device has no room planned for what is held
+        return whole.cpu()  # no device memory is planned for it
 
     @property
     def in_e4m3(self) -> frozenset[str]:

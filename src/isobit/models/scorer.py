@@ -105,7 +105,7 @@ class PackedPass:
         weights, gradient = self._weights, self._policy.gradient
         attention, mlp = self._take(layer)
         d = layer.mlp.backward(weights, gradient, mlp, d, self._routes)
-        del mlp  # else it would stand beside the gradients of attention
+        del mlp  # else it would be held beside the gradients of attention
         attend, positions = self._attend, self._positions
         return layer.attention.backward(weights, gradient, attend, positions, attention, d)
 

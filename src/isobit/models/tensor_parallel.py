@@ -225,7 +225,7 @@ def _in_blocks(name: str, columns: int, ranks: int, smallest: int = _SMALL) -> C
 
 
 def _rows_of(part: QuantTensor, rows: slice) -> QuantTensor:
-    """Rows of one matrix. A block that the first of them lies within becomes a part of its own."""
+    """Rows of one matrix. A block that the first row is inside becomes a part of its own."""
     first_whole = min(-(-rows.start // BLOCK) * BLOCK, rows.stop)
     parts = (first_whole - rows.start, rows.stop - first_whole)
     blocks = slice(rows.start // BLOCK, num_blocks(rows.stop))

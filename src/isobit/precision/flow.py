@@ -137,10 +137,7 @@ class PrecisionFlow:
         """Whether both sides compute the same function, so that log-probabilities have the same
         bits.
         """
-        return self.rollout.activations == self.training.activations and all(
-            a.forward_formats == b.forward_formats
-            for a, b in zip(self.rollout.sites, self.training.sites, strict=True)
-        )
+        return is_same_forward(self.rollout, self.training)
 
     def graph(self, side: Side) -> Graph:
         return self.rollout if side == "rollout" else self.training
@@ -229,6 +226,12 @@ def graph_differences(rollout: Graph, training: Graph) -> list[Difference]:
         if other is None or other.forward_formats != site.forward_formats:
             differences.append(Difference(site.name, site, other))
     return differences + [Difference(name, None, site) for name, site in by_name.items()]
+
+
+def is_same_forward(rollout: Graph, training: Graph) -> bool:
+    """Whether both graphs have the same formats at and between all sites."""
+    activations = rollout.activations == training.activations
+    return activations and not graph_differences(rollout, training)
 
 
 def describe_flow(flow: PrecisionFlow) -> list[str]:
