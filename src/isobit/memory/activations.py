@@ -1,15 +1,14 @@
 """Bytes of activations, published weights and frozen models, computed from the units' own sizes
 (``isobit.models.layers``). The tests run the real passes without storage and count.
 
-Beside weights and gradients, a forward and backward of T tokens (``isobit.models.scorer``) takes,
-with attention and MLP as the halves of a layer,
+Beside weights and gradients, a forward and backward of T tokens takes, with attention and MLP as
+the halves of a layer,
 
     saved by a layer, per token:
       none              both halves
       mlp               attention, and the residual stream that the MLP reads
       full              the residual stream that attention reads
-    experts that are computed again leave the sources of their digests; padding of an expert's
-    blocks does not depend on the tokens
+    and the sources of the digests of experts that are computed again
 
     passing, the largest of:
       the back end's workspaces (lm_head's logits, for example)
@@ -18,14 +17,11 @@ with attention and MLP as the halves of a layer,
                         and a stream and attention's less the MLP's saved, which is freed); and what
                         the matrix ``once`` needs beyond the stream freed before it
 
-A model that only scores (a reference model, a reward model, a shadow) takes
-
-    stays        the published weights of one side (``isobit.models.frozen``)
-    offload      these in page-locked main memory, and on the device only while it scores
-    not lasting  made from the policy's masters to score, then dropped: the BF16 shadow that
-                 calibrates a clip (``isobit.training.calibration``)
-    checkpoint   if a reference was refreshed: published weights without the rotary table and
-                 lm_head's second form, which are functions of the rest
+A model that only scores (a reference model, a reward model, a shadow) takes the published weights
+of one side (``isobit.models.frozen``), with ``offload`` in page-locked main memory. One that is not
+``lasting``, the BF16 shadow that calibrates a clip (``isobit.training.calibration``), exists only
+while it scores. In a checkpoint a refreshed reference has no rotary table and no second form of
+lm_head, which are functions of the rest.
 """
 
 from collections.abc import Sequence

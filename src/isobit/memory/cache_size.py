@@ -56,15 +56,15 @@ def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
     device.release_cached()
     free = min(cut.world.all_gather(device.free()))
     forward = forward_bytes(policy.config, policy.flow, config, sizes)
-    room, page = free - forward - RESERVE, sizes.page_bytes(shape, policy.flow)
-    if room < page:
+    available, page = free - forward - RESERVE, sizes.page_bytes(shape, policy.flow)
+    if available < page:
         raise ConfigError(
             f"{gib(free)} of the device's memory are free, and not a page of the KV cache "
             f"({gib(page)}) fits beside a forward ({gib(forward)}) and what is kept for graphs and "
             f"kernels ({gib(RESERVE)}): end what else runs on the device, lower "
             "rollout.max_batched_tokens or rollout.max_sequences, or set rollout.kv_memory_gib"
         )
-    return num_pages_within(shape, config, sizes.page_tokens, page, room)
+    return num_pages_within(shape, config, sizes.page_tokens, page, available)
 
 
 def _check_host(cache_bytes: int, config: RolloutConfig) -> None:

@@ -2,11 +2,15 @@
 
 Weights stay; the engine's KV cache and the trainer's gradients and activations alternate
 (``isobit.memory.turns``), so that each phase has the whole device. If both fit together, the cache
-stays, with the graphs captured over it.
+stays, with the graphs captured over it. With the sizes of ``isobit.memory.host``,
 
     rollout     masters + published weights + moments + KV pages + forward
     training    masters + published weights + moments + gradients + saved activations + what passes
                 (+ KV pages that stay)
+
+where of several processes the one that owns most counts, moments are only in training with
+``training.offload_moments``, the forward is ``isobit.memory.cache_size.forward_bytes``, and KV
+pages get what is left, up to what ``rollout.max_sequences`` can need.
 
 Reference models and reward models stay in both phases. With ``offload`` one is on the device only
 while it scores, before the first backward; a shadow exists only then, between two updates. Training
@@ -14,21 +18,6 @@ is then the larger of two moments,
 
     scoring     masters + published weights + moments + the frozen weights + a forward
     backward    as above
-
-With P parameters:
-
-    masters, gradients  4 P each: FP32; gradients from the first backward of a step to its end; of
-                        several processes the rows of the one that owns most
-    made, arriving,     gradients on their way to their sum (``isobit.memory.host.Share``)
-    of a slot
-    moments             8 P in FP32, 4 P in BF16, P (2 + 1/64) in 8 bits; in training only with
-                        ``training.offload_moments``
-    published weights   the matrices in each side's format, the rest, the rotary table; of frozen
-                        models those of one side (``isobit.memory.activations``)
-    KV pages            what is left, up to what ``rollout.max_sequences`` can need
-    forward             ``isobit.memory.cache_size.forward_bytes``
-    activations         what the layers save, and the most that passes beside it
-                        (``isobit.memory.activations``)
 
 ``RESERVE`` is left free for captured graphs, kernels, gaps between torch's blocks, and the
 workspaces of libraries. Those of cuBLAS, some 32 MiB for each thread and stream, are in what torch
@@ -156,8 +145,8 @@ class DevicePlanner:
         if MOMENTS in standing and training.offload_moments:
             host[MOMENTS] = page_locked(standing.pop(MOMENTS))
         standing["forward and logits"] = forward_bytes(self.shape, self.flow, rollout, self.sizes)
-        room = self.total - RESERVE - sum(standing.values())
-        pages = self._num_pages(rollout, training, longest, room)
+        available = self.total - RESERVE - sum(standing.values())
+        pages = self._num_pages(rollout, training, longest, available)
         standing[CACHE] = pages * self.sizes.page_bytes(self.shape, self.flow)
         both = needed | {CACHE: standing[CACHE]}
         # several processes capture the same steps at the same time, or wait for each other
@@ -179,7 +168,7 @@ class DevicePlanner:
         }
 
     def standing_bytes(self, training: TrainingConfig) -> dict[str, int]:
-        """The same, and the frozen models that stay on the device."""
+        """What the policy, its optimiser and the frozen models that stay on the device hold."""
         stay = [model for model in self.frozen if model.stays]
         return self.weight_bytes(training) | added_up(stay, self.sizes)
 
@@ -227,18 +216,20 @@ class DevicePlanner:
         return bisect_right(range(1, _MOST_TOKENS), self.total, key=needed)
 
     def _num_pages(
-        self, rollout: RolloutConfig, training: TrainingConfig, longest: int, room: int
+        self, rollout: RolloutConfig, training: TrainingConfig, longest: int, available: int
     ) -> int:
         size, page_tokens = self.sizes.page_bytes(self.shape, self.flow), self.sizes.page_tokens
         wanted = size * (rollout.kv_pages or pages_for(longest, page_tokens))
         if rollout.kv_pages is None and rollout.kv_memory_gib is not None:
             wanted = int(rollout.kv_memory_gib * (1 << 30))
-        if wanted > room:
+        if wanted > available:
             advice = _cache_advice(training, self.frozen)
-            raise ConfigError(_too_large_a_cache(rollout, longest, wanted, room, size) + advice)
+            raise ConfigError(
+                _too_large_a_cache(rollout, longest, wanted, available, size) + advice
+            )
         if rollout.kv_pages is not None:
             return rollout.kv_pages
-        memory = wanted if rollout.kv_memory_gib is not None else room
+        memory = wanted if rollout.kv_memory_gib is not None else available
         return num_pages_within(self.shape, rollout, page_tokens, size, memory)
 
     def _too_much_training(self, training: TrainingConfig, longest: int, needed: int) -> str:
@@ -298,9 +289,9 @@ class DevicePlanner:
 
 
 def _too_large_a_cache(
-    rollout: RolloutConfig, longest: int, wanted: int, room: int, page: int
+    rollout: RolloutConfig, longest: int, wanted: int, available: int, page: int
 ) -> str:
-    left = max(room, 0)
+    left = max(available, 0)
     if rollout.kv_pages is None:
         key, most = "rollout.kv_memory_gib", f"{left / (1 << 30):.3g} GiB"
     else:

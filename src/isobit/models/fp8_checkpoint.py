@@ -56,9 +56,7 @@ class Fp8Format:
 
 
 def read_fp8_format(config: Mapping[str, Any], source: str) -> Fp8Format | None:
-    """The ``quantization_config`` of a config.json, None if there is none. Raises ModelError,
-    naming ``source``, for anything but FP8 in blocks of 128 x 128.
-    """
+    """A config.json's ``quantization_config``, or None. Raises ModelError for other formats."""
     found = config.get("quantization_config")
     if found is None:
         return None

@@ -54,8 +54,8 @@ class RouterCoefficients:
 
 
 class Routes:
-    """Collects the routing of one forward: a digest of each token's experts and, in training, the
-    router's losses and the load of the experts.
+    """A forward's routing: a digest of each token's experts and, in training, router losses and
+    load.
     """
 
     def __init__(self, loss: RouterLoss | None = None) -> None:
@@ -93,8 +93,8 @@ def digests(experts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The chosen experts int32 [T, k] of each sparse layer -> a digest of each token, int64 [T].
 
     With c_1 .. c_n a token's experts, by layer and rank, the digest is the sum of (c_i + 1) M^(n -
-    i) mod 2^64. Tokens with other experts have the same digest with a probability of 2^-64. The few
-    integer operations run on the device, so that a captured step has them too.
+    i) mod 2^64: different experts give the same one with a probability of 2^-64. It is computed on
+    the device, so that a captured step includes it.
     """
     chosen = torch.cat(list(experts), 1)
     return ((chosen.long() + 1) * _powers(chosen.shape[1], chosen.device)).sum(1)

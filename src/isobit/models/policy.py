@@ -132,8 +132,8 @@ class Published:
 
     @torch.no_grad()
     def take(self, name: str, given: QuantTensor, keep_master: bool) -> torch.Tensor | None:
-        """Use a folder's FP8 unchanged on each side whose flow has its form, and publish the
-        numbers it stands for on the other; -> these numbers, if ``keep_master``.
+        """Use a folder's FP8 unchanged on each side whose flow has its form, and publish its
+        numbers on the other; -> these numbers, if ``keep_master``.
         """
         path = name.rpartition(".")[0]
         sites = self._sites(path)

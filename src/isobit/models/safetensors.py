@@ -7,21 +7,18 @@
                  aligned to its width, and then by name
 
 The written bytes are those of safetensors' ``save_file``, which would copy all tensors to host
-memory first. They are hashed on their way to the disk, so what is read later can be compared.
-Several processes can write their rows of the tensors into one file, with the same result.
+memory first. They are hashed on their way to the disk. Several processes can write their rows of
+the tensors into one file, with the same result.
 
 A header from elsewhere can be wrong in many ways, and each is refused with the file and the
 tensor's name: duplicate names (of which JSON parsers silently keep the last), offsets that overlap,
-leave a gap or do not fit shape and format, a file that is shorter or longer than described. Names
-in messages are made printable.
+leave a gap or do not fit shape and format, a file that is shorter or longer than described.
 
     model.safetensors                       all tensors, if they fit
-    model-00001-of-00003.safetensors, ...   or shards of a limited size, in the order of the forward
-                                            pass; a larger tensor has a shard of its own
+    model-00001-of-00003.safetensors, ...   or shards of a limited size, in the order of the
+                                            forward; a matrix and its scales are in the same one
     model.safetensors.index.json            for shards: ``weight_map``, tensor -> file, and
                                             ``metadata.total_size``, bytes of all tensors
-
-Loaders map or read one shard at a time, so a matrix and its scales are in the same one.
 """
 
 import hashlib

@@ -258,9 +258,9 @@ def policy_contents(policy: Policy, limit: int = SHARD_BYTES) -> Iterator[Conten
 def save_policy(
     policy: Policy, folder: Path, tokenizer_from: Path | None = None, limit: int = SHARD_BYTES
 ) -> None:
-    """Write the BF16 rounding of a policy's masters as a Hugging Face folder, with the tokenizer
-    files of another folder if given; files of tensors have at most ``limit`` bytes. All ranks call
-    it; rank 0 writes.
+    """Write the BF16 rounding of a policy's masters as a Hugging Face folder, in files of at most
+    ``limit`` bytes, with another folder's tokenizer files if given. All ranks call it; rank 0
+    writes.
     """
     with policy_contents(policy, limit) as contents:
         if policy.world.rank == 0:

@@ -158,9 +158,7 @@ _PRESETS: dict[str, dict[Side, tuple[Format, Format]]] = {
 
 
 def build_flow(config: PrecisionConfig, shape: DecoderShape) -> PrecisionFlow:
-    """Resolve a preset and its options for a model. Raises ConfigError for a module that the model
-    does not have, or for more BF16 layers than it has.
-    """
+    """Resolve a preset and its options for a model. Raises ConfigError if they do not fit it."""
     _check_options(config, shape)
     rollout, training = (_build_graph(config, shape, side) for side in ("rollout", "training"))
     return PrecisionFlow(config.preset, rollout, training)
