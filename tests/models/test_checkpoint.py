@@ -140,10 +140,7 @@ def test_a_number_too_large_for_a_master_is_refused(folder: Path) -> None:
             lambda tensors: tensors.update({DOWN: torch.ones(256, 128)}),
             rf"{DOWN} has the shape \(256, 128\), but config.json asks for \(128, 256\)",
         ),
-        (
-            lambda tensors: tensors.update({"\x1b[31m": torch.ones(1)}),
-            r"holds '\\x1b\[31m', which",
-        ),
+        (lambda tensors: tensors.update({"\x1b[31m": torch.ones(1)}), r"holds '\\x1b\[31m', which"),
     ],
 )
 def test_config_and_tensors_that_disagree(

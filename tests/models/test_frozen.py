@@ -521,9 +521,7 @@ def test_a_language_model_becomes_a_reward_model_with_a_drawn_head() -> None:
     assert float(first["score.weight"].std()) == pytest.approx(129**-0.5, rel=0.2)
 
 
-def test_the_one_kind_in_the_place_of_the_other_is_refused_with_the_way_out(
-    tmp_path: Path,
-) -> None:
+def test_the_one_kind_in_the_place_of_the_other_is_refused_with_the_way_out(tmp_path: Path) -> None:
     make_folder(tmp_path, make_config())
     with pytest.raises(ModelError, match=r"is a reward model.*no lm_head.*\[reward\] model"):
         load_policy(tmp_path, FP32)
