@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-import torch
 
 from isobit.config.tables import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
 from isobit.kernels.hopper import sizes
@@ -15,10 +14,11 @@ from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.memory.host import share_of
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
-from isobit.models.policy import Policy
+from isobit.models.policy import SIDES, Policy
 from isobit.precision.flow import build_flow
 from isobit.util.errors import ConfigError
 from tests.memory import meta_memory
+from tests.models.policies import published_tensors, storage_bytes
 
 GIB = 1 << 30
 H200 = int(139.2 * GIB)
@@ -132,21 +132,9 @@ def test_weights_with_a_scalar_head_are_exact(head: str, monkeypatch: pytest.Mon
 
 def check_weights(config: ModelConfig, preset: str) -> None:
     policy = meta_memory.meta_policy(config, precision(preset))
-    rope = policy.weights("training").rope
-    held = [rope.cos, rope.sin]
-    for side in ("rollout", "training"):
-        weights = policy.weights(side)
-        held += weights.plain.values()
-        for one in weights.linears.values():
-            matrix = one.matrix
-            held += [matrix] if isinstance(matrix, torch.Tensor) else [matrix.values, matrix.scales]
-            held += [] if one.bias is None else [one.bias]
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held
-    }
     weight_bytes = DevicePlanner(config, policy.flow, sizes, H200).weight_bytes
     planned = weight_bytes(TrainingConfig(moments="bf16"))
-    assert planned["published weights"] == sum(storages.values())
+    assert planned["published weights"] == storage_bytes(published_tensors(policy, SIDES))
     assert planned["masters"] == sum(master.nbytes for master in policy.parameters())
     assert planned["optimiser moments"] == planned["masters"]
     assert weight_bytes(TrainingConfig())["optimiser moments"] == 2 * planned["masters"]
@@ -209,12 +197,9 @@ def test_the_cache_gets_what_is_left_as_far_as_it_can_use_it() -> None:
     assert offloaded.rollout["KV pages"] - made.rollout["KV pages"] == pytest.approx(
         made.training["optimiser moments"], rel=0.001
     )
-    assert (
-        offloaded.host["optimiser moments"]
-        == 32 * GIB
-        > made.training["optimiser moments"]
-        == offloaded.training["optimiser moments"]
-    )
+    moments = made.training["optimiser moments"]
+    assert offloaded.host["optimiser moments"] == 32 * GIB > moments
+    assert offloaded.training["optimiser moments"] == moments
     assert not made.host and "optimiser moments" not in offloaded.rollout
     small = plan(model_shape("qwen3-0.6b"), rollout={"max_sequences": 2})
     assert small.pages == 2 * 40960 // 128
@@ -297,10 +282,7 @@ def test_without_an_engine_training_alone_is_planned() -> None:
     assert (made.rollout, made.pages, made.training) == ({}, 0, plan().training)
     assert made.peaks.keys() == {"training"}
     text = "\n".join(made.describe())
-    assert re.search(r"device memory, of 139 GiB: +training$", text, re.MULTILINE) and re.search(
-        r"gradients +30\.5 GiB$", text, re.MULTILINE
-    )
-    assert text.endswith("\n  micro-batches of up to 4,096 tokens in training")
+    assert re.search(r"gradients +30\.5 GiB$", text, re.MULTILINE)
     assert "rollout" not in text and "KV" not in text
 
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from isobit.config.tables import Family, PrecisionConfig
-from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.families import Llama3Scaling
@@ -24,6 +23,7 @@ from isobit.models.policy import random_policy
 from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
 from isobit.util.errors import ConfigError, ModelError
+from tests.models.policies import logits_of
 
 FP32 = PrecisionConfig(preset="fp32")
 
@@ -66,15 +66,8 @@ def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path)
     )
     ids = torch.randint(0, 64, (90,))
     with torch.no_grad():
-        weights = policy.weights("training")
-        attend = PackedAttention(policy.flow.training, (90,), torch.arange(90))
-        hidden = policy.decoder.hidden_states(weights, ids, attend)
-        torch.testing.assert_close(
-            policy.decoder.lm_head.logits(weights, hidden),
-            model(ids[None]).logits[0],
-            atol=1e-4,
-            rtol=1e-4,
-        )
+        expected = model(ids[None]).logits[0]
+    torch.testing.assert_close(logits_of(policy, ids), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_value_head_is_in_no_folder_and_starts_at_zeros(folder: Path, tmp_path: Path) -> None:

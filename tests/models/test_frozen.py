@@ -37,6 +37,7 @@ from isobit.precision.quant_tensor import QuantTensor
 from isobit.records.batch import PackedBatch
 from isobit.starter import starter_folder
 from isobit.util.errors import CheckpointError, ModelError
+from tests.models.policies import whole_batch
 from tools.starter.build import save_tokenizer
 from tools.starter.tokenizer import PAD_ID, build_tokenizer
 
@@ -61,13 +62,8 @@ def make_policy(preset: Preset = "fp8", shape: str = "tied", seed: int = 0) -> P
 
 
 def batch() -> PackedBatch:
-    total = sum(LENGTHS)
-    ids = torch.randint(64, (total,), generator=torch.Generator().manual_seed(1))
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    rows, numbers = torch.arange(total), torch.ones(total)
-    return PackedBatch(
-        ids, positions, LENGTHS, rows, ids.roll(-1), rows, numbers, numbers, numbers, numbers
-    )
+    ids = torch.randint(64, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    return whole_batch(ids, LENGTHS, ids.roll(-1))
 
 
 def log_probs(model: Scorable) -> torch.Tensor:
@@ -329,32 +325,15 @@ def test_a_reward_model_has_no_lm_head(own_memory: Callable[[], Any]) -> None:
 
 FP32 = PrecisionConfig(preset="fp32")
 CONFIGS = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-}
+    "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
+}  # fmt: skip
 FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3"]
 LENGTHS_REWARD_MODEL = (5, 70, 1, 33, 128, 129, 17)
 
 
-def make_config(family: Family = "qwen3", **changes: Any) -> ModelConfig:
-    shape = {
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "max_positions": 256,
-        "rms_epsilon": 1e-6,
-        "rope_theta": 1e4,
-        "tied_embeddings": False,
-        "score_head": True,
-        "pad_token_id": PAD_ID,
-    }
-    return ModelConfig(family, **(shape | changes))
+def make_config(family: Family = "qwen3") -> ModelConfig:
+    config = ModelConfig(family, 128, 128, 256, 2, 4, 2, 64, 256, 1e-6, 1e4, False)
+    return replace(config, score_head=True, pad_token_id=PAD_ID)
 
 
 def make_folder(folder: Path, config: ModelConfig) -> Path:
