@@ -136,20 +136,11 @@ def test_a_warning_about_the_model_itself_names_another_key_too() -> None:
     large = replace(
         QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=32, vocab_size=150_000
     )
-    parts = estimate_memory(
-        large,
-        build_flow(PrecisionConfig(), decoder_shape(large)),
-        RolloutConfig(),
-        TrainingConfig(),
-        512,
-        sizes,
-    )
+    flow = build_flow(PrecisionConfig(), decoder_shape(large))
+    parts = estimate_memory(large, flow, RolloutConfig(), TrainingConfig(), 512, sizes)
     warning = parts.warning(1 << 30)
-    assert warning is not None
-    assert (
-        "optimiser moments is the largest item" in warning
-        and "training.tokens_per_microbatch" in warning
-    )
+    assert warning is not None and "optimiser moments is the largest item" in warning
+    assert "training.tokens_per_microbatch" in warning
 
 
 def test_a_longer_sequence_than_the_budget_is_a_micro_batch_of_its_own() -> None:
