@@ -210,17 +210,9 @@ def test_the_cache_gets_what_is_left_as_far_as_it_can_use_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        (
-            {"tokens_per_microbatch": 16384},
-            "16,384 tokens would take 1[0-9.]+ GiB.*135 GiB can be planned.*that fits with "
-            r".*'none'.* is \d,\d+;",
-        ),
+        ({"tokens_per_microbatch": 16384}, r"135 GiB can be planned.*fits with .*'none'.* is \d,"),
         ({"tokens_per_microbatch": 16384}, "16,384 fit with training.recompute = 'mlp'"),
-        (
-            {"longest": 16384},
-            r"with .*'none'.* at most \d,\d+ fit, and a sequence, here of up to 16,384 tokens, is "
-            r"never cut",
-        ),
+        ({"longest": 16384}, r"at most \d,\d+ fit, and a sequence, here of up to 16,384 tokens"),
         (
             {"moments": "fp32", "total": H200 + 3 * GIB},
             r"'fp32' at most [\d,]+ fit, .*; 4,096 fit with training.recompute = 'full'",
@@ -237,21 +229,10 @@ def test_the_cache_gets_what_is_left_as_far_as_it_can_use_it() -> None:
             {"recompute": "full", "total": 102 * GIB},
             "'bf16' not one token fits .*; 4,096 fit with training.moments = 'fp8'",
         ),
-        (
-            {"tokens_per_microbatch": 200_000},
-            r"setting holds are \d+,\d+, with training.recompute = 'full' and training.moments = "
-            r"'fp8'",
-        ),
+        ({"tokens_per_microbatch": 200_000}, r"holds are \d+,\d+, with .*'full' and .*'fp8'"),
         ({"total": 80 * GIB}, "no setting makes this model's training fit"),
-        (
-            {"rollout": {"kv_memory_gib": 100}},
-            r"take 100 GiB.*the largest rollout.kv_memory_gib that fits is [\d.]+ GiB; "
-            r"training.offload",
-        ),
-        (
-            {"rollout": {"kv_pages": 10**6}},
-            r"the largest rollout.kv_pages that fits is [\d,]+ pages",
-        ),
+        ({"rollout": {"kv_memory_gib": 100}}, r"kv_memory_gib that fits is [\d.]+ GiB; .*offload"),
+        ({"rollout": {"kv_pages": 10**6}}, r"rollout.kv_pages that fits is [\d,]+ pages"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(settings: dict[str, Any], match: str) -> None:

@@ -58,9 +58,8 @@ def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path)
     again = load_policy(tmp_path, FP32)
     assert again.config == policy.config
     assert all(torch.equal(again.masters[name], master) for name, master in policy.masters.items())
-    assert {tensor.dtype for tensor in load_file(tmp_path / WEIGHTS_FILE).values()} == {
-        torch.bfloat16
-    }
+    stored = load_file(tmp_path / WEIGHTS_FILE).values()
+    assert {tensor.dtype for tensor in stored} == {torch.bfloat16}
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, local_files_only=True
     )
@@ -118,10 +117,7 @@ def test_config_that_is_not_an_object(folder: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            r"GPT2LMHeadModel'\] is not supported; supported are LlamaForCausalLM",
-        ),
+        ({"architectures": ["GPT2LMHeadModel"]}, "supported are LlamaForCausalLM"),
         ({"architectures": None}, "not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
@@ -130,10 +126,8 @@ def test_config_that_is_not_an_object(folder: Path, content: bytes) -> None:
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"head_dim": 512}, "head size 512"),
-        (
-            {"intermediate_size": 128},
-            r"gate_proj.weight has the shape \(256, 128\), but config.json asks for \(128, 128\)",
-        ),
+        ({"rms_norm_eps": None}, "'rms_norm_eps' is missing"),
+        ({"intermediate_size": 128}, r"gate_proj.weight has the shape \(256, 128\), but"),
         ({"num_hidden_layers": 3}, "tensors are missing, the first is model.layers.2"),
         ({"num_hidden_layers": 1}, "holds model.layers.1"),
         ({"tie_word_embeddings": False}, "the first is lm_head.weight"),
@@ -144,14 +138,6 @@ def test_what_the_decoder_does_not_compute_is_refused_by_name(
 ) -> None:
     edit_config(folder, **changes)
     with pytest.raises(ModelError, match=message):
-        load_policy(folder, FP32)
-
-
-def test_a_missing_key_is_named(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    del config["rms_norm_eps"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="'rms_norm_eps' is missing"):
         load_policy(folder, FP32)
 
 
