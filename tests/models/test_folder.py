@@ -154,7 +154,7 @@ def test_one_master_is_in_memory_at_a_time(folder: Path) -> None:
 MODEL = ModelConfig("qwen3", 128, 128, 128, 2, 8, 2, 32, 256, 1e-6, 10000.0, tied_embeddings=True)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -169,7 +169,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_models_heads_and_flow_decide(
-    preset: str, reason: str, capsys: pytest.CaptureFixture[str]
+    hopper: None, preset: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     precision = PrecisionConfig.model_validate({"preset": preset})
     assert choose_device("auto", MODEL, precision) == torch.device("cpu")
