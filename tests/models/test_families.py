@@ -65,7 +65,9 @@ def test_frequencies_and_attention_factor_are_those_of_transformers(
     table: dict[str, Any], theta: float, head_dim: int
 ) -> None:
     hf = LlamaConfig(
-        **{"hidden_size": HIDDEN, "num_attention_heads": 2, "head_dim": head_dim},
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=POSITIONS,
         rope_parameters=table | {"rope_theta": theta},
     )
