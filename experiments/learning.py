@@ -35,8 +35,8 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig, TrainingConfig
 from isobit.models.config import ModelConfig, model_shape
-from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
+from isobit.models.policy_share import is_one_function
 from isobit.records.text import Completion, Group, Prompt, SamplingParams
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine

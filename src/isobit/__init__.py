@@ -33,9 +33,9 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.models.folder import LoadedModel as LoadedModel
     from isobit.models.folder import load_model as load_model
     from isobit.models.folder import load_policy as load_policy
-    from isobit.models.function import is_one_function as is_one_function
     from isobit.models.policy import Policy as Policy
     from isobit.models.policy import random_policy as random_policy
+    from isobit.models.policy_share import is_one_function as is_one_function
     from isobit.models.saving import save_policy as save_policy
     from isobit.models.scorer import Scorer as Scorer
     from isobit.observe.report.page import report as report
@@ -96,7 +96,7 @@ _HOMES = {
         "load_model",
         "load_policy",
     ),
-    "models.function": ("is_one_function",),
+    "models.policy_share": ("is_one_function",),
     "models.policy": (
         "Policy",
         "random_policy",

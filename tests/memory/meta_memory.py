@@ -24,6 +24,7 @@ from isobit.models.decoder import master_shapes
 from isobit.models.policy import Policy
 from isobit.models.scorer import PackedPass, ScoredPass
 from isobit.records.batch import PackedBatch
+from tests.models.policies import whole_batch
 
 META = torch.device("meta")
 
@@ -115,22 +116,22 @@ def meta_policy(shape: ModelConfig, precision: PrecisionConfig) -> Policy:
     return Policy(shape, precision, masters, META)
 
 
+def meta_batch(lengths: tuple[int, ...]) -> PackedBatch:
+    """Every token is a target."""
+    return whole_batch(torch.empty(sum(lengths), dtype=torch.int64, device=META), lengths)
+
+
 def micro_batch_bytes(
     policy: Policy, lengths: tuple[int, ...], recompute: Recompute
 ) -> dict[Literal["forward", "saved", "peak"], int]:
     """What forward and backward take beside weights, gradients and the batch itself: at most in the
     layers' forward, saved when the loss is there, and at most.  Every token is a target.
     """
-    tokens = sum(lengths)
     for master in policy.parameters():
         master.grad = torch.empty_like(master)
-    ids, numbers = (
-        torch.empty(tokens, dtype=torch.int64, device=META),
-        torch.empty(tokens, device=META),
-    )
-    batch = PackedBatch(ids, ids, lengths, ids, ids, ids, numbers, numbers, numbers, numbers)
+    batch, numbers = meta_batch(lengths), torch.empty(sum(lengths), device=META)
     with LiveBytes() as layers:
-        PackedPass(policy, ids, ids, lengths, recompute).forward()
+        PackedPass(policy, batch.token_ids, batch.positions, lengths, recompute).forward()
     with LiveBytes() as live:
         scored = ScoredPass(policy, batch, recompute)
         scored.forward()

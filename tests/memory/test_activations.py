@@ -20,9 +20,9 @@ from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import random_masters
 from isobit.models.scorer import Scorer
 from isobit.precision.flow import build_flow
-from isobit.records.batch import PackedBatch
 from isobit.util.errors import ConfigError
 from tests.memory import meta_memory
+from tests.models.policies import published_tensors, storage_bytes
 
 GIB = 1 << 30
 H200 = int(139.2 * GIB)
@@ -43,11 +43,7 @@ def described(shape: ModelConfig, preset: Preset = "fp8", **fields: Any) -> Froz
 
 
 def held_bytes(frozen: FrozenPolicy) -> int:
-    weights = frozen.weights("training")
-    tensors = [*frozen.tensors().values(), *weights.plain.values()]
-    tensors += [weights.rope.cos, weights.rope.sin]
-    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
-    return sum(storages.values())
+    return storage_bytes(published_tensors(frozen, ["training"]))
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
@@ -79,16 +75,9 @@ def test_bytes_on_a_gpu_are_exact_and_what_scoring_takes_is_near(
     for lengths in ((4096,), (16384,), (2048,) * 8):
         tokens = sum(lengths)
         with meta_memory.LiveBytes() as live:
-            Scorer(frozen).score(meta_batch(lengths))
+            Scorer(frozen).score(meta_memory.meta_batch(lengths))
         planned = model.scoring_bytes(hopper_sizes, tokens, max(lengths))
         assert -0.001 < planned / live.peak - 1 < 0.04
-
-
-def meta_batch(lengths: tuple[int, ...]) -> PackedBatch:
-    tokens = sum(lengths)
-    ids = torch.empty(tokens, dtype=torch.int64, device=meta_memory.META)
-    numbers = torch.empty(tokens, device=meta_memory.META)
-    return PackedBatch(ids, ids, lengths, ids, ids, ids, numbers, numbers, numbers, numbers)
 
 
 def estimate(*frozen: FrozenModel) -> MemoryEstimate:

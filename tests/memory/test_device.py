@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-import torch
 
 from isobit.config.tables import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
 from isobit.kernels.hopper import sizes
@@ -15,10 +14,11 @@ from isobit.memory.device import DevicePlan, DevicePlanner
 from isobit.memory.host import share_of
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
-from isobit.models.policy import Policy
+from isobit.models.policy import SIDES, Policy
 from isobit.precision.flow import build_flow
 from isobit.util.errors import ConfigError
 from tests.memory import meta_memory
+from tests.models.policies import published_tensors, storage_bytes
 
 GIB = 1 << 30
 H200 = int(139.2 * GIB)
@@ -132,21 +132,9 @@ def test_weights_with_a_scalar_head_are_exact(head: str, monkeypatch: pytest.Mon
 
 def check_weights(config: ModelConfig, preset: str) -> None:
     policy = meta_memory.meta_policy(config, precision(preset))
-    rope = policy.weights("training").rope
-    held = [rope.cos, rope.sin]
-    for side in ("rollout", "training"):
-        weights = policy.weights(side)
-        held += weights.plain.values()
-        for one in weights.linears.values():
-            matrix = one.matrix
-            held += [matrix] if isinstance(matrix, torch.Tensor) else [matrix.values, matrix.scales]
-            held += [] if one.bias is None else [one.bias]
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held
-    }
     weight_bytes = DevicePlanner(config, policy.flow, sizes, H200).weight_bytes
     planned = weight_bytes(TrainingConfig(moments="bf16"))
-    assert planned["published weights"] == sum(storages.values())
+    assert planned["published weights"] == storage_bytes(published_tensors(policy, SIDES))
     assert planned["masters"] == sum(master.nbytes for master in policy.parameters())
     assert planned["optimiser moments"] == planned["masters"]
     assert weight_bytes(TrainingConfig())["optimiser moments"] == 2 * planned["masters"]
@@ -209,12 +197,9 @@ def test_the_cache_gets_what_is_left_as_far_as_it_can_use_it() -> None:
     assert offloaded.rollout["KV pages"] - made.rollout["KV pages"] == pytest.approx(
         made.training["optimiser moments"], rel=0.001
     )
-    assert (
-        offloaded.host["optimiser moments"]
-        == 32 * GIB
-        > made.training["optimiser moments"]
-        == offloaded.training["optimiser moments"]
-    )
+    moments = made.training["optimiser moments"]
+    assert offloaded.host["optimiser moments"] == 32 * GIB > moments
+    assert offloaded.training["optimiser moments"] == moments
     assert not made.host and "optimiser moments" not in offloaded.rollout
     small = plan(model_shape("qwen3-0.6b"), rollout={"max_sequences": 2})
     assert small.pages == 2 * 40960 // 128
@@ -225,17 +210,9 @@ def test_the_cache_gets_what_is_left_as_far_as_it_can_use_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        (
-            {"tokens_per_microbatch": 16384},
-            "16,384 tokens would take 1[0-9.]+ GiB.*135 GiB can be planned.*that fits with "
-            r".*'none'.* is \d,\d+;",
-        ),
+        ({"tokens_per_microbatch": 16384}, r"135 GiB can be planned.*fits with .*'none'.* is \d,"),
         ({"tokens_per_microbatch": 16384}, "16,384 fit with training.recompute = 'mlp'"),
-        (
-            {"longest": 16384},
-            r"with .*'none'.* at most \d,\d+ fit, and a sequence, here of up to 16,384 tokens, is "
-            r"never cut",
-        ),
+        ({"longest": 16384}, r"at most \d,\d+ fit, and a sequence, here of up to 16,384 tokens"),
         (
             {"moments": "fp32", "total": H200 + 3 * GIB},
             r"'fp32' at most [\d,]+ fit, .*; 4,096 fit with training.recompute = 'full'",
@@ -252,21 +229,10 @@ def test_the_cache_gets_what_is_left_as_far_as_it_can_use_it() -> None:
             {"recompute": "full", "total": 102 * GIB},
             "'bf16' not one token fits .*; 4,096 fit with training.moments = 'fp8'",
         ),
-        (
-            {"tokens_per_microbatch": 200_000},
-            r"setting holds are \d+,\d+, with training.recompute = 'full' and training.moments = "
-            r"'fp8'",
-        ),
+        ({"tokens_per_microbatch": 200_000}, r"holds are \d+,\d+, with .*'full' and .*'fp8'"),
         ({"total": 80 * GIB}, "no setting makes this model's training fit"),
-        (
-            {"rollout": {"kv_memory_gib": 100}},
-            r"take 100 GiB.*the largest rollout.kv_memory_gib that fits is [\d.]+ GiB; "
-            r"training.offload",
-        ),
-        (
-            {"rollout": {"kv_pages": 10**6}},
-            r"the largest rollout.kv_pages that fits is [\d,]+ pages",
-        ),
+        ({"rollout": {"kv_memory_gib": 100}}, r"kv_memory_gib that fits is [\d.]+ GiB; .*offload"),
+        ({"rollout": {"kv_pages": 10**6}}, r"rollout.kv_pages that fits is [\d,]+ pages"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(settings: dict[str, Any], match: str) -> None:
@@ -297,10 +263,7 @@ def test_without_an_engine_training_alone_is_planned() -> None:
     assert (made.rollout, made.pages, made.training) == ({}, 0, plan().training)
     assert made.peaks.keys() == {"training"}
     text = "\n".join(made.describe())
-    assert re.search(r"device memory, of 139 GiB: +training$", text, re.MULTILINE) and re.search(
-        r"gradients +30\.5 GiB$", text, re.MULTILINE
-    )
-    assert text.endswith("\n  micro-batches of up to 4,096 tokens in training")
+    assert re.search(r"gradients +30\.5 GiB$", text, re.MULTILINE)
     assert "rollout" not in text and "KV" not in text
 
 

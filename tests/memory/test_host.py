@@ -1,7 +1,6 @@
 """The estimate against the tensors that it estimates."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import get_args
 
@@ -24,13 +23,13 @@ from isobit.memory.cache_size import num_pages_for
 from isobit.memory.host import MemoryEstimate, estimate_memory
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
-from isobit.models.policy import Policy, random_policy
+from isobit.models.policy import SIDES, Policy, random_policy
 from isobit.models.scorer import ScoredPass
 from isobit.precision.flow import build_flow
-from isobit.records.batch import PackedBatch
 from isobit.rollout.runner import PolicyRunner
 from isobit.training.trainer import Trainer
 from tests.memory.meta_memory import LiveBytes
+from tests.models.policies import published_tensors, storage_bytes, whole_batch
 
 QWEN3 = ModelConfig("qwen3", 256, 128, 384, 2, 4, 2, 32, 256, 1e-6, 1e4, True)
 QWEN2 = replace(
@@ -41,36 +40,12 @@ SHAPES = ["qwen3", "qwen2", "value head", "reward model"]
 PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind the tensors."""
-    return sum(
-        {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in tensors
-        }.values()
-    )
-
-
-def published_tensors(policy: Policy) -> list[torch.Tensor]:
-    rope = policy.weights("training").rope
-    tensors = [rope.cos, rope.sin]
-    for side in ("rollout", "training"):
-        weights = policy.weights(side)
-        tensors += weights.plain.values()
-        for linear in weights.linears.values():
-            matrix = linear.matrix
-            tensors += (
-                [matrix] if isinstance(matrix, torch.Tensor) else [matrix.values, matrix.scales]
-            )
-            tensors += [linear.bias] if linear.bias is not None else []
-    return tensors
-
-
 @pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD], ids=SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Preset) -> None:
     policy = random_policy(shape, PrecisionConfig(preset=preset, first_layers_bf16=1), seed=0)
-    assert published_bytes(shape, policy.flow, sizes) == storage_bytes(published_tensors(policy))
+    held = published_tensors(policy, SIDES)
+    assert published_bytes(shape, policy.flow, sizes) == storage_bytes(held)
     rollout = RolloutConfig(max_sequences=3)
     estimate = estimate_memory(shape, policy.flow, rollout, TrainingConfig(), 64, sizes)
     cache = PolicyRunner(policy, num_pages_for(shape, policy.flow, rollout, sizes))._cache
@@ -102,12 +77,8 @@ def pass_bytes(policy: Policy, tokens: int, length: int, recompute: Recompute) -
     """What a forward keeps, and what forward and backward take at most, beside weights, gradients
     and the batch; every token is a target.
     """
-    ids, numbers = torch.randint(0, policy.config.vocab_size, (tokens,)), torch.ones(tokens)
-    rows, positions = torch.arange(tokens), torch.arange(length).repeat(tokens // length)
-    lengths = (length,) * (tokens // length)
-    batch = PackedBatch(
-        ids, positions, lengths, rows, ids, rows, numbers, numbers, numbers, numbers
-    )
+    ids = torch.randint(0, policy.config.vocab_size, (tokens,))
+    batch = whole_batch(ids, (length,) * (tokens // length))
     for master in policy.parameters():
         master.grad = torch.zeros_like(master)
     with LiveBytes() as live:
@@ -165,20 +136,11 @@ def test_a_warning_about_the_model_itself_names_another_key_too() -> None:
     large = replace(
         QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=32, vocab_size=150_000
     )
-    parts = estimate_memory(
-        large,
-        build_flow(PrecisionConfig(), decoder_shape(large)),
-        RolloutConfig(),
-        TrainingConfig(),
-        512,
-        sizes,
-    )
+    flow = build_flow(PrecisionConfig(), decoder_shape(large))
+    parts = estimate_memory(large, flow, RolloutConfig(), TrainingConfig(), 512, sizes)
     warning = parts.warning(1 << 30)
-    assert warning is not None
-    assert (
-        "optimiser moments is the largest item" in warning
-        and "training.tokens_per_microbatch" in warning
-    )
+    assert warning is not None and "optimiser moments is the largest item" in warning
+    assert "training.tokens_per_microbatch" in warning
 
 
 def test_a_longer_sequence_than_the_budget_is_a_micro_batch_of_its_own() -> None:

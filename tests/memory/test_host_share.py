@@ -11,10 +11,9 @@ from isobit.kernels.hopper import sizes
 from isobit.memory.device import DevicePlanner
 from isobit.memory.host import estimate_memory, share_of
 from isobit.models.config import ModelConfig, model_shape
-from isobit.models.decoder import build_decoder, decoder_shape
+from isobit.models.decoder import build_decoder, decoder_shape, master_shapes
 from isobit.parallel.exchanges import PostedExchanges
 from isobit.parallel.gradient_sum import ExchangedSum, Targets
-from isobit.parallel.ownership import Ownership
 from isobit.parallel.slots import Slots, SlotSum
 from isobit.precision.flow import build_flow
 
@@ -51,28 +50,24 @@ class OneOfMany:
         return made
 
 
+def targets_of(shape: ModelConfig) -> Targets:
+    decoder, cpu = build_decoder(shape), torch.device("cpu")
+    groups, in_parts = decoder.backward_groups(), decoder.added_in_parts
+    return Targets(master_shapes(shape), groups, in_parts, cpu, lambda total, addends: None)
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("shape", [UNTIED, TIED], ids=["untied", "tied"])
 def test_the_tensors_of_every_rank(shape: ModelConfig, size: int) -> None:
-    decoder, share = build_decoder(shape), share_of(shape, size)
-    masters = decoder.masters()
-    shapes = {name: master.shape for name, master in masters.items()}
-    parts = {name: tuple(master.parts.values()) for name, master in masters.items()}
-    ownership, owned = Ownership.of(shapes, parts, size), []
+    share, shapes, owned = share_of(shape, size), master_shapes(shape), []
+    ownership = build_decoder(shape).ownership(size)
     for rank in range(size):
         world: Any = OneOfMany(rank, size)
         own = {
             name: torch.nn.Parameter(torch.zeros(shape)[ownership.rows(name, rank)])
             for name, shape in shapes.items()
         }
-        targets = Targets(
-            shapes,
-            decoder.backward_groups(),
-            decoder.added_in_parts,
-            torch.device("cpu"),
-            lambda total, addends: None,
-        )
-        one = ExchangedSum(targets, own.__getitem__, ownership, world)
+        one = ExchangedSum(targets_of(shape), own.__getitem__, ownership, world)
         one.begin_round(size)
         assert share.made == sum(buffer.nbytes for buffer in one._made.values())
         assert share.arriving == world.arriving
@@ -82,18 +77,9 @@ def test_the_tensors_of_every_rank(shape: ModelConfig, size: int) -> None:
 
 @pytest.mark.parametrize(("size", "hosts"), [(1, 1), (3, 1), (2, 2), (4, 2)])
 def test_the_sums_of_a_slot(size: int, hosts: int) -> None:
-    decoder, slots = build_decoder(UNTIED), Slots(4, hosts)
-    share, masters = share_of(UNTIED, size, slots), decoder.masters()
-    shapes = {name: master.shape for name, master in masters.items()}
-    parts = {name: tuple(master.parts.values()) for name, master in masters.items()}
-    ownership = Ownership.of(shapes, parts, size, hosts)
-    targets = Targets(
-        shapes,
-        decoder.backward_groups(),
-        decoder.added_in_parts,
-        torch.device("cpu"),
-        lambda total, addends: None,
-    )
+    slots, shapes, targets = Slots(4, hosts), master_shapes(UNTIED), targets_of(UNTIED)
+    share = share_of(UNTIED, size, slots)
+    ownership = build_decoder(UNTIED).ownership(size, hosts)
     held, arriving = list[int](), list[int]()
     for rank in range(size):
         world: Any = OneOfMany(rank, size)

@@ -222,10 +222,7 @@ def test_without_an_engine_all_memory_is_the_trainers(
     steps = [line for line in lines(config.output) if "loss" in line]
     assert [
         {name: line[name] for name in line if name.startswith("memory/")} for line in steps
-    ] == [
-        {"memory/training_peak_gib": 4.0},
-        {"memory/training_peak_gib": 6.0},
-    ]
+    ] == [{"memory/training_peak_gib": 4.0}, {"memory/training_peak_gib": 6.0}]
     assert summary.gpu_memory == {"training": PhaseMemory(4.0, 7.0)}, (
         "the loss of held-out examples after the last step"
     )

@@ -105,9 +105,10 @@ def test_a_head_stored_beside_the_embedding_that_it_is_tied_to(folder: Path) -> 
     assert "lm_head.weight" in masters_of(folder, untied)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_refused_by_name(folder: Path, value: float) -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e300])
+def test_what_is_not_finite_as_a_master_is_refused_by_name(folder: Path, value: float) -> None:
     def spoil(tensors: Tensors) -> None:
+        tensors[DOWN] = tensors[DOWN].double()
         tensors[DOWN][3, 4] = value
 
     rewrite(folder, spoil)
@@ -115,35 +116,14 @@ def test_what_is_not_finite_is_refused_by_name(folder: Path, value: float) -> No
         masters_of(folder)
 
 
-def test_a_number_too_large_for_a_master_is_refused(folder: Path) -> None:
-    rewrite(folder, lambda tensors: tensors.update({DOWN: torch.ones(128, 256).double() * 1e300}))
-    with pytest.raises(ModelError, match=f"{DOWN} holds a NaN or an infinity"):
-        masters_of(folder)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda tensors: {n: x for n, x in tensors.items() if n != DOWN},
-            f"1 tensors are missing, the first is {DOWN}",
-        ),
-        (
-            lambda tensors: tensors.update(renamed=tensors.pop(DOWN)),
-            "holds renamed, which a qwen2 decoder does not read",
-        ),
-        (
-            lambda tensors: tensors.update({f"{DOWN}_scale_inv": torch.ones(1, 2)}),
-            r"down_proj\.weight_scale_inv",
-        ),
-        (
-            lambda tensors: tensors.update({DOWN: torch.ones(256, 128)}),
-            rf"{DOWN} has the shape \(256, 128\), but config.json asks for \(128, 256\)",
-        ),
-        (
-            lambda tensors: tensors.update({"\x1b[31m": torch.ones(1)}),
-            r"holds '\\x1b\[31m', which",
-        ),
+        (lambda t: {n: x for n, x in t.items() if n != DOWN}, f"are missing, the first is {DOWN}"),
+        (lambda t: t.update(renamed=t.pop(DOWN)), "holds renamed, which a qwen2 decoder does not"),
+        (lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(1, 2)}), "down_proj.weight_scale_inv"),
+        (lambda t: t.update({DOWN: torch.ones(256, 128)}), rf"{DOWN} has the shape \(256, 128\)"),
+        (lambda t: t.update({"\x1b[31m": torch.ones(1)}), r"holds '\\x1b\[31m', which"),
     ],
 )
 def test_config_and_tensors_that_disagree(

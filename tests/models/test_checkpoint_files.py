@@ -123,10 +123,7 @@ def truncated(folder: Path) -> None:
         (in_both, "b is in both .*one.safetensors and .*two.safetensors"),
         (remapped(a="two.safetensors"), "a is in two.safetensors, but it is in one.safetensors"),
         (remapped(e="two.safetensors"), "e is in two.safetensors, but it is in none of them"),
-        (
-            lambda folder: write_index(folder, {"weight_map": {n: MAP[n] for n in "abc"}}),
-            r"two\.safetensors: d is not in model\.safetensors\.index\.json",
-        ),
+        (indexed({"weight_map": {n: MAP[n] for n in "abc"}}), r"two\.safetensors: d is not in mod"),
         (remapped(a="pytorch_model.bin"), "expected the name of a .safetensors file"),
         (remapped(a=7), "a is said to be in 7"),
         (remapped(a="\x1b[2J.safetensors"), r"\\x1b\[2J.safetensors', which is not there"),

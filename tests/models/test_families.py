@@ -15,27 +15,18 @@ from isobit.util.errors import ModelError
 
 HIDDEN, POSITIONS = 64, 4096
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
-}
+}  # fmt: skip
 
 
 def read(**changes: Any) -> ModelConfig:
     """A config.json without rotary keys, and ``changes``."""
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 32,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": POSITIONS,
-        "rms_norm_eps": 1e-6,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32,
+        "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": POSITIONS, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
     return ModelConfig.from_hf(config | changes, "config.json")
 
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from isobit.config.tables import Family, PrecisionConfig
-from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.families import Llama3Scaling
@@ -24,6 +23,7 @@ from isobit.models.policy import random_policy
 from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
 from isobit.util.errors import ConfigError, ModelError
+from tests.models.policies import logits_of
 
 FP32 = PrecisionConfig(preset="fp32")
 
@@ -58,23 +58,15 @@ def test_round_trip_and_transformers(family: Family, tied: bool, tmp_path: Path)
     again = load_policy(tmp_path, FP32)
     assert again.config == policy.config
     assert all(torch.equal(again.masters[name], master) for name, master in policy.masters.items())
-    assert {tensor.dtype for tensor in load_file(tmp_path / WEIGHTS_FILE).values()} == {
-        torch.bfloat16
-    }
+    stored = load_file(tmp_path / WEIGHTS_FILE).values()
+    assert {tensor.dtype for tensor in stored} == {torch.bfloat16}
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, local_files_only=True
     )
     ids = torch.randint(0, 64, (90,))
     with torch.no_grad():
-        weights = policy.weights("training")
-        attend = PackedAttention(policy.flow.training, (90,), torch.arange(90))
-        hidden = policy.decoder.hidden_states(weights, ids, attend)
-        torch.testing.assert_close(
-            policy.decoder.lm_head.logits(weights, hidden),
-            model(ids[None]).logits[0],
-            atol=1e-4,
-            rtol=1e-4,
-        )
+        expected = model(ids[None]).logits[0]
+    torch.testing.assert_close(logits_of(policy, ids), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_value_head_is_in_no_folder_and_starts_at_zeros(folder: Path, tmp_path: Path) -> None:
@@ -125,10 +117,7 @@ def test_config_that_is_not_an_object(folder: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            r"GPT2LMHeadModel'\] is not supported; supported are LlamaForCausalLM",
-        ),
+        ({"architectures": ["GPT2LMHeadModel"]}, "supported are LlamaForCausalLM"),
         ({"architectures": None}, "not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
@@ -137,10 +126,8 @@ def test_config_that_is_not_an_object(folder: Path, content: bytes) -> None:
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"head_dim": 512}, "head size 512"),
-        (
-            {"intermediate_size": 128},
-            r"gate_proj.weight has the shape \(256, 128\), but config.json asks for \(128, 128\)",
-        ),
+        ({"rms_norm_eps": None}, "'rms_norm_eps' is missing"),
+        ({"intermediate_size": 128}, r"gate_proj.weight has the shape \(256, 128\), but"),
         ({"num_hidden_layers": 3}, "tensors are missing, the first is model.layers.2"),
         ({"num_hidden_layers": 1}, "holds model.layers.1"),
         ({"tie_word_embeddings": False}, "the first is lm_head.weight"),
@@ -151,14 +138,6 @@ def test_what_the_decoder_does_not_compute_is_refused_by_name(
 ) -> None:
     edit_config(folder, **changes)
     with pytest.raises(ModelError, match=message):
-        load_policy(folder, FP32)
-
-
-def test_a_missing_key_is_named(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    del config["rms_norm_eps"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="'rms_norm_eps' is missing"):
         load_policy(folder, FP32)
 
 
@@ -175,7 +154,7 @@ def test_one_master_is_in_memory_at_a_time(folder: Path) -> None:
 MODEL = ModelConfig("qwen3", 128, 128, 128, 2, 8, 2, 32, 256, 1e-6, 10000.0, tied_embeddings=True)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -190,7 +169,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_models_heads_and_flow_decide(
-    preset: str, reason: str, capsys: pytest.CaptureFixture[str]
+    hopper: None, preset: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     precision = PrecisionConfig.model_validate({"preset": preset})
     assert choose_device("auto", MODEL, precision) == torch.device("cpu")

@@ -98,11 +98,7 @@ def hand_over(world: World, way: str) -> dict[str, list[object]]:
         move()
 
         def faulty(
-            self: Published,
-            on: World,
-            *rest: object,
-            fault: str = name,
-            before: Arrived = held,
+            self: Published, on: World, *rest: object, fault: str = name, before: Arrived = held
         ) -> None:
             gather(self, on, *rest)  # pyright: ignore[reportArgumentType]
             if on is world and fault != "nothing" and world.rank == world.size - 1:

@@ -17,29 +17,18 @@ from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.folder import load_policy
 from isobit.models.layers import RouterCoefficients, Routes, digests
+from isobit.models.moe import MixtureOfExperts
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
+from tests.models.policies import logits_of, whole_batch
 
 LENGTHS = (5, 17, 1, 40)
 TOKENS = sum(LENGTHS)
 PRESETS: tuple[Preset, ...] = ("fp32", "bf16", "fp8")
-CONFIG = ModelConfig(
-    "qwen3_moe",
-    64,
-    96,
-    48,
-    3,
-    4,
-    2,
-    32,
-    64,
-    1e-6,
-    1e4,
-    False,
-    experts=Experts(8, 2, 40, True, (1,)),
-)
+EXPERTS = Experts(8, 2, 40, True, (1,))
+CONFIG = ModelConfig("qwen3_moe", 64, 96, 48, 3, 4, 2, 32, 64, 1e-6, 1e4, False, experts=EXPERTS)
 
 
 def make(config: ModelConfig = CONFIG, preset: Preset = "fp32") -> Policy:
@@ -54,24 +43,8 @@ def make(config: ModelConfig = CONFIG, preset: Preset = "fp32") -> Policy:
 
 def make_batch(lengths: tuple[int, ...] = LENGTHS) -> PackedBatch:
     """Every row is learnt from."""
-    tokens = sum(lengths)
-    ids = torch.randint(64, (tokens,), generator=torch.Generator().manual_seed(1))
-    nothing, rows = torch.zeros(tokens), torch.arange(tokens)
-    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    temperatures = torch.ones(tokens)
-    return PackedBatch(
-        ids,
-        positions,
-        lengths,
-        rows,
-        ids.flip(0),
-        sequence,
-        temperatures,
-        nothing,
-        nothing,
-        nothing,
-    )
+    ids = torch.randint(64, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    return whole_batch(ids, lengths, ids.flip(0))
 
 
 def gradients(
@@ -109,7 +82,7 @@ def test_gradients_of_the_unit_are_those_of_autograd(renormalise: bool) -> None:
     """With both of the router's losses."""
     policy = make(replace(CONFIG, experts=Experts(8, 2, 40, renormalise)))
     unit, config = policy.decoder.layers[0].mlp, policy.config.experts
-    assert config is not None
+    assert config is not None and isinstance(unit, MixtureOfExperts)
     generator = torch.Generator().manual_seed(3)
     h, d = (torch.randn(TOKENS, 96, generator=generator) for _ in range(2))
     routes = Routes(RouterLoss(sequence_means(LENGTHS), balance=0.5, z=0.2))
@@ -199,17 +172,10 @@ def test_a_dense_model_has_no_routing() -> None:
 
 
 HF: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 3,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
+    "vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    "num_experts_per_tok": 3, "tie_word_embeddings": False, "initializer_range": 0.2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -232,13 +198,9 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     theirs.eval().save_pretrained(tmp_path)
     policy = load_policy(tmp_path, PrecisionConfig(preset="fp32"))
     ids = torch.randint(64, (50,))
-    weights = policy.weights("training")
-    attend = policy.backend.packed_attention(policy.flow.training, (50,), torch.arange(50))
     with torch.no_grad():
-        hidden = policy.decoder.hidden_states(weights, ids, attend)
-        found = policy.decoder.lm_head.logits(weights, hidden)
         expected = theirs(ids[None]).logits[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(policy, ids), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_folder_holds_what_was_saved(tmp_path: Path) -> None:

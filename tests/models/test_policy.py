@@ -48,29 +48,21 @@ def test_publish_quantises_the_bf16_rounding_of_the_master_in_place() -> None:
     with torch.no_grad():
         for master in policy.masters.values():
             master.add_(torch.randn_like(master))
-    assert torch.equal(matrix.values.view(torch.uint8), before), (
-        "nothing changes before the publish"
-    )
+    assert torch.equal(matrix.values.view(torch.uint8), before)
     policy.publish()
     assert policy.version == 2
-    expected = quantise_blocks(policy.masters[f"{name}.weight"].detach().bfloat16())
+    masters = {name: master.detach() for name, master in policy.masters.items()}
+    expected = quantise_blocks(masters[f"{name}.weight"].bfloat16())
     again = policy.weights("training").linears[name].matrix
     assert isinstance(again, QuantTensor) and again.values.data_ptr() == place
-    assert torch.equal(
-        again.values.view(torch.uint8), expected.values.view(torch.uint8)
-    ) and torch.equal(again.scales, expected.scales)
-    assert not torch.equal(
-        expected.values.view(torch.uint8),
-        quantise_blocks(policy.masters[f"{name}.weight"].detach()).values.view(torch.uint8),
-    )
-    bias = policy.weights("rollout").linears["layers.0.qkv_proj"].bias
-    assert bias is not None and torch.equal(
-        bias, policy.masters["layers.0.qkv_proj.bias"].detach().bfloat16()
-    )
-    assert torch.equal(
-        policy.weights("rollout").plain["norm.weight"],
-        policy.masters["norm.weight"].detach().bfloat16(),
-    )
+    assert torch.equal(again.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(again.scales, expected.scales)
+    unrounded = quantise_blocks(masters[f"{name}.weight"]).values
+    assert not torch.equal(expected.values.view(torch.uint8), unrounded.view(torch.uint8))
+    read = policy.weights("rollout")
+    bias = read.linears["layers.0.qkv_proj"].bias
+    assert bias is not None and torch.equal(bias, masters["layers.0.qkv_proj.bias"].bfloat16())
+    assert torch.equal(read.plain["norm.weight"], masters["norm.weight"].bfloat16())
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8"])
@@ -95,16 +87,11 @@ def test_a_value_head_is_published_in_place_and_restored(preset: Preset) -> None
 
 def test_the_policy_does_not_share_memory_with_what_it_was_made_from() -> None:
     policy = make_policy("bf16")
-    copy = Policy(
-        CONFIG,
-        PrecisionConfig(preset="bf16"),
-        {name: m.detach() for name, m in policy.masters.items()},
-    )
+    masters = {name: master.detach() for name, master in policy.masters.items()}
+    copy, name = Policy(CONFIG, PrecisionConfig(preset="bf16"), masters), "embed_tokens.weight"
     with torch.no_grad():
         next(copy.parameters()).zero_()
-    assert not torch.equal(
-        policy.masters["embed_tokens.weight"], copy.masters["embed_tokens.weight"]
-    )
+    assert not torch.equal(policy.masters[name], copy.masters[name])
 
 
 CONFIG_PUBLISHED_CHANGE = ModelConfig("qwen3", 64, 128, 256, 2, 2, 2, 64, 128, 1e-6, 1e4, True)
@@ -134,14 +121,8 @@ def test_the_share_is_that_of_the_bytes_of_all_linears() -> None:
     names = [f"{name}.weight" for name in policy.weights("training").linears]
 
     def published() -> torch.Tensor:
-        return torch.cat(
-            [
-                quantise_blocks(policy.masters[name].detach().bfloat16())
-                .values.view(torch.uint8)
-                .flatten()
-                for name in names
-            ]
-        )
+        matrices = [quantise_blocks(policy.masters[name].detach().bfloat16()) for name in names]
+        return torch.cat([one.values.view(torch.uint8).flatten() for one in matrices])
 
     before = published()
     share = publish_after(policy, 1e-5)

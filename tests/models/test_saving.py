@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from isobit.config.tables import Family, PrecisionConfig
-from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy, random_policy
@@ -17,6 +16,7 @@ from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import Contents, PolicyTensors, fp8_contents, write_folder
 from isobit.precision.quant_tensor import E4M3, QuantTensor, dequantise
 from isobit.util.errors import ConfigError
+from tests.models.policies import logits_of
 
 WHOLE = ModelConfig("qwen3", 64, 128, 256, 2, 4, 4, 32, 128, 1e-6, 1e4, False)
 """Every matrix consists of whole blocks."""
@@ -137,13 +137,9 @@ def test_transformers_loads_it_and_computes_what_we_do(
         assert not theirs
     ours = Policy(config, PrecisionConfig(preset="fp32"), masters)
     with torch.no_grad():
-        attend = PackedAttention(ours.flow.training, (90,), torch.arange(90))
-        weights = ours.weights("training")
-        hidden = ours.decoder.hidden_states(weights, ids, attend)
-        logits = ours.decoder.lm_head.logits(weights, hidden)
         expected = model(ids[None]).logits[0]
     assert expected.std() > 0.1
-    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(logits_of(ours, ids), expected, atol=1e-3, rtol=0)
 
 
 def test_a_router_is_skipped_and_each_expert_has_scales_of_its_own() -> None:

@@ -2,7 +2,6 @@
 beside log-probabilities, and a reward model's scores without either.
 """
 
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.spec.backend import SpecBackend
+from isobit.models.frozen import last_tokens_batch
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
@@ -26,8 +26,6 @@ from tests.models.test_packed_pass import (
     make,
     make_batch,
 )
-
-LAST = torch.tensor(LENGTHS).cumsum(0) - 1
 
 
 def some_others() -> OtherGradients:
@@ -126,24 +124,14 @@ def test_one_number_spread_reaches_the_device_as_many(monkeypatch: pytest.Monkey
 
 
 def of_last_tokens(batch: PackedBatch) -> PackedBatch:
-    """A reward model's batch: one row a sequence, its last; nothing is predicted there."""
-    nothing = torch.zeros(len(LAST))
-    return replace(
-        batch,
-        rows=LAST,
-        targets=torch.zeros(len(LAST), dtype=torch.int64),
-        sequence=torch.arange(len(LAST)),
-        temperatures=nothing + 1,
-        recorded_log_probs=nothing,
-        old_log_probs=nothing,
-        advantages=nothing,
-    )
+    """A reward model's batch."""
+    return last_tokens_batch([ids.tolist() for ids in batch.token_ids.split(LENGTHS)])
 
 
 def test_a_reward_models_scores_and_gradients_are_those_of_autograd() -> None:
     policy = make("qwen2", PrecisionConfig(preset="fp32"), head="score")
     assert policy.decoder.head is None and "lm_head.weight" not in policy.masters
-    batch, d = of_last_tokens(make_batch(64)[0]), torch.linspace(-1, 1, len(LAST))
+    batch, d = of_last_tokens(make_batch(64)[0]), torch.linspace(-1, 1, len(LENGTHS))
     found = {}
     for dtype in (torch.float64, torch.float32):
         plain = PlainDecoder(policy, dtype)
@@ -174,16 +162,5 @@ def test_a_sequence_has_no_say_in_the_values_of_another(
     torch.set_num_threads(threads)
     assert whole is not None
     for index, ids in enumerate(batch.token_ids.split(LENGTHS)):
-        one = slice(index, index + 1)
-        alone = replace(
-            batch,
-            token_ids=ids,
-            positions=torch.arange(len(ids)),
-            lengths=(len(ids),),
-            rows=torch.tensor([len(ids) - 1]),
-            targets=batch.targets[one],
-            sequence=torch.zeros(1, dtype=torch.int64),
-            temperatures=batch.temperatures[one],
-        )
-        values = Scorer(policy).score(alone).values
-        assert values is not None and torch.equal(values, whole[one])
+        values = Scorer(policy).score(last_tokens_batch([ids.tolist()])).values
+        assert values is not None and torch.equal(values, whole[index : index + 1])

@@ -1,6 +1,7 @@
 """Presets and options of a precision flow."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -43,26 +44,20 @@ def test_presets(
 ) -> None:
     flow = build_flow(PrecisionConfig(preset=preset), make_shape())
     assert flow.exact is exact
-    assert (
-        flow.rollout.linear(2, "down_proj").forward,
-        flow.training.linear(2, "down_proj").forward,
-    ) == linears
-    assert (flow.rollout.attention_format(0), flow.training.attention_format(0)) == attention
+    sides = flow.rollout, flow.training
+    assert tuple(side.linear(2, "down_proj").forward for side in sides) == linears
+    assert tuple(side.attention_format(0) for side in sides) == attention
     assert flow.rollout.site("lm_head").forward == ("fp32" if preset == "fp32" else "bf16")
 
 
 def test_backward_formats() -> None:
-    site = build_flow(PrecisionConfig(preset="fp8"), make_shape()).training.linear(0, "qkv_proj")
-    assert (site.forward, site.dgrad, site.wgrad, site.scales) == (
-        "e4m3",
-        "e4m3",
-        "e4m3",
-        "power_of_two",
-    )
-    site = build_flow(
-        PrecisionConfig(preset="fp8", wgrad="bf16", scales="fp32"), make_shape()
-    ).training.linear(0, "qkv_proj")
-    assert (site.forward, site.dgrad, site.wgrad, site.scales) == ("e4m3", "e4m3", "bf16", "fp32")
+    def formats(**options: Any) -> tuple[str | None, ...]:
+        flow = build_flow(PrecisionConfig(preset="fp8", **options), make_shape())
+        site = flow.training.linear(0, "qkv_proj")
+        return site.forward, site.dgrad, site.wgrad, site.scales
+
+    assert formats() == ("e4m3", "e4m3", "e4m3", "power_of_two")
+    assert formats(wgrad="bf16", scales="fp32") == ("e4m3", "e4m3", "bf16", "fp32")
 
 
 def test_layers_kept_in_bf16_have_bf16_kv_and_attention() -> None:
@@ -70,11 +65,8 @@ def test_layers_kept_in_bf16_have_bf16_kv_and_attention() -> None:
         PrecisionConfig(preset="fp8", first_layers_bf16=1, last_layers_bf16=2), make_shape()
     )
     for layer, expected in enumerate(["bf16", "e4m3", "bf16", "bf16"]):
-        assert (
-            flow.rollout.attention_format(layer)
-            == flow.rollout.linear(layer, "o_proj").forward
-            == expected
-        )
+        assert flow.rollout.attention_format(layer) == expected
+        assert flow.rollout.linear(layer, "o_proj").forward == expected
         assert flow.rollout.site(f"layers.{layer}.kv_cache").forward == expected
     assert flow.exact
 
@@ -85,23 +77,23 @@ def test_layers_kept_in_bf16_have_bf16_kv_and_attention() -> None:
 )
 def test_modules_kept_in_bf16(module: str, kept: set[int]) -> None:
     flow = build_flow(PrecisionConfig(preset="fp8", modules_bf16=(module,)), make_shape())
-    assert {
-        layer for layer in range(4) if flow.training.linear(layer, "down_proj").forward == "bf16"
-    } == kept
+    formats = [flow.training.linear(layer, "down_proj").forward for layer in range(4)]
+    assert {layer for layer in range(4) if formats[layer] == "bf16"} == kept
     assert (flow.training.linear(1, "gate_up_proj").forward == "bf16") is ("gate" in module)
 
 
-@pytest.mark.parametrize("module", ["donw_proj", "layers.4.down_proj", "layers.x.down_proj"])
-def test_a_module_that_does_not_exist_is_refused_by_name(module: str) -> None:
-    with pytest.raises(ConfigError, match=module):
-        build_flow(PrecisionConfig(preset="fp8", modules_bf16=(module,)), make_shape())
-
-
-def test_more_bf16_layers_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="is 5, but the model has 4 layers"):
-        build_flow(
-            PrecisionConfig(preset="fp8", first_layers_bf16=3, last_layers_bf16=2), make_shape()
-        )
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modules_bf16": ("donw_proj",)}, "donw_proj"),
+        ({"modules_bf16": ("layers.4.down_proj",)}, "layers.4.down_proj"),
+        ({"modules_bf16": ("layers.x.down_proj",)}, "layers.x.down_proj"),
+        ({"first_layers_bf16": 3, "last_layers_bf16": 2}, "is 5, but the model has 4 layers"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_flow(PrecisionConfig(preset="fp8", **options), make_shape())
 
 
 def test_every_size_is_quantised_and_a_site_knows_the_parts_that_it_fuses() -> None:
@@ -126,16 +118,13 @@ def test_graph_differences_name_the_sites() -> None:
 
 
 def test_description_folds_equal_layers_and_says_whether_the_sides_agree() -> None:
-    lines = describe_flow(
-        build_flow(PrecisionConfig(preset="fp8", last_layers_bf16=1), make_shape())
+    exact, differing = (
+        describe_flow(build_flow(PrecisionConfig(preset=preset, last_layers_bf16=1), make_shape()))
+        for preset in ("fp8", "fp8-rollout")
     )
-    assert sum(line.startswith("layers.0-2.") for line in lines) == 7
-    assert sum(line.startswith("layers.3.") for line in lines) == 7
-    assert lines[-1] == "fp8: one function in rollout and training"
-    assert (
-        "differ"
-        in describe_flow(build_flow(PrecisionConfig(preset="fp8-rollout"), make_shape()))[-1]
-    )
+    assert sum(line.startswith("layers.0-2.") for line in exact) == 7
+    assert sum(line.startswith("layers.3.") for line in exact) == 7
+    assert "one function" in exact[-1] and "differ" in differing[-1]
 
 
 class Scanned(tuple[Site, ...]):

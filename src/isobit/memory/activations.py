@@ -1,36 +1,27 @@
-"""Bytes that the forward and backward of a micro-batch take beside weights and gradients
-(``isobit.models.scorer``), from the bytes of the units (``isobit.models.layers``).
+"""Bytes of activations, published weights and frozen models, computed from the units' own sizes
+(``isobit.models.layers``). The tests run the real passes without storage and count.
 
-T tokens, C hidden size; attention and MLP are the halves of a layer.
+Beside weights and gradients, a forward and backward of T tokens takes, with attention and MLP as
+the halves of a layer,
 
-    saved by a layer, a token:
+    saved by a layer, per token:
       none              both halves
       mlp               attention, and the residual stream that the MLP reads
       full              the residual stream that attention reads
-    experts that are computed again leave their digests' sources; saved rows that fill an expert's
-    blocks are there whatever the tokens
+    and the sources of the digests of experts that are computed again
 
-    what passes, the largest of:
-      what the back end's workspaces take (lm_head's logits, for example)
+    passing, the largest of:
+      the back end's workspaces (lm_head's logits, for example)
       layer, forward    T (3 streams + a norm as read + what the layer makes and does not save)
       layer, backward   T (a stream + what is computed again + the larger of the MLP's gradients,
-                        and a stream and attention's less the MLP's, which is done); and of the
-                        matrix once what is more than a stream, which comes after it
+                        and a stream and attention's less the MLP's saved, which is freed); and what
+                        the matrix ``once`` needs beyond the stream freed before it
 
-Sizes are those of the operations' own tensors; the tests run the real passes over tensors without
-storage and count.
-
-Bytes of published weights, exact: the tests compare them with the tensors.
-
-Bytes of the models that only score, a reference model, reward models or a shadow, beside a
-policy.
-
-stays        the published weights of one side (``isobit.models.frozen``)
-offload      in main memory, in a page-locked buffer; on the device only while the model scores
-not lasting  made from the policy's masters when it scores, and dropped then: the BF16 shadow that a
-             clip is calibrated by (``isobit.training.calibration``)
-checkpoint   what a reference that was refreshed takes there: published weights without what is
-             a function of others, the rotary table and lm_head's second form
+A model that only scores (a reference model, a reward model, a shadow) takes the published weights
+of one side (``isobit.models.frozen``), with ``offload`` in page-locked main memory. One that is not
+``lasting``, the BF16 shadow that calibrates a clip (``isobit.training.calibration``), exists only
+while it scores. In a checkpoint a refreshed reference has no rotary table and no second form of
+lm_head, which are functions of the rest.
 """
 
 from collections.abc import Sequence
@@ -69,8 +60,8 @@ def passing_bytes(
     longest: int,
     head_sum: int = 0,
 ) -> dict[str, int]:
-    """What is there for a while beside the saved activations, by the moment; one follows the
-    other.  ``head_sum`` are the bytes in which lm_head's gradient is made.
+    """Short-lived bytes by the moment; ``head_sum`` is for lm_head's gradient. Moments do not
+    overlap.
     """
     layers = _layers(shape, flow, sizes)
     workspaces = sizes.workspaces(_work(shape, tokens, longest))
@@ -88,9 +79,7 @@ def passing_bytes(
 def scoring_bytes(
     shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, tokens: int, longest: int
 ) -> int:
-    """The most that a forward without a backward takes beside the weights: a layer that saves
-    nothing, or lm_head.
-    """
+    """The peak beside the weights of a forward without a backward, in a layer or in lm_head."""
     workspaces = sizes.workspaces(_work(shape, tokens, longest))
     head = (size for moment, size in workspaces.items() if not moment.endswith("backward"))
     layers = _layers(shape, flow, sizes)
@@ -111,13 +100,13 @@ def _work(shape: ModelConfig, tokens: int, longest: int) -> WorkShape:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Bytes a token of the tensors of one layer."""
+    """Bytes per token of one layer."""
 
     attention: UnitBytes
     mlp: UnitBytes
 
     def once(self, recompute: Recompute, tokens: int) -> int:
-        """What the backward makes whatever the tokens, beside what it makes a token."""
+        """What the backward makes independently of the tokens."""
         matrices = max(0, max(self.attention.once, self.mlp.once) - tokens * self.mlp.input)
         if not self.mlp.made_once:
             return matrices
@@ -126,13 +115,12 @@ class _Layer:
 
     @property
     def scoring(self) -> int:
-        """All of it in a forward that has no backward."""
+        """Everything in a forward without a backward."""
         # each half has what came into it, what it adds to and what it adds
         streams = 3 * self.mlp.input
         return streams + max(streams, self.attention.made) + self.mlp.made
 
     def saved(self, recompute: Recompute) -> int:
-        """For the backward."""
         if recompute == "full":
             return self.attention.input + self.mlp.noted
         mlp = self.mlp.input + self.mlp.noted if recompute == "mlp" else self.mlp.saved
@@ -148,7 +136,7 @@ class _Layer:
         return streams + made
 
     def backward(self, recompute: Recompute) -> int:
-        """Beside what it saved."""
+        """Beside what was saved."""
         again = self.saved("none") - self.saved(recompute)
         stream = self.mlp.input
         # the MLP is done where attention's turn comes, and its gradient of the stream is there too
@@ -165,7 +153,7 @@ def _layers(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> tuple[_Lay
 
 
 def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
-    """What both sides read, matrices that they share counted once, and the rotary table."""
+    """What both sides read, shared matrices counted once, and the rotary table."""
     width = DTYPES[flow.training.activations].itemsize
     rope = 4 * shape.max_positions * shape.head_dim
     head = 0
@@ -189,21 +177,18 @@ def master_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
-    """A model that only scores, as a plan knows it."""
+    """A model that only scores, as a plan describes it."""
 
     name: str
-    """Of its item in the plan; models of the same name are added up."""
     shape: ModelConfig
     flow: PrecisionFlow
-    table: str
-    """The recipe's table that has its ``model`` and its ``offload``."""
+    table: str  # the recipe's table with its `model` and `offload`
     offload: bool = False
-    lasting: bool = True
-    """Whether it lies somewhere while it does not score."""
+    lasting: bool = True  # whether it exists while it does not score
 
     @property
     def grades(self) -> bool:
-        """Whether it is a reward, which whoever samples asks."""
+        """Whether it is a reward model, which ranks that sample use."""
         return self.table.startswith("reward")
 
     @property
@@ -212,7 +197,6 @@ class FrozenModel:
         return self.lasting and not self.offload
 
     def weight_bytes(self, sizes: Sizes) -> int:
-        """Of all that it holds."""
         return published_bytes(self.shape, self.flow.one_sided(SIDE), sizes)
 
     def checkpoint_bytes(self, sizes: Sizes) -> int:
@@ -220,21 +204,20 @@ class FrozenModel:
         return master_bytes(self.shape, self.flow.one_sided(SIDE), sizes)
 
     def scoring_bytes(self, sizes: Sizes, tokens: int, longest: int) -> int:
-        """The most that it takes beside its weights for ``tokens`` tokens at once."""
+        """The peak beside its weights for ``tokens`` tokens at once."""
         return scoring_bytes(self.shape, self.flow, sizes, tokens, longest)
 
     def with_offload(self) -> "FrozenModel":
-        """The same, in main memory while it does not score."""
         return replace(self, offload=self.lasting)
 
 
 def page_locked(size: int) -> int:
-    """What torch takes of main memory for a page-locked buffer: the next power of two."""
+    """What torch allocates for a page-locked buffer: the next power of two."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def page_locked_bytes(models: Sequence[FrozenModel], sizes: Sizes) -> dict[str, int]:
-    """Bytes of main memory by name, of those that are there."""
+    """Bytes of main memory by name, of offloaded models."""
     total: dict[str, int] = {}
     for model in models:
         if model.offload:

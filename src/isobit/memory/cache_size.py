@@ -1,10 +1,9 @@
 """How many pages the KV cache gets: what the configuration says, or what its memory holds and its
 sequences can need.
 
-On a CPU the memory is 2 GiB unless the configuration names another figure.  On a GPU it is what is
-free when the engine starts, less what a forward and the loss of a packed batch take beside the
-cache; the weights are there already.  A run that trains on the GPU sets ``kv_pages`` from its plan
-instead (``isobit.memory.device``): what is free at its start is not what is free between its steps.
+On a CPU the default is 2 GiB. On a GPU it is what is free when the engine starts, with the weights
+loaded, less what a forward and the loss of a packed batch take. A run that trains on the GPU sets
+``kv_pages`` from its plan instead (``isobit.memory.device``), since less is free between its steps.
 """
 
 from collections.abc import Iterator
@@ -26,13 +25,11 @@ from isobit.util.terminal import gib
 _GIB = 1 << 30
 _HOST_GIB = 2.0
 RESERVE = 4 * _GIB
-"""Of a device's memory: captured graphs, kernels, a chunk of the trainer's logits, gaps between
-blocks of the allocator.
-"""
+"""For captured graphs, kernels, a chunk of the trainer's logits and the allocator's gaps."""
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:
-    """Pages of ``page_tokens`` tokens that ``num_tokens`` tokens of one sequence occupy."""
+    """Pages of ``page_tokens`` tokens for a sequence of ``num_tokens``."""
     return -(-num_tokens // page_tokens)
 
 
@@ -42,11 +39,11 @@ def batched_tokens(config: RolloutConfig, sizes: Sizes) -> int:
 
 
 def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
-    """The pages of a policy's cache on its device: ``kv_pages`` if it is set.  Raises ConfigError
-    if the memory does not hold one page, or main memory not as many as were asked for.
+    """The pages of a policy's cache on its device: ``kv_pages`` if it is set. Raises ConfigError if
+    the memory does not hold one page, or main memory not as many as were asked for.
 
-    Ranks that share a policy have as many pages as the one with the least room; what they join
-    passes beside less than a whole forward makes.
+    Ranks that share a policy all have as many pages as the one with the least free memory. What
+    they gather is small beside the activations of a whole forward.
     """
     device, sizes = policy.backend.memory, policy.backend.sizes
     cut = policy.weights("rollout").tensor_parallel
@@ -59,19 +56,19 @@ def choose_num_pages(policy: SampledPolicy, config: RolloutConfig) -> int:
     device.release_cached()
     free = min(cut.world.all_gather(device.free()))
     forward = forward_bytes(policy.config, policy.flow, config, sizes)
-    room, page = free - forward - RESERVE, sizes.page_bytes(shape, policy.flow)
-    if room < page:
+    available, page = free - forward - RESERVE, sizes.page_bytes(shape, policy.flow)
+    if available < page:
         raise ConfigError(
             f"{gib(free)} of the device's memory are free, and not a page of the KV cache "
             f"({gib(page)}) fits beside a forward ({gib(forward)}) and what is kept for graphs and "
             f"kernels ({gib(RESERVE)}): end what else runs on the device, lower "
             "rollout.max_batched_tokens or rollout.max_sequences, or set rollout.kv_memory_gib"
         )
-    return num_pages_within(shape, config, sizes.page_tokens, page, room)
+    return num_pages_within(shape, config, sizes.page_tokens, page, available)
 
 
 def _check_host(cache_bytes: int, config: RolloutConfig) -> None:
-    """Refuse a cache that main memory can never hold.  Raises ConfigError."""
+    """Raises ConfigError for a cache that exceeds main memory."""
     memory = read_memory()
     if memory is not None and cache_bytes > memory.total:
         key = "kv_memory_gib" if config.kv_pages is None else "kv_pages"
@@ -84,9 +81,7 @@ def _check_host(cache_bytes: int, config: RolloutConfig) -> None:
 def num_pages_for(
     shape: ModelConfig, flow: PrecisionFlow, config: RolloutConfig, sizes: Sizes
 ) -> int:
-    """The pages of a cache in main memory, or as the configuration says.  Raises ConfigError as
-    ``choose_num_pages`` does.
-    """
+    """Pages in main memory, or as configured. Raises ConfigError as ``choose_num_pages`` does."""
     if config.kv_pages is not None:
         return config.kv_pages
     memory = int((config.kv_memory_gib or _HOST_GIB) * _GIB)
@@ -97,8 +92,8 @@ def num_pages_for(
 def num_pages_within(
     shape: ModelConfig, config: RolloutConfig, page_tokens: int, page_bytes: int, memory: int
 ) -> int:
-    """What ``max_sequences`` of the longest sequences need, as far as ``memory`` goes.  Raises
-    ConfigError where that is no page.
+    """Pages for ``max_sequences`` of the longest sequences that fit. Raises ConfigError if none
+    does.
     """
     affordable = memory // page_bytes
     if affordable <= 0:
@@ -112,9 +107,7 @@ def num_pages_within(
 
 @contextmanager
 def out_of_memory_named(memory: DeviceMemory | None) -> Iterator[None]:
-    """Turn a device's out-of-memory into Isobit's, with what of ``memory`` was free and the keys
-    that lower what an engine takes.
-    """
+    """Raise a device's out-of-memory error as Isobit's, with the free memory and keys to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -132,10 +125,9 @@ def forward_bytes(
 ) -> int:
     """What the largest forward of the engine takes on a GPU, beside weights and cache.
 
-    A token: the residual stream twice, a norm and an output of a linear in BF16, what the second
-    half of a layer makes, Q, K and V before and after, and what is noted of its experts.  Then what
-    experts take whatever the tokens, the keys of a prompt chunk laid end to end, and logits with
-    what sampling keeps of them.
+    Per token: the residual stream twice, a norm and an output of a linear in BF16, what the MLP
+    makes, Q, K and V before and after, and what is noted of its experts. In total: what experts
+    take, the concatenated keys of a prompt chunk, and logits with what sampling keeps of them.
     """
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     halves = [layer.mlp.bytes(sizes, flow.rollout) for layer in build_decoder(shape).layers]

@@ -1,46 +1,27 @@
-"""What a run takes of the memory that a device has for itself, planned before anything is allocated
-there.
+"""A plan of a device's own memory in a run, made before anything is allocated there.
 
-Weights stay; the engine's KV cache and the trainer's gradients and activations take turns
-(``isobit.memory.turns``), so that each phase has the whole device, unless both fit beside each
-other: then the cache stays, and what was captured with it.
+Weights stay; the engine's KV cache and the trainer's gradients and activations alternate
+(``isobit.memory.turns``), so that each phase has the whole device. If both fit together, the cache
+stays, with the graphs captured over it. With the sizes of ``isobit.memory.host``,
 
     rollout     masters + published weights + moments + KV pages + forward
     training    masters + published weights + moments + gradients + saved activations + what passes
                 (+ KV pages that stay)
 
-Models that only score, a reference model and reward models, stay in both phases.  With ``offload``
-one is in page-locked main memory instead, and on the device only while it scores, which is before
-the first backward; a shadow is made for that alone, between two updates: training then takes the
-larger of two moments,
+where of several processes the one that owns most counts, moments are only in training with
+``training.offload_moments``, the forward is ``isobit.memory.cache_size.forward_bytes``, and KV
+pages get what is left, up to what ``rollout.max_sequences`` can need.
+
+Reference models and reward models stay in both phases. With ``offload`` one is on the device only
+while it scores, before the first backward; a shadow exists only then, between two updates. Training
+is then the larger of two moments,
 
     scoring     masters + published weights + moments + the frozen weights + a forward
     backward    as above
 
-P parameters.  A sequence is never cut, so the largest micro-batch holds at least the longest.
-
-    masters, gradients  4 P each: FP32; gradients from the first backward of a step to its end; of
-                        several processes the rows of the one that owns most
-    made, arriving,     gradients on their way to their sum (``isobit.memory.host``)
-    of a slot
-    moments             8 P in FP32, 4 P in BF16, P (2 + 1/64) in 8 bits; in training alone with
-                        ``training.offload_moments``
-    published weights   the matrices in each side's format, the rest, the rotary table; of frozen
-                        models those of one side (``isobit.memory.activations``)
-    KV pages            what is left, as far as ``rollout.max_sequences`` can need it
-    forward             ``isobit.memory.cache_size.forward_bytes``
-    activations         what the layers save, and the most that passes beside it
-                        (``isobit.memory.activations``)
-
-``RESERVE`` is left free for what is not planned: captured graphs, kernels, gaps between torch's
-blocks, and the workspaces of libraries. Those of cuBLAS are among what torch measures, some 32 MiB
-for each thread and stream: nearly all of what a tiny model takes.
-
-GPUs by name, for plans on a machine that has none: the memory that a process finds free on one
-that nobody else uses.
-
-That of an H200 is measured (docs/memory.md: 138.7 to 139.3 of 139.8 GiB); an H100 has 79.2 GiB, and
-the driver keeps about as much.
+``RESERVE`` is left free for captured graphs, kernels, gaps between torch's blocks, and the
+workspaces of libraries. Those of cuBLAS, some 32 MiB for each thread and stream, are in what torch
+measures: nearly all of what a tiny model takes.
 """
 
 from bisect import bisect_right
@@ -80,35 +61,24 @@ CACHE = "KV pages"
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """Bytes by name in both phases, at their most demanding moment; the reserve is not among
-    them.
-    """
+    """Bytes by name in both phases, at their peaks, without the reserve."""
 
-    rollout: Bytes
-    """Empty where nothing is generated."""
+    rollout: Bytes  # empty if nothing is generated
     training: Bytes
     total: int
-    """What the process can have."""
-    pages: int
-    """Of the KV cache."""
+    pages: int  # of the KV cache
     page_tokens: int
-    tokens: int
-    """Of the largest micro-batch."""
+    tokens: int  # of the largest micro-batch
     host: Bytes
-    """Bytes of page-locked main memory by what lies there; torch rounds a block of it up to a power
-    of two.
-    """
-    processes: int
-    """Of which each has a device, and takes this of it at most."""
+    """Bytes of page-locked main memory by content; torch rounds each block up to a power of two."""
+    processes: int  # each has a device of its own, and takes at most this of it
 
     @property
     def peaks(self) -> dict[str, int]:
-        """What each phase takes at most."""
         return {name: sum(phase.values()) for name, phase in self._phases.items()}
 
     @property
     def engine_stays(self) -> bool:
-        """Whether the cache is there in both phases."""
         return CACHE in self.training
 
     @property
@@ -117,7 +87,6 @@ class DevicePlan:
         return {**rollout, "training": self.training}
 
     def describe(self) -> list[str]:
-        """A table of the phases."""
         phases = self._phases.values()
         names = dict.fromkeys(name for phase in phases for name in phase)
         rows = [(name, [phase.get(name, 0) for phase in phases]) for name in names]
@@ -146,30 +115,23 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlanner:
-    """Plans for one model in one flow, on a back end of those sizes, of whose memory the process
-    can have ``total`` bytes.
-    """
+    """Plans for one model in one flow, on a device with ``total`` bytes for the process."""
 
     shape: ModelConfig
     flow: PrecisionFlow
     sizes: Sizes
     total: int
     frozen: tuple[FrozenModel, ...] = ()
-    """Models that only score."""
-    processes: int = 1
-    """That train the model together, each on a device like this one."""
+    processes: int = 1  # that train the model together, each on a device like this one
     learns: bool = True
-    """False of a process that only samples, and scores a little of what it has sampled."""
-    hosts: int = 1
-    """That compute slots of an update side by side."""
+    """False for a process that only samples, and scores a little of what it has sampled."""
+    hosts: int = 1  # that compute slots of an update side by side
 
     def plan(
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
     ) -> DevicePlan:
-        """For sequences of at most ``longest`` tokens.
-
-        Without ``rollout`` nothing is ever generated: the trainer has the device to itself.  Raises
-        ConfigError where it does not fit, with the largest setting that would.
+        """For sequences of at most ``longest`` tokens; ``rollout`` is None if nothing is ever
+        generated. Raises ConfigError if it does not fit, with the largest setting that would.
         """
         tokens = microbatch_tokens(training, longest)
         needed = self.training_bytes(training, tokens, longest)
@@ -183,8 +145,8 @@ class DevicePlanner:
         if MOMENTS in standing and training.offload_moments:
             host[MOMENTS] = page_locked(standing.pop(MOMENTS))
         standing["forward and logits"] = forward_bytes(self.shape, self.flow, rollout, self.sizes)
-        room = self.total - RESERVE - sum(standing.values())
-        pages = self._num_pages(rollout, training, longest, room)
+        available = self.total - RESERVE - sum(standing.values())
+        pages = self._num_pages(rollout, training, longest, available)
         standing[CACHE] = pages * self.sizes.page_bytes(self.shape, self.flow)
         both = needed | {CACHE: standing[CACHE]}
         # several processes capture the same steps at the same time, or wait for each other
@@ -195,7 +157,6 @@ class DevicePlanner:
         )
 
     def weight_bytes(self, training: TrainingConfig) -> dict[str, int]:
-        """What the policy and its optimiser hold."""
         if not self.learns:
             return {"published weights": published_bytes(self.shape, self.flow, self.sizes)}
         share = self._share(training)
@@ -207,7 +168,7 @@ class DevicePlanner:
         }
 
     def standing_bytes(self, training: TrainingConfig) -> dict[str, int]:
-        """The same, and the frozen models that stay on the device."""
+        """What the policy, its optimiser and the frozen models that stay on the device hold."""
         stay = [model for model in self.frozen if model.stays]
         return self.weight_bytes(training) | added_up(stay, self.sizes)
 
@@ -247,7 +208,7 @@ class DevicePlanner:
         return share_of(self.shape, self.processes, Slots(training.slots, self.hosts))
 
     def largest_microbatch(self, training: TrainingConfig, longest: int) -> int:
-        """The most tokens whose training fits; 0 where none do."""
+        """The most tokens whose training fits; 0 if none do."""
 
         def needed(tokens: int) -> int:
             return sum(self.training_bytes(training, tokens, longest).values()) + RESERVE
@@ -255,19 +216,20 @@ class DevicePlanner:
         return bisect_right(range(1, _MOST_TOKENS), self.total, key=needed)
 
     def _num_pages(
-        self, rollout: RolloutConfig, training: TrainingConfig, longest: int, room: int
+        self, rollout: RolloutConfig, training: TrainingConfig, longest: int, available: int
     ) -> int:
-        """Pages of the KV cache, in ``room`` bytes."""
         size, page_tokens = self.sizes.page_bytes(self.shape, self.flow), self.sizes.page_tokens
         wanted = size * (rollout.kv_pages or pages_for(longest, page_tokens))
         if rollout.kv_pages is None and rollout.kv_memory_gib is not None:
             wanted = int(rollout.kv_memory_gib * (1 << 30))
-        if wanted > room:
+        if wanted > available:
             advice = _cache_advice(training, self.frozen)
-            raise ConfigError(_too_large_a_cache(rollout, longest, wanted, room, size) + advice)
+            raise ConfigError(
+                _too_large_a_cache(rollout, longest, wanted, available, size) + advice
+            )
         if rollout.kv_pages is not None:
             return rollout.kv_pages
-        memory = wanted if rollout.kv_memory_gib is not None else room
+        memory = wanted if rollout.kv_memory_gib is not None else available
         return num_pages_within(self.shape, rollout, page_tokens, size, memory)
 
     def _too_much_training(self, training: TrainingConfig, longest: int, needed: int) -> str:
@@ -296,8 +258,8 @@ class DevicePlanner:
         )
 
     def _alternative(self, training: TrainingConfig, tokens: int, longest: int) -> str:
-        """The least change of recompute or moments, or of where frozen models are, that makes so
-        many tokens fit, or what the greatest one would hold.
+        """The least change of recompute, moments or offload that makes so many tokens fit, or how
+        many fit with the greatest.
         """
         away = replace(self, frozen=tuple(model.with_offload() for model in self.frozen))
         offload = _offload_keys(self.frozen)
@@ -327,9 +289,9 @@ class DevicePlanner:
 
 
 def _too_large_a_cache(
-    rollout: RolloutConfig, longest: int, wanted: int, room: int, page: int
+    rollout: RolloutConfig, longest: int, wanted: int, available: int, page: int
 ) -> str:
-    left = max(room, 0)
+    left = max(available, 0)
     if rollout.kv_pages is None:
         key, most = "rollout.kv_memory_gib", f"{left / (1 << 30):.3g} GiB"
     else:
@@ -342,7 +304,6 @@ def _too_large_a_cache(
 
 
 def _cache_advice(training: TrainingConfig, frozen: Sequence[FrozenModel]) -> str:
-    """What else leaves the cache more room."""
     advice = ""
     if not training.offload_moments:
         advice += "; training.offload_moments = true leaves the moments' part to it as well"
@@ -352,7 +313,7 @@ def _cache_advice(training: TrainingConfig, frozen: Sequence[FrozenModel]) -> st
 
 
 def _offload_keys(frozen: Sequence[FrozenModel]) -> str:
-    """What takes the frozen models off the device that are on it; empty where none is."""
+    """The settings that offload the frozen models on the device; empty if there are none."""
     tables = dict.fromkeys(model.table for model in frozen if model.stays)
     return " and ".join(f"{table}.offload = true" for table in tables)
 
@@ -367,11 +328,14 @@ def _settings(change: Mapping[str, str], training: TrainingConfig) -> str:
 
 _GIB = 1 << 30
 GPUS: dict[str, int] = {"h100": 78 * _GIB, "h200": 139 * _GIB}
-"""Bytes."""
+"""Bytes that a process finds free on a GPU that nobody else uses, for plans on a machine without
+one. That of an H200 is measured (docs/memory.md: 138.7 to 139.3 of 139.8 GiB); an H100 has 79.2
+GiB, and the driver keeps about as much.
+"""
 
 
 def gpu_memory(name: str) -> int:
-    """Bytes that a process can have.  Raises ConfigError, with the names that are known."""
+    """Bytes that a process can have. Raises ConfigError with the known names."""
     if name not in GPUS:
         raise ConfigError(f"the GPU {name!r} is not known; known are {', '.join(GPUS)}")
     return GPUS[name]

@@ -1,5 +1,5 @@
-"""An estimate of the main memory that a run on the CPU takes, before anything of it exists: of all
-its processes on one machine together.
+"""An estimate, before anything is allocated, of the main memory that all processes of a CPU run on
+one machine take together.
 
 P parameters, C hidden size, D head size, a bytes of an activation, T tokens of the largest
 micro-batch.
@@ -7,41 +7,26 @@ micro-batch.
     masters             4 P                            FP32; each process has its rows
     gradients           4 P                            during the training of a step
     sums of a slot      4 P                            with several slots (``training.slots``)
-    gradients on their  of lm_head, which is added to in parts; of several processes of two layers
-    way                 and the tables at both ends, and what arrives (``isobit.memory.host``)
+    gradients on their  see ``Share``
+    way
     optimiser moments   8 P, 4 P, or 2 P + P / 64      AdamW's two: FP32, BF16, or 8 bits with a
                                                        byte of scale for 128
-    published weights   the matrices in each side's format, once where the sides agree; the rest,
-                        and lm_head on its grid once more, in the activations' format; the rotary
-                        table
-    reference model,    the published weights of one side (``isobit.memory.activations``); a
-                        shadow's
-    reward models       only count where nothing else that passes is larger
+    published weights   the matrices in each side's format, once if the sides agree; the rest, and
+                        lm_head on its grid once more, in the activations' format; the rotary table
+    frozen models       the published weights of one side (``isobit.memory.activations``); a shadow
+                        counts only if nothing else that passes is larger
     KV pages            pages * bytes of a page        ``isobit.kernels.sizes``
     activations         what the layers save (``isobit.memory.activations``), and T (2 a C + 4 D)
                         once: last residual stream, hidden states, rows of the rotary table
     workspace           the largest of what passes, which follow one another
 
-All but masters, gradients and moments each process has for itself.
+Each process has all but masters, gradients and moments for itself.
 
 Masters, gradients, moments, published and frozen weights and pages are exact (the tests compare
-them with the tensors), activations come within a few per cent, the workspaces are upper estimates
-of short-lived tensors.  Python, torch, the data, the allocator's gaps and the copies that exist
-while a model is loaded (less than training takes) are not counted.  Rollout needs neither gradients
-nor activations, and nor does a frozen model that scores. A step of 27 million parameters with 4096
-tokens peaked at 1.2 times the estimate, since malloc keeps pages of freed workspaces: the warning
-comes with that margin.
-
-What one of several processes holds of a training: its rows of every master, which it also has
-the moments and gradients of; and what gradients take on their way (``isobit.parallel``).
-
-    made        a micro-batch's gradients before they are added up: of two layers, and of the tables
-                at both ends; of one process alone what is added to in parts, lm_head
-    arriving    the other processes' slices of such, from the first allocation to the last
-    of a slot   with several slots (``training.slots``), the sums of one: of the rows that the
-                process owns on its host
-
-Each process holds all published weights.
+them with the tensors), activations within a few per cent; workspaces are upper estimates. Python,
+torch, the data, the allocator's gaps and the copies made while a model is loaded (less than
+training takes) are not counted. A step of 27 million parameters with 4096 tokens peaked at 1.2
+times the estimate, since malloc keeps pages of freed workspaces; the warning includes that margin.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,28 +60,29 @@ _FP32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of the process that owns most numbers."""
+    """What the process that owns most parameters holds in training: its rows of every master, with
+    their moments and gradients, and gradients on their way to their sum (``isobit.parallel``).
+    """
 
-    masters: tuple[int, ...]
-    """Numbers that it owns of each master."""
+    masters: tuple[int, ...]  # numbers that it owns of each master
     made: int
-    """Bytes, throughout a forward and backward."""
-    made_by_head: int
-    """Bytes, while lm_head's gradient is made."""
-    arriving: int
-    """Bytes."""
+    """Bytes, throughout a forward and backward, of a micro-batch's gradients before they are added:
+    those of two layers and of the tables at both ends; with one process only lm_head's, which is
+    added to in parts.
+    """
+    made_by_head: int  # bytes, while lm_head's gradient is made
+    arriving: int  # bytes of other processes' slices of such gradients, throughout training
     of_a_slot: int = 0
-    """Bytes."""
+    """Bytes of one slot's sums, with several slots, of the rows owned on its host."""
 
     @property
     def numbers(self) -> int:
-        """Of all masters."""
         return sum(self.masters)
 
 
 @cache
 def share_of(shape: ModelConfig, processes: int, slots: Slots = ONE_SLOT) -> Share:
-    """Of a model that is trained by so many processes."""
+    """For a model that is trained by so many processes."""
     decoder = build_decoder(shape)
     shapes, in_parts = master_shapes(shape), decoder.added_in_parts
     groups, ownership = decoder.backward_groups(), decoder.ownership(processes, slots.hosts)
@@ -120,8 +106,7 @@ def _of_largest(ownership: Ownership, shapes: Mapping[str, tuple[int, ...]]) -> 
     return max(by_rank, key=sum)
 
 
-MARGIN = 1.2
-"""What a process may take beyond the estimate (see above)."""
+MARGIN = 1.2  # what a process may take beyond the estimate, as a factor (see above)
 
 _MODEL = "model"
 _MICROBATCH = "training.tokens_per_microbatch"
@@ -130,20 +115,15 @@ _LOWERED_BY = {"attention workspace": "rollout.max_new_tokens", "logits chunk": 
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """One part of the estimate."""
-
     name: str
-    size: int
-    """Bytes."""
-    lowered_by: str
-    """The key that lowers it."""
-    passing: bool = False
-    """Workspace, of which only the largest counts."""
+    size: int  # bytes
+    lowered_by: str  # the key that lowers it
+    passing: bool = False  # workspace, of which only the largest counts
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What the training of a step takes, its most demanding part."""
+    """What training takes, the most demanding part of a step."""
 
     items: tuple[MemoryItem, ...]
 
@@ -156,17 +136,13 @@ class MemoryEstimate:
 
     @property
     def largest(self) -> MemoryItem:
-        """The item that takes most."""
         return max(self.items, key=lambda item: item.size)
 
     def size(self, name: str) -> int:
-        """Bytes of one item."""
         return next(item.size for item in self.items if item.name == name)
 
     def warning(self, available: int) -> str | None:
-        """A line if the run may take more than is available: the largest item, and the keys that
-        lower it or another.
-        """
+        """A line if the run may take more than is available, with the keys that lower it."""
         if MARGIN * self.total <= available:
             return None
         key = self.largest.lowered_by
@@ -194,8 +170,8 @@ def estimate_memory(
     processes: int = 1,
 ) -> MemoryEstimate:
     """The estimate for sequences of at most ``longest`` tokens on a back end of those sizes, beside
-    ``frozen`` models, and of so many processes on this machine.  Raises ConfigError where
-    ``rollout`` gives the cache no page.
+    ``frozen`` models, for so many processes on this machine. Raises ConfigError if ``rollout``
+    gives the cache no page.
     """
     masters = [prod(sizes) for sizes in master_shapes(shape).values()]
     parameters = sum(masters)
@@ -245,18 +221,16 @@ def microbatch_tokens(training: TrainingConfig, longest: int) -> int:
 
 
 def _each(processes: int, *items: MemoryItem) -> tuple[MemoryItem, ...]:
-    """What every process has for itself; of what one has not, no item."""
+    """What every process has for itself, without items of no bytes."""
     return tuple(replace(item, size=processes * item.size) for item in items if item.size)
 
 
 def _sets(key: str) -> bool:
-    """Whether a key names a model: there is no lower value of it."""
+    """Whether a key names a model: it has no lower value."""
     return key.rpartition(".")[2] == _MODEL
 
 
 def _hidden_bytes(shape: ModelConfig, flow: PrecisionFlow) -> int:
-    """Of a token: the last residual stream, the hidden states that predict a token, and its row of
-    the rotary table.
-    """
+    """Per token: the last residual stream, the hidden states, and a row of the rotary table."""
     width = DTYPES[flow.training.activations].itemsize
     return 2 * width * shape.hidden_size + 4 * shape.head_dim

@@ -1,16 +1,13 @@
-"""Engine and trainer take turns in the memory that a device has for itself, and each turn's peak is
-measured.
+"""Engine and trainer alternate in a device's own memory, and the peak of each turn is measured.
 
     rollout, evaluation     the engine has its KV cache and graphs; moments may be on the host
-    training                the engine has given them back; moments are on the device, then
-                            gradients and activations
+    training                the engine has released them; moments are on the device, then gradients
+                            and activations
 
-A turn of the trainer is a ``with`` block around everything that needs its memory.  What torch keeps
-of freed blocks is given back between turns, for which its blocks must be made of pages that come
-and go by themselves (``allocate_in_pages``).
-
-Where both fit beside each other (``DevicePlan.engine_stays``) nothing is given back: an engine that
-stays captures its steps once a run, and not once a step.
+A turn of the trainer is a ``with`` block around everything that needs its memory. Memory that torch
+keeps of freed blocks is released between turns, which requires ``allocate_in_pages``. If both fit
+together (``DevicePlan.engine_stays``) nothing is released, and the engine captures its steps once
+per run instead of once per step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,75 +33,50 @@ class PhaseMemory:
 
 
 class HoldsMemory(Protocol):
-    """An engine, as far as it matters here."""
-
     def release(self) -> None:
-        """Give back what it can make again when it is next asked for something."""
+        """Release what can be made again at the next request."""
         ...
 
 
-class Turns(Protocol):
-    """Who has a device's memory when, and what each turn took."""
+class Turns:
+    """Who has a device's memory when, and what each turn took; here for main memory, as on a CPU,
+    which engine and trainer share, and where nothing is planned or measured.
+    """
 
     def training(self, clock: Timing, engine_is_next: bool = True) -> AbstractContextManager[None]:
-        """The trainer's turn, in which the engine must not be asked for anything."""
-        ...
-
-    def release_engine(self) -> None:
-        """Leave the engine's memory to a measurement of the trainer, outside of its turns."""
-        ...
-
-    def figures(self) -> Mapping[str, float]:
-        """The peaks of the latest turn of each kind, GiB, as metrics."""
-        ...
-
-    def summary(self) -> Mapping[str, PhaseMemory] | None:
-        """Planned beside measured, by phase, up to now; None where nothing is planned."""
-        ...
-
-    def describe(self) -> Sequence[str]:
-        """The plan as lines of text."""
-        ...
-
-
-class NoTurns:
-    """Main memory, as on a CPU: engine and trainer have it together, and nothing is measured."""
-
-    def training(self, clock: Timing, engine_is_next: bool = True) -> AbstractContextManager[None]:
-        """A block in which nothing is different."""
+        """The trainer's turn, in which the engine must not be used."""
         return nullcontext()
 
     def release_engine(self) -> None:
-        """The engine keeps what it has."""
+        """Release the engine's memory for a measurement of the trainer outside of its turns."""
 
     def figures(self) -> Mapping[str, float]:
-        """No figures."""
+        """The peaks of the latest turn of each kind, GiB, as metrics."""
         return {}
 
-    def summary(self) -> None:
-        """Nothing was planned, so there is nothing to compare."""
+    def summary(self) -> Mapping[str, PhaseMemory] | None:
+        """Planned and measured peaks so far by phase; None if nothing is planned."""
+        return None
 
     def describe(self) -> Sequence[str]:
-        """No lines: main memory is estimated by a dry run alone."""
+        """The plan as lines of text."""
         return ()
 
 
 def allocate_in_pages(device: torch.device) -> None:
-    """Let the allocator of a device's own memory map single pages, so that what one turn freed can
-    be given back before the next.  Called before anything is in it.
+    """Have the allocator of a device's own memory map single pages, so that what one turn freed can
+    be released before the next. Must be called before anything is allocated.
     """
     memory = backend_of(device).memory
     if memory is not None:
         memory.allocate_in_pages()
 
 
-class DeviceTurns:
-    """The turns of one run, and the most bytes that were in use in each kind of them."""
+class DeviceTurns(Turns):
+    """The turns of one run, and the peak of each kind of them in bytes."""
 
     def __init__(self, plan: DevicePlan, engine: HoldsMemory | None, trainer: Trainer) -> None:
-        """The moments go to the host for the engine's turns if the trainer's configuration says
-        so.
-        """
+        """Moments go to the host for the engine's turns if the trainer's configuration says so."""
         memory = trainer.policy.backend.memory
         assert memory is not None, "turns are taken in memory that a device has for itself"
         self.plan, self._memory = plan, memory
@@ -116,9 +88,8 @@ class DeviceTurns:
 
     @contextmanager
     def training(self, clock: Timing, engine_is_next: bool = True) -> Iterator[None]:
-        """The trainer's turn; ``clock`` counts the seconds in which moments travel as ``offload``.
-
-        Where the trainer has the next turn as well, nothing goes in between.
+        """The trainer's turn; ``clock`` counts the seconds of moving moments as ``offload``. If the
+        trainer has the next turn as well, nothing is released in between.
         """
         if self._engine_is_next:
             self._end("rollout")
@@ -139,22 +110,17 @@ class DeviceTurns:
         self._memory.reset_peak()
 
     def release_engine(self) -> None:
-        """Give the memory of the KV cache and of the graphs back, if it is needed; the engine makes
-        them again.
-        """
+        """Release KV cache and graphs if their memory is needed; the engine makes them again."""
         if self._engine is not None and not self.plan.engine_stays:
             self._engine.release()
 
     def describe(self) -> Sequence[str]:
-        """The plan as a table of the phases."""
         return self.plan.describe()
 
     def figures(self) -> dict[str, float]:
-        """The peaks of the latest turn of each kind, GiB, as metrics."""
         return {f"memory/{phase}_peak_gib": size / GIB for phase, size in self._latest.items()}
 
     def summary(self) -> dict[str, PhaseMemory]:
-        """Planned beside measured, by phase, up to now."""
         if self._engine_is_next:
             self._end("rollout")
         return {
@@ -163,9 +129,7 @@ class DeviceTurns:
         }
 
     def _end(self, phase: str) -> None:
-        """Take a phase's peak; where nothing is generated, and losses alone are measured between
-        trainings, that is training too.
-        """
+        """Record a phase's peak; of a run that generates nothing every phase is training."""
         phase = phase if phase in self._peaks else "training"
         self._latest[phase] = self._memory.peak()
         self._peaks[phase] = max(self._peaks[phase], self._latest[phase])

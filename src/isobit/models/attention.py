@@ -1,10 +1,10 @@
-"""Attention: the first half of a decoder layer.
+"""Attention, the first half of a decoder layer.
 
     h = h + x     a = norm(h)     q, k, v = qkv_proj(a)     x = o_proj(attend(q, k, v))
 
-Bias, norms of Q and K, rotary positions, the flow's format and the KV cache are between the
-projection and attention (``QkvTransform``, ``Attend``).  How queries find their keys, in pages or
-in packed sequences, is the ``Attend`` that the caller brings.
+``QkvTransform`` describes what is between the projection and attention: bias, norms of Q and K,
+rotary positions and formats. The caller's ``Attend`` finds the keys of each query, in the pages of
+the KV cache or in packed sequences.
 """
 
 from dataclasses import dataclass
@@ -30,21 +30,16 @@ from isobit.precision.quant_tensor import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class SavedAttention:
-    """What the backward reads."""
+    """What the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
     h: torch.Tensor
-    """The residual stream that the norm reads."""
-    normed: Operand | None
-    """The input of the projection of Q, K and V, as all inputs here as WGrad reads it."""
+    normed: Operand | None  # the input of qkv_proj
     qkv: torch.Tensor
     attended: Attended
-    out: Operand | None
-    """The input of the output projection."""
+    out: Operand | None  # the input of o_proj
 
 
 class Attention:
-    """Attention of layer ``layer``."""
-
     def __init__(self, config: ModelConfig, layer: int) -> None:
         path, hidden = f"layers.{layer}", config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -73,7 +68,6 @@ class Attention:
         }
 
     def sites(self) -> tuple[SiteShape, ...]:
-        """In the order of the forward."""
         path, layer = f"layers.{self._layer}", self._layer
         return (
             self._qkv.site(layer),
@@ -83,7 +77,6 @@ class Attention:
         )
 
     def masters(self) -> dict[str, Master]:
-        """In the order of the forward."""
         return {
             **self._norm.masters(),
             **self._qkv.masters(),
@@ -94,7 +87,7 @@ class Attention:
     def forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h and x [T, C] -> the residual stream, and what there is to add to it."""
+        """h and x [T, C] -> the residual stream, and what is to be added to it."""
         h, a = self._norm.forward(weights, h, x, save=False)
         qkv = self._qkv.forward(weights, a)
         out = attend(self._layer, qkv, self._transform(weights))
@@ -119,7 +112,7 @@ class Attention:
         saved: SavedAttention,
         d: torch.Tensor,
     ) -> torch.Tensor:
-        """The gradient of the residual stream behind this unit [T, C] -> before it."""
+        """The gradient of the residual stream after this unit [T, C] -> before it."""
         d_out = self._out.backward(weights, gradient, d, saved.out)
         # no name holds dQ, dK and dV: they are gone when the projection's backward begins
         d_qkv = weights.backend.qkv_backward(
@@ -133,7 +126,6 @@ class Attention:
         return self._norm.backward(weights, gradient, d_a, saved.h, d)
 
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
-        """Of a token of the training forward."""
         config, shape, layer = self._config, self._shape, self._layer
         a = DTYPES[graph.activations].itemsize
         stream, attended = a * config.hidden_size, a * shape.num_heads * shape.head_dim
@@ -160,7 +152,7 @@ class Attention:
     def _project(
         self, weights: Weights, out: torch.Tensor, save: bool
     ) -> tuple[LinearInput, torch.Tensor]:
-        """The output projection of what attention gave: its input, and what it gives."""
+        """Apply o_proj to attention's output; -> o_proj's input and output."""
         observe(out, "layers", self._layer, "attention")
         made = self._out.input(weights, weights.tensor_parallel.whole_groups(out), save)
         return made, self._out.joined(weights, made, weights.tensor_parallel.queries)

@@ -1,26 +1,23 @@
-"""The tensors of a model folder: found in its files, checked against the configuration, and put
-together to masters.
+"""The tensors of a model folder: found in its files, checked against the configuration, and
+assembled into masters.
 
-Every tensor that the decoder needs must be there, with its shape and a format of numbers, and every
-tensor that is there must be one that the decoder reads: a tensor that is ignored in silence is the
-worst fault of the field.  Headers are checked before the first byte of a weight is read; values are
-checked to be finite while they are read.
+Every tensor that the decoder needs must be there, with the right shape and format, and the decoder
+must read every tensor that is there, since silently ignoring one is the worst fault. Headers are
+checked before the first byte of a weight is read; values are checked to be finite while they are
+read.
 
-Files: one safetensors file, or shards with an index.  An index comes from a stranger and names
-files: only files of the folder itself are read, also where symbolic links lead elsewhere.  Index
-and headers must agree on where every tensor is, and no tensor is in two files.  The hub's cache
-keeps a snapshot's files as links to ``blobs`` beside ``snapshots``; these count as the folder's
-own.  Each file is opened and mapped once.
+An index is untrusted: only files of the folder itself are read, even if symbolic links lead
+elsewhere, and index and headers must agree on the one file of each tensor. The hub's cache keeps a
+snapshot's files as links to ``blobs`` beside ``snapshots``; these count as the folder's own.
 
-A master is made on its device in pieces: the file's pages -> the device -> FP32 rows there.  So the
-host holds no tensor at all, and the device no more than a master and a piece.
+A master is assembled on its device in pieces (mapped file -> device -> FP32 rows), so that the host
+holds no tensor, and the device only a master and a piece.
 
     q_proj [Hq, C] |
     k_proj [Hk, C] |-> rows of layers.N.qkv_proj.weight [Hq + 2 Hk, C]
     v_proj [Hk, C] |
 
-A matrix whose parts are all stored in FP8 stays in FP8: their bytes and their scales are put one
-upon the other.
+A matrix whose parts are all stored in FP8 stays in FP8, with bytes and scales concatenated.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -62,31 +59,27 @@ class CheckpointTensor:
 
     @property
     def format(self) -> str:
-        """As the file's header names it: "BF16", "F8_E4M3" ..."""
         return self.file.stored[self.name].format
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """From the header."""
         return self.file.stored[self.name].shape
 
     @property
     def mapped(self) -> torch.Tensor:
-        """Its bytes in the file, as they are; read as they are looked at."""
+        """Its bytes in the file, read when they are accessed."""
         return self.file[self.name]
 
     def read_ahead(self) -> None:
-        """Have the system begin to read it from the disk."""
         self.file.read_ahead(self.name)
 
     def __str__(self) -> str:
-        """For a message: its file, and its name as it can be printed."""
         return f"{self.file.path}: {shown(self.name)}"
 
 
 def open_checkpoint(folder: Path) -> dict[str, CheckpointTensor]:
-    """Every tensor of a folder by name.  Raises ModelError for files that are missing, damaged or
-    outside, and where index and headers disagree.
+    """Every tensor of a folder by name. Raises ModelError for files that are missing, damaged or
+    outside of the folder, and if index and headers disagree.
     """
     files = [TensorFile(path) for path in weight_files(folder)]
     tensors: dict[str, CheckpointTensor] = {}
@@ -104,8 +97,8 @@ def open_checkpoint(folder: Path) -> dict[str, CheckpointTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder.  Raises ModelError where there are none, where one that
-    the index names is missing or outside of the folder, and where two models are there.
+    """The safetensors files of a folder. Raises ModelError if there are none, if one that the index
+    names is missing or outside of the folder, and if there are two models.
     """
     index = folder / INDEX_FILE
     if not index.is_file():
@@ -125,8 +118,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shard_names(folder: Path) -> tuple[str, ...]:
-    """What the index says that the files are called; the one file's name where there is none.
-    Raises ModelError for an index that is damaged or names a file outside of the folder.
+    """The file names in the index, or the single file's name if there is no index. Raises
+    ModelError for an index that is damaged or names a file outside of the folder.
     """
     index = folder / INDEX_FILE
     if not index.is_file():
@@ -143,7 +136,7 @@ def shard_names(folder: Path) -> tuple[str, ...]:
 
 
 def _where_a_run_has_it(path: Path) -> str:
-    """The directory of a run is no model folder, and holds one."""
+    """A run directory is no model folder but contains one; say where."""
     if not (path.parent / "run.json").is_file():
         return ""
     model = path.parent / "model"
@@ -156,7 +149,7 @@ def _where_a_run_has_it(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a folder; raises ModelError for a file that is missing or none."""
+    """A JSON object of a folder. Raises ModelError for a file that is missing or holds none."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -167,7 +160,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """The index: tensor -> file."""
     index = folder / INDEX_FILE
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
@@ -182,7 +174,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _inside(folder: Path, name: str, named_by: Path) -> Path:
-    """The path of a file that must be the folder's own."""
+    """The path of a file that must be in the folder."""
     path = folder / name
     if not _is_file(path):
         raise ModelError(f"{named_by} names {shown(name)}, which is not there")
@@ -203,7 +195,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _check_index(folder: Path, tensors: dict[str, CheckpointTensor]) -> None:
-    """Each tensor is in the file that the index says, and in no file is another."""
+    """Each tensor is in the file that the index says, and the index names all tensors."""
     index, weight_map = folder / INDEX_FILE, _weight_map(folder)
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.path != folder / file:
@@ -216,14 +208,11 @@ def _check_index(folder: Path, tensors: dict[str, CheckpointTensor]) -> None:
             raise ModelError(f"{tensor} is not in {INDEX_FILE}; expected every tensor there")
 
 
-PIECE = 1 << 24
-"""Numbers that are on their way to a device at a time."""
+PIECE = 1 << 24  # numbers that are copied to a device at a time
 
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Overwrite contiguous numbers with those of a mapped tensor of as many, which are converted
-    where they arrive.
-    """
+    """Overwrite contiguous numbers with a mapped tensor's, converted on the target's device."""
     flat, mapped = target.view(-1), source.view(-1)
     for begin in range(0, len(flat), PIECE):
         piece = mapped[begin : begin + PIECE].to(target.device)
@@ -237,7 +226,7 @@ def is_equal_in_pieces(held: torch.Tensor, mapped: torch.Tensor) -> bool:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether all numbers are, without a temporary as large as they are."""
+    """Whether all numbers are finite, without a temporary of their size."""
     least, most = torch.aminmax(values)
     return bool(torch.isfinite(torch.stack((least, most))).all())
 
@@ -248,8 +237,7 @@ def holds_nan_byte(values: torch.Tensor) -> bool:
     return bool(torch.stack([piece.bitwise_and(0x7F).amax() for piece in pieces]).amax() == 0x7F)
 
 
-FORMATS = ("F32", "BF16", "F16", "F64")
-"""Of a weight that is not quantised."""
+FORMATS = ("F32", "BF16", "F16", "F64")  # formats of weights that are not quantised
 FP8 = "F8_E4M3"
 _HEAD = "lm_head.weight"
 
@@ -259,16 +247,12 @@ class Checkpoint:
     """The tensors of a folder that fit a configuration; none has been read."""
 
     config: ModelConfig
-    tensors: Mapping[str, CheckpointTensor]
-    """By the checkpoint's names: all that the decoder reads."""
-    scales: Mapping[str, CheckpointTensor]
-    """Of each matrix in FP8, by the matrix's name."""
+    tensors: Mapping[str, CheckpointTensor]  # all that the decoder reads, by the checkpoint's names
+    scales: Mapping[str, CheckpointTensor]  # scales of each FP8 matrix, by the matrix's name
 
     @classmethod
     def open(cls, folder: Path, config: ModelConfig) -> "Checkpoint":
-        """Raises ModelError for a missing, damaged, misshaped or superfluous tensor, by name and
-        file.
-        """
+        """Raises ModelError for a missing, damaged, misshaped or superfluous tensor."""
         source = folder / "config.json"
         fp8 = read_fp8_format(read_json(source), str(source))
         found = open_checkpoint(folder)
@@ -290,9 +274,8 @@ class Checkpoint:
         return cls(config, {name: found[name] for name in expected}, scales)
 
     def masters(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, MasterValues]]:
-        """Each master by name on the device, in the order of the forward pass: FP32, or the
-        folder's FP8 as it is.  One at a time is in memory.  What no checkpoint has is zeros.
-
+        """Each master by name on the device, in the order of the forward: FP32, or the folder's FP8
+        unchanged. One at a time is in memory. Masters that checkpoints do not have are zeros.
         Raises ModelError for a tensor with a NaN or an infinity.
         """
         described = build_decoder(self.config).masters()
@@ -311,8 +294,8 @@ class Checkpoint:
         return self.scales.keys()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The numbers of one of the checkpoint's tensors, on the host: mapped as they are stored,
-        or what FP8 stands for, in FP32.  Raises ModelError as ``masters`` does.
+        """A tensor on the host: mapped as stored, or dequantised to FP32. Raises as ``masters``
+        does.
         """
         quantised = self.quantised(name)
         if quantised is not None:
@@ -323,9 +306,7 @@ class Checkpoint:
         return values
 
     def quantised(self, name: str) -> QuantTensor | None:
-        """A matrix that is stored in FP8, on the host; None for any other tensor.  Raises
-        ModelError as ``masters`` does.
-        """
+        """A matrix that is stored in FP8, on the host, else None. Raises as ``masters`` does."""
         if name not in self.scales:
             return None
         shape = self.tensors[name].shape
@@ -361,7 +342,7 @@ class Checkpoint:
 
 
 def read_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> torch.Tensor:
-    """FP32 scales, on the host.  Raises ModelError where one is no finite, positive number."""
+    """FP32 scales, on the host. Raises ModelError if one is not finite and positive."""
     found = scales.mapped.float()
     if not bool(((found > 0) & torch.isfinite(found * E4M3_MAX)).all()):
         raise ModelError(
@@ -384,12 +365,9 @@ def _expected(config: ModelConfig) -> _Expected:
 
 
 def _check_names(
-    folder: Path,
-    config: ModelConfig,
-    expected: _Expected,
-    found: Mapping[str, CheckpointTensor],
+    folder: Path, config: ModelConfig, expected: _Expected, found: Mapping[str, CheckpointTensor]
 ) -> None:
-    """Nothing is missing, scales of what is in FP8 included, and nothing else is there."""
+    """Nothing is missing, scales of FP8 matrices included, and nothing else is there."""
     quantised = {name for name in expected if name in found and found[name].format == FP8}
     wanted = {*expected, *(name + SCALES_SUFFIX for name in quantised)}
     if config.tied_embeddings and not config.score_head:
@@ -419,7 +397,6 @@ def _about_scales(name: str, found: Mapping[str, CheckpointTensor]) -> str:
 
 
 def _check_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> None:
-    """Of a matrix in FP8."""
     if scales.format not in SCALE_FORMATS:
         raise ModelError(f"{scales} is {scales.format}; expected {_one_of(SCALE_FORMATS)}")
     expected = scales_shape(matrix.shape)
@@ -431,7 +408,6 @@ def _check_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> None:
 
 
 def _check_format(tensor: CheckpointTensor, is_matrix: bool, fp8: Fp8Format | None) -> None:
-    """Of a tensor without scales, or with scales that fit."""
     if tensor.format == FP8:
         _check_fp8(tensor, is_matrix, fp8)
     elif tensor.format not in FORMATS:
@@ -461,7 +437,7 @@ def _check_fp8(tensor: CheckpointTensor, is_matrix: bool, fp8: Fp8Format | None)
 
 
 def _check_tied(head: CheckpointTensor, embedding: CheckpointTensor) -> None:
-    """A head that is stored beside the embedding that it is tied to is the same matrix."""
+    """A stored head must equal the embedding that it is tied to."""
     if (head.format, head.shape) != (embedding.format, embedding.shape) or not torch.equal(
         head.mapped.view(torch.uint8), embedding.mapped.view(torch.uint8)
     ):

@@ -1,7 +1,7 @@
-"""The checksum of tensors by name (``isobit.kernels.noise``), on the devices that have them.
+"""Checksums of named tensors (``isobit.kernels.noise``), computed on the devices that hold them.
 
-A name is part of it, by the seed of the tensor's v_c.  It finds faults and edits, not forgers: who
-knows the numbers can make other bytes that fit.
+The name seeds v_c of its tensor, so it is part of the checksum. Checksums detect faults and edits,
+not deliberate forgery.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from isobit.models.safetensors import Slice
 
 
 def checksum(tensors: Iterable[tuple[str, Slice]]) -> int:
-    """Of rows of tensors by name, from 0 to 2^64 - 1; 0 of none.  Rows begin with a word of the
-    whole tensor.  Waits for each device once.
+    """The checksum of rows of named tensors, from 0 to 2^64 - 1 and 0 for none. Rows must begin at
+    a word of the whole tensor. Waits for each device once.
     """
     by_device: dict[torch.device, list[Rows]] = {}
     for name, rows in tensors:
@@ -27,12 +27,11 @@ def checksum(tensors: Iterable[tuple[str, Slice]]) -> int:
 
 
 def checksum_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Of whole tensors."""
     return checksum((name, Slice.whole(tensor)) for name, tensor in tensors.items())
 
 
 def added_up(checksums: Iterable[int]) -> int:
-    """The checksum of all that several are of."""
+    """The checksum of all rows together, from the checksums of disjoint sets of rows."""
     return sum(checksums) % (1 << 64)
 
 

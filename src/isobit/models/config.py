@@ -1,12 +1,9 @@
-"""What a decoder is: the fields of a Hugging Face ``config.json`` that the families need
-(``isobit.models.families``).
+"""The configuration of a decoder, read from a Hugging Face ``config.json`` and written to one, and
+the shapes of real models by name, for checks and benchmarks with random weights.
 
 A reward model (``...ForSequenceClassification`` with one label) is the same decoder with a score
-head [1, C] in the place of lm_head.  Its score is that of the last token of a sequence, trailing
-padding (``pad_token_id``) not counted, as transformers has it.
-
-Shapes of real models by name, for checks and benchmarks with random weights: the values of their
-``config.json``.
+head [1, C] instead of lm_head. Its score is that of a sequence's last token, trailing padding
+(``pad_token_id``) not counted, as in transformers.
 """
 
 import math
@@ -40,23 +37,22 @@ from isobit.util.errors import ConfigError, ModelError
 
 MAX_HEAD_DIM = 256
 
-_LABELS_BY_DEFAULT = 2
-"""What transformers takes a classifier to have whose config.json says nothing."""
+_LABELS_BY_DEFAULT = 2  # the number of labels in transformers if config.json does not give it
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts that stand in the place of the MLP in a mixture of experts."""
+    """The experts of a mixture of experts, which replace the MLP."""
 
     count: int
     top_k: int
-    """Experts that each token goes to."""
+    """Experts per token."""
     intermediate_size: int
     """Of each expert."""
     renormalise: bool
-    """Whether the weights of a token's experts add up to 1."""
+    """Whether the weights of a token's experts are scaled to sum to 1."""
     dense_layers: tuple[int, ...] = ()
-    """Layers that have an ordinary MLP instead."""
+    """Layers that have an ordinary MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +73,16 @@ class ModelConfig:
     tied_embeddings: bool
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None
-    """Of a mixture of experts."""
     score_head: bool = False
     """A reward model: one score instead of lm_head's logits."""
     value_head: bool = False
-    """Beside lm_head, the value of each state (PPO's critic); no checkpoint has it."""
+    """In addition to lm_head, the value of each state (PPO's critic); no checkpoint has it."""
     pad_token_id: int | None = None
-    """Of a reward model alone: the token that does not count where it ends a sequence."""
+    """For a reward model: the token that does not count at the end of a sequence."""
     sliding_window: int | None = None
-    """How many keys a query sees, its own included; None: all before it."""
+    """How many keys a query sees, including its own; None: all before it."""
     full_layers: int = 0
-    """The first layers, to which the window does not apply."""
+    """The number of first layers without a window."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -117,22 +112,20 @@ class ModelConfig:
 
     @property
     def attention_scaling(self) -> float:
-        """What cosines and sines of rotary positions are multiplied by."""
+        """The factor of the cosines and sines of rotary positions."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scaling
 
     def window(self, layer: int) -> int | None:
-        """How many keys a query of a layer sees, its own included; None: all before it."""
+        """How many keys a query of a layer sees, including its own; None: all before it."""
         return self.sliding_window if layer >= self.full_layers else None
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts in the place of the MLP."""
+        """Whether a layer has experts instead of an MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], source: str) -> "ModelConfig":
-        """Read a ``config.json``; raises ModelError, naming ``source``, for what this decoder
-        does not compute.
-        """
+        """Read a ``config.json``. Raises ModelError for what this decoder does not compute."""
         fields = ConfigFields(config, source)
         family, scores = _read_architecture(fields)
         _refuse_unsupported(fields, family)
@@ -160,7 +153,10 @@ class ModelConfig:
             "rope_scaling": scaling,
             "experts": _read_experts(fields, family, layers),
             "score_head": scores,
-            "pad_token_id": _read_padding(fields) if scores else None,
+            # -1 is no token, as in folders of early Llama models
+            "pad_token_id": fields.optional_integer("pad_token_id", -1, MAX_VOCAB_SIZE)
+            if scores
+            else None,
         }
         values |= _read_window(fields, family, layers)
         try:
@@ -221,7 +217,7 @@ class ModelConfig:
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Rotary frequencies, FP64 [D/2]: theta^(-2i/D), stretched where the config says so."""
+    """Rotary frequencies, FP64 [D/2]: theta^(-2i/D), scaled as the config says."""
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     frequencies = torch.exp(half * -math.log(config.rope_theta))
     scaling = config.rope_scaling
@@ -241,7 +237,7 @@ def _read_architecture(fields: ConfigFields) -> tuple[Family, bool]:
 
 
 def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
-    """What would make the decoder another function, and what is not built."""
+    """Refuse keys that would make the decoder another function, and features that are not built."""
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.refusal("hidden_act", "expected 'silu'")
     if fields.flag("attention_bias", False) and not FAMILIES[family].qkv_bias:
@@ -254,7 +250,7 @@ def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
 
 
 def _refuse_labels(fields: ConfigFields) -> None:
-    """``num_labels`` as transformers reads it: said so, or the entries of ``id2label``."""
+    """``num_labels`` as transformers reads it: given, or the number of entries of ``id2label``."""
     named = fields.values.get("id2label")
     counted = len(named) if isinstance(named, dict | list) else _LABELS_BY_DEFAULT
     labels = fields.integer("num_labels", 0, MAX_WIDTH, counted)
@@ -263,11 +259,6 @@ def _refuse_labels(fields: ConfigFields) -> None:
             f"{fields.source}: num_labels = {labels} is not supported; a reward model gives one "
             "score (num_labels 1)"
         )
-
-
-def _read_padding(fields: ConfigFields) -> int | None:
-    """-1 is no token, as in folders of early Llama models."""
-    return fields.optional_integer("pad_token_id", -1, MAX_VOCAB_SIZE)
 
 
 def _read_window(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
@@ -387,7 +378,7 @@ SHAPES: dict[str, ModelConfig] = {
 
 
 def model_shape(name: str) -> ModelConfig:
-    """The configuration of a named shape; raises ConfigError with the names that are known."""
+    """The configuration of a named shape. Raises ConfigError with the known names."""
     if name not in SHAPES:
         raise ConfigError(f"the shape {name!r} is not known; known are {', '.join(SHAPES)}")
     return SHAPES[name]

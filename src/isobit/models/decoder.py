@@ -7,19 +7,9 @@ training.
                                           or the weighted sum of a token's experts
     return norm(h + x)
 
-The residual stream and everything between operators is BF16 (FP32 in the ``fp32`` flow).  T tokens
-stand end to end, without padding.  Each result is shown to ``observe``, for ``isobit verify
---bisect``.
-
-The embedding: a token's row of the published table begins its residual stream.
-
-lm_head: from hidden states to logits (rollout) and to the log-probabilities of given tokens
-(scoring, training).  The logits of a batch never exist all at once, but where the rollout draws.
-
-A head of one output on the final hidden states: the value of each state (PPO's critic), or the
-score of a whole sequence at its last token (a reward model).
-
-What a model has to have to be scored with: a policy has it, and so has a frozen model.
+The residual stream and everything between operators is BF16 (FP32 in the ``fp32`` flow). The T
+tokens of all sequences are concatenated, without padding. Each result is passed to ``observe``, for
+``isobit verify --bisect``. The logits of a whole batch exist only when rollout samples.
 """
 
 from dataclasses import dataclass
@@ -33,7 +23,7 @@ from isobit.kernels.backend import Backend
 from isobit.kernels.operands import Attend, RouterLoss, observe
 from isobit.models.attention import Attention
 from isobit.models.config import ModelConfig
-from isobit.models.layers import Gradient, Master, MlpUnit, Norm, Routes, Weights
+from isobit.models.layers import Gradient, Master, Norm, Routes, Weights
 from isobit.models.mlp import Mlp
 from isobit.models.moe import MixtureOfExperts
 from isobit.parallel.ownership import Ownership
@@ -51,7 +41,6 @@ class Embedding:
     hidden_size: int
 
     def masters(self) -> dict[str, Master]:
-        """The table."""
         rows = {f"model.{NAME}": self.vocab_size}
         return {NAME: Master((self.vocab_size, self.hidden_size), rows)}
 
@@ -62,19 +51,16 @@ class Embedding:
     def backward(
         self, weights: Weights, gradient: Gradient, d: torch.Tensor, token_ids: torch.Tensor
     ) -> None:
-        """d [T, C] is the gradient of what ``forward`` gave."""
+        """d [T, C] is the gradient of the output of ``forward``."""
         weights.backend.embedding_backward(d, token_ids, gradient(NAME))
 
 
-pass
-
-PUBLISHED = "head"
-"""What lm_head multiplies with, among the plain tensors of ``Weights``."""
+PUBLISHED = "head"  # the key of lm_head's published matrix in `Weights.plain`
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The matrix [V, C]: its own master, or the embedding's where they are tied."""
+    """lm_head's matrix [V, C]: its own master, or the embedding's if they are tied."""
 
     vocab_size: int
     hidden_size: int
@@ -82,11 +68,9 @@ class Head:
 
     @property
     def master(self) -> str:
-        """The name of the master that it multiplies with."""
         return NAME if self.tied else "lm_head.weight"
 
     def masters(self) -> dict[str, Master]:
-        """The matrix; none where it is the embedding's."""
         if self.tied:
             return {}
         rows = {self.master: self.vocab_size}
@@ -104,8 +88,8 @@ class Head:
         targets: torch.Tensor,
         temperatures: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> FP32 log-probabilities [N] and
-        entropies [N].
+        """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> log_probs and entropies, FP32
+        [N].
         """
         head = weights.plain[PUBLISHED]
         return weights.backend.token_log_probs(hidden, head, targets, temperatures)
@@ -120,9 +104,7 @@ class Head:
         d_log_probs: torch.Tensor,
         d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradients of the log-probabilities and of the entropies, FP32 [N] each, None for
-        zeros -> that of ``hidden`` [N, C].
-        """
+        """The gradients of log_probs and entropies, FP32 [N], None for 0 -> of hidden [N, C]."""
         head = weights.plain[PUBLISHED]
         return weights.backend.token_log_probs_backward(
             hidden, head, targets, temperatures, d_log_probs, gradient(self.master), d_entropies
@@ -131,20 +113,19 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class ScalarHead:
-    """The matrix [1, C], published in the format between operators; its sums are FP32."""
+    """A matrix [1, C] with FP32 sums, published in the activations' format. Its output is the value
+    of each state (PPO's critic), or a sequence's score at its last token (a reward model).
+    """
 
     path: str
     width: int
-    checkpoint_name: str | None
-    """None where no checkpoint has it: then it starts at zeros."""
+    checkpoint_name: str | None  # None if checkpoints do not have it: then it starts at zeros
 
     @property
     def master(self) -> str:
-        """The name of its master."""
         return f"{self.path}.weight"
 
     def masters(self) -> dict[str, Master]:
-        """The matrix."""
         parts = {} if self.checkpoint_name is None else {self.checkpoint_name: 1}
         return {self.master: Master((1, self.width), parts)}
 
@@ -160,16 +141,13 @@ class ScalarHead:
         return weights.backend.scalar_head_backward(hidden, weight, d, grad)
 
 
-VALUE_HEAD = "value_head"
-"""What a value head and its master are called by."""
+VALUE_HEAD = "value_head"  # the path of a value head
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The two halves of a layer."""
-
     attention: Attention
-    mlp: MlpUnit
+    mlp: Mlp | MixtureOfExperts
 
     def forward(
         self,
@@ -179,29 +157,25 @@ class Layer:
         attend: Attend,
         routes: Routes | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h and x [T, C] -> the residual stream, and what there is to add to it."""
         h, x = self.attention.forward(weights, h, x, attend)
         return self.mlp.forward(weights, h, x, routes)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The units of a decoder, in the order of the forward.
-
-    ``head`` and ``value`` both read the final hidden states; at least one is there.
+    """The units in the order of the forward; ``head`` and ``value`` both read the final hidden
+    states.
     """
 
     embedding: Embedding
     layers: tuple[Layer, ...]
     norm: Norm
-    head: Head | None
-    """lm_head; None in a reward model."""
-    value: ScalarHead | None = None
-    """The values of states, or a reward model's scores."""
+    head: Head | None  # lm_head; None in a reward model
+    value: ScalarHead | None = None  # the value head, or a reward model's score
 
     @property
     def shape(self) -> DecoderShape:
-        """What a flow needs to know."""
+        """The sites, for a flow."""
         sites = [SiteShape("embed_tokens", "embedding")]
         for index, layer in enumerate(self.layers):
             sites += [*layer.attention.sites(), *layer.mlp.sites()]
@@ -211,29 +185,26 @@ class Decoder:
 
     @property
     def lm_head(self) -> Head:
-        """``head`` of a model that must have one."""
+        """``head`` of a language model."""
         assert self.head is not None, "a reward model has no lm_head"
         return self.head
 
     def masters(self) -> dict[str, Master]:
-        """Every master by name."""
         halves = [unit for layer in self.layers for unit in (layer.attention, layer.mlp)]
         heads = [head for head in (self.head, self.value) if head is not None]
         units = (self.embedding, *halves, self.norm, *heads)
         return {name: master for unit in units for name, master in unit.masters().items()}
 
     def ownership(self, processes: int, hosts: int = 1) -> Ownership:
-        """Who owns which rows of the masters, of so many processes that train it, as many on each
-        of the hosts that compute slots side by side.
-        """
+        """Which rank owns which rows of the masters, of so many processes on so many hosts."""
         described = self.masters()
         shapes = {name: master.shape for name, master in described.items()}
         parts = {name: tuple(master.parts.values()) for name, master in described.items()}
         return Ownership.of(shapes, parts, processes, hosts)
 
     def backward_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The masters in the order in which a backward has added all to them: those of heads and
-        the last norm, of each layer from the last, and the embedding, perhaps tied to lm_head.
+        """The masters in the order in which a backward completes their gradients: heads and last
+        norm, each layer from the last, and the embedding, which may be tied to lm_head.
         """
         ends = [unit for unit in (self.head, self.value) if unit is not None]
         first = [name for unit in (*ends, self.norm) for name in unit.masters()]
@@ -245,8 +216,8 @@ class Decoder:
 
     @property
     def added_in_parts(self) -> frozenset[str]:
-        """Masters to which a backward adds several times: lm_head's, part by part, and again as the
-        embedding where the two are tied.
+        """lm_head's master: a backward adds to its gradient by chunks, and as the embedding if
+        tied.
         """
         return frozenset() if self.head is None else frozenset({self.head.master})
 
@@ -256,7 +227,7 @@ class Decoder:
         return any(isinstance(layer.mlp, MixtureOfExperts) for layer in self.layers)
 
     def routes(self, loss: RouterLoss | None = None) -> Routes | None:
-        """What notes the routing of a forward; None for a dense model."""
+        """A collector of a forward's routing; None for a dense model."""
         return Routes(loss) if self.is_sparse else None
 
     def hidden_states(
@@ -266,9 +237,7 @@ class Decoder:
         attend: Attend,
         routes: Routes | None = None,
     ) -> torch.Tensor:
-        """int64 [T] -> hidden states [T, C], final norm applied; without a backward.  Routing is
-        noted in ``routes``.
-        """
+        """int64 [T] -> hidden states [T, C], after the final norm. Routing goes to ``routes``."""
         h, x = self.embedding.forward(weights, token_ids), None
         for layer in self.layers:
             h, x = layer.forward(weights, h, x, attend, routes)
@@ -277,7 +246,6 @@ class Decoder:
 
 @cache
 def build_decoder(config: ModelConfig) -> Decoder:
-    """The units of a model."""
     layers = tuple(
         Layer(
             Attention(config, layer),
@@ -303,14 +271,11 @@ def build_decoder(config: ModelConfig) -> Decoder:
 
 
 def decoder_shape(config: ModelConfig) -> DecoderShape:
-    """The sites of a model, for its flow."""
     return build_decoder(config).shape
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of the Hugging Face checkpoint and their shapes, in the order of the forward
-    pass.
-    """
+    """The Hugging Face checkpoint's tensors and their shapes, in the order of the forward."""
     return {
         part: (rows, *master.shape[1:])
         for master in build_decoder(config).masters().values()
@@ -319,33 +284,20 @@ def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Numbers of the model that checkpoints have."""
+    """The number of parameters in checkpoints."""
     return sum(prod(shape) for shape in checkpoint_shapes(config).values())
 
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The masters' names and shapes, in the order of the forward pass."""
+    """The masters' names and shapes, in the order of the forward."""
     return {name: master.shape for name, master in build_decoder(config).masters().items()}
 
 
 class Scorable(Protocol):
-    """Published weights, and the decoder that reads them."""
+    """What a scorer needs; a policy has it, and so has a frozen model."""
 
-    @property
-    def backend(self) -> Backend:
-        """Computes with them."""
-        ...
+    backend: Backend
+    flow: PrecisionFlow
+    decoder: Decoder
 
-    @property
-    def flow(self) -> PrecisionFlow:
-        """Their formats, of which the training side counts."""
-        ...
-
-    @property
-    def decoder(self) -> Decoder:
-        """Reads them."""
-        ...
-
-    def weights(self, side: Side) -> Weights:
-        """What a side reads."""
-        ...
+    def weights(self, side: Side) -> Weights: ...

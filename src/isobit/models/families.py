@@ -1,34 +1,21 @@
-"""The families of checkpoints that the decoder computes, and what a checkpoint must not ask for.
+"""The families of checkpoints that the decoder computes, and strict reading of a ``config.json``.
 
 All families are one decoder: pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU.
-They differ in what ``FAMILIES`` says of each, and in their defaults for keys that a config.json
-does not have.
+``FAMILIES`` has their differences and their defaults for missing keys.
 
-How a checkpoint stretches its rotary positions beyond the context that it was pretrained with.
-
-A rotary embedding turns pair i of a head of D elements by position * f_i, f_i = theta^(-2i/D).  The
-kinds, by the ``rope_type`` of a config.json, with s the factor of the stretch:
+A rotary embedding turns pair i of a head of D elements by position * f_i, f_i = theta^(-2i/D).
+Scaling by a factor s beyond the pretrained context, by ``rope_type``, in FP64 and as in
+transformers' ``modeling_rope_utils``:
 
     linear    f_i / s for all i
     llama3    f_i / s where a turn is longer than the original context, f_i where it is much
-              shorter, a blend between (Llama 3.1)
-    yarn      the same blend with its borders taken along i, and all cosines and sines times an
-              attention factor (Peng et al., arXiv 2309.00071)
-
-Each computes what transformers' ``modeling_rope_utils`` does, in FP64.
-
-The values of a ``config.json`` with their types and bounds.
-
-A config.json is somebody else's file: a number may be a string, a truth value, NaN or 10^30, and
-Python's own conversions take most of that in silence.  Every value is read through ``ConfigFields``
-and is what was expected, or a ModelError that names the key, the value and what was expected.
-``null`` is a missing key.
-
-Rotary positions in a ``config.json``: read with every name that they have had, and written.
+              shorter, interpolated in between (Llama 3.1)
+    yarn      the same with the interpolation along i, and all cosines and sines times an attention
+              factor (Peng et al., arXiv 2309.00071)
 
 transformers 5 has ``rope_parameters`` with ``rope_theta`` in it; before, ``rope_scaling`` (whose
-kind was once called ``type``) stood beside ``rope_theta``.  A folder may have both; two that say
-different things are refused, since what is computed would depend on who reads them.
+kind was once called ``type``) and ``rope_theta`` were separate keys. A folder may have both, but
+not with different values, since readers would differ in which they take.
 """
 
 import math
@@ -44,51 +31,35 @@ from isobit.util.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a family of mixtures of experts calls their parts, in config.json and in a layer's
-    tensors.
-    """
+    """A family's names of the parts of a mixture of experts, in config.json and in tensors."""
 
     counts: tuple[str, ...]
-    """Keys of the number of experts; the first is that of the published checkpoints, and
-    transformers 5 writes the other for Qwen3.
-    """
-    width: str
-    """The key of an expert's intermediate size."""
+    """Keys of the number of experts: the published checkpoints', then transformers 5's."""
+    width: str  # the key of an expert's intermediate size
     renormalise: str | None
-    """The key that says whether a token's weights add up to 1; None: they always do.  Families that
-    have it may also have dense layers.
+    """The key that says whether a token's weights are scaled to sum to 1; None: always. Families
+    that have it may also have dense layers.
     """
-    block: str
-    """The module in a layer that has ``gate``, the router, and ``experts``."""
-    gate: str
-    """Of an expert, as the next two."""
+    block: str  # the module in a layer that has `gate`, the router, and `experts`
+    gate: str  # matrices of an expert: `gate`, `up` and `down`
     up: str
     down: str
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What is peculiar to a family.
+    """What distinguishes a family. ``default_...`` are transformers' values of missing keys."""
 
-    ``default_...`` are what transformers takes where config.json has no such key.
-    """
-
-    architecture: str
-    """The class of its language models."""
-    reward_architecture: str | None
-    """The class of its classifiers, where reward models of the family are understood."""
+    architecture: str  # the class of its language models
+    reward_architecture: str | None  # the class of its reward models, if they are supported
     qkv_bias: bool = False
-    """Whether q, k and v have biases."""
     qk_norm: bool = False
-    """Whether each query and key head has an RMSNorm."""
-    default_head_dim: int | None = None
-    """None: the hidden size over the number of heads."""
+    default_head_dim: int | None = None  # None: the hidden size over the number of heads
     default_rope_theta: float = 1e4
     windows: Literal["none", "every layer", "upper layers"] = "none"
-    """Which layers a sliding window is for, where config.json switches one on."""
+    """Which layers a sliding window applies to, if config.json enables one."""
     default_window: int | None = None
     experts: ExpertNames | None = None
-    """Of a mixture of experts."""
 
 
 FAMILIES: dict[Family, Traits] = {
@@ -151,60 +122,28 @@ REWARD_ARCHITECTURES: dict[str, Family] = {
 }
 
 FEATURES: dict[str, tuple[Any, ...]] = {
-    "alibi": (),
-    "attention_chunk_size": (),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (0,),
-    "attn_temperature_tuning": (0,),
-    "clip_qkv": (),
-    "dual_chunk_attention_config": (),
-    "embedding_multiplier": (1,),
-    "final_logit_softcapping": (0,),
-    "first_k_dense_replace": (0,),
-    "interleave_moe_layer_step": (0, 1),
-    "kv_lora_rank": (),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "mlp_bias": (),
-    "moe_layer_freq": (1,),
-    "n_group": (0, 1),
-    "n_routed_experts": (0,),
-    "n_shared_experts": (0,),
-    "no_rope_layer_interval": (0,),
-    "no_rope_layers": (),
-    "num_shared_experts": (0,),
-    "per_layer_config": (),
-    "q_lora_rank": (),
-    "qk_layernorm": (),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1,),
-    "rope_interleaved": (),
-    "rotary_dim": (),
-    "rotary_pct": (1,),
-    "routed_scaling_factor": (1,),
-    "router_jitter_noise": (0,),
-    "scale_depth": (),
-    "scale_emb": (1,),
-    "scoring_func": ("softmax",),
-    "shared_expert_intermediate_size": (0,),
-    "shared_intermediate_size": (0,),
-    "sliding_window_pattern": (),
-    "swiglu_limit": (),
-    "topk_group": (0, 1),
-    "use_bias": (),
-    "use_expert_bias": (),
-    "use_mrope": (),
-    "use_parallel_residual": (),
-    "use_qk_norm": (),
-}
-"""Keys of other families that would make a decoder another function, each with the values (beside
-null and false) that leave it as it is.  A folder that asks for one is refused, though stock
-transformers may read it as one of ours: what its author meant is not what we compute.
+    "alibi": (), "attention_chunk_size": (), "attention_multiplier": (),
+    "attn_logit_softcapping": (0,), "attn_temperature_tuning": (0,), "clip_qkv": (),
+    "dual_chunk_attention_config": (), "embedding_multiplier": (1,),
+    "final_logit_softcapping": (0,), "first_k_dense_replace": (0,),
+    "interleave_moe_layer_step": (0, 1), "kv_lora_rank": (), "logit_scale": (1,),
+    "logits_scaling": (1,), "mlp_bias": (), "moe_layer_freq": (1,), "n_group": (0, 1),
+    "n_routed_experts": (0,), "n_shared_experts": (0,), "no_rope_layer_interval": (0,),
+    "no_rope_layers": (), "num_shared_experts": (0,), "per_layer_config": (), "q_lora_rank": (),
+    "qk_layernorm": (), "query_pre_attn_scalar": (), "residual_multiplier": (1,),
+    "rope_interleaved": (), "rotary_dim": (), "rotary_pct": (1,), "routed_scaling_factor": (1,),
+    "router_jitter_noise": (0,), "scale_depth": (), "scale_emb": (1,), "scoring_func": ("softmax",),
+    "shared_expert_intermediate_size": (0,), "shared_intermediate_size": (0,),
+    "sliding_window_pattern": (), "swiglu_limit": (), "topk_group": (0, 1), "use_bias": (),
+    "use_expert_bias": (), "use_mrope": (), "use_parallel_residual": (), "use_qk_norm": (),
+}  # fmt: skip
+"""Keys of other families that would make the decoder another function, each with the values (beside
+null and false) that do not. A folder that asks for one is refused, even if stock transformers reads
+it as one of our families: what its author meant is not what we compute.
 """
 
 
-_LEAST_RAMP = 0.001
-"""Pairs between the borders of YaRN's blend where both fall on one pair."""
+_LEAST_RAMP = 0.001  # the width of YaRN's interpolation if both borders fall on one pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +151,7 @@ class LinearScaling:
     """All positions divided by a factor."""
 
     rope_type: ClassVar[str] = "linear"
-    attention_scaling: ClassVar[float] = 1.0
-    """What all cosines and sines are multiplied by."""
+    attention_scaling: ClassVar[float] = 1.0  # the factor of all cosines and sines
 
     factor: float
 
@@ -224,15 +162,14 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretch of the low frequencies.
+    """Llama 3.1's scaling of the low frequencies.
 
-    A pair turns r = original_max_position_embeddings f_i / 2 pi times within the original context:
-    below ``low_freq_factor`` it is stretched, above ``high_freq_factor`` it is left as it is.
+    A pair turns r = original_max_position_embeddings f_i / 2 pi times within the original context.
+    If r is below ``low_freq_factor`` it is scaled, above ``high_freq_factor`` it is not.
     """
 
     rope_type: ClassVar[str] = "llama3"
     attention_scaling: ClassVar[float] = 1.0
-    """What all cosines and sines are multiplied by."""
 
     factor: float
     low_freq_factor: float
@@ -249,11 +186,9 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN: pairs that turn more than ``beta_fast`` times within the original context are left as
-    they are, those that turn less than ``beta_slow`` times are stretched.
-
-    The fields are those of a config.json; what is None there is None here, and its default is
-    computed.
+    """YaRN: pairs that turn more than ``beta_fast`` times within the original context are not
+    scaled, those that turn less than ``beta_slow`` times are. The fields are those of a
+    config.json; for None the default is computed.
     """
 
     rope_type: ClassVar[str] = "yarn"
@@ -263,16 +198,14 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """Whether the borders of the blend are moved outwards to whole pairs."""
+    """Whether the borders of the interpolation are moved outwards to whole pairs."""
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
     @property
     def attention_scaling(self) -> float:
-        """What all cosines and sines are multiplied by, and logits of attention so by its
-        square.
-        """
+        """The factor of all cosines and sines, and squared of attention's logits."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -292,7 +225,7 @@ class YarnScaling:
         return frequencies * (1 - stretch + stretch / self.factor)
 
     def _pair(self, turns: float, theta: float, pairs: int) -> float:
-        """The pair, as a real number, that turns so often within the original context."""
+        """The pair, as a real number, that makes ``turns`` turns within the original context."""
         longest = self.original_max_position_embeddings / (2 * math.pi * turns)
         return pairs * math.log(longest) / math.log(theta)
 
@@ -308,24 +241,27 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 class ConfigFields:
-    """One JSON object: keys are named with ``within``, the path of the object in its file."""
+    """One JSON object of a config.json, whose values may be anything: a string, NaN or 10^30 for a
+    number. Each method returns a value of the expected type and bounds, or raises ModelError with
+    the key, the value and what was expected. ``null`` is a missing key. ``within`` is the object's
+    path in its file.
+    """
 
     def __init__(self, values: dict[str, Any], source: str, within: str = "") -> None:
         self.values, self.source, self.within = values, source, within
 
     def integer(self, key: str, least: int, most: int, default: int | None = None) -> int:
-        """A whole number; without a default the key must be there."""
+        """Required if there is no default."""
         value = self._value(key, default)
         if type(value) is not int or not least <= value <= most:
             raise self.refusal(key, f"expected a whole number from {least:,} to {most:,}")
         return value
 
     def optional_integer(self, key: str, least: int, most: int) -> int | None:
-        """A whole number, or None where the key is missing."""
         return self.integer(key, least, most) if self.has(key) else None
 
     def number(self, key: str, least: float, most: float, default: float | None = None) -> float:
-        """A finite number; without a default the key must be there."""
+        """A finite number; required if there is no default."""
         value = self._value(key, default)
         # an int is compared as it is: as a float it may overflow
         if type(value) not in (int, float) or not least <= value <= most:
@@ -333,25 +269,23 @@ class ConfigFields:
         return float(value)
 
     def optional_number(self, key: str, least: float, most: float) -> float | None:
-        """A finite number, or None where the key is missing."""
+        """A finite number, or None."""
         return self.number(key, least, most) if self.has(key) else None
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false."""
         value = self._value(key, default)
         if type(value) is not bool:
             raise self.refusal(key, "expected true or false")
         return value
 
     def text(self, key: str, default: str) -> str:
-        """A string."""
         value = self._value(key, default)
         if type(value) is not str:
             raise self.refusal(key, "expected a string")
         return value
 
     def list_of(self, key: str, kind: type) -> list[Any] | None:
-        """A list whose entries all are of one type, or None where the key is missing."""
+        """A list of entries of one type, or None."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -360,7 +294,7 @@ class ConfigFields:
         return value
 
     def table(self, key: str) -> "ConfigFields | None":
-        """An object, or None where the key is missing or the object empty."""
+        """An object, or None if it is missing or empty."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -373,7 +307,7 @@ class ConfigFields:
         return self.values.get(key) is not None
 
     def refusal(self, key: str, reason: str = "") -> ModelError:
-        """Names the key, its value (cut where it is long) and what was expected."""
+        """Names the key, its value (shortened if long) and what was expected."""
         value = _SHORT.repr(self.values.get(key))
         refused = f"{self.source}: {self._name(key)} = {value} is not supported"
         return ModelError(f"{refused}; {reason}" if reason else refused)
@@ -386,7 +320,7 @@ class ConfigFields:
         return value
 
     def _name(self, key: str) -> str:
-        """Keys of our own are printable; those of a file may be anything."""
+        """The key as it can be printed; keys of a file may be anything."""
         name = self.within + key
         return name if name.isprintable() else _SHORT.repr(name)
 
@@ -401,32 +335,19 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
 KINDS = ("default", "linear", "llama3", "yarn")
 _MIN_THETA, _MAX_THETA = 1.01, 1e15
 _MAX_FACTOR = 1e6
-_MAX_SCALE = 100.0
-"""Of YaRN's multipliers of cosines and sines."""
+_MAX_SCALE = 100.0  # of YaRN's multipliers of cosines and sines
 _KEYS = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "partial_rotary_factor",
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "truncate",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-}
-"""What may stand in the table; a kind leaves the keys of the others alone, as transformers does."""
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
+    "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
+    "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim",
+}  # fmt: skip
+"""All known keys of the table; a kind ignores the keys of the others, as transformers does."""
 
-Rope = tuple[float, RopeScaling | None]
-"""theta and scaling."""
+Rope = tuple[float, RopeScaling | None]  # theta and scaling
 
 
 def read_rope(fields: ConfigFields, default_theta: float, max_positions: int) -> Rope:
-    """From a whole config.json.  Raises ModelError for what the decoder does not compute."""
+    """From a whole config.json. Raises ModelError for what the decoder does not compute."""
     keys = ("rope_parameters", "rope_scaling")
     tables = [table for table in map(fields.table, keys) if table is not None]
     read = [_read_table(table, fields, default_theta, max_positions) for table in tables]
@@ -439,7 +360,7 @@ def read_rope(fields: ConfigFields, default_theta: float, max_positions: int) ->
 
 
 def rope_json(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """The keys of a config.json, for readers of either time."""
+    """The keys of a config.json, for old and new readers."""
     if scaling is None:
         kind: dict[str, Any] = {"rope_type": "default"}
         older = {}
@@ -510,7 +431,7 @@ def _factor(table: ConfigFields, default: float | None = None) -> float:
 
 
 def _original_positions(table: ConfigFields, fields: ConfigFields, max_positions: int) -> int:
-    """Stands in the table or, in some folders, beside it; left out, the context itself."""
+    """From the table or, in some folders, beside it; if missing, the context itself."""
     key = "original_max_position_embeddings"
     beside = fields.integer(key, 1, MAX_POSITIONS, max_positions)
     original = table.integer(key, 1, MAX_POSITIONS, beside)

@@ -1,17 +1,9 @@
-"""Hugging Face folders in: ``config.json``, and the policy of its weights
-(``isobit.models.checkpoint``).  Nothing is unpickled.  ``isobit.models.saving`` writes them.
+"""Load Hugging Face folders: configuration, policy and tokenizer, on the device that is chosen
+here. ``isobit.models.checkpoint`` reads the weights, and ``isobit.models.saving`` writes folders.
+Nothing is unpickled.
 
 A folder holds a language model (``...ForCausalLM``) or a reward model
-(``...ForSequenceClassification``); whoever asks for the one is refused the other.
-
-The device that a command computes on, chosen once and said where it is not the one that the
-machine suggests.
-
-A model as every command needs it: the policy from its folder, the tokenizer, and the tokens that
-end a completion.
-
-``describe_model`` reads everything but the weights: enough to plan a run for which there may not be
-the memory.
+(``...ForSequenceClassification``), and readers of one kind refuse the other.
 """
 
 import math
@@ -44,10 +36,8 @@ from isobit.util.terminal import say
 
 
 def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfig) -> torch.device:
-    """``auto`` is the first device of the machine that computes this model in this flow; one that
-    is left unused gets a line.
-
-    Raises ConfigError for a device asked for by name that cannot be used, or not for this.
+    """``auto`` is the first device of the machine that can compute this model in this flow; for one
+    that is passed over, a line says why. Raises ConfigError if the named device cannot.
     """
     choice = backend.choose_device(wanted, model_needs(config, precision.preset))
     for problem in choice.passed_over:
@@ -56,7 +46,7 @@ def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfi
 
 
 def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
-    """What a model in a flow asks of a back end."""
+    """What a model in a flow requires of a back end."""
     shapes = (site.linear for site in decoder_shape(config).sites)
     linears = {(linear.rows, linear.in_features): linear for linear in shapes if linear is not None}
     return backend.ModelNeeds(
@@ -65,9 +55,7 @@ def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """A language model's configuration; raises ModelError for a folder or a file that cannot be
-    used, and for a reward model.
-    """
+    """A language model's configuration. Raises ModelError, also for a reward model."""
     config = read_any_config(folder)
     if config.score_head:
         raise ModelError(
@@ -79,9 +67,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_reward_config(folder: Path) -> ModelConfig:
-    """A reward model's configuration; raises ModelError for a folder or a file that cannot be used,
-    and for a language model.
-    """
+    """A reward model's configuration. Raises ModelError, also for a language model."""
     config = read_any_config(folder)
     if not config.score_head:
         raise ModelError(
@@ -93,9 +79,7 @@ def read_reward_config(folder: Path) -> ModelConfig:
 
 
 def read_any_config(folder: Path) -> ModelConfig:
-    """The configuration of a model of either kind; raises ModelError for a folder or a file that
-    cannot be used.
-    """
+    """The configuration of a model of either kind. Raises ModelError."""
     if not folder.is_dir():
         raise ModelError(
             f"{folder} is not a folder; expected a Hugging Face model folder with config.json and "
@@ -118,10 +102,8 @@ def load_policy(
     slots: Slots = ONE_SLOT,
 ) -> Policy:
     """Read a Hugging Face folder into FP32 masters on a device and publish them in the given flow;
-    with a ``value_head`` of zeros where asked for.
-
-    Raises ModelError for a missing, damaged, misshaped, superfluous or non-finite tensor, by
-    name and file.
+    ``value_head`` adds a value head of zeros. Raises ModelError for a missing, damaged, misshaped,
+    superfluous or non-finite tensor, by name and file.
     """
     config = replace(read_config(folder), value_head=value_head)
     masters = read_masters(folder, config, device)
@@ -131,9 +113,7 @@ def load_policy(
 def read_masters(
     folder: Path, config: ModelConfig, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, MasterValues]]:
-    """``Checkpoint.masters`` of a folder: the files are open and their headers checked when this
-    returns.
-    """
+    """``Checkpoint.masters`` of a folder. Files are open and headers checked when this returns."""
     return Checkpoint.open(folder, config).masters(device)
 
 
@@ -144,10 +124,10 @@ def read_reward_masters(
     ``reward_config``'s.
 
     A language model's lm_head is left out, and the score head [1, C] drawn from N(0, 1 / (C + 1)):
-    hidden states behind the last norm have elements of about 1, so that first scores differ by
-    about 1 (Huang et al., "The N+ implementation details of RLHF with PPO", arXiv 2403.17031).
-    With zeros all scores would tie, and the decoder's first gradient would be zero.  Raises
-    ModelError as ``read_masters`` does.
+    hidden states after the last norm have elements of about 1, so first scores differ by about 1
+    (Huang et al., "The N+ implementation details of RLHF with PPO", arXiv 2403.17031). With zeros
+    all scores would tie, and the decoder's first gradient would be zero. Raises ModelError as
+    ``read_masters`` does.
     """
     stored, wanted = read_any_config(folder), build_decoder(config).masters()
     for name, values in read_masters(folder, stored, device):
@@ -160,9 +140,8 @@ def read_reward_masters(
 
 
 def reward_config(folder: Path, pad_token_id: int | None) -> ModelConfig:
-    """The configuration of the reward model that a folder holds, or that its language model
-    becomes; ``pad_token_id`` is then the tokenizer's.  Raises ModelError as ``read_any_config``
-    does.
+    """The configuration of a folder's reward model, or of the one made from its language model,
+    with the tokenizer's ``pad_token_id``. Raises ModelError as ``read_any_config`` does.
     """
     stored = read_any_config(folder)
     if stored.score_head:
@@ -172,7 +151,7 @@ def reward_config(folder: Path, pad_token_id: int | None) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingModel:
-    """A Hugging Face folder in memory, or this process's share of its weights."""
+    """A loaded Hugging Face folder, or this process's share of its weights."""
 
     folder: Path
     policy: SampledPolicy
@@ -185,20 +164,19 @@ class SamplingModel:
         return self.policy.config.max_positions
 
     def sampling(self, rollout: RolloutConfig) -> SamplingParams:
-        """How ``rollout`` draws tokens from this model."""
         return _sampling(rollout, self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel(SamplingModel):
-    """A Hugging Face folder in memory."""
+    """A loaded Hugging Face folder, with the whole policy."""
 
     policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """A Hugging Face folder without its weights."""
+    """A Hugging Face folder without its weights, to plan a run that might not fit the memory."""
 
     folder: Path
     config: ModelConfig
@@ -206,14 +184,12 @@ class DescribedModel:
     stop_token_ids: tuple[int, ...]
 
     def sampling(self, rollout: RolloutConfig) -> SamplingParams:
-        """How ``rollout`` draws tokens from this model."""
         return _sampling(rollout, self.stop_token_ids)
 
 
 def write_model(model: LoadedModel, target: Path) -> None:
-    """The policy with its tokenizer as the Hugging Face folder ``target``; an older one there is
-    replaced as a whole.  All ranks together; rank 0 writes.  Raises StorageError on all where it
-    cannot.
+    """Write the policy and its tokenizer as the Hugging Face folder ``target``, replacing an older
+    one as a whole. All ranks call it; rank 0 writes. Raises StorageError on all if it cannot.
     """
     policy = model.policy
 
@@ -228,11 +204,9 @@ def write_model(model: LoadedModel, target: Path) -> None:
 
 
 def model_folder(name: str | Path) -> Path:
-    """Of a path, of ``starter``, the shipped model, or of a model of the hub (``org/name``,
-    ``org/name@revision``), which is fetched where it is not cached.
-
-    Raises ModelError for a name of the hub that cannot be had; whether a path is a folder is not
-    looked at.
+    """The folder of a path, of ``starter``, the shipped model, or of a model of the hub
+    (``org/name``, ``org/name@revision``), which is fetched if it is not cached. Raises ModelError
+    for a hub model that cannot be fetched; a path is not checked.
     """
     if str(name) == "starter":
         return starter_folder()
@@ -250,29 +224,22 @@ def load_model(
     trainable: bool = True,
     value_head: bool = False,
 ) -> LoadedModel:
-    """Read a model folder, or ``starter``, and publish its weights in the given flow, or that of a
-    preset's name, on a device; with a ``value_head`` of zeros where asked for.
+    """Read a model folder (see ``model_folder``) and publish its weights on a device in the given
+    flow or preset; ``value_head`` adds a value head of zeros.
 
-    Raises ModelError for a folder that cannot be used, ConfigError for precision options that
-    the model does not have.
+    Raises ModelError for a folder that cannot be used, ConfigError for precision options that do
+    not fit the model.
     """
     folder = model_folder(name)
-    precision = named_precision(precision)
     policy = load_policy(folder, precision, device, trainable, value_head)
-    tokenizer = load_tokenizer(folder)
-    check_vocabulary(tokenizer, policy.config.vocab_size, folder)
-    return LoadedModel(
-        folder, policy, tokenizer, stop_token_ids(tokenizer, folder, policy.config.vocab_size)
-    )
+    return LoadedModel(folder, policy, *_tokenizer(folder, policy.config))
 
 
 def load_sampling_model(
     name: str | Path, precision: PrecisionConfig, wanted: Device, world: World = ALONE
 ) -> SamplingModel:
-    """``load_model`` for what samples and does not train: without masters, on the device that is
-    wanted; of several ranks each has its share.
-
-    Raises ConfigError as ``isobit.models.folder.choose_device`` does, too, and for a model that
+    """``load_model`` without masters, for sampling only, on the wanted device; each of several
+    ranks loads its share. Also raises ConfigError as ``choose_device`` does, and for a model that
     cannot be cut.
     """
     folder = model_folder(name)
@@ -282,23 +249,23 @@ def load_sampling_model(
         return load_model(folder, precision, device, trainable=False)
     masters = read_masters(folder, config, device)
     policy = PolicyShare(config, precision, masters, world, device)
-    tokenizer = load_tokenizer(folder)
-    check_vocabulary(tokenizer, config.vocab_size, folder)
-    return SamplingModel(
-        folder, policy, tokenizer, stop_token_ids(tokenizer, folder, policy.config.vocab_size)
-    )
+    return SamplingModel(folder, policy, *_tokenizer(folder, config))
 
 
 def describe_model(name: str | Path) -> DescribedModel:
-    """Read the configuration and the tokenizer of a model folder, or ``starter``.  Raises
-    ModelError for one that cannot be used.
-    """
+    """Read the configuration and tokenizer of a model folder. Raises ModelError."""
     folder = model_folder(name)
-    config, tokenizer = read_config(folder), load_tokenizer(folder)
+    config = read_config(folder)
+    return DescribedModel(folder, config, *_tokenizer(folder, config))
+
+
+def _tokenizer(
+    folder: Path, config: ModelConfig
+) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]:
+    """A folder's tokenizer and the tokens that end a completion."""
+    tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    return DescribedModel(
-        folder, config, tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
-    )
+    return tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
 
 
 def _sampling(rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

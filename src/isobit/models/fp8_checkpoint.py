@@ -1,5 +1,5 @@
-"""FP8 block checkpoints in, as DeepSeek-V3 introduced them: E4M3 matrices with a scale for each
-block of 128 x 128.
+"""FP8 block checkpoints in the format of DeepSeek-V3: E4M3 matrices with a scale for each 128 x 128
+block.
 
     config.json   quantization_config: {quant_method: "fp8", fmt: "e4m3", activation_scheme:
                   "dynamic", weight_block_size: [128, 128], modules_to_not_convert: [...]}
@@ -7,13 +7,10 @@ block of 128 x 128.
     X.weight_scale_inv   F32, BF16 or F8_E8M0 [ceil(N / 128), ceil(K / 128)]; despite its name a
                          value is byte * scale
 
-Each of a fused matrix's parts has blocks of its own, as a flow has them: their grids stand one upon
-the other.  Bytes and scales are taken as they are wherever the flow's own have the same form:
-
-    a flow with scales = "fp32"            takes any
-    one with powers of two (the default)   takes those whose scales are powers of two; others are
-                                           quantised anew, once, and the error that this adds is
-                                           counted (``ScaleConversion``)
+The parts of a fused matrix have separate blocks, in checkpoints and in flows, so their scales are
+concatenated. Bytes and scales are used as they are where the flow's scales have the same form: with
+scales = "fp32" always, with powers of two (the default) if all scales of the matrix are powers of
+two. Other matrices are quantised once again, and ``ScaleConversion`` measures the error.
 """
 
 from collections.abc import Mapping
@@ -26,8 +23,7 @@ from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, QuantTensor, dequantise, num_blocks
 from isobit.util.errors import ModelError, shown
 
-MasterValues = torch.Tensor | QuantTensor
-"""What a folder has for a master: numbers, or FP8 as it is."""
+MasterValues = torch.Tensor | QuantTensor  # what a folder has for a master: numbers, or FP8 blocks
 SCALE_FORMATS = ("F32", "BF16", "F8_E8M0")
 _WANTED: dict[str, Any] = {
     "quant_method": "fp8",
@@ -35,8 +31,7 @@ _WANTED: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-_BY_DEFAULT = ("fmt", "activation_scheme")
-"""Keys that older folders leave out."""
+_BY_DEFAULT = ("fmt", "activation_scheme")  # keys that older folders leave out
 _LISTS = ("modules_to_not_convert", "ignored_layers")
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "scale_fmt": (None, "float", "ue8m0"),
@@ -44,18 +39,16 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "modules_to_convert": (None, []),
     "expert_dtype": (None, "fp8"),
 }
-"""What else transformers writes, with the values that change nothing here."""
+"""Other keys that transformers writes, with the values that change nothing here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """The ``quantization_config`` of a folder."""
-
     kept: tuple[str, ...]
-    """``modules_to_not_convert``: paths of modules, or how such a path begins or ends."""
+    """``modules_to_not_convert``: module paths, or the beginning or end of such paths."""
 
     def keeps(self, module: str) -> bool:
-        """Whether the folder has the matrix of a module as it was before."""
+        """Whether the matrix of a module is not quantised."""
         return any(
             module == name or module.startswith(f"{name}.") or module.endswith(f".{name}")
             for name in self.kept
@@ -63,9 +56,7 @@ class Fp8Format:
 
 
 def read_fp8_format(config: Mapping[str, Any], source: str) -> Fp8Format | None:
-    """What a config.json says; None where it names no quantisation.  Raises ModelError, naming
-    ``source``, for any other than FP8 in blocks of 128 x 128.
-    """
+    """A config.json's ``quantization_config``, or None. Raises ModelError for other formats."""
     found = config.get("quantization_config")
     if found is None:
         return None
@@ -95,7 +86,7 @@ def read_fp8_format(config: Mapping[str, Any], source: str) -> Fp8Format | None:
 
 
 def scales_shape(matrix: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a matrix [N, K]."""
+    """The shape of the scales of a matrix [N, K]."""
     return tuple(num_blocks(size) for size in matrix)
 
 
@@ -105,7 +96,7 @@ def is_taken(site: Site, given: QuantTensor) -> bool:
 
 
 def master_of(given: QuantTensor) -> torch.Tensor:
-    """The FP32 numbers that a folder's bytes stand for, part by part."""
+    """The FP32 numbers that a folder's bytes stand for."""
     master = torch.empty(given.values.shape, dtype=torch.float32, device=given.values.device)
     rows = master.split(list(given.parts))
     for target, part in zip(rows, parts_of(given), strict=True):
@@ -114,25 +105,23 @@ def master_of(given: QuantTensor) -> torch.Tensor:
 
 
 def parts_of(matrix: QuantTensor) -> list[QuantTensor]:
-    """Each part of a fused matrix, not copied."""
+    """The parts of a fused matrix, not copied."""
     values = matrix.values.split(list(matrix.parts))
     scales = matrix.scales.split([num_blocks(part) for part in matrix.parts])
     return [QuantTensor(v, s, "128x128") for v, s in zip(values, scales, strict=True)]
 
 
 class ScaleConversion:
-    """What it costs that FP32 scales of a folder became powers of two: each matrix against the
-    numbers that its bytes stood for.
+    """The error of quantising matrices again whose FP32 scales the flow does not have.
 
-        relative error = sqrt(sum (new - old)^2 / sum old^2)
+    relative error = sqrt(sum (new - old)^2 / sum old^2)
     """
 
     def __init__(self) -> None:
-        self._squares: dict[str, torch.Tensor] = {}
-        """[error, old], FP64, by the linear's name."""
+        self._squares: dict[str, torch.Tensor] = {}  # [error, old], FP64, by the linear's name
 
     def add(self, name: str, old: QuantTensor, new: QuantTensor) -> None:
-        """Count one matrix; nothing waits for its device."""
+        """Count one matrix, without waiting for its device."""
         sums = torch.zeros(2, dtype=torch.float64, device=old.values.device)
         for before, after in zip(parts_of(old), parts_of(new), strict=True):
             numbers = dequantise(before)
@@ -144,7 +133,7 @@ class ScaleConversion:
         return len(self._squares)
 
     def error(self) -> float:
-        """Relative, of all matrices."""
+        """The relative error of all matrices together."""
         return _relative(torch.stack(list(self._squares.values())).sum(0))
 
     def worst(self) -> tuple[str, float]:
@@ -152,7 +141,7 @@ class ScaleConversion:
         return max(self.errors().items(), key=lambda pair: pair[1])
 
     def errors(self) -> dict[str, float]:
-        """Relative, of each matrix."""
+        """The relative error of each matrix."""
         return {name: _relative(sums) for name, sums in self._squares.items()}
 
     def __str__(self) -> str:
@@ -165,7 +154,7 @@ class ScaleConversion:
 
 
 def _are_powers_of_two(scales: torch.Tensor) -> bool:
-    """Of positive FP32: no bit of the mantissa is set."""
+    """Whether no mantissa bit is set in positive FP32 numbers."""
     return not bool(scales.view(torch.int32).bitwise_and(0x7FFFFF).any())
 
 

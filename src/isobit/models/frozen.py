@@ -1,27 +1,8 @@
-"""A model that only scores: a reference model or a reward model.
+"""Models that only score: reference models and reward models.
 
-Its weights are what the training side of a policy reads, in that side's formats and nothing else: a
-byte a linear weight in FP8, no masters, and no second form where the sides of the flow differ.  On
-its weights the scorer computes the policy's own forward, so that equal bytes give equal bits.
-
-    take             the policy's published bytes, in place            (a reference that moves on)
-    is_equal_to      whether they are the policy's bytes: then its log-probabilities are the
-                     policy's own, and need not be computed
-    offload          on a device with memory of its own: they lie in one page-locked buffer of main
-                     memory, and on the device only within ``on_device``.  They are never written
-                     there, so the way back is to drop them
-
-A reward model: a frozen decoder in the flow with one score a sequence.
-
-    score = w . hidden[last]      w [C] and hidden states in BF16 (FP32 in the ``fp32`` flow), the
-                                  sum in FP32
-
-``last`` is the last token of the sequence that is no padding, as transformers has it: trailing
-tokens ``pad_token_id`` do not count, also where the tokenizer pads with the token that ends a
-sequence.  The decoder is causal, so what follows ``last`` changes nothing and is not computed.
-
-The forward is the training side's over packed sequences, where each row's sums have an order of
-their own: a score is the same bits whatever else is scored with it, in whatever order and packing.
+A frozen model holds what the training side of a policy reads, in that side's formats and nothing
+else: one byte per linear weight in FP8, and no masters. The scorer computes the policy's own
+forward on it, so equal bytes give equal bits, whatever else is in the batch.
 """
 
 import hashlib
@@ -50,32 +31,33 @@ from isobit.precision.quant_tensor import QuantTensor, Side
 from isobit.records.batch import PackedBatch, first_fit_decreasing
 from isobit.util.errors import CheckpointError, ModelError
 
-SIDE: Side = "training"
-"""The side that scores."""
+SIDE: Side = "training"  # the side that scores
 
 
 def without_value_head(config: ModelConfig) -> ModelConfig:
-    """Of a policy's model what scores tokens; the values of states are the policy's own."""
     return replace(config, value_head=False)
 
 
 class FrozenPolicy:
-    """The published weights of one side, on a device; nothing trains them."""
+    """The published weights of the training side, on a device.
+
+    With ``offload``, on a device with memory of its own, they are kept in one page-locked buffer of
+    main memory and copied to the device for each ``on_device`` block. The device's copy is never
+    written, so it is simply dropped.
+    """
 
     def __init__(
         self, config: ModelConfig, flow: PrecisionFlow, backend: Backend, weights: Weights
     ) -> None:
-        """``weights`` becomes its own; ``flow`` has their formats on both sides."""
+        """Takes over ``weights``; ``flow`` has their formats on both sides."""
         self.config, self.flow, self.backend = config, flow, backend
         self.decoder: Decoder = build_decoder(config)
         self._weights = weights
         self._held = _held(weights, self.decoder)
-        self._places: list[torch.Tensor] | None = None
-        """In main memory, of an offloaded one."""
-        self._visits = False
-        """Whether an offloaded one is on the device."""
+        self._places: list[torch.Tensor] | None = None  # the tensors in main memory, if offloaded
+        self._visits = False  # whether offloaded weights are on the device
         self._compared: tuple[weakref.ref[Policy], int, bool] | None = None
-        """With which policy, at which of its versions, and whether the bytes were equal."""
+        """With which policy and version it was compared, and whether the bytes were equal."""
         self._digest: str | None = None
 
     @classmethod
@@ -86,7 +68,7 @@ class FrozenPolicy:
         masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]],
         device: torch.device | str = "cpu",
     ) -> "FrozenPolicy":
-        """Publish masters, one by one and as a ``Policy`` does; none of them is kept."""
+        """Publish masters one by one, as a ``Policy`` does, keeping none of them."""
         flow = build_flow(precision, decoder_shape(config)).one_sided(SIDE)
         made = Policy(config, flow, masters, device, trainable=False)
         return cls(config, flow, made.backend, made.weights(SIDE))
@@ -95,15 +77,15 @@ class FrozenPolicy:
     def load(
         cls, folder: Path, precision: PrecisionConfig, device: torch.device | str = "cpu"
     ) -> "FrozenPolicy":
-        """From a Hugging Face folder, of which one master at a time is in memory.  Raises
-        ModelError as ``load_policy`` does.
+        """From a folder, with one master at a time in memory. Raises ModelError as ``load_policy``
+        does.
         """
         config = read_config(folder)
         return cls.publish(config, precision, read_masters(folder, config, device), device)
 
     @classmethod
     def of(cls, policy: Policy) -> "FrozenPolicy":
-        """What a policy's training side reads now, but for a value head, as tensors of its own."""
+        """A copy of what a policy's training side reads now, except for a value head."""
         config = without_value_head(policy.config)
         weights = _copy(policy.weights(SIDE), build_decoder(config))
         made = cls(config, policy.flow.one_sided(SIDE), policy.backend, weights)
@@ -111,24 +93,23 @@ class FrozenPolicy:
         return made
 
     def weights(self, side: Side) -> Weights:
-        """What it scores with."""
         assert side == SIDE, "a frozen model only scores"
         return self._weights
 
     @property
     def num_bytes(self) -> int:
-        """Of all that it holds, the rotary table included."""
+        """Including the rotary table."""
         return sum(tensor.nbytes for tensor in self._held)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name what a checkpoint needs to hold: ``LINEAR.weight`` as it is published, in FP8
-        with ``LINEAR.weight.scales``, and all other masters' publications by their names.  Another
-        form of lm_head and the rotary table are functions of the rest.
+        """What a checkpoint must hold, by name: ``LINEAR.weight`` as published, in FP8 with
+        ``LINEAR.weight.scales``, and all other masters' published tensors by their names. lm_head's
+        other form and the rotary table are functions of the rest.
         """
         return _named(self._weights, self.decoder)
 
     def digest(self) -> str:
-        """The SHA-256 of ``tensors``, names, formats and shapes included; computed once."""
+        """The SHA-256 of ``tensors``, including names, formats and shapes; computed once."""
         if self._digest is None:
             sha256 = hashlib.sha256()
             for name, tensor in self.tensors().items():
@@ -139,8 +120,8 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def take(self, policy: Policy) -> None:
-        """Copy the published bytes of a policy of the same configuration and flow, in place;
-        outside of ``on_device``.  A value head is not looked at, here and in ``is_equal_to``.
+        """Copy the published bytes of a policy of the same configuration and flow, in place and
+        outside of ``on_device``. A value head is ignored, here and in ``is_equal_to``.
         """
         assert self._fits(policy), "only the weights of the same model can be taken"
         assert not self._visits, "what is on the device for a while would stay as it was"
@@ -153,8 +134,9 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def is_equal_to(self, policy: Policy) -> bool:
-        """Whether its log-probabilities are those of the policy's training side bit for bit, since
-        all published bytes are the same.  They are compared once a version of the policy.
+        """Whether all published bytes are those of the policy's training side, so that its
+        log-probabilities are the same bits and need not be computed. They are compared once per
+        version of the policy.
         """
         if self._compared is not None:
             known, version, equal = self._compared
@@ -185,22 +167,17 @@ class FrozenPolicy:
                     f"{tensor.dtype} of {tuple(tensor.shape)}: it is of another model or flow"
                 )
             _bytes(mine[id(tensor)]).copy_(_bytes(found))
-        self._derive_head(mine)
+        if self.decoder.head is not None:
+            plain = self._weights.plain
+            table, head = plain[self.decoder.head.master], plain[PUBLISHED]
+            if head is not table:  # the back end has another form of it
+                mine[id(head)].copy_(self.backend.publish_head(mine[id(table)]))
         self._digest = self._compared = None
-
-    def _derive_head(self, lasting: Mapping[int, torch.Tensor]) -> None:
-        """Make lm_head's other form again, where its back end has one."""
-        if self.decoder.head is None:
-            return
-        plain = self._weights.plain
-        table, head = plain[self.decoder.head.master], plain[PUBLISHED]
-        if head is not table:
-            lasting[id(head)].copy_(self.backend.publish_head(lasting[id(table)]))
 
     @torch.no_grad()
     def offload(self) -> None:
-        """From now on its weights are on the device only within ``on_device``.  Where the device
-        has no memory of its own, as a CPU, nothing changes.
+        """Keep the weights in main memory and have them on the device only within ``on_device``. On
+        a device without memory of its own, such as a CPU, this does nothing.
         """
         memory = self.backend.memory
         if memory is None or self._places is not None:
@@ -240,12 +217,14 @@ class FrozenPolicy:
             self._point_to(self._places)
 
     def _point_to(self, values: list[torch.Tensor]) -> None:
-        """Give the tensors that the weights hold the storage of others."""
+        """Give the tensors in the weights the storage of others."""
         for tensor, value in zip(self._held, values, strict=True):
             tensor.data = value
 
     def _lasting(self) -> list[torch.Tensor]:
-        """What keeps the weights, in the order of ``_held``: main memory, or the device."""
+        """What keeps the weights, in the order of ``_held``: main memory if offloaded, or the
+        device.
+        """
         return self._held if self._places is None else self._places
 
     def _fits(self, policy: Policy) -> bool:
@@ -258,7 +237,7 @@ class FrozenPolicy:
 
 
 def _named(weights: Weights, decoder: Decoder) -> dict[str, torch.Tensor]:
-    """What is published from the masters of ``decoder``, once, by name."""
+    """The tensors published from the masters of ``decoder``, each once, by name."""
     named: dict[str, torch.Tensor] = {}
     for path, linear in weights.linears.items():
         if isinstance(linear.matrix, torch.Tensor):
@@ -282,7 +261,7 @@ def _held(weights: Weights, decoder: Decoder) -> list[torch.Tensor]:
 
 
 def _copy(weights: Weights, decoder: Decoder) -> Weights:
-    """What a decoder reads, with tensors of its own; what is one tensor stays one."""
+    """A copy of all tensors that a decoder reads; shared tensors stay shared."""
     copies = {id(tensor): tensor.clone() for tensor in _held(weights, decoder)}
 
     def copied(matrix: Operand) -> Operand:
@@ -304,7 +283,7 @@ def _copy(weights: Weights, decoder: Decoder) -> Weights:
 
 
 def _same_bytes(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two models hold the same; the largest tensors, which change most easily, first."""
+    """Compares the largest tensors, which change most easily, first."""
     for name in sorted(theirs, key=lambda name: -theirs[name].nbytes):
         other = theirs[name]
         if not torch.equal(_bytes(mine[name].to(other.device)), _bytes(other)):
@@ -319,12 +298,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class RewardModel:
-    """Scores token sequences."""
+    """Scores token sequences with a frozen decoder and its score head.
+
+        score = w . hidden[last]   w [C] and hidden states in BF16 (FP32 in the ``fp32`` flow), the
+                                   sum in FP32
+
+    ``last`` is the sequence's last token before trailing padding (``pad_token_id``), as in
+    transformers, even if the tokenizer pads with its end token. The decoder is causal, so padding
+    changes nothing and is not computed.
+    """
 
     def __init__(self, policy: FrozenPolicy, tokenizer: PreTrainedTokenizerBase) -> None:
-        """``policy`` is the decoder with its score head; where it is offloaded, scores are asked
-        for within its ``on_device``.
-        """
+        """``policy`` has a score head; if it is offloaded, score within its ``on_device``."""
         assert policy.decoder.value is not None, "a reward model has a score head"
         self.policy, self.tokenizer, self._scorer = policy, tokenizer, Scorer(policy)
 
@@ -334,41 +319,32 @@ class RewardModel:
         return self.policy.config.max_positions
 
     def score(self, sequences: Sequence[Sequence[int]], tokens_per_batch: int) -> list[float]:
-        """The score of each sequence, in batches of at most so many tokens (or of one sequence).
-
-        A score may be NaN or infinite where the model's output is.  Raises ModelError for a token
-        that the model does not know.
+        """The score of each sequence, in batches of at most so many tokens (or of one sequence). A
+        score may be NaN or infinite if the model's output is. Raises ModelError for a token that
+        the model does not know.
         """
-        config = self.policy.config
-        self._check_vocabulary(max((max(ids) for ids in sequences), default=0))
+        config, largest = self.policy.config, max((max(ids) for ids in sequences), default=0)
+        if largest >= config.vocab_size:
+            raise ModelError(
+                f"the reward model's tokenizer gives the token {largest}, but the model knows 0 to "
+                f"{config.vocab_size - 1}: the tokenizer belongs to another model"
+            )
         trimmed = [without_padding(ids, config.pad_token_id) for ids in sequences]
         scores = [0.0] * len(trimmed)
         for members in first_fit_decreasing([len(ids) for ids in trimmed], tokens_per_batch):
-            batch = last_tokens_batch([trimmed[index] for index in members])
-            for index, score in zip(members, self._forward(batch), strict=True):
+            values = self._scorer.score(last_tokens_batch([trimmed[index] for index in members]))
+            assert values.values is not None, "a reward model has a score head"
+            for index, score in zip(members, values.values.tolist(), strict=True):
                 scores[index] = score
         return scores
-
-    def _forward(self, batch: PackedBatch) -> list[float]:
-        values = self._scorer.score(batch).values
-        assert values is not None, "a reward model has a score head"
-        return values.tolist()
-
-    def _check_vocabulary(self, largest: int) -> None:
-        if largest >= self.policy.config.vocab_size:
-            raise ModelError(
-                f"the reward model's tokenizer gives the token {largest}, but the model knows 0 to "
-                f"{self.policy.config.vocab_size - 1}: the tokenizer belongs to another model"
-            )
 
 
 def load_reward_model(
     folder: Path, precision: PrecisionConfig, device: torch.device | str = "cpu"
 ) -> RewardModel:
     """Read a ``...ForSequenceClassification`` folder and publish its weights in the given flow.
-
-    Raises ModelError for a folder that cannot be used, ConfigError for precision options that the
-    model does not have.
+    Raises ModelError for a folder that cannot be used, ConfigError for precision options that do
+    not fit the model.
     """
     config = read_reward_config(folder)
     tokenizer = load_tokenizer(folder)
@@ -378,7 +354,7 @@ def load_reward_model(
 
 
 def without_padding(token_ids: Sequence[int], pad_token_id: int | None) -> Sequence[int]:
-    """The sequence up to its last token that is no padding; its first token where all are."""
+    """The sequence up to its last token that is not padding; its first token if all are."""
     count = len(token_ids)
     while count > 1 and token_ids[count - 1] == pad_token_id:
         count -= 1
@@ -386,9 +362,7 @@ def without_padding(token_ids: Sequence[int], pad_token_id: int | None) -> Seque
 
 
 def last_tokens_batch(sequences: Sequence[Sequence[int]]) -> PackedBatch:
-    """A micro-batch of which the last token of each of the S sequences is read: N = S, and there is
-    nothing that its row predicts.
-    """
+    """A micro-batch that scores the last token of each of the S sequences: N = S, no targets."""
     lengths = torch.tensor([len(ids) for ids in sequences])
     last, nothing = lengths.cumsum(0) - 1, torch.zeros(len(sequences))
     token_ids = torch.tensor([token for ids in sequences for token in ids])

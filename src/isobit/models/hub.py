@@ -1,14 +1,10 @@
 """Models of the Hugging Face hub by name: ``org/name``, or ``org/name@revision`` with a branch, tag
 or commit.
 
-What is in the hub's cache (``HF_HOME``) is taken from there without a request, also where the hub
-has a newer one: to have that, name its commit.  What is not is fetched, unless ``HF_HUB_OFFLINE``
-forbids it, in two turns:
-
-    config.json, the tokenizer's files, the chat template, the index of shards
-    the safetensors that the index names, or model.safetensors
-
-Nothing else is: no pickle, and no code, which is never run either.
+A model in the hub's cache (``HF_HOME``) is used without a request, even if the hub has a newer one;
+name its commit to get that. Otherwise the config, the tokenizer's files, the chat template and the
+index of shards are fetched first, then the safetensors that the index names. Nothing else is
+fetched: no pickle, and no code.
 """
 
 import re
@@ -26,18 +22,16 @@ _DESCRIPTION = ("config.json", INDEX_FILE, *TEXT_FILES, f"{TEMPLATES}/*.jinja")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether this can only be a model's name on the hub: ``org/name``, and there is no folder
-    ``org`` here.
-    """
+    """Whether this can only be a model of the hub: ``org/name``, with no local folder ``org``."""
     match = _NAME.fullmatch(name)
     return match is not None and ".." not in name and not Path(name.partition("/")[0]).exists()
 
 
 def hub_folder(name: str) -> Path:
-    """The folder of a model's snapshot in the hub's cache, fetched where it is not there.
+    """The folder of a model's snapshot in the hub's cache, fetched if it is not there.
 
-    Raises ModelError for a name that the hub does not know or does not give, for a model without
-    safetensors, and for one that is not cached while offline.
+    Raises ModelError for a name that the hub does not know or does not give access to, for a model
+    without safetensors, and for one that is not cached while offline.
     """
     match = _NAME.fullmatch(name)
     assert match is not None, name
@@ -60,7 +54,7 @@ def hub_folder(name: str) -> Path:
 
 
 def _cached(repository: str, revision: str | None) -> Path | None:
-    """Where all of it is, if it is: an interrupted fetch leaves a part."""
+    """The snapshot's folder if it is complete; an interrupted fetch leaves only a part of it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

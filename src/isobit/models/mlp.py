@@ -1,4 +1,4 @@
-"""The MLP: the second half of a decoder layer.
+"""The MLP, the second half of a decoder layer.
 
 h = h + x     b = norm(h)     x = down_proj(silu(gate) * up),   (gate, up) = gate_up_proj(b)
 """
@@ -17,19 +17,16 @@ from isobit.precision.quant_tensor import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class SavedMlp:
-    """What the backward reads."""
+    """What the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
     h: torch.Tensor
-    """The residual stream that the norm reads."""
-    normed: Operand | None
-    """The input of gate and up, as all inputs here as WGrad reads it."""
+    normed: Operand | None  # the input of gate and up
     gate_up: torch.Tensor
-    activation: Operand | None
-    """The input of down."""
+    activation: Operand | None  # the input of down
 
 
 class Mlp:
-    """The MLP of layer ``layer``."""
+    """The MLP of one layer. ``MixtureOfExperts`` has the same methods."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         path, hidden, width = f"layers.{layer}", config.hidden_size, config.intermediate_size
@@ -49,17 +46,17 @@ class Mlp:
         self._down = Linear(f"{path}.down_proj", down, checkpoint)
 
     def sites(self) -> tuple[SiteShape, ...]:
-        """In the order of the forward."""
         return self._gate_up.site(self._layer), self._down.site(self._layer)
 
     def masters(self) -> dict[str, Master]:
-        """In the order of the forward."""
         return {**self._norm.masters(), **self._gate_up.masters(), **self._down.masters()}
 
     def forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h and x [T, C] -> the residual stream, and what there is to add to it."""
+        """h and x [T, C] -> the residual stream, and what is to be added to it. ``routes`` is for
+        experts.
+        """
         h, b = self._norm.forward(weights, h, x, save=False)
         gate_up = self._gate_up.forward(weights, b)
         self._observe(weights, gate_up)
@@ -80,7 +77,7 @@ class Mlp:
         return h, x, SavedMlp(h, b.saved, gate_up, activation.saved)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
-        """What ``saving_forward`` saves, without its end, which no gradient needs."""
+        """What ``saving_forward`` saves, from the residual stream h + x; without down_proj."""
         h, b = self._norm.forward(weights, h, x, save=True)
         gate_up = self._gate_up.forward(weights, b)
         site = weights.linears[self._down.path].site
@@ -94,7 +91,7 @@ class Mlp:
         d: torch.Tensor,
         routes: Routes | None,
     ) -> torch.Tensor:
-        """The gradient of the residual stream behind this unit [T, C] -> before it."""
+        """The gradient of the residual stream after this unit [T, C] -> before it."""
         d_activation = self._down.backward(weights, gradient, d, saved.activation)
         site = weights.linears[self._gate_up.path].site
         d_gate_up = weights.backend.swiglu_backward(d_activation, saved.gate_up, site)
@@ -102,7 +99,6 @@ class Mlp:
         return self._norm.backward(weights, gradient, d_b, saved.h, d)
 
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
-        """Of a token of the training forward."""
         a = DTYPES[graph.activations].itemsize
         stream, width = a * self._hidden, self._down.shape.in_features
         gate_up_site, down_site = graph.site(self._gate_up.path), graph.site(self._down.path)
@@ -123,6 +119,6 @@ class Mlp:
         )
 
     def _observe(self, weights: Weights, gate_up: torch.Tensor) -> None:
-        """The activation exists only as the linear reads it: made once more for an observer."""
+        """Show the activation, which normally exists only as down_proj reads it."""
         if is_observed():
             observe(weights.backend.swiglu(gate_up), self._path, "activation")

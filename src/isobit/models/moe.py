@@ -1,18 +1,24 @@
-"""A mixture of experts: the second half of a decoder layer in the place of the MLP.
+"""A mixture of experts, the second half of a decoder layer in place of the MLP.
 
-h = h + x     b = norm(h)     x = sum over the k experts e of a token of w_e MLP_e(b)
+    h = h + x     b = norm(h)     x = sum over a token's k experts e of w_e MLP_e(b)
 
-The router, a small matrix [E, C], gives each token its experts and their weights in FP32; it is
-published as norms are, and never quantised.  Gate and up of all experts are one master [E 2 I, C],
-down one master [E C, I], expert below expert.  The router's own losses reach its gradient through
-``Routes``.
+The router, a matrix [E, C], chooses each token's experts and their weights in FP32; it is never
+quantised. Gate and up of all experts are one master [E 2 I, C], down another [E C, I], expert after
+expert. The gradients of the router's own losses come from ``Routes``.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from isobit.kernels.operands import ExpertGradients, LinearInput, RoutedExperts, Routing, observe
+from isobit.kernels.operands import (
+    ExpertGradients,
+    LinearInput,
+    LinearWeight,
+    RoutedExperts,
+    Routing,
+    observe,
+)
 from isobit.kernels.sizes import ExpertsShape, Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.families import FAMILIES
@@ -36,15 +42,13 @@ class SavedMixture:
     """What the backward reads."""
 
     h: torch.Tensor
-    """The residual stream that the norm reads."""
-    norm: torch.Tensor
-    """What router and experts read."""
+    norm: torch.Tensor  # what router and experts read
     routing: Routing
     experts: RoutedExperts
 
 
 class MixtureOfExperts:
-    """The experts of layer ``layer``, their router and their norm."""
+    """The experts of one layer, with their router and norm. The methods are those of ``Mlp``."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         experts, names = config.experts, FAMILIES[config.family].experts
@@ -74,12 +78,10 @@ class MixtureOfExperts:
         )
 
     def sites(self) -> tuple[SiteShape, ...]:
-        """In the order of the forward."""
         router = SiteShape(self.router, "router", self._layer)
         return router, self._gate_up.site(self._layer), self._down.site(self._layer)
 
     def masters(self) -> dict[str, Master]:
-        """In the order of the forward."""
         count = self._experts.count
         router = Master((count, self._hidden), {self._router_name: count})
         return {
@@ -92,31 +94,22 @@ class MixtureOfExperts:
     def forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h and x [T, C] -> the residual stream, and what there is to add to it."""
         h, norm, b = self._norm.keeping(weights, h, x)
-        routing = self._route(weights, norm, routes)
-        observe_input(b, self._gate_up.path)
-        linears = weights.linears
-        gate_up, down = linears[self._gate_up.path], linears[self._down.path]
-        x = weights.backend.experts(b.read, routing, gate_up, down)
+        routing = self._route(weights, norm, b, routes)
+        x = weights.backend.experts(b.read, routing, *self._linears(weights))
         return h, observe(x, f"layers.{self._layer}.experts")
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor, SavedMixture]:
-        """The same bits, and what the backward reads."""
         h, norm, b = self._norm.keeping(weights, h, x)
-        routing = self._route(weights, norm, routes)
-        observe_input(b, self._gate_up.path)
-        linears = weights.linears
-        gate_up, down = linears[self._gate_up.path], linears[self._down.path]
-        b = LinearInput(b.read, norm)
-        x, saved = weights.backend.experts_saving(b, routing, gate_up, down)
+        routing = self._route(weights, norm, b, routes)
+        read = LinearInput(b.read, norm)
+        x, saved = weights.backend.experts_saving(read, routing, *self._linears(weights))
         observe(x, f"layers.{self._layer}.experts")
         return h, x, SavedMixture(h, norm, routing, saved)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMixture:
-        """What ``saving_forward`` saves."""
         return self.saving_forward(weights, h, x, None)[2]
 
     def backward(
@@ -127,17 +120,12 @@ class MixtureOfExperts:
         d: torch.Tensor,
         routes: Routes | None,
     ) -> torch.Tensor:
-        """The gradient of the residual stream behind this unit [T, C] -> before it."""
-        linears, router = weights.linears, f"{self.router}.weight"
+        router = f"{self.router}.weight"
+        gradients = ExpertGradients(
+            gradient(f"{self._gate_up.path}.weight"), gradient(f"{self._down.path}.weight")
+        )
         d_b, d_weights = weights.backend.experts_backward(
-            d,
-            saved.experts,
-            saved.routing,
-            linears[self._gate_up.path],
-            linears[self._down.path],
-            ExpertGradients(
-                gradient(f"{self._gate_up.path}.weight"), gradient(f"{self._down.path}.weight")
-            ),
+            d, saved.experts, saved.routing, *self._linears(weights), gradients
         )
         d_b += weights.backend.route_backward(
             d_weights,
@@ -151,7 +139,6 @@ class MixtureOfExperts:
         return self._norm.backward(weights, gradient, d_b, saved.h, d)
 
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
-        """Of a token of the training forward."""
         stream = DTYPES[graph.activations].itemsize * self._hidden
         shape, chosen = self._experts, self._experts.top_k
         sites = graph.site(self._gate_up.path), graph.site(self._down.path)
@@ -174,7 +161,12 @@ class MixtureOfExperts:
             noted=4 * chosen,
         )
 
-    def _route(self, weights: Weights, norm: torch.Tensor, routes: Routes | None) -> Routing:
+    def _linears(self, weights: Weights) -> tuple[LinearWeight, LinearWeight]:
+        return weights.linears[self._gate_up.path], weights.linears[self._down.path]
+
+    def _route(
+        self, weights: Weights, norm: torch.Tensor, b: LinearInput, routes: Routes | None
+    ) -> Routing:
         top_k, renormalise = self._experts.top_k, self._experts.renormalise
         router = weights.plain[f"{self.router}.weight"]
         routing = weights.backend.route(norm, router, top_k, renormalise)
@@ -183,4 +175,5 @@ class MixtureOfExperts:
         observe(routing.weights, self.router, "weights")
         if routes is not None:
             routes.add(routing)
+        observe_input(b, self._gate_up.path)
         return routing

@@ -1,33 +1,15 @@
-"""The policy: FP32 masters that the optimiser moves, and what both sides of the flow read,
-published from them.
+"""The policy: FP32 masters that the optimiser updates, and the published weights that both sides
+read.
 
-A publication rounds every master to BF16 once and quantises it once, in place: the engine and the
-trainer hold the same tensors, so new weights need no copy and no message.  Of several processes
-each owns some rows of every master (``isobit.parallel.ownership``) and publishes these; published
-weights are whole on all.
+A publication rounds every master to BF16 once and quantises it once, in place. Engine and trainer
+hold the same tensors, so new weights need no copy and no message; a site's weight exists once if
+rollout and training have the same formats there. Of several processes each owns and publishes some
+rows of every master (``isobit.parallel.ownership``); published weights are whole on all.
 
-The masters are those of the units (``isobit.models.layers``), by name: ``embed_tokens.weight``,
-``layers.N.{input_norm, post_attention_norm, q_norm, k_norm}.weight``, ``layers.N.{qkv_proj, o_proj,
-gate_up_proj, down_proj}.weight`` (q, k, v and gate, up are fused along their outputs),
-``layers.N.qkv_proj.bias``, ``norm.weight``, ``lm_head.weight`` where it is not tied, and
-``value_head.weight`` or ``score.weight``.
-
-How much of the quantised weights a publication changed.
-
-    share = numbers that are others now / numbers        over the matrices of all linears: E4M3
-                                                         bytes, or BF16 numbers where one stays BF16
-
-A step that moves the masters by much less than their format's spacing changes few of them, and the
-function that samples and trains hardly at all.  Scales are not counted.
-
-What both sides of the flow read, published from masters: in place, so that whoever holds a
-tensor sees the new weights.
-
-    publish      a whole master, or a folder's FP8 as it is: makes the tensors
-    republish    some of a master's rows, into theirs
-    gather       the rows that other ranks have republished
-
-Where rollout and training have the same formats at a site, its weight exists once.
+The masters, by name: ``embed_tokens.weight``, ``layers.N.{input_norm, post_attention_norm, q_norm,
+k_norm}.weight``, ``layers.N.{qkv_proj, o_proj, gate_up_proj, down_proj}.weight`` (q, k, v and gate,
+up are fused along their outputs), ``layers.N.qkv_proj.bias``, ``norm.weight``, ``lm_head.weight``
+if it is not tied, and ``value_head.weight`` or ``score.weight``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,12 +27,7 @@ from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import PUBLISHED, build_decoder, master_shapes
 from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
 from isobit.models.layers import Weights
-from isobit.parallel.gradient_sum import (
-    ExchangedSum,
-    GradientSum,
-    Targets,
-    fold_of,
-)
+from isobit.parallel.gradient_sum import ExchangedSum, GradientSum, Targets, fold_of
 from isobit.parallel.slots import ONE_SLOT, Slots, SlotSum
 from isobit.parallel.world import ALONE, World, raised_on_all
 from isobit.precision.flow import PrecisionFlow, Site, build_flow
@@ -60,8 +37,13 @@ from isobit.util.terminal import say
 
 
 class PublishedChange:
-    """Counts what one publication changes; the counts stay on the device until ``share`` is asked
-    for.
+    """Counts how many of the quantised weights a publication changes.
+
+        share = changed numbers / numbers     over the matrices of all linears: E4M3 bytes without
+                                              scales, or BF16 numbers if a matrix stays BF16
+
+    An update that moves masters by much less than their format's spacing changes few of them.
+    Counts stay on the device until ``share`` is read.
     """
 
     def __init__(self, world: World = ALONE) -> None:
@@ -76,9 +58,7 @@ class PublishedChange:
 
     @property
     def share(self) -> float:
-        """From 0 to 1, over the rows of all ranks, which ask together; 0 where nothing was
-        published again.
-        """
+        """From 0 to 1, over the rows of all ranks, which all call it; 0 if nothing changed."""
         changed = int(torch.stack(self._changed).sum()) if self._changed else 0
         counts = self._world.all_gather((changed, self._numbers))
         numbers = sum(one[1] for one in counts)
@@ -89,7 +69,7 @@ SIDES: tuple[Side, Side] = ("rollout", "training")
 
 
 class Published:
-    """The weights of a decoder in a flow, on one device."""
+    """The weights of a decoder in a flow, on one device, published from masters."""
 
     def __init__(self, config: ModelConfig, flow: PrecisionFlow, backend: Backend) -> None:
         frequencies = inverse_frequencies(config)
@@ -99,20 +79,17 @@ class Published:
             side: Weights(backend, rope, flow.graph(side)) for side in SIDES
         }
         self.conversion = ScaleConversion()
-        """Of a folder's FP8 whose scales the flow does not have."""
-        self.reads_folder = False
-        """Whether matrices are a folder's FP8 as it is."""
+        """For a folder's FP8 with scales that the flow does not have."""
+        self.reads_folder = False  # whether matrices are a folder's FP8, unchanged
         self._decoder, self._flow, self._backend = decoder, flow, backend
         self._described = decoder.masters()
 
     def take_all(
-        self,
-        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]],
-        keep: bool,
+        self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Publish whole masters, in the order of the forward pass; -> each by name as FP32 numbers
-        on the device, once it is published, or None of a folder's FP8 that stays as it is and is
-        not to ``keep``.  Those of a mapping are copied, pairs are handed over.
+        """Publish whole masters, in the order of the forward; -> each by name, after it was
+        published, as FP32 numbers on the device, or None for a folder's FP8 that is used unchanged
+        and not to ``keep``. Masters of a mapping are copied, pairs are taken over.
         """
         pairs = masters.items() if isinstance(masters, Mapping) else masters
         names: list[str] = []
@@ -131,7 +108,6 @@ class Published:
 
     @torch.no_grad()
     def publish(self, name: str, master: torch.Tensor) -> None:
-        """Make what is read of a whole FP32 master."""
         path, kind = name.rpartition(".")[0], self._described[name].kind
         if kind == "matrix":
             made = {
@@ -140,15 +116,24 @@ class Published:
             }
             for side, site in self._sites(path).items():
                 self.sides[side].linears[path] = made[site]
-        elif kind == "bias":
-            self._publish_bias(path, master)
-        else:
-            self._publish_plain(name, master)
+            return
+        held = master.to(DTYPES[self._flow.training.activations], copy=True)  # for both sides
+        if kind == "bias":
+            with_bias: dict[int, LinearWeight] = {}
+            for weights in self.sides.values():
+                linear = weights.linears[path]
+                made_once = with_bias.setdefault(id(linear.matrix), replace(linear, bias=held))
+                weights.linears[path] = made_once
+            return
+        for weights in self.sides.values():
+            weights.plain[name] = held
+        if self._decoder.head is not None and name == self._decoder.head.master:
+            self._derive_head()
 
     @torch.no_grad()
     def take(self, name: str, given: QuantTensor, keep_master: bool) -> torch.Tensor | None:
-        """A folder's FP8: as it is on each side whose flow has its form, and published from the
-        numbers that it stands for on any other; -> these numbers, where ``keep_master``.
+        """Use a folder's FP8 unchanged on each side whose flow has its form, and publish its
+        numbers on the other; -> these numbers, if ``keep_master``.
         """
         path = name.rpartition(".")[0]
         sites = self._sites(path)
@@ -170,9 +155,7 @@ class Published:
     def republish(
         self, name: str, rows: torch.Tensor, first: int, last: int, change: PublishedChange
     ) -> None:
-        """Overwrite what is read of a master's rows ``first`` to ``last``; in a matrix these begin
-        and end with blocks.  ``change`` counts.
-        """
+        """Overwrite what is published of rows ``first`` to ``last``, of a matrix whole blocks."""
         path, kind = name.rpartition(".")[0], self._described[name].kind
         if kind == "matrix":
             for held in self._of(path):
@@ -186,27 +169,24 @@ class Published:
 
     @torch.no_grad()
     def gather(
-        self,
-        world: World,
-        cuts: Mapping[str, Sequence[int]],
-        places: Sequence[int] | None = None,
+        self, world: World, cuts: Mapping[str, Sequence[int]], places: Sequence[int] | None = None
     ) -> None:
         """Take the rows of each master that other ranks have republished
-        (``World.all_gather_rows``), and derive what is a function of several ranks' rows.
+        (``World.all_gather_rows``), and derive what depends on several ranks' rows.
         """
         pairs = list(self._tensors(cuts))
         world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
         self._derive_head()
 
     def checksum(self) -> int:
-        """Of all bytes that are read of masters (``isobit.models.checksum``), by their places."""
+        """The checksum of all published bytes (``isobit.models.checksum``), by their places."""
         tensors = self._tensors(dict.fromkeys(self._described, (0,)))
         return checksum_of({str(place): tensor for place, (tensor, _) in enumerate(tensors)})
 
     def _tensors(
         self, cuts: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
-        """What is read of masters, each tensor once, and where its rows are cut."""
+        """Each published tensor once, and where its rows are cut."""
         for name, at in cuts.items():
             path, kind = name.rpartition(".")[0], self._described[name].kind
             if kind == "matrix":
@@ -227,28 +207,12 @@ class Published:
         return {side: self._flow.graph(side).site(path) for side in SIDES}
 
     def _of(self, path: str) -> list[LinearWeight]:
-        """What the sides read of a linear: one weight or two."""
+        """A linear's published weights: one, or two if the sides differ."""
         rollout, training = (self.sides[side].linears[path] for side in SIDES)
         return [rollout] if rollout.matrix is training.matrix else [rollout, training]
 
-    def _publish_bias(self, path: str, master: torch.Tensor) -> None:
-        """Both sides read one."""
-        bias = master.to(DTYPES[self._flow.training.activations], copy=True)
-        made: dict[int, LinearWeight] = {}
-        for weights in self.sides.values():
-            held = weights.linears[path]
-            weights.linears[path] = made.setdefault(id(held.matrix), replace(held, bias=bias))
-
-    def _publish_plain(self, name: str, master: torch.Tensor) -> None:
-        """Both sides read one."""
-        held = master.to(DTYPES[self._flow.training.activations], copy=True)
-        for weights in self.sides.values():
-            weights.plain[name] = held
-        if self._decoder.head is not None and name == self._decoder.head.master:
-            self._derive_head()
-
     def _derive_head(self) -> None:
-        """What lm_head multiplies with, from its table."""
+        """Compute lm_head's operand from its table."""
         if self._decoder.head is None:
             return
         plain = self.sides["training"].plain
@@ -256,14 +220,14 @@ class Published:
         if made is plain.get(PUBLISHED):
             return
         held = plain.get(PUBLISHED)
-        if held is not None:  # whoever holds it sees the new one
+        if held is not None:  # in place, for all who hold it
             made = held.copy_(made)
         for weights in self.sides.values():
             weights.plain[PUBLISHED] = made
 
 
 def _blocks_at(matrix: QuantTensor, rows: Sequence[int]) -> list[int]:
-    """How many blocks stand above each of these rows, at each of which one begins or all end."""
+    """The number of blocks above each of these rows, which are boundaries of blocks."""
     sizes = block_sizes(matrix.parts or (matrix.values.shape[0],))
     above = dict(zip(accumulate(sizes, initial=0), range(len(sizes) + 1), strict=True))
     return [above[row] for row in rows]
@@ -275,10 +239,8 @@ def _distinct(biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
 
 
 class Policy:
-    """A decoder's configuration, flow, masters and published weights, on one device.
-
-    A policy that is not ``trainable`` keeps no masters: it holds what a rollout reads and nothing
-    else.
+    """A decoder's configuration, flow, masters and published weights, on one device. A policy that
+    is not ``trainable`` keeps no masters, only what a rollout reads.
     """
 
     def __init__(
@@ -291,12 +253,11 @@ class Policy:
         world: World = ALONE,
         slots: Slots = ONE_SLOT,
     ) -> None:
-        """``masters``, whole, in the order of the forward pass.  Those of a mapping are copied;
-        pairs are taken one by one, so they need not fit the memory together, and are handed over:
-        what is in FP32 on the device becomes the master itself, and a matrix that a folder has in
-        FP8 is read as it is where the flow has the form of its scales
-        (``isobit.models.fp8_checkpoint``).  Every rank of ``world`` is given the same.  ``slots``
-        are those of an update.
+        """``masters``, whole, in the order of the forward, the same on every rank of ``world``.
+        Those of a mapping are copied. Pairs are taken over one by one, so they need not fit the
+        memory together: FP32 values on the device become the master itself, and a folder's FP8
+        matrix is used unchanged if the flow has the form of its scales
+        (``isobit.models.fp8_checkpoint``). ``slots`` are those of an update.
         """
         self.config = config
         self.decoder = build_decoder(config)
@@ -311,35 +272,34 @@ class Policy:
         self.masters: dict[str, torch.nn.Parameter] = {}
         """The rows that this rank owns, perhaps none."""
         self.change = PublishedChange(self.world)
-        """What the last publication changed."""
         self.shapes = master_shapes(config)
-        """Of the whole masters."""
         self.ownership = self.decoder.ownership(world.size, slots.hosts)
         self._published = Published(config, self.flow, self.backend)
-        self._take(masters, trainable)
+        for name, master in self._published.take_all(masters, keep=trainable):
+            if trainable and master is not None:
+                own = master if world.size == 1 else master[self.rows(name)].clone()
+                self.masters[name] = torch.nn.Parameter(own)
         self.gradient = self._gradient_sum()
-        """Where a backward adds up the gradients of the masters."""
+        """Sums the masters' gradients during a backward."""
         self.version = 1
 
     @property
     def conversion(self) -> ScaleConversion:
-        """Of a folder's FP8 whose scales the flow does not have."""
         return self._published.conversion
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The masters, as far as this rank owns them, in the order of the forward pass."""
+        """This rank's rows of the masters, in the order of the forward."""
         return iter(self.masters.values())
 
     def weights(self, side: Side) -> Weights:
-        """What a side reads."""
         return self._published.sides[side]
 
     def rows(self, name: str) -> slice:
-        """Of a master, those that this rank owns."""
+        """The rows of a master that this rank owns."""
         return self.ownership.rows(name, self.world.rank)
 
     def whole_master(self, name: str) -> torch.Tensor:
-        """A whole FP32 master, on the policy's device; asked for by all ranks together."""
+        """A whole FP32 master, on the policy's device. All ranks call it."""
         own = self.masters[name].detach()
         if self.world.size == 1:
             return own
@@ -350,9 +310,8 @@ class Policy:
 
     def publish(self) -> None:
         """Quantise each weight once, in place, from the BF16 rounding of its master; ``version``
-        counts the publications.  All ranks together.
-
-        Raises MismatchError, on all, where one has other bytes afterwards.
+        counts the publications. All ranks call it. Raises MismatchError, on all, if published bytes
+        differ afterwards.
         """
         self.change = PublishedChange(self.world)
         self._published.reads_folder = False
@@ -367,12 +326,12 @@ class Policy:
 
     @torch.no_grad()
     def restore(self, masters: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take the values of other masters, of the rows that this rank owns, publish them, and
-        count on from ``version``.
+        """Take other masters' values of the rows that this rank owns, publish them, and count on
+        from ``version``.
 
-        Until its first publication a policy that was made from a folder's FP8 reads those bytes,
-        and publishing the numbers that they stand for could give others: then nothing is published
-        where the masters are these numbers.
+        Until its first publication a policy made from a folder's FP8 reads those bytes, and
+        publishing the numbers that they stand for could give others, so nothing is published if the
+        masters are exactly these numbers.
         """
         is_as_read = self._published.reads_folder and all(
             is_equal_in_pieces(master, masters[name]) for name, master in self.masters.items()
@@ -384,16 +343,15 @@ class Policy:
         self.version = version
 
     def checksum(self) -> int:
-        """Of all bytes that both sides read, scales too (``isobit.models.checksum``): the same on
-        every rank, whatever it owns.
+        """The checksum of all bytes that both sides read, including scales
+        (``isobit.models.checksum``): the same on every rank, whatever it owns.
         """
         return self._published.checksum()
 
     def pass_on(self, world: World, owners: int) -> None:
-        """Bring the published weights, and their version, from the first ``owners`` ranks of a
-        world, who share the masters, to the others, who have none; all its ranks together.
-
-        Raises MismatchError, on all, where one has other bytes afterwards.
+        """Send the published weights and their version from the first ``owners`` ranks of a world,
+        which share the masters, to the others, which have none. All its ranks call it. Raises
+        MismatchError, on all, if published bytes differ afterwards.
         """
         owned = self.decoder.ownership(owners).cuts
         without = world.size - owners
@@ -402,8 +360,8 @@ class Policy:
         self.version, _ = self.compare(world)
 
     def compare(self, world: World) -> tuple[int, int]:
-        """Find all published bytes alike on all ranks of a world; -> the version of the first one,
-        and their checksum.  Raises MismatchError, on all, where one has others.
+        """Check that all ranks of a world have the same published bytes; -> the version of the
+        first one, and the checksum. Raises MismatchError, on all, if they differ.
         """
         found = world.all_gather([self.version, self.checksum()])
         first, expected = found[0]
@@ -419,15 +377,6 @@ class Policy:
                     )
                 )
         return first, expected
-
-    def _take(
-        self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool
-    ) -> None:
-        """Publish whole masters, and keep the rows that this rank owns."""
-        for name, master in self._published.take_all(masters, keep):
-            if keep and master is not None:
-                own = master if self.world.size == 1 else master[self.rows(name)].clone()
-                self.masters[name] = torch.nn.Parameter(own)
 
     def _gradient_sum(self) -> GradientSum | ExchangedSum | SlotSum:
         # The closure holds the masters, not the policy: a cycle would keep a model's memory.
@@ -462,9 +411,7 @@ def random_policy(
     world: World = ALONE,
     slots: Slots = ONE_SLOT,
 ) -> Policy:
-    """Masters drawn on the device as transformers draws them: matrices from N(0, 0.02), norms 1,
-    biases 0; and what no checkpoint has, 0.
-    """
+    """Masters as transformers draws them: matrices N(0, 0.02), norms 1; biases and values 0."""
     masters = random_masters(config, seed, device)
     return Policy(config, named_precision(precision), masters, device, trainable, world, slots)
 
@@ -472,7 +419,7 @@ def random_policy(
 def random_masters(
     config: ModelConfig, seed: int, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and values of one master after the other, as ``random_policy`` has them."""
+    """Name and values of one master after the other, as in ``random_policy``."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, master in build_decoder(config).masters().items():
         shape = master.shape

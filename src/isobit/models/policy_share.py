@@ -1,13 +1,15 @@
-"""A rank's share of a policy that several ranks sample from together
-(``isobit.models.tensor_parallel``): what one GPU cannot hold, each holds a part of.
+"""One rank's share of a policy that several ranks sample from together
+(``isobit.models.tensor_parallel``).
 
-Masters are taken whole and one by one, published as a ``Policy`` publishes them, and cut: the bytes
-are rows of the whole policy's, and no rank ever holds more than its share and one master.  It only
-samples: there are no masters to train and no backward.
+Masters arrive whole and one by one, are published as a ``Policy`` publishes them, and cut, so that
+the bytes are rows of the whole policy's and no rank ever holds more than its share and one master.
+A share only samples: it has no masters and no backward.
+
+Also whether what an engine samples from and what is trained compute one function.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,15 +22,14 @@ from isobit.models.layers import Master, Weights
 from isobit.models.policy import Policy, Published
 from isobit.models.tensor_parallel import TensorParallel
 from isobit.parallel.world import World
-from isobit.precision.flow import build_flow
+from isobit.precision.flow import Graph, build_flow, is_same_forward
 from isobit.precision.quant_tensor import Side
 
 SIDE: Side = "rollout"
-"""The side that samples."""
 
 
 class PolicyShare:
-    """The published weights of the rollout side, this rank's rows of them, on a device."""
+    """This rank's rows of the published rollout weights."""
 
     version = 1
 
@@ -40,8 +41,8 @@ class PolicyShare:
         world: World,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``masters`` of the whole policy, in the order of the forward pass, on the device; the
-        same on all ranks of ``world``.  Raises ConfigError for a model that cannot be cut for them.
+        """``masters`` of the whole policy, on the device and in the order of the forward pass; the
+        same on all ranks of ``world``. Raises ConfigError for a model that cannot be cut for them.
         """
         self.config = config
         self.decoder = build_decoder(config)
@@ -59,13 +60,12 @@ class PolicyShare:
         world.all_gather_stack(torch.zeros(1, device=self.device))
 
     def weights(self, side: Side) -> Weights:
-        """What it samples with."""
         assert side == SIDE, "a share of a policy only samples"
         return self._weights
 
     @torch.no_grad()
     def _keep_share(self, name: str, master: Master) -> None:
-        """This rank's rows of what was just published, and what is not cut."""
+        """Replace what was just published of a master by this rank's rows of it."""
         linears, plain, path = self._weights.linears, self._weights.plain, name.rpartition(".")[0]
         parts = {part.split(".")[-2]: rows for part, rows in master.parts.items()}
         if master.kind == "matrix":
@@ -83,5 +83,33 @@ class PolicyShare:
                 del plain[name]
 
 
-SampledPolicy = Policy | PolicyShare
-"""What an engine draws from."""
+SampledPolicy = Policy | PolicyShare  # what an engine samples from
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbFunction:
+    """What function log-probabilities are values of, so that those of two can be compared.
+
+    Sampling and training compute one function only if engine and trainer read the same weight
+    tensors, use the same formats at every site and run the same kernels. An engine that runs
+    elsewhere or keeps its own weights reports another function, and its log-probabilities are
+    recomputed before training on them.
+    """
+
+    weights: object  # the owner of the tensors that are read; compared by identity
+    graph: Graph  # the format of every site
+    back_end: str  # the name of the kernels' back end
+
+
+def function_of(policy: SampledPolicy, side: Side) -> LogProbFunction:
+    """What one side of a policy computes on its device."""
+    return LogProbFunction(policy, policy.flow.graph(side), policy.backend.name)
+
+
+def is_one_function(sampled: LogProbFunction, trained: LogProbFunction) -> bool:
+    """Whether log-probabilities of both are bit for bit the same."""
+    return (
+        sampled.weights is trained.weights
+        and sampled.back_end == trained.back_end
+        and is_same_forward(sampled.graph, trained.graph)
+    )

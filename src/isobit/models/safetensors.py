@@ -1,42 +1,24 @@
-"""safetensors files, written and read one tensor at a time: what they hold need not fit the host's
-memory beside what else is there.
+"""safetensors files and sharded folders, read strictly and written one tensor at a time.
 
     8 bytes      length of the header, little-endian
-    header       JSON: name -> dtype, shape, and where its bytes begin and end behind the header;
+    header       JSON: name -> dtype, shape, and where its bytes begin and end after the header;
                  padded with spaces to 8 bytes
-    tensors      end to end, by format in the order of ``_FORMATS``, the widest first, so that each
-                 begins at a multiple of its width, and then by name
+    tensors      contiguous, ordered by format as in ``_FORMATS``, the widest first, so that each is
+                 aligned to its width, and then by name
 
-These are the bytes of safetensors' own ``save_file``, which copies everything to host memory before
-it writes the first one.  They are hashed on their way to the disk: what is read later is compared
-with what was meant, and nothing is read twice.
+The written bytes are those of safetensors' ``save_file``, which would copy all tensors to host
+memory first. They are hashed on their way to the disk. Several processes can write their rows of
+the tensors into one file, with the same result.
 
-The header of a safetensors file, read strictly.
+A header from elsewhere can be wrong in many ways, and each is refused with the file and the
+tensor's name: duplicate names (of which JSON parsers silently keep the last), offsets that overlap,
+leave a gap or do not fit shape and format, a file that is shorter or longer than described.
 
-    8 bytes      length of the header, little-endian
-    header       JSON: name -> dtype, shape, and where its bytes begin and end behind the header
-    tensors      end to end: every byte belongs to one tensor
-
-A header can lie in many ways, and each is refused by the file and the tensor's name: names that are
-there twice (JSON parsers keep the last one in silence), offsets that overlap or leave a gap or do
-not fit shape and format, a file that is shorter or longer than they say.  Names come from
-strangers: messages show them as they can be printed.
-
-A safetensors file written by several processes side by side, each its own rows of the tensors:
-the header follows from the whole shapes, and from it where every row lies.
-
-The bytes are those of ``isobit.models.safetensors.write_tensors``, whoever writes which rows.
-
-A folder's tensors over its files: one file, or shards with an index that says where each is.
-
-    model.safetensors                       all of them, where they fit
-    model-00001-of-00003.safetensors, ...   or shards of at most so many bytes, in the order of the
-                                            forward pass; a larger tensor has a shard of its own
-    model.safetensors.index.json            of shards: ``weight_map``, tensor -> file, and
+    model.safetensors                       all tensors, if they fit
+    model-00001-of-00003.safetensors, ...   or shards of a limited size, in the order of the
+                                            forward; a matrix and its scales are in the same one
+    model.safetensors.index.json            for shards: ``weight_map``, tensor -> file, and
                                             ``metadata.total_size``, bytes of all tensors
-
-transformers reads shards one after the other, and other loaders map one at a time: a matrix and its
-scales are in the same one.
 """
 
 import hashlib
@@ -56,34 +38,35 @@ import torch
 
 from isobit.util.errors import ModelError, shown
 
-LARGEST_HEADER = 100_000_000
-"""Bytes, as safetensors itself has it."""
+LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 _SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
     "F8_E5M2FNUZ": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-"""Bytes of a number.  Formats of less than a byte (F4, F6) are not read."""
+"""Bytes per number. Formats of less than a byte (F4, F6) are not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One entry of a header."""
-
     format: str
-    """As the header names it: "BF16", "F8_E4M3" ..."""
     shape: tuple[int, ...]
-    begin: int
-    """Of its bytes in the file."""
+    begin: int  # of its bytes in the file
     end: int
 
 
 def parse_json(content: bytes, source: str) -> dict[str, Any]:
-    """A JSON object in which no key is there twice; raises ModelError, naming ``source``."""
+    """A JSON object without duplicate keys. Raises ModelError, naming ``source``."""
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made, seen = dict(pairs), set[str]()
+        if len(made) < len(pairs):
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise ModelError(f"{source}: {shown(twice)} is there twice; expected once")
+        return made
+
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except _DuplicateError as error:
-        raise ModelError(f"{source}: {shown(error)} is there twice; expected once") from None
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{source} is not valid JSON: {shown(error)}") from None
     if not isinstance(value, dict):
@@ -92,7 +75,7 @@ def parse_json(content: bytes, source: str) -> dict[str, Any]:
 
 
 def read_header(data: memoryview, path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file of which ``data`` is all.  Raises ModelError, naming ``path``."""
+    """The tensors of a file with the content ``data``. Raises ModelError, naming ``path``."""
     if len(data) < 8:
         raise _damaged(path, f"it has {len(data)} bytes, less than a header's length takes")
     length = struct.unpack("<Q", data[:8])[0]
@@ -107,18 +90,6 @@ def read_header(data: memoryview, path: Path) -> dict[str, StoredTensor]:
     tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
     _check_tiling(tensors, 8 + length, len(data), path)
     return tensors
-
-
-class _DuplicateError(Exception):
-    """A key that is in one object twice."""
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        seen: set[str] = set()
-        raise _DuplicateError(next(key for key, _ in pairs if key in seen or seen.add(key)))
-    return made
 
 
 def _damaged(path: Path, what: str) -> ModelError:
@@ -153,14 +124,14 @@ def _entry(path: Path, name: str, entry: object, data_begin: int) -> StoredTenso
 
 
 def _are_sizes(values: object) -> bool:
-    """Whether these are integers from 0 to what a file can have."""
+    """Whether these are integers from 0 to the largest file size."""
     return isinstance(values, list) and all(type(x) is int and 0 <= x < 1 << 63 for x in values)
 
 
 def _check_tiling(
     tensors: Mapping[str, StoredTensor], begin: int, file_end: int, path: Path
 ) -> None:
-    """Every byte behind the header belongs to exactly one tensor."""
+    """Every byte after the header belongs to exactly one tensor."""
     end, before = begin, "the header"
     for name, tensor in sorted(tensors.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
         if tensor.begin != end:
@@ -188,31 +159,26 @@ DTYPES = {name: dtype for dtype, name in _FORMATS.items()} | {
     "F16": torch.float16,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-"""Of what is read."""
 _MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
 _FLAGS = mmap.MAP_PRIVATE | _MAP_NORESERVE
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
-"""What is written to a mapped tensor stays in the process; nothing is reserved for that, as a file
-may be larger than the memory.
-"""
+"""Writes stay in the process, and no memory is reserved: a file may be larger than the memory."""
 _ORDER = {dtype: place for place, dtype in enumerate(_FORMATS)}
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """Where everything lies in a file that is to be written."""
+    """Where everything is in a file that is to be written."""
 
     header: bytes
-    begins: Mapping[str, int]
-    """Of each tensor's bytes in the file, in their order."""
-    size: int
-    """Bytes of the file."""
+    begins: Mapping[str, int]  # of each tensor's bytes in the file, in their order
+    size: int  # bytes of the file
 
     @classmethod
     def of(
         cls, layout: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
     ) -> "FilePlan":
-        """Of tensors with these shapes and formats, which may be on the device ``meta``."""
+        """For tensors of these shapes and formats, which may be on the device ``meta``."""
         names = sorted(layout, key=lambda name: (_ORDER[layout[name].dtype], name))
         entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         begins: dict[str, int] = {}
@@ -238,10 +204,8 @@ def write_tensors(
     value: Callable[[str], torch.Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Write ``value(name)`` for each name; -> the SHA-256 of the file.
-
-    ``layout`` has tensors of the same shapes and formats, which may be on the device ``meta``;
-    values are on any device.
+    """Write ``value(name)`` for each name; -> the SHA-256 of the file. ``layout`` has tensors of
+    the same shapes and formats, which may be on the device ``meta``; values are on any device.
     """
     plan = FilePlan.of(layout, metadata)
     digest = hashlib.sha256(plan.header)
@@ -263,14 +227,13 @@ def write_tensors(
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Of a tensor on any device, on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
-    """The tensors of a file by name.  The file is opened once and mapped: a tensor is its bytes
-    there, read from the disk when they are looked at, and copied only where somebody writes to it.
-    Mapped bytes are the file's pages in the system's cache and no memory of the process.
+    """The tensors of a file by name. The file is opened and mapped once: a tensor's bytes are read
+    from the disk when they are accessed, and copied only when they are written to. Mapped bytes are
+    in the system's page cache and take no memory of the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -284,7 +247,6 @@ class TensorFile(Mapping[str, torch.Tensor]):
             raise ModelError(f"{path} cannot be read: {error.strerror}") from None
         with memoryview(self._map) as data:
             self.stored = read_header(data, path)
-        """What the header says of each tensor."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self.stored[name]
@@ -296,7 +258,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
         return flat.view(stored.shape)
 
     def read_ahead(self, name: str) -> None:
-        """Have the system begin to read a tensor from the disk, and return at once."""
+        """Have the system start reading a tensor from the disk, and return at once."""
         stored = self.stored[name]
         begin = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
         if stored.end > begin and isinstance(self._map, mmap.mmap):
@@ -309,28 +271,22 @@ class TensorFile(Mapping[str, torch.Tensor]):
         return len(self.stored)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor; none is read."""
         return {name: stored.shape for name, stored in self.stored.items()}
 
 
-_AT_ONCE = 1 << 30
-"""Bytes of a write; Linux takes less than 2 GiB."""
+_AT_ONCE = 1 << 30  # bytes of a write; Linux takes less than 2 GiB
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Rows of a tensor that lies on several ranks."""
+    """Rows of a tensor that is spread over several ranks."""
 
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    first: int
-    """Its row that is the first of these."""
-    rows: torch.Tensor
-    """[R, ...], R from 0, on any device."""
+    shape: tuple[int, ...]  # of the whole tensor
+    first: int  # the index of the first row
+    rows: torch.Tensor  # [R, ...], R >= 0, on any device
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> "Slice":
-        """All rows."""
         return cls(tuple(tensor.shape), 0, tensor)
 
     @classmethod
@@ -345,7 +301,7 @@ class Slice:
 
 
 def plan_slices(slices: Mapping[str, Slice]) -> FilePlan:
-    """The file of the whole tensors."""
+    """The plan of the file with the whole tensors."""
     return FilePlan.of(
         {
             name: torch.empty(one.shape, dtype=one.rows.dtype, device="meta")
@@ -355,7 +311,7 @@ def plan_slices(slices: Mapping[str, Slice]) -> FilePlan:
 
 
 def create_file(path: Path, plan: FilePlan) -> None:
-    """Write the header, and give the file its size: from now on any process may write its rows."""
+    """Write the header and set the file's size, after which any process may write its rows."""
     with path.open("wb") as file:
         file.write(plan.header)
         file.truncate(plan.size)
@@ -364,9 +320,7 @@ def create_file(path: Path, plan: FilePlan) -> None:
 def write_slices(
     path: Path, plan: FilePlan, slices: Mapping[str, Slice], beat: Callable[[], None]
 ) -> None:
-    """Write these rows into the file that has been created; on the disk when this returns.
-    ``beat`` is called after each tensor.
-    """
+    """Write these rows into a created file and sync it, calling ``beat`` after each tensor."""
     with path.open("r+b") as file:
         for name, begin in plan.begins.items():
             one = slices[name]
@@ -386,8 +340,7 @@ def _write_at(descriptor: int, data: memoryview, place: int) -> None:
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
-SCALES_SUFFIX = "_scale_inv"
-"""What a matrix's name ends with where its scales are meant."""
+SCALES_SUFFIX = "_scale_inv"  # appended to a matrix's name for its scales
 
 Layout = Mapping[str, torch.Tensor]
 """Tensors of a folder by name, as shapes and formats on the device ``meta``."""
@@ -422,13 +375,10 @@ def write_order(layout: Layout, limit: int = SHARD_BYTES) -> list[str]:
 
 
 def write_shards(
-    folder: Path,
-    layout: Layout,
-    value: Callable[[str], torch.Tensor],
-    limit: int = SHARD_BYTES,
+    folder: Path, layout: Layout, value: Callable[[str], torch.Tensor], limit: int = SHARD_BYTES
 ) -> dict[str, str]:
-    """Write ``value(name)`` for each name of the layout, one at a time, and the index where there
-    are several files; -> the SHA-256 of each file of tensors.
+    """Write ``value(name)`` for each name of the layout, one at a time, and the index if there are
+    several files; -> the SHA-256 of each file of tensors.
     """
     shards = plan_shards(layout, limit)
     digests = {
@@ -449,7 +399,6 @@ def write_shards(
 
 
 def total_bytes(layout: Layout) -> int:
-    """Of all tensors."""
     return sum(tensor.nbytes for tensor in layout.values())
 
 

@@ -1,22 +1,16 @@
-"""Hugging Face folders out: safetensors under the checkpoint's own names, ``config.json`` and the
-tokenizer's files, which transformers and every engine load.
-
-What a checkpoint does not have, a value head, no folder gets.
-
-What the files of a folder hold: a checkpoint's tensors by name, in BF16, or with its matrices in
-FP8 as a policy multiplies with them.
+"""Write Hugging Face folders: safetensors under the checkpoint's names, ``config.json`` and the
+tokenizer's files. A value head, which checkpoints do not have, is left out.
 
     BF16    every tensor is rounded to BF16
     FP8     a matrix that the rollout of a flow has in E4M3:
                 X.weight               E4M3 [N, K], the policy's bytes
                 X.weight_scale_inv     FP32 [N/128, K/128]; despite its name a value is
                                        byte * scale
-            every other tensor in BF16, and its module in ``modules_to_not_convert``
+            every other tensor in BF16, with its module in ``modules_to_not_convert``
 
 Stock loaders read whole blocks only, and engines fuse q with k and v, gate with up, and all
-experts: where one part of a fused matrix does not fill its blocks, all of its parts are written in
-BF16, as the numbers that their bytes stand for.  E4M3 times a power of two is a BF16, so nothing is
-lost.
+experts: if one part of a fused matrix does not consist of whole blocks, all its parts are written
+in BF16, as the numbers that their bytes stand for. E4M3 times a power of two is exact in BF16.
 """
 
 import json
@@ -41,36 +35,31 @@ from isobit.util.errors import ConfigError
 
 
 class Tensors(Protocol):
-    """A checkpoint's tensors by name, wherever they lie; each is read when it is asked for."""
+    """A checkpoint's tensors by name, each read only when it is asked for."""
 
     @property
-    def in_e4m3(self) -> Set[str]:
-        """The matrices that lie there in E4M3."""
-        ...
+    def in_e4m3(self) -> Set[str]: ...
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The numbers, in any format but E4M3; dequantised where they lie there in that."""
+        """The numbers of a tensor, in any format but E4M3, from which they are dequantised."""
         ...
 
     def quantised(self, name: str) -> QuantTensor | None:
-        """A matrix that lies there in E4M3, with its scales; None for any other tensor."""
+        """A matrix stored in E4M3, with its scales; None for any other tensor."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The tensors of a folder that is to be written."""
-
     layout: Layout
     value: Callable[[str], torch.Tensor]
     quantization: dict[str, Any] | None = None
-    """``quantization_config`` of config.json; None where no matrix is in FP8."""
+    """``quantization_config`` of config.json; None if no matrix is in FP8."""
     not_whole: tuple[str, ...] = ()
-    """Matrices in E4M3 whose sizes are no multiples of 128, and which are BF16 here."""
+    """Matrices in E4M3 that are written in BF16 because a size is no multiple of 128."""
 
     @property
     def num_quantised(self) -> int:
-        """Matrices in E4M3."""
         return sum(tensor.dtype == E4M3 for tensor in self.layout.values())
 
 
@@ -83,10 +72,8 @@ def bf16_contents(config: ModelConfig, tensors: Tensors) -> Contents:
 
 
 def fp8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> Contents:
-    """The matrices that the flow's rollout has in E4M3 with their scales, published from the
-    tensors' numbers, and the rest in BF16.
-
-    Raises ConfigError for a flow that has none.
+    """The matrices that the flow's rollout has in E4M3, quantised from the tensors' numbers, and
+    the rest in BF16. Raises ConfigError for a flow without E4M3 matrices.
     """
     sites = e4m3_sites(config, flow)
     if not sites:
@@ -102,7 +89,7 @@ def fp8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> 
 
 
 def stored_contents(config: ModelConfig, tensors: Tensors) -> Contents:
-    """The matrices that lie there in E4M3, byte for byte, and the rest in BF16."""
+    """The matrices that are stored in E4M3, byte for byte, and the rest in BF16."""
 
     def stored(matrix: str) -> QuantTensor:
         found = tensors.quantised(matrix)
@@ -113,10 +100,7 @@ def stored_contents(config: ModelConfig, tensors: Tensors) -> Contents:
 
 
 def _in_fp8(
-    config: ModelConfig,
-    matrices: Set[str],
-    made: Callable[[str], QuantTensor],
-    tensors: Tensors,
+    config: ModelConfig, matrices: Set[str], made: Callable[[str], QuantTensor], tensors: Tensors
 ) -> Contents:
     whole = _whole_blocks(config, matrices)
     layout: dict[str, torch.Tensor] = {}
@@ -144,8 +128,8 @@ def _in_fp8(
 
 
 def e4m3_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
-    """The site of each of the checkpoint's matrices that the rollout has in E4M3, as if it were a
-    linear of its own: blocks begin anew at each part, so its bytes are those that it has there.
+    """For each of the checkpoint's matrices that the rollout has in E4M3, its site as a linear of
+    its own. Blocks begin anew at each part of a fused matrix, so the bytes are the same.
     """
     sites: dict[str, Site] = {}
     for name, master in build_decoder(config).masters().items():
@@ -158,14 +142,13 @@ def e4m3_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
 
 
 def publish_part(site: Site, values: torch.Tensor) -> QuantTensor:
-    """A matrix [N, K] of the checkpoint as its policy multiplies with it."""
     made = backend_of(values.device).publish(site, values.float())
     assert isinstance(made, QuantTensor), "the site is in E4M3"
     return made
 
 
 def _whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
-    """Those of the matrices whose masters have parts of whole blocks alone."""
+    """Those of the matrices whose masters have only parts of whole blocks."""
     return {
         part
         for master in build_decoder(config).masters().values()
@@ -177,9 +160,7 @@ def _whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
 
 
 def _quantization_config(layout: Layout, whole: set[str]) -> dict[str, Any]:
-    """What stock loaders read.  Every matrix without scales is in the skip list, by the full path
-    of its module, and so is lm_head where it is tied, which has no tensor.
-    """
+    """What stock loaders read; matrices without scales, and lm_head, are not to be converted."""
     matrices = [name for name, tensor in layout.items() if tensor.ndim == 2 and name not in whole]
     modules = [
         name.removesuffix(".weight") for name in matrices if not name.endswith(SCALES_SUFFIX)
@@ -206,21 +187,19 @@ TEXT_FILES = (
     "chat_template.jinja",
     GENERATION_FILE,
 )
-"""Files that describe text rather than weights: they are taken over as they are."""
-TEMPLATES = "additional_chat_templates"
-"""A folder of chat templates beside the first one."""
+"""Files that describe text rather than weights; they are copied."""
+TEMPLATES = "additional_chat_templates"  # a folder of further chat templates
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class PolicyTensors:
     """The tensors of a policy's masters, by the checkpoint's names (``Tensors``).
 
-    Of several ranks each owns some rows of a master: it is gathered when the first of its tensors
-    is asked for, which all ranks do in one order, and held until the last one was.
+    Each of several ranks owns some rows of a master, which is gathered when the first of its
+    tensors is asked for, in the same order on all ranks, and held until the last one was.
     """
 
     def __init__(self, policy: Policy) -> None:
-        """Of a trainable policy."""
         self._policy, self._described = policy, policy.decoder.masters()
         self._masters = {
             part: name for name, described in self._described.items() for part in described.parts
@@ -229,7 +208,6 @@ class PolicyTensors:
         self._gathered: set[str] = set()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """FP32."""
         master = self._masters[name]
         if name not in self._held.get(master, ()):
             self._held[master] = self._described[master].of_checkpoint(self._gather(master))
@@ -239,7 +217,7 @@ class PolicyTensors:
         return tensor
 
     def gather_rest(self, names: Sequence[str]) -> None:
-        """Take part in gathering what other ranks ask for in this order and this one has not."""
+        """Take part in gathering the masters of ``names`` that this rank has not gathered."""
         for master in dict.fromkeys(self._masters[name] for name in names):
             if master not in self._gathered:
                 self._gather(master)
@@ -250,23 +228,21 @@ class PolicyTensors:
         whole = self._policy.whole_master(master)
         if self._policy.world.size == 1:
             return whole
-        return whole.cpu()  # the device has no room planned for what is held
+        return whole.cpu()  # no device memory is planned for it
 
     @property
     def in_e4m3(self) -> frozenset[str]:
-        """None: masters are FP32."""
         return frozenset()
 
     def quantised(self, name: str) -> QuantTensor | None:
-        """None."""
         return None
 
 
 @contextmanager
 def policy_contents(policy: Policy, limit: int = SHARD_BYTES) -> Iterator[Contents]:
-    """The BF16 rounding of the masters that checkpoints have, for rank 0 to write in this block, in
-    files of at most ``limit`` bytes.  All ranks together: whatever happens in the block, nobody is
-    left waiting for a master.
+    """The BF16 rounding of a policy's masters, for rank 0 to write within this block, in files of
+    at most ``limit`` bytes. All ranks enter it; if the block raises, no rank is left waiting for a
+    master.
     """
     tensors = PolicyTensors(policy)
     contents = bf16_contents(policy.config, tensors)
@@ -282,9 +258,9 @@ def policy_contents(policy: Policy, limit: int = SHARD_BYTES) -> Iterator[Conten
 def save_policy(
     policy: Policy, folder: Path, tokenizer_from: Path | None = None, limit: int = SHARD_BYTES
 ) -> None:
-    """Write the BF16 rounding of the masters that checkpoints have as a Hugging Face folder, with
-    the tokenizer files of another folder if given; files of tensors have at most ``limit`` bytes.
-    All ranks together; rank 0 writes.
+    """Write the BF16 rounding of a policy's masters as a Hugging Face folder, in files of at most
+    ``limit`` bytes, with another folder's tokenizer files if given. All ranks call it; rank 0
+    writes.
     """
     with policy_contents(policy, limit) as contents:
         if policy.world.rank == 0:
@@ -318,9 +294,7 @@ def _token_ids(source: Path) -> dict[str, Any]:
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
-    """Also makes the generation config of a folder that has none: without one, other engines would
-    not know every token that ends a completion.
-    """
+    """Adds a generation config if there is none, so that engines know every end token."""
     for file in TEXT_FILES:
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)

@@ -1,26 +1,19 @@
-"""The scorer: log-probabilities and entropies of given sequences under published weights, and
-the values of their states where the model has a head for them (a reward model's are its scores, and
-all it has).
+"""The scorer computes log-probabilities and entropies of given sequences under published weights,
+and values if the model has a scalar head (a reward model has only those, its scores).
 
-It is what training, ``isobit verify`` and ``isobit verify --bisect`` compute with; it needs no
-masters and no optimiser.  With ``ScoredPass`` the same forward can be taken back.
+Training, ``isobit verify`` and ``isobit verify --bisect`` use it; scoring needs no masters and no
+optimiser. ``ScoredPass`` runs the same forward, bit for bit, and then a backward that adds
+gradients to the masters. With d the gradient of the residual stream after an operation, each linear
+computes dX = dY W and adds dY^T X to its master's gradient; each norm gives d + (gradient through
+the norm). Gradients between operators have the activations' format; those of masters are FP32,
+summed in a fixed order with one addition per element and micro-batch
+(``isobit.parallel.gradient_sum``), which is told when a group of masters
+(``Decoder.backward_groups``) is complete.
 
-A forward over packed sequences and its backward: gradients straight into the masters.
-
-    forward, a layer    what its backward reads is saved
-    backward            the same in reverse.  With d the gradient of the residual stream behind an
-                        operation, each linear has dX = dY W and adds dY^T X to its master's
-                        gradient; each norm gives d + (gradient through the norm)
-
-Nothing is computed twice for the loss, and the forward's bits are those of ``Decoder``.  Gradients
-between operators are in the format between operators; those of the masters are FP32 and added up
-one addition an element and micro-batch (``isobit.parallel.gradient_sum``), which is told when a
-group of masters (``Decoder.backward_groups``) is finished.  Everything has one fixed order.
-
-``recompute`` trades saved memory for operations that are done once more, to the same bits, on the
-way back: ``mlp`` leaves out what is behind the second norm, half of all, and computes it again from
-the residual stream; ``full`` keeps the residual stream alone and computes the layer again.  What
-will be computed again is made at first as rollout makes it, without WGrad's copies.
+``recompute`` saves memory by computing activations again in the backward, to the same bits: ``mlp``
+leaves out everything after the second norm, about half of all; ``full`` keeps only the residual
+stream of each layer. What will be computed again is first computed as in rollout, without WGrad's
+copies.
 """
 
 from typing import Any, Generic, TypeVar
@@ -37,8 +30,7 @@ from isobit.records.batch import PackedBatch, TokenScores
 from isobit.util.errors import NonFiniteError
 
 Saved = torch.Tensor | tuple[SavedAttention, Any]
-"""Of a layer: what its halves save, or the residual stream in the place of what is computed again.
-"""
+"""What the halves of a layer save, or a tensor, the residual stream, to compute them from again."""
 
 
 class PackedPass:
@@ -53,8 +45,8 @@ class PackedPass:
         recompute: Recompute,
         routes: Routes | None = None,
     ) -> None:
-        """token_ids and positions int64 [T], on the policy's device.  Routing is noted in
-        ``routes``, whose loss adds to the router's gradient.
+        """token_ids, positions: int64 [T], on the device. ``routes`` adds its loss to the router's
+        gradient.
         """
         self._policy, self._decoder = policy, policy.decoder
         self._weights = policy.weights("training")
@@ -67,7 +59,7 @@ class PackedPass:
 
     @torch.no_grad()
     def forward(self) -> torch.Tensor:
-        """Hidden states [T, C], final norm applied."""
+        """Hidden states [T, C], after the final norm."""
         h, x = self._decoder.embedding.forward(self._weights, self._token_ids), None
         for layer in self._decoder.layers:
             h, x = self._layer(layer, h, x)
@@ -75,9 +67,7 @@ class PackedPass:
         return hidden
 
     def backward(self, d_hidden: torch.Tensor) -> None:
-        """Add the gradients of everything but lm_head to the masters' ``grad``; the pass is used
-        up.
-        """
+        """Add the gradients of everything but lm_head to the masters' ``grad``; once per pass."""
         assert self._last_h is not None, "the forward comes first"
         weights, gradient = self._weights, self._policy.gradient
         with torch.no_grad():  # a decorator would hold d_hidden until the end
@@ -95,7 +85,7 @@ class PackedPass:
     def _layer(
         self, layer: Layer, h: torch.Tensor, x: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer, saved as far as it is not computed again."""
+        """Run a layer, saving what the backward reads unless it is to be computed again."""
         weights = self._weights
         if self._recompute == "full":
             h, x = layer.attention.forward(weights, h, x, self._attend)
@@ -111,16 +101,16 @@ class PackedPass:
         return h, x
 
     def _layer_backward(self, layer: Layer, d: torch.Tensor) -> torch.Tensor:
-        """The gradient of the residual stream behind a layer -> before it."""
+        """The gradient of the residual stream after a layer -> before it."""
         weights, gradient = self._weights, self._policy.gradient
         attention, mlp = self._take(layer)
         d = layer.mlp.backward(weights, gradient, mlp, d, self._routes)
-        del mlp  # else it would stand beside the gradients of attention
+        del mlp  # else it would be held beside the gradients of attention
         attend, positions = self._attend, self._positions
         return layer.attention.backward(weights, gradient, attend, positions, attention, d)
 
     def _take(self, layer: Layer) -> tuple[SavedAttention, Any]:
-        """What the backward of a layer reads, computed again where it was not saved."""
+        """What the backward of a layer reads, computed again if it was not saved."""
         saved, weights = self._saved.pop(), self._weights
         if isinstance(saved, torch.Tensor):
             h, x, attention = layer.attention.saving_forward(weights, saved, None, self._attend)
@@ -142,7 +132,7 @@ class Scorer(Generic[Model]):
 
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
-        """The targets of a batch; raises NonFiniteError where a log-probability is not finite."""
+        """Raises NonFiniteError if a log-probability is not finite."""
         policy, weights = self.policy, self.policy.weights("training")
         to_device = policy.backend.to_device
         positions = to_device(batch.positions)
@@ -157,7 +147,7 @@ class Scorer(Generic[Model]):
 
 
 class ScoredPass:
-    """The scores of one batch, and the way back from their gradient to the masters."""
+    """The scores of one batch, and the backward from their gradients to the masters."""
 
     def __init__(
         self,
@@ -166,9 +156,7 @@ class ScoredPass:
         recompute: Recompute,
         coefficients: RouterCoefficients | None = None,
     ) -> None:
-        """``coefficients`` are of the router's own losses of each sequence, which the backward adds
-        where the policy has experts.
-        """
+        """``coefficients`` weigh the router's losses of each sequence, if there are experts."""
         self.batch = batch
         self._policy, to_device = policy, policy.backend.to_device
         self._routes = _routes_with_loss(policy, batch, coefficients)
@@ -198,8 +186,8 @@ class ScoredPass:
         d_entropies: torch.Tensor | None = None,
         d_values: torch.Tensor | None = None,
     ) -> None:
-        """Add the gradients to the masters' ``grad``: FP32 [N] each, the loss's gradient by each
-        score, None where it does not depend on it.  The pass is used up.
+        """Add the gradients to the masters' ``grad``. The arguments are the loss's gradients by
+        each score, FP32 [N], None where the loss does not depend on it. A pass has one backward.
         """
         self._pass.backward(self._d_hidden(d_log_probs, d_entropies, d_values))
 
@@ -209,8 +197,8 @@ class ScoredPass:
         d_entropies: torch.Tensor | None,
         d_values: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The gradient of the hidden states [T, C], through the heads.  What it is made of is gone
-        when the layers' turn comes.
+        """The gradient of the hidden states [T, C], through the heads, whose tensors are freed
+        here.
         """
         assert self._hidden is not None, "the forward comes first"
         hidden, self._hidden = self._hidden, None
@@ -228,7 +216,6 @@ class ScoredPass:
         d_log_probs: torch.Tensor | None,
         d_entropies: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """[N, C], through lm_head."""
         if d_log_probs is None:
             if d_entropies is None:
                 return None
@@ -245,23 +232,20 @@ class ScoredPass:
         )
 
     def _through_value(self, hidden: torch.Tensor, d_values: torch.Tensor) -> torch.Tensor:
-        """[N, C], through the scalar head."""
         policy = self._policy
         assert policy.decoder.value is not None, "a model without a scalar head has no values"
         weights, d = policy.weights("training"), self._on_device(d_values)
         return policy.decoder.value.backward(weights, policy.gradient, hidden, d)
 
     def _on_device(self, d: torch.Tensor) -> torch.Tensor:
-        """As kernels read it: autograd's gradient of a mean is one number, spread."""
+        """Contiguous, as kernels need it: autograd's gradient of a mean is one expanded number."""
         return self._policy.backend.to_device(d.contiguous())
 
 
 def _scores(
     policy: Scorable, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
 ) -> TokenScores:
-    """By every head that the decoder has, of the hidden states [N, C] that predict the targets; on
-    the policy's device.
-    """
+    """Scores by every head, from the hidden states [N, C] that predict the targets."""
     decoder, weights = policy.decoder, policy.weights("training")
     log_probs = entropies = temperatures.new_empty(0)
     if decoder.head is not None:
@@ -273,7 +257,7 @@ def _scores(
 def _routes_with_loss(
     policy: Policy, batch: PackedBatch, coefficients: RouterCoefficients | None
 ) -> Routes | None:
-    """What notes the routing of a batch that is learnt from; None for a dense policy."""
+    """The routing of a batch that is trained on; None for a dense policy."""
     if not policy.decoder.is_sparse:
         return None
     wanted = coefficients or RouterCoefficients()
@@ -282,7 +266,7 @@ def _routes_with_loss(
 
 
 def _on_host(found: TokenScores, routes: Routes | None, rows: torch.Tensor) -> TokenScores:
-    """With the routing of the rows, int64 [N], that predict the targets; raises NonFiniteError."""
+    """Adds the routing of ``rows``, int64 [N], which predict the targets. Raises NonFiniteError."""
     log_probs = found.log_probs.cpu()
     if not torch.isfinite(log_probs).all():
         raise NonFiniteError(

@@ -1,39 +1,32 @@
-"""Gathered tensor parallelism: a decoder cut for several ranks along the *outputs* of its linears,
-with the bits of one.
+"""Gathered tensor parallelism: each rank computes some of the *output columns* of every linear, and
+the results have the bits of a single rank.
 
-A rank of P has of each layer
+Of P ranks, each holds the embedding and norms whole, and of the rest
 
-    qkv_proj, attention, KV cache    the query heads of its G / P KV heads, and those
-    gate_up_proj                     its columns of gate and up
-    o_proj, down_proj, lm_head       its rows: columns of their outputs
+    qkv_proj, attention, KV cache    G / P KV heads and their query heads
+    gate_up_proj                     some columns of gate and up
+    o_proj, down_proj, lm_head       some columns of their outputs
 
-and the embedding and the norms whole.  What a linear reads is joined before it, in the linear's own
-format, and what o_proj, down_proj and lm_head give behind it, so that the residual stream is whole
-on every rank:
+Inputs of o_proj and down_proj are gathered in the linear's own format, and their outputs are
+gathered too, so that every rank has the whole residual stream:
 
-    a = norm(h)                 out = attend(qkv_proj(a))     its heads
-    x = o_proj(joined(out))     its columns                   x = joined(x)
-    b = norm(h + x)             y = swiglu(gate_up_proj(b))   its columns
-    x = down_proj(joined(y))    its columns                   x = joined(x)
+    a = norm(h)                 out = attend(qkv_proj(a))     this rank's heads
+    x = o_proj(joined(out))     this rank's columns           x = joined(x)
+    b = norm(h + x)             y = swiglu(gate_up_proj(b))   this rank's columns
+    x = down_proj(joined(y))    this rank's columns           x = joined(x)
 
-A column of a product is one rank's from the first number of its sum to the last: no sum crosses
-ranks, and no number depends on P.  A token and layer moves H D + I bytes of E4M3 with their scales
-and 4 C of BF16, as much as two all-reduces of BF16 would.
+One rank computes the whole sum of an output element, so no number depends on P. For each token and
+layer H D + I bytes of E4M3 with their scales and 4 C bytes of BF16 are gathered, as much as two
+all-reduces in BF16 would move.
 
-Shares begin where a block of 128 begins, and may be unequal; where a size has fewer blocks than
-ranks, at multiples of 16.  Heads are cut evenly.
+Shares consist of whole blocks of 128 columns and may be unequal; a size with fewer blocks than
+ranks is cut at multiples of 16. Heads are divided evenly.
 
-Columns that the ranks have computed become one tensor on all of them: what gathered tensor
-parallelism sends.
-
-    rank r has [T, c_r]     ->     every rank has [T, c_0 + c_1 + ..]
-
-Nothing is added, so the result has the bits of one rank that had computed all columns.  Messages of
-a collective are equally long: narrower shares are filled up to the widest.  A quantised share goes
-as one message, values and scales:
+All messages of an all_gather have the same length: narrower shares are padded to the widest. A
+quantised share is one message:
 
     T w bytes           E4M3 values [T, w], w the columns of the widest share
-    4 ceil(w/128) T     FP32 scales [ceil(w/128), T], a row a group
+    4 ceil(w/128) T     FP32 scales [ceil(w/128), T], one row per group
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,84 +44,59 @@ from isobit.parallel.world import ALONE, World
 from isobit.precision.quant_tensor import BLOCK, E4M3, QuantTensor, num_blocks
 from isobit.util.errors import ConfigError
 
-ColumnCuts = Sequence[int]
-"""Rank r has the columns ``cuts[r]`` to ``cuts[r + 1]``."""
+Cuts = tuple[int, ...]  # rank r has `cuts[r]` to `cuts[r + 1]`
+_SMALL = 16  # a number of rows that GPU products accept, for sizes with too few blocks of 128
 
 
-def joined_columns(world: World, mine: torch.Tensor, cuts: ColumnCuts) -> torch.Tensor:
-    """This rank's columns [T, c_r], contiguous -> the columns of all, a new contiguous [T, C]."""
-    widths = widths_of(cuts)
-    return _beside(world.all_gather_stack(_filled(mine, max(widths))), widths)
+def joined_columns(world: World, mine: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    """This rank's columns [T, c_r], contiguous -> all columns, a new contiguous [T, C]."""
+    widths = _sizes(cuts)
+    return _concatenated(world.all_gather_stack(_padded(mine, max(widths))), widths, 1)
 
 
 def joined_groups(
-    world: World, values: torch.Tensor, scales: torch.Tensor, cuts: ColumnCuts
+    world: World, values: torch.Tensor, scales: torch.Tensor, cuts: Cuts
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's E4M3 values [T, c_r], contiguous, and FP32 scales of their 1x128 groups
-    [T, ceil(c_r / 128)] of any strides -> those of all [T, C] and, a row a group, [G, T].
-
+    [T, ceil(c_r / 128)] of any strides -> those of all ranks: values [T, C] and scales [G, T].
     The cuts are multiples of 128, so that no group is in two shares.
     """
-    tokens, widths = len(values), widths_of(cuts)
+    tokens, widths = len(values), _sizes(cuts)
     groups, width = [num_blocks(n) for n in widths], max(widths)
-    sent = _filled(values.view(torch.uint8), width)
-    rows = _filled(scales, max(groups)).t().contiguous()
+    sent = _padded(values.view(torch.uint8), width)
+    rows = _padded(scales, max(groups)).t().contiguous()
     stacked = world.all_gather_stack(torch.cat([sent.view(-1), rows.view(-1).view(torch.uint8)]))
-    found = _beside(stacked[:, : tokens * width].view(world.size, tokens, width), widths)
+    found = stacked[:, : tokens * width].view(world.size, tokens, width)
     found_rows = stacked[:, tokens * width :].view(torch.float32).view(world.size, -1, tokens)
-    return found.view(values.dtype), _upon_columns(found_rows, groups)
+    joined = _concatenated(found, widths, 1).view(values.dtype)
+    return joined, _concatenated(found_rows, groups, 0)
 
 
-def widths_of(cuts: ColumnCuts) -> list[int]:
-    """Columns of each rank."""
+def _sizes(cuts: Cuts) -> list[int]:
     return [last - first for first, last in pairwise(cuts)]
 
 
-def _filled(share: torch.Tensor, width: int) -> torch.Tensor:
-    """[T, c] -> [T, w]."""
+def _padded(share: torch.Tensor, width: int) -> torch.Tensor:
     missing = width - share.shape[1]
     return F.pad(share, (0, missing)) if missing else share
 
 
-def _beside(stacked: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-    """[size, T, w] -> [T, C], without what fills up."""
-    size, tokens, width = stacked.shape
-    if all(n == width for n in widths):
-        return stacked.transpose(0, 1).reshape(tokens, size * width)
-    return torch.cat([share[:, :n] for share, n in zip(stacked, widths, strict=True)], 1)
-
-
-def _upon_columns(stacked: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """[size, g, T] -> [G, T], without what fills up."""
-    if all(n == stacked.shape[1] for n in rows):
-        return stacked.reshape(-1, stacked.shape[2])
-    return torch.cat([share[:n] for share, n in zip(stacked, rows, strict=True)])
-
-
-Cuts = tuple[int, ...]
-"""Rank r has ``cuts[r]`` to ``cuts[r + 1]``."""
-_SMALL = 16
-"""Rows that products on a GPU take, where there are not enough blocks."""
+def _concatenated(stacked: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
+    """[ranks, ..] -> all shares along ``dim``, each cut to its size."""
+    shares = zip(stacked, sizes, strict=True)
+    return torch.cat([share.narrow(dim, 0, size) for share, size in shares], dim)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Which part of a decoder a rank has, and how parts become whole.  Of one rank alone: all of
-    it, and nothing happens.
-    """
+    """Which part of a decoder this rank has, and how to gather whole tensors."""
 
-    world: World
-    """The ranks that share one decoder."""
-    queries: Cuts = ()
-    """Columns of what attention gives, H D."""
-    keys: Cuts = ()
-    """Columns of K, and of V, G D."""
-    width: Cuts = ()
-    """Columns of gate, of up and of what down_proj reads."""
-    hidden: Cuts = ()
-    """Columns of what o_proj and down_proj give."""
-    vocabulary: Cuts = ()
-    """Columns of the logits."""
+    world: World  # the ranks that share one decoder
+    queries: Cuts = ()  # columns of attention's output, H D
+    keys: Cuts = ()  # columns of K, and of V: G D
+    width: Cuts = ()  # columns of gate, of up and of down_proj's input
+    hidden: Cuts = ()  # columns of the outputs of o_proj and down_proj
+    vocabulary: Cuts = ()  # columns of the logits
     _by_part: Mapping[str, Cuts] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -139,9 +107,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, config: ModelConfig, world: World) -> "TensorParallel":
-        """A decoder for the ranks of ``world``.  Raises ConfigError for one that cannot be cut for
-        so many, with the sizes.
-        """
+        """Raises ConfigError for a decoder that cannot be cut for the ranks of ``world``."""
         if world.size > 1:
             _check(config, world.size)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -156,15 +122,13 @@ class TensorParallel:
 
     @property
     def size(self) -> int:
-        """Ranks."""
         return self.world.size
 
     def mine(self, cuts: Cuts) -> slice:
-        """What this rank has."""
         return slice(cuts[self.world.rank], cuts[self.world.rank + 1])
 
     def share(self, config: ModelConfig) -> ModelConfig:
-        """What this rank's part of each layer looks like to a KV cache and to a memory plan."""
+        """The configuration of this rank's part, for a KV cache and a memory plan."""
         if self.size == 1:
             return config
         mine = self.mine(self.width)
@@ -176,8 +140,8 @@ class TensorParallel:
         )
 
     def rows(self, matrix: Operand, parts: Mapping[str, int]) -> Operand:
-        """This rank's rows of a published matrix or bias that fuses ``parts``, by the checkpoint's
-        names: new tensors with the bytes of the whole.
+        """This rank's rows of a published matrix or bias that fuses ``parts`` (rows by the
+        checkpoint's name): new tensors with the same bytes.
         """
         if self.size == 1:
             return matrix
@@ -186,38 +150,38 @@ class TensorParallel:
             split = matrix.split(list(parts.values()))
             return torch.cat([part[rows] for part, rows in zip(split, mine, strict=True)])
         assert isinstance(matrix, QuantTensor), "a weight is in blocks"
-        return _upon(
+        return _fused(
             [_rows_of(part, rows) for part, rows in zip(parts_of(matrix), mine, strict=True)]
         )
 
     def whole_groups(self, out: torch.Tensor) -> torch.Tensor:
-        """What this rank's heads give [T, H D / P], as it is where it is whole groups of 128; else
-        that of all, since a group is quantised as one.
+        """The output of this rank's heads [T, H D / P] if it consists of whole groups of 128, else
+        that of all heads, because a group is quantised as a whole.
         """
         if self.size == 1 or all(cut % BLOCK == 0 for cut in self.queries):
             return out
         return joined_columns(self.world, out, self.queries)
 
     def input(self, backend: Backend, x: LinearInput, cuts: Cuts) -> LinearInput:
-        """A linear's input [T, K] of which this rank has made its columns, or already all."""
-        if self.size == 1 or _columns(x.read) == cuts[-1]:
+        """A linear's whole input [T, K], from this rank's columns or already whole."""
+        values = x.read if isinstance(x.read, torch.Tensor) else x.read.values
+        if self.size == 1 or values.shape[1] == cuts[-1]:
             return x
         if isinstance(x.read, torch.Tensor):
             return LinearInput(joined_columns(self.world, x.read, cuts))
-        groups = joined_groups(self.world, x.read.values, x.read.scales, cuts)
+        groups = joined_groups(self.world, values, x.read.scales, cuts)
         return LinearInput(backend.joined_rows(*groups))
 
     def columns(self, mine: torch.Tensor, cuts: Cuts) -> torch.Tensor:
-        """An output of which this rank has made its columns -> all of it [T, N]."""
+        """This rank's columns of an output -> the whole output [T, N]."""
         return mine if self.size == 1 else joined_columns(self.world, mine, cuts)
 
 
 WHOLE = TensorParallel(ALONE)
-"""Of everything that is not shared."""
 
 
 def check_ranks(rollout_tp: int, world: World) -> None:
-    """Raises ConfigError where not all processes share the engine."""
+    """Raises ConfigError if the number of processes is not ``rollout_tp``."""
     if world.size != rollout_tp:
         started = "is one process" if world.size == 1 else f"are {world.size} processes"
         raise ConfigError(
@@ -228,7 +192,6 @@ def check_ranks(rollout_tp: int, world: World) -> None:
 
 
 def _check(config: ModelConfig, ranks: int) -> None:
-    """Refuse what is not cut for so many ranks."""
     if config.experts is not None:
         raise ConfigError(
             f"cluster.rollout_tp = {ranks}, but the model is a mixture of {config.experts.count} "
@@ -249,9 +212,7 @@ def _even(columns: int, ranks: int) -> Cuts:
 
 
 def _in_blocks(name: str, columns: int, ranks: int, smallest: int = _SMALL) -> Cuts:
-    """As even as whole blocks of 128 allow, or of ``smallest`` where there are too few; the longer
-    shares first.
-    """
+    """In whole blocks of 128, or of ``smallest`` if there are too few; longer shares first."""
     block = BLOCK if num_blocks(columns) >= ranks else smallest
     blocks = -(-columns // block)
     if blocks < ranks:
@@ -263,12 +224,8 @@ def _in_blocks(name: str, columns: int, ranks: int, smallest: int = _SMALL) -> C
     return 0, *(min(end * block, columns) for end in ends)
 
 
-def _columns(x: Operand) -> int:
-    return x.shape[1] if isinstance(x, torch.Tensor) else x.values.shape[1]
-
-
 def _rows_of(part: QuantTensor, rows: slice) -> QuantTensor:
-    """Rows of one matrix.  A block that the first of them lies within is a part of its own."""
+    """Rows of one matrix. A block that the first row is inside becomes a part of its own."""
     first_whole = min(-(-rows.start // BLOCK) * BLOCK, rows.stop)
     parts = (first_whole - rows.start, rows.stop - first_whole)
     blocks = slice(rows.start // BLOCK, num_blocks(rows.stop))
@@ -277,8 +234,8 @@ def _rows_of(part: QuantTensor, rows: slice) -> QuantTensor:
     )
 
 
-def _upon(parts: Sequence[QuantTensor]) -> QuantTensor:
-    """Matrices of one width, fused: new tensors."""
+def _fused(parts: Sequence[QuantTensor]) -> QuantTensor:
+    """Fuse matrices of the same width into new tensors."""
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(E4M3)
     scales = torch.cat([part.scales for part in parts])
     return QuantTensor(values, scales, "128x128", tuple(n for part in parts for n in part.parts))

@@ -1,3 +1,1 @@
-"""What is quantised and how: formats, scales, quantised tensors, the flow of a run and the
-comparison of its two sides.
-"""
+"""What is quantised and how: formats, scales, quantised tensors, and the precision flow."""

@@ -1,19 +1,13 @@
 """The precision flow: for every site of the decoder, the format of each operand in rollout and in
 training.
 
-A flow holds two graphs, one a side.  A graph is a list of sites in the order of the forward pass.
-The condition for exactness is Jet-RL's (arXiv 2601.14243, section 4.1): the inference graph is a
-subgraph of the training forward graph, that is, every site reads and writes the same formats on
-both sides.  ``isobit.precision.flow`` checks it site by site.
+A flow holds one graph for each side, a list of sites in the order of the forward. The two sides are
+exact under Jet-RL's condition (arXiv 2601.14243, section 4.1): the inference graph is a subgraph of
+the training forward graph, that is, every site reads and writes the same formats on both sides.
+``graph_differences`` checks this site by site, before the first token.
 
-FProp is Y = X W^T, DGrad is dX = dY W, WGrad is dW = dY^T X.  In E4M3, X and dY have 1x128 groups
+FProp is Y = X W^T, DGrad is dX = dY W, WGrad is dW = dY^T X. In E4M3, X and dY have 1x128 groups
 along the contraction, W has 128x128 blocks, and WGrad's two operands have groups of 128 tokens.
-
-The comparison of the rollout graph with the training-forward graph, and a flow as lines of text.
-
-Jet-RL's condition (arXiv 2601.14243, section 4.1) is that inference quantises the same sites in the
-same way as the training forward does.  Peers find out at run time, from a drifting metric; here the
-two graphs are compared before the first token.
 """
 
 from collections.abc import Mapping
@@ -31,10 +25,8 @@ SiteKind = Literal["embedding", "norm", "linear", "router", "attention", "kv_cac
 @dataclass(frozen=True, slots=True)
 class LinearShape:
     """A linear of the decoder: the output sizes of the checkpoint's matrices that it fuses, by
-    name, and its input size.
-
-    A linear of ``experts`` has so many matrices of one shape, one below the other; each multiplies
-    the tokens that are routed to it.
+    name, and its input size. With ``experts`` there are so many matrices of one shape, concatenated
+    along the rows; each multiplies the tokens that are routed to it.
     """
 
     parts: Mapping[str, int]
@@ -48,24 +40,22 @@ class LinearShape:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows of each part."""
         return tuple(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """A site as its unit names it, before a flow gives it formats."""
+    """A site before a flow gives it formats."""
 
     name: str
     kind: SiteKind
     layer: int | None = None
     linear: LinearShape | None = None
-    """Of a linear."""
 
     @property
     def aliases(self) -> set[str]:
-        """What ``precision.modules_bf16`` may call a linear: by its own name or that of a part, in
-        all layers or in one.
+        """A linear's names in ``precision.modules_bf16``: its own or a part's, in one or all
+        layers.
         """
         assert self.linear is not None
         names = {name.rpartition(".")[2] for name in (self.name, *self.linear.parts)}
@@ -74,18 +64,16 @@ class SiteShape:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What a flow needs to know of a model: its sites, in the order of the forward pass."""
+    """What a flow needs to know of a model: its sites, in the order of the forward."""
 
     num_layers: int
     sites: tuple[SiteShape, ...]
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
-        """Of all layers."""
         return tuple(site.linear for site in self.sites if site.linear is not None)
 
     def linears_of(self, layer: int) -> tuple[LinearShape, ...]:
-        """The linears of one layer."""
         return tuple(
             site.linear for site in self.sites if site.linear is not None and site.layer == layer
         )
@@ -93,9 +81,7 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One operation of the decoder and the formats it works in; ``dgrad``, ``wgrad`` and ``parts``
-    are set for linears only.
-    """
+    """One operation and its formats; ``dgrad``, ``wgrad`` and ``parts`` are for linears only."""
 
     name: str
     kind: SiteKind
@@ -104,18 +90,18 @@ class Site:
     dgrad: Format | None = None
     wgrad: Format | None = None
     parts: tuple[int, ...] = ()
-    """Rows of each matrix that a linear fuses, whose blocks begin anew there; none: one matrix."""
+    """Rows of each matrix that a linear fuses, at which blocks begin anew; empty: one matrix."""
 
     @property
     def forward_formats(self) -> tuple[str, Format, ScaleKind]:
-        """Name, format and scales: what a site must share with the other side's."""
+        """What must be the same on both sides."""
         return self.name, self.forward, self.scales
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The sites of one side, in the order of the forward pass; ``activations`` is the format
-    between operators.
+    """One side's sites in the order of the forward; ``activations`` is the format between
+    operators.
     """
 
     sites: tuple[Site, ...]
@@ -126,7 +112,7 @@ class Graph:
         object.__setattr__(self, "_by_name", {site.name: site for site in self.sites})
 
     def site(self, name: str) -> Site:
-        """The site of that name; found at once, as every linear asks at every call."""
+        """A lookup, since every linear asks at every call."""
         return self._by_name[name]
 
     def linear(self, layer: int, name: str) -> Site:
@@ -148,22 +134,16 @@ class PrecisionFlow:
 
     @property
     def exact(self) -> bool:
-        """Whether both sides compute the same function, so that recorded log-probabilities are the
-        trainer's own.
+        """Whether both sides compute the same function, so that log-probabilities have the same
+        bits.
         """
-        return self.rollout.activations == self.training.activations and all(
-            a.forward_formats == b.forward_formats
-            for a, b in zip(self.rollout.sites, self.training.sites, strict=True)
-        )
+        return is_same_forward(self.rollout, self.training)
 
     def graph(self, side: Side) -> Graph:
-        """The sites of one side, ``rollout`` or ``training``."""
         return self.rollout if side == "rollout" else self.training
 
     def one_sided(self, side: Side) -> "PrecisionFlow":
-        """The flow of a model that only one side ever reads: its weights exist in that side's
-        formats alone.
-        """
+        """The flow of a model that only one side reads."""
         return replace(self, rollout=self.graph(side), training=self.graph(side))
 
 
@@ -178,11 +158,7 @@ _PRESETS: dict[str, dict[Side, tuple[Format, Format]]] = {
 
 
 def build_flow(config: PrecisionConfig, shape: DecoderShape) -> PrecisionFlow:
-    """Resolve a preset and its options for a model.
-
-    Raises ConfigError for a module that the model does not have, or for more BF16 layers than it
-    has.
-    """
+    """Resolve a preset and its options for a model. Raises ConfigError if they do not fit it."""
     _check_options(config, shape)
     rollout, training = (_build_graph(config, shape, side) for side in ("rollout", "training"))
     return PrecisionFlow(config.preset, rollout, training)
@@ -232,7 +208,7 @@ def _linear_site(config: PrecisionConfig, name: str, linear: LinearShape, format
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A site whose forward formats differ between the sides; ``None`` where a side lacks it."""
+    """A site whose forward formats differ between the sides; None for a side that lacks it."""
 
     name: str
     rollout: Site | None
@@ -240,9 +216,7 @@ class Difference:
 
 
 def graph_differences(rollout: Graph, training: Graph) -> list[Difference]:
-    """Every site that the two sides do not compute in the same formats, in the order of the forward
-    pass.
-    """
+    """Every site that the sides do not compute in the same formats, in the order of the forward."""
     by_name = {site.name: site for site in training.sites}
     differences = []
     for site in rollout.sites:
@@ -252,10 +226,14 @@ def graph_differences(rollout: Graph, training: Graph) -> list[Difference]:
     return differences + [Difference(name, None, site) for name, site in by_name.items()]
 
 
+def is_same_forward(rollout: Graph, training: Graph) -> bool:
+    """Whether both graphs have the same formats at and between all sites."""
+    activations = rollout.activations == training.activations
+    return activations and not graph_differences(rollout, training)
+
+
 def describe_flow(flow: PrecisionFlow) -> list[str]:
-    """The flow as text: a line a site, equal layers folded together, then whether
-    the sides are one function.
-    """
+    """One line per site, with equal layers folded, then whether the sides are one function."""
     training = {site.name: site for site in flow.training.sites}
     rows = [
         (site.name, _formats(site), _formats(training[site.name])) for site in flow.rollout.sites

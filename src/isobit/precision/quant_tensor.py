@@ -1,29 +1,24 @@
-"""A quantised matrix: E4M3 values and the FP32 scales of their groups.
+"""A quantised matrix, E4M3 values with the FP32 scales of their groups, and the constants that all
+quantisers share.
 
-Granularities of an [R, C] matrix, by the shape of the group that shares a scale; with b(n) =
-ceil(n / 128), since the last group of a row, column or matrix may be short:
+Granularities of an [R, C] matrix, by the shape of the group that shares a scale; with b(n) = ceil(n
+/ 128), since the last group of a row, column or matrix may be short:
 
     1x128      scales [R, b(C)]       activations and output gradients, along the contraction
     128x128    scales [b(R), b(C)]    weights
     128x1      scales [b(R), C]       WGrad's operands, along the tokens
 
-A matrix fused of several, one below the other, has ``parts``, the rows of each: blocks begin anew
-at each part, so b(R) is the sum of the parts' own.  So have the columns of an output's gradient.
-
-The number formats of the flow and the constants that every quantiser shares.
+A matrix fused of several along its rows has ``parts``, the rows of each: blocks begin anew at each
+part, so b(R) is the sum over the parts. The same holds for the columns of an output's gradient.
 
 E4M3 has 4 exponent and 3 mantissa bits, a largest value of 448, no infinity, and one NaN (byte
-0x7F, or 0xFF with the sign). A scale is the factor that turns a stored value back into what it
-stands for: value = code * scale.
+0x7F, or 0xFF with the sign). value = code * scale, with
 
-    scale = max(amax, 2^-60) / 448                  as FP32, or rounded up to a power of two (the
-                                                    default)
+    scale = max(amax, 2^-60) / 448       as FP32, or rounded up to a power of two (the default)
 
-The floor on amax keeps gradients of 1e-12 alive and gives a block of zeros a scale.  A block that
-holds a NaN or an infinity gets a NaN scale (E8M0 byte 0xFF) and the value byte 0x7F everywhere, so
-that no kernel can turn it into a finite number again.
-
-What the bytes of a quantised weight stand for: value = byte * scale of its block.
+The floor on amax keeps gradients of 1e-12 and gives a block of zeros a scale. A block with a NaN or
+an infinity gets a NaN scale (E8M0 byte 0xFF) and the value byte 0x7F everywhere, so that no kernel
+can make it finite again.
 """
 
 from dataclasses import dataclass
@@ -52,27 +47,25 @@ Granularity = Literal["1x128", "128x128", "128x1"]
 
 
 def num_blocks(size: int) -> int:
-    """Groups of 128 that ``size`` neighbours are cut into."""
+    """Groups of 128 in ``size`` elements."""
     return -(-size // BLOCK)
 
 
 @cache
 def block_sizes(parts: tuple[int, ...]) -> tuple[int, ...]:
-    """How many neighbours each block has, of parts with so many."""
+    """The number of elements of each block, for parts of these sizes."""
     return tuple(min(BLOCK, part - first) for part in parts for first in range(0, part, BLOCK))
 
 
 @cache
 def block_numbers(parts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Of each neighbour, the block it is in, int64 [sum of parts], of parts with so many."""
+    """The block of each element, int64 [sum of parts], for parts of these sizes."""
     sizes = torch.tensor(block_sizes(parts), device=device)
     return torch.arange(len(sizes), device=device).repeat_interleave(sizes)
 
 
 def parts_of_rows(parts: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
-    """The parts of rows ``first`` .. ``last`` - 1 of a matrix with these: what of each lies there;
-    none of none.
-    """
+    """What rows ``first`` .. ``last`` - 1 of a matrix have of each of its parts, without zeros."""
     made, begin = list[int](), 0
     for part in parts:
         made.append(min(begin + part, last) - max(begin, first))
@@ -82,15 +75,13 @@ def parts_of_rows(parts: tuple[int, ...], first: int, last: int) -> tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class QuantTensor:
-    """E4M3 values [R, C] with FP32 scales in one of three granularities; a scale of NaN marks a
-    block that was not finite.
-    """
+    """E4M3 values [R, C] with FP32 scales; a NaN scale marks a block that was not finite."""
 
     values: torch.Tensor
     scales: torch.Tensor
     granularity: Granularity
     parts: tuple[int, ...] = ()
-    """Of the rows of 128x128 blocks, or of the columns of 1x128 groups; none: one part."""
+    """Of the rows of 128x128 blocks, or of the columns of 1x128 groups; empty: one part."""
 
     def __post_init__(self) -> None:
         rows, columns = self.values.shape
@@ -113,16 +104,14 @@ class QuantTensor:
     def empty_blocks(
         cls, rows: int, columns: int, device: torch.device, parts: tuple[int, ...] = ()
     ) -> "QuantTensor":
-        """Unwritten storage for a weight in 128x128 blocks."""
+        """Uninitialised storage for a weight in 128x128 blocks."""
         grid = (sum(num_blocks(part) for part in parts or (rows,)), num_blocks(columns))
         scales = torch.empty(grid, dtype=torch.float32, device=device)
         values = torch.empty((rows, columns), dtype=E4M3, device=device)
         return cls(values, scales, "128x128", parts)
 
     def rows(self, first: int, last: int) -> "QuantTensor":
-        """Rows ``first`` .. ``last`` - 1 of a weight, not copied; they are whole blocks of their
-        parts, or none.
-        """
+        """Rows ``first`` .. ``last`` - 1 of a weight, not copied: whole blocks of their parts."""
         assert self.granularity == "128x128", self.granularity
         sizes = block_sizes(self.parts or (self.values.shape[0],))
         bounds = [0, *accumulate(sizes)]
@@ -132,21 +121,21 @@ class QuantTensor:
         return QuantTensor(self.values[first:last], self.scales[blocks], "128x128", parts)
 
     def row_scales(self) -> torch.Tensor:
-        """The scales of 128x128 blocks, a row each: a new FP32 [R, b(C)]."""
+        """The scales of 128x128 blocks, repeated for each row: a new FP32 [R, b(C)]."""
         assert self.granularity == "128x128", self.granularity
         parts = self.parts or (self.values.shape[0],)
         return self.scales.index_select(0, block_numbers(parts, self.scales.device))
 
     def copy_(self, other: "QuantTensor") -> None:
-        """Overwrite in place: whoever holds this tensor sees the new weight."""
+        """Overwrite in place, for all holders of this tensor."""
         assert (self.granularity, self.parts) == (other.granularity, other.parts)
         self.values.view(torch.uint8).copy_(other.values.view(torch.uint8))
         self.scales.copy_(other.scales)
 
 
 def dequantise(matrix: QuantTensor) -> torch.Tensor:
-    """A weight in 128x128 blocks -> FP32 [R, C].  A product of E4M3 and an FP32 scale is rounded
-    once; with a power of two it is exact, and a BF16.
+    """A weight in 128x128 blocks -> FP32 [R, C]. The product of E4M3 and an FP32 scale is rounded
+    once; with a power of two it is exact, and exact in BF16.
     """
     columns = block_numbers((matrix.values.shape[1],), matrix.scales.device)
     return matrix.values.float().mul_(matrix.row_scales().index_select(1, columns))

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, Protocol
 
-from isobit.models.function import LogProbFunction
+from isobit.models.policy_share import LogProbFunction
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.util.errors import RequestError
 

@@ -39,8 +39,7 @@ from isobit.memory.cache_size import (
     out_of_memory_named,
     pages_for,
 )
-from isobit.models.function import LogProbFunction, function_of
-from isobit.models.policy_share import SampledPolicy
+from isobit.models.policy_share import LogProbFunction, SampledPolicy, function_of
 from isobit.records.text import Completion
 from isobit.rollout.engine import (
     EngineStats,

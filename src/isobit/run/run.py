@@ -36,7 +36,7 @@ import torch
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.data.sampler import PromptSampler
 from isobit.kernels.backend import support
-from isobit.memory.turns import DeviceTurns, NoTurns, Turns, allocate_in_pages
+from isobit.memory.turns import DeviceTurns, Turns, allocate_in_pages
 from isobit.models.config import ModelConfig
 from isobit.observe.console import Console, silent
 from isobit.observe.training_log import TrainingLog
@@ -106,7 +106,7 @@ class Run(ABC, Generic[Config, Data, Log]):
         self.trainer = Trainer(
             self.model.policy, plan.training, plan.updates, config.seed, head_rate=plan.head_rate
         )
-        self.turns: Turns = NoTurns()
+        self.turns: Turns = Turns()
         if device_plan is not None:
             self.turns = DeviceTurns(device_plan, self._engine, self.trainer)
         self.reward_models = ModelRewards(config.reward, device)

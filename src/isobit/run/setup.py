@@ -14,7 +14,7 @@ from isobit.config.algorithm import PpoConfig
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_run
 from isobit.models.config import ModelConfig
-from isobit.models.function import is_one_function
+from isobit.models.policy_share import is_one_function
 from isobit.observe.console import describe_policy
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import check_package, check_tracking

@@ -232,7 +232,7 @@ def train_on_groups(
     reference model, no corrections, no replay, no calibration.
 
     ``exact``: whether the recorded log-probabilities are those of the trainer's own function, as
-    ``isobit.models.function.is_one_function`` says of an engine and a trainer.  Raises as
+    ``isobit.models.policy_share.is_one_function`` says of an engine and a trainer.  Raises as
     ``Learner.learn`` does.
     """
     judge = Judge(trainer, algorithm, StepConfig(), exact, max_new_tokens=0)

@@ -57,9 +57,9 @@ from isobit.algorithms.objective import Objective, Shares
 from isobit.config.tables import Recompute, TrainingConfig
 from isobit.models.checksum import checksum_of
 from isobit.models.decoder import VALUE_HEAD
-from isobit.models.function import LogProbFunction, function_of
 from isobit.models.layers import RouterCoefficients
 from isobit.models.policy import Policy
+from isobit.models.policy_share import LogProbFunction, function_of
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.parallel.slots import SlotSum
 from isobit.parallel.world import World, raised_on_all, run_and_gather, run_on_all

@@ -1,0 +1,56 @@
+"""What tests of models and of memory ask of a policy, and batches for it."""
+
+from collections.abc import Iterable
+
+import torch
+
+from isobit.models.decoder import Scorable
+from isobit.models.policy import Policy
+from isobit.precision.quant_tensor import Side
+from isobit.records.batch import PackedBatch
+
+
+def whole_batch(
+    token_ids: torch.Tensor, lengths: tuple[int, ...], targets: torch.Tensor | None = None
+) -> PackedBatch:
+    """A batch in which every token predicts a target, on the device of the ids."""
+    device, tokens = token_ids.device, len(token_ids)
+    rows, ones = torch.arange(tokens, device=device), torch.ones(tokens, device=device)
+    counts = torch.tensor(lengths)
+    return PackedBatch(
+        token_ids,
+        torch.cat([torch.arange(n, device=device) for n in lengths]),
+        lengths,
+        rows,
+        token_ids if targets is None else targets,
+        torch.arange(len(lengths)).repeat_interleave(counts).to(device),
+        *(ones, ones, ones, ones),
+    )
+
+
+def published_tensors(policy: Scorable, sides: Iterable[Side]) -> list[torch.Tensor]:
+    """What the sides read, the rotary table included; a tensor of both sides is there twice."""
+    tensors = list[torch.Tensor]()
+    for side in sides:
+        weights = policy.weights(side)
+        tensors += [weights.rope.cos, weights.rope.sin, *weights.plain.values()]
+        for linear in weights.linears.values():
+            one = linear.matrix
+            tensors += [one] if isinstance(one, torch.Tensor) else [one.values, one.scales]
+            tensors += [] if linear.bias is None else [linear.bias]
+    return tensors
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind the tensors."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+@torch.no_grad()
+def logits_of(policy: Policy, token_ids: torch.Tensor) -> torch.Tensor:
+    """FP32 [T, V] of one sequence, by the training forward."""
+    weights, count = policy.weights("training"), len(token_ids)
+    attend = policy.backend.packed_attention(policy.flow.training, (count,), torch.arange(count))
+    hidden = policy.decoder.hidden_states(weights, token_ids, attend)
+    return policy.decoder.lm_head.logits(weights, hidden)
