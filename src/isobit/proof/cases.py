@@ -25,7 +25,7 @@ from isobit.kernels.spec.quantise import publish_head
 from isobit.precision.flow import Site
 from isobit.proof.doctor_findings import require_close, require_equal
 
-ROWS = 70
+ROWS = 130
 FP32, BF16 = torch.float32, torch.bfloat16
 OF_VALUES = {FP32: 1e-6, BF16: 5e-3}
 OF_GRADIENTS = {FP32: 1e-4, BF16: 5e-3}
@@ -114,13 +114,13 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def wide(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> Tensor:
-    """Over a wide range: a normal number times e to the power of another (exp2 would depend on the
-    number of threads).
+def wide(*shape: int, seed: int = 0, dtype: torch.dtype = FP32, spread: float = 1.0) -> Tensor:
+    """Over a wide range: a normal number times e to the power of another times ``spread`` (exp2
+    would depend on the number of threads).
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
-    return (x * torch.randn(shape, generator=generator).exp()).to(dtype)
+    return (x * (spread * torch.randn(shape, generator=generator)).exp()).to(dtype)
 
 
 def elementwise(name: str, function: Callable[[float], float], dtype: torch.dtype = FP32) -> Case:
@@ -292,8 +292,10 @@ def transformed_qkv(
         lambda rows: torch.cat(
             qkv.transform_qkv(0, inputs["x"][rows], transform, table.rows(rows)), 1
         ),
+        tolerance=OF_VALUES[dtype],
         gradients=gradients,
         dy=dy,
+        gradient_tolerance=OF_GRADIENTS[dtype],
     )
 
 
@@ -352,13 +354,17 @@ def log_softmax(width: int = 5003) -> Case:
     )
 
 
-def token_log_probs(dtype: torch.dtype = FP32) -> Case:
-    """Log-probabilities and entropies; one row is nearly certain."""
+def token_log_probs(
+    dtype: torch.dtype = FP32, of_log_probs: bool = True, of_entropies: bool = True
+) -> Case:
+    """Log-probabilities and entropies, and the gradients of either or both; one row is nearly
+    certain.
+    """
     hidden, weight = normal(ROWS, 64, dtype=dtype), 0.3 * normal(501, 64, seed=1)
     weight = publish_head(weight.to(dtype))
     hidden[3] = 40 * weight[7]
     targets, temperatures = torch.arange(ROWS) * 7 % 501, torch.linspace(0.5, 1.5, ROWS)
-    dy = normal(ROWS, 2, seed=2)
+    dy = normal(ROWS, 2, seed=2) * torch.tensor([of_log_probs, of_entropies])
 
     def plain(hidden: Tensor, head: Tensor) -> Tensor:
         logits = hidden @ head.t() / temperatures.to(hidden)[:, None]
@@ -370,7 +376,7 @@ def token_log_probs(dtype: torch.dtype = FP32) -> Case:
         grad = torch.zeros(501, 64)
         d, d_entropies = dy.unbind(1)
         made = head_module.token_log_probs_backward(
-            hidden, weight, targets, temperatures, d, grad, d_entropies
+            hidden, weight, targets, temperatures, d, grad, d_entropies if of_entropies else None
         )
         return {"hidden": made, "head": grad}
 

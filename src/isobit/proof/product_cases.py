@@ -44,7 +44,8 @@ _INTEGER = 1 << 9  # every E4M3 number is a multiple of 2^-9
 
 def e4m3_gemm(scales: ScaleKind = "power_of_two") -> Case:
     """The exact GEMM over E4M3, against 64-bit integers."""
-    x, b = wide(ROWS, 3 * BLOCK), quantise_blocks(wide(2 * BLOCK, 3 * BLOCK, seed=1), scales)
+    x = wide(ROWS, 3 * BLOCK, spread=4.0)
+    b = quantise_blocks(wide(2 * BLOCK, 3 * BLOCK, seed=1, spread=4.0), scales)
 
     def plain() -> Tensor:
         a = quantise_rows(x, scales)
@@ -66,12 +67,13 @@ def e4m3_gemm(scales: ScaleKind = "power_of_two") -> Case:
 
 def grid_gemm(columns: int = 200, dtype: torch.dtype = BF16) -> Case:
     """The exact GEMM over numbers on the grid."""
-    x, b = (snap_rows(wide(n, columns, seed=n, dtype=dtype)) for n in (ROWS, 150))
+    x, b = (wide(n, columns, seed=n, dtype=dtype, spread=4.0) for n in (ROWS, 150))
+    b = snap_rows(b)
     return Case(
         "the GEMM on the grid",
-        {"x": x, "b": b},
+        {"x": snap_rows(x), "b": b},
         lambda x, b: x @ b.t(),
-        lambda rows: linear_module.grid_gemm_nt(x[rows], b),
+        lambda rows: linear_module.grid_gemm_nt(snap_rows(x[rows]), b),
     )
 
 

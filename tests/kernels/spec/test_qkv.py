@@ -10,16 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional
 
-from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
+from isobit.kernels.operands import QkvTransform, RopeTable
 from isobit.kernels.spec.qkv import (
     Heads,
     hadamard,
     hadamard_size,
-    qkv_backward,
     rotate,
-    transform_qkv,
     with_bias,
 )
 
@@ -45,67 +42,6 @@ def masters(transform: QkvTransform) -> list[torch.Tensor]:
     return [x for x in (transform.q_norm, transform.k_norm, transform.bias) if x is not None]
 
 
-def plain(
-    qkv: torch.Tensor, transform: QkvTransform, positions: torch.Tensor, found: list[torch.Tensor]
-) -> torch.Tensor:
-    """[T, H + 2 G, D] with torch's own operations, in the dtype of the arguments."""
-    rest = list(found)
-    norms = (rest.pop(0), rest.pop(0)) if transform.q_norm is not None else None
-    if rest:
-        qkv = qkv + rest[0]
-    q, k, v = qkv.view(-1, H + 2 * G, D).split([H, G, G], 1)
-    if norms is not None:
-        q, k = (
-            functional.rms_norm(x, (D,), weight, 1e-6)
-            for x, weight in zip((q, k), norms, strict=True)
-        )
-    rows = TABLE.rows(positions)
-    cos, sin = (x.to(qkv.dtype) for x in (rows.cos, rows.sin))
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        x1, x2 = x.chunk(2, -1)
-        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
-
-    q, k = turn(q), turn(k)
-    if transform.hadamard:
-        matrix = hadamard(torch.eye(D)).to(qkv.dtype)
-        q, k = q @ matrix / D, k @ matrix
-    return torch.cat([q, k, v], 1)
-
-
-def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    ours, exact = ours.detach().double(), exact.detach().double()
-    return float((ours - exact).norm() / exact.norm())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_values_and_gradients(kind: str, dtype: torch.dtype) -> None:
-    transform, positions = make(kind, dtype), torch.randint(0, 100, (TOKENS,))
-    qkv, d = torch.randn(TOKENS, WIDTH).to(dtype), torch.randn(TOKENS, H + 2 * G, D).to(dtype)
-
-    def by_autograd(wide: torch.dtype) -> list[torch.Tensor]:
-        inputs = [x.to(wide).requires_grad_() for x in (qkv, *masters(transform))]
-        out = plain(inputs[0], transform, positions, inputs[1:])
-        return [out.detach(), *torch.autograd.grad(out, inputs, d.to(wide))]
-
-    exact, yardstick = by_autograd(torch.float64), by_autograd(dtype)
-    made = torch.cat(transform_qkv(0, qkv, transform, TABLE.rows(positions)), 1)
-    norms, bias = transform.q_norm is not None, transform.bias is not None
-    grads = QkvGradients(
-        torch.zeros(D) if norms else None,
-        torch.zeros(D) if norms else None,
-        torch.zeros(WIDTH) if bias else None,
-    )
-    dq, dk, dv = d.split([H, G, G], 1)
-    d_qkv = qkv_backward(dq, dk, dv, qkv, transform, positions, grads)
-    found = [x for x in (grads.q_norm, grads.k_norm, grads.bias) if x is not None]
-    assert d_qkv.dtype == dtype
-    assert made.dtype == (torch.float32 if transform.hadamard else dtype)
-    for ours, wanted, theirs in zip((made, d_qkv, *found), exact, yardstick, strict=True):
-        assert error(ours, wanted) <= 1.5 * error(theirs, wanted) + 3e-7
-
-
 def test_the_bias_is_rounded_with_the_sum_and_not_before() -> None:
     transform = make("qwen2", torch.bfloat16)
     qkv = torch.randn(7, WIDTH).bfloat16()
@@ -113,28 +49,6 @@ def test_the_bias_is_rounded_with_the_sum_and_not_before() -> None:
     exact = qkv.double() + transform.bias.double()
     assert torch.equal(with_bias(qkv, transform), exact.float().bfloat16())
     assert with_bias(qkv, make("llama", torch.bfloat16)) is qkv
-
-
-def test_gradients_are_added_to() -> None:
-    transform, positions = make("both", torch.bfloat16), torch.arange(TOKENS)
-    qkv, d = torch.randn(TOKENS, WIDTH).bfloat16(), torch.randn(TOKENS, H + 2 * G, D).bfloat16()
-    before = [torch.randn(D), torch.randn(D), torch.randn(WIDTH)]
-    once, added = [torch.zeros_like(x) for x in before], [x.clone() for x in before]
-    for sums in (once, added):
-        dq, dk, dv = d.split([H, G, G], 1)
-        qkv_backward(dq, dk, dv, qkv, transform, positions, QkvGradients(*sums))
-    for start, one, both in zip(before, once, added, strict=True):
-        assert torch.equal(both, start + one)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_do_not_depend_on_their_place(kind: str) -> None:
-    transform, positions = make(kind, torch.bfloat16), torch.randint(0, 100, (TOKENS,))
-    qkv = (torch.randn(TOKENS, WIDTH) * torch.exp(2 * torch.randn(TOKENS, 1))).bfloat16()
-    whole = transform_qkv(0, qkv, transform, TABLE.rows(positions))
-    for rows in (slice(0, 1), slice(3, 5), slice(7, 24), slice(39, 40)):
-        part = transform_qkv(0, qkv[rows], transform, TABLE.rows(positions[rows]))
-        assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole, strict=True))
 
 
 SIZES = {64: 64, 80: 16, 96: 32, 128: 128, 256: 256}
@@ -165,13 +79,6 @@ def test_sums_have_the_order_of_the_fast_transform() -> None:
                 a, b = torch.tensor([expected[i], expected[i + apart]])
                 expected[i], expected[i + apart] = float(a + b), float(a - b)
     assert torch.equal(hadamard(x), torch.tensor(expected))
-
-
-def test_a_vector_does_not_depend_on_its_place() -> None:
-    x = torch.randn(40, 3, 64) * torch.exp(3 * torch.randn(40, 3, 1))
-    whole = hadamard(x)
-    for rows in (slice(0, 1), slice(3, 20), slice(39, 40)):
-        assert torch.equal(hadamard(x[rows]), whole[rows])
 
 
 def test_products_of_vectors_with_large_channels_lose_less() -> None:
