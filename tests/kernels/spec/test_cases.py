@@ -1,5 +1,6 @@
-"""The cases that the doctor runs (``tests/proof/test_doctor_mutants.py`` runs those) at more sizes and in every format: rows in batches of every size, values and
-gradients against FP64, with torch's own operations in the same dtype as the yardstick.
+"""The doctor's cases at more sizes and in every format: rows in many batches, values and gradients
+against FP64, with torch's own operations in the same dtype as the yardstick.  At their own sizes
+they run in ``tests/proof/test_doctor_mutants.py``.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,5 @@
-"""The experts of a layer against one dense linear an expert, and their gradients against
-autograd.
-
-Which experts a token goes to: ties, rows that do not see each other, and the gradients.
+"""The experts of a layer and the router beside the cases of ``test_cases.py``: idle experts, ties,
+rows that are not finite, and the losses of the router.
 """
 
 import pytest

@@ -1,15 +1,5 @@
-"""log-softmax in one order, and what it refuses.
-
-Noise as a pure function of key, position and vocabulary entry.
-
-The filters against transformers' own warpers, and draws against the distribution they come
-from.
-
-The head of one output: values and the explicit backward against FP64, with torch's product of
-the same dtype as the yardstick, and a row's bits in every batch.
-
-lm_head and log-probability in chunks: the bits of the whole, and the explicit backward against
-FP64 autograd.
+"""The head: log-softmax, the noise, the filters against transformers' own warpers, draws against the
+distribution that they come from, the head of one output, and lm_head in chunks.
 """
 
 import math

@@ -1,9 +1,5 @@
-"""Rows of a table, and their gradient: added up in one order, and to what is there already.
-
-The residual stream and RMSNorm: values and the explicit backward against FP64 autograd of the
-plain norm, with torch's of the same dtype as the yardstick.
-
-SwiGLU and its explicit backward against FP64 autograd, and as its two linears read them.
+"""Embedding, RMSNorm and SwiGLU beside the cases of ``test_cases.py``: the order of sums, and fused
+operations that must have the bits of the single ones.
 """
 
 from typing import Any

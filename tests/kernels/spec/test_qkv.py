@@ -1,10 +1,4 @@
-"""Bias, norms of Q and K and rotation: values and the explicit backward against FP64 autograd of
-the plain operations.
-
-The Hadamard matrix before E4M3: its definition, its bits, and what it is for.
-
-Rotation of the halves of each head.
-"""
+"""Bias, rotation and the Hadamard matrix beside the cases of ``test_cases.py``."""
 
 from dataclasses import replace
 
