@@ -1,5 +1,5 @@
-"""The head: log-softmax, the noise, the filters against transformers' own warpers, draws against the
-distribution that they come from, the head of one output, and lm_head in chunks.
+"""The head: log-softmax, the noise, the filters against transformers' own warpers, draws against
+the distribution that they come from, the head of one output, and lm_head in chunks.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""The linear's operands and its three products beside the cases of ``test_cases.py``: the exact GEMM
-has one right answer for every order of its terms, and is as close to FP64 as torch's own FP32
+"""The linear's operands and its three products beside the cases of ``test_cases.py``: the exact
+GEMM has one right answer for every order of its terms, and is as close to FP64 as torch's own FP32
 GEMM.
 """
 

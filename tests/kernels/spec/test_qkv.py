@@ -14,35 +14,14 @@ from isobit.kernels.spec.qkv import (
     with_bias,
 )
 
-H, G, D, TOKENS = 6, 2, 32, 40
-WIDTH = (H + 2 * G) * D
-TABLE = RopeTable.build(0.1 ** torch.arange(D // 2, dtype=torch.float64), 100)
-DTYPES = [torch.float32, torch.bfloat16]
-KINDS = ["llama", "qwen2", "qwen3", "both", "e4m3"]
-
-
-def make(kind: str, dtype: torch.dtype) -> QkvTransform:
-    """Qwen2 has a bias, Qwen3 norms of Q and K, Llama neither; before E4M3 there is a matrix."""
-    q_norm, k_norm = (1 + 0.3 * torch.randn(D) for _ in range(2))
-    bias = torch.randn(WIDTH).to(dtype)
-    plain = QkvTransform(H, G, D, TABLE.cos, TABLE.sin, 1e-6, None, None, None)
-    plain = replace(plain, hadamard=kind == "e4m3")
-    if kind in ("qwen3", "both", "e4m3"):
-        plain = replace(plain, q_norm=q_norm.to(dtype), k_norm=k_norm.to(dtype))
-    return replace(plain, bias=bias) if kind in ("qwen2", "both", "e4m3") else plain
-
-
-def masters(transform: QkvTransform) -> list[torch.Tensor]:
-    return [x for x in (transform.q_norm, transform.k_norm, transform.bias) if x is not None]
-
 
 def test_the_bias_is_rounded_with_the_sum_and_not_before() -> None:
-    transform = make("qwen2", torch.bfloat16)
-    qkv = torch.randn(7, WIDTH).bfloat16()
-    assert transform.bias is not None
-    exact = qkv.double() + transform.bias.double()
-    assert torch.equal(with_bias(qkv, transform), exact.float().bfloat16())
-    assert with_bias(qkv, make("llama", torch.bfloat16)) is qkv
+    table = RopeTable.build(torch.ones(16, dtype=torch.float64), 7)
+    plain = QkvTransform(6, 2, 32, table.cos, table.sin, 1e-6, None, None, None)
+    bias, qkv = torch.randn(320).bfloat16(), torch.randn(7, 320).bfloat16()
+    exact = qkv.double() + bias.double()
+    assert torch.equal(with_bias(qkv, replace(plain, bias=bias)), exact.float().bfloat16())
+    assert with_bias(qkv, plain) is qkv
 
 
 SIZES = {64: 64, 80: 16, 96: 32, 128: 128, 256: 256}
