@@ -40,7 +40,7 @@ from isobit.util.machine import usable_cores
 
 _PRESETS: tuple[Preset, ...] = ("fp8", "bf16")
 _SHAPE = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
-_OPTIONS = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
+_SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
 _FIX = (
     "reinstall torch with the libraries that it brings, and isobit's extra for the device; report "
     "this line with `isobit doctor --json`"
@@ -58,29 +58,19 @@ def back_end_checks() -> list[Check]:
 
 
 def _back_end_checks(backend: Backend) -> list[Check]:
-    name = backend.name
+    name, remedy = backend.name, support(backend.device.type).remedy
     return [
-        Check(
-            f"{name}: libraries",
-            lambda: _libraries(backend),
-            support(backend.device.type).remedy,
-        ),
-        Check(f"{name}: quantiser", lambda: _quantiser(backend), _FIX),
+        Check(f"{name}: libraries", partial(_libraries, backend), remedy),
+        Check(f"{name}: quantiser", partial(_quantiser, backend), _FIX),
         *(
-            Check(
-                f"{name}: random model, {preset}",
-                lambda preset=preset: _verify(preset, backend.device),
-                _FIX,
-            )
+            Check(f"{name}: random model, {preset}", partial(_verify, preset, backend.device), _FIX)
             for preset in _PRESETS
         ),
     ]
 
 
 def _libraries(backend: Backend) -> str:
-    lines = "; ".join(
-        f"{operation}: {library}" for operation, library in backend.describe().items()
-    )
+    lines = "; ".join(f"{name}: {library}" for name, library in backend.describe().items())
     if backend.fallbacks():
         raise Caution(lines)
     return lines
@@ -91,22 +81,16 @@ def _quantiser(backend: Backend) -> str:
     x = every.view(512, 128)
     expected = backend_of(torch.device("cpu")).quantise_rows(x, "power_of_two")
     ours = backend.quantise_rows(x.to(backend.device), "power_of_two")
-    pairs = (
-        (expected.values.view(torch.uint8), ours.values.cpu().view(torch.uint8)),
-        (expected.scales.view(torch.int32), ours.scales.cpu().contiguous().view(torch.int32)),
-    )
-    for specified, found in pairs:
-        if not torch.equal(specified, found):
-            raise Fault(
-                f"{int((specified != found).sum())} of {found.numel()} bytes or scales are not "
-                "the specification's"
-            )
+    codes = (made.values.cpu().view(torch.uint8) for made in (ours, expected))
+    require_equal("this quantiser's bytes and the specification's", *codes)
+    scales = (made.scales.cpu().contiguous() for made in (ours, expected))
+    require_equal("this quantiser's scales and the specification's", *scales)
     return "all 65,536 BF16 numbers have the specification's bytes"
 
 
 def _verify(preset: Preset, device: torch.device) -> str:
     policy = random_policy(_SHAPE, PrecisionConfig(preset=preset), 0, device, trainable=False)
-    return exact_detail(verify_policy(policy, _OPTIONS))
+    return exact_detail(verify_policy(policy, _SMALL))
 
 
 _FIX_KERNEL = (
@@ -235,10 +219,6 @@ def using_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_DEVELOPMENT = "dev"
-_SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
-
-
 @dataclass(frozen=True, slots=True)
 class Examination:
     """All findings, and what follows from them."""
@@ -287,7 +267,7 @@ def examine(
             f"{str(directory)!r} is not a directory; name one that exists, in which runs will be "
             "written"
         )
-    findings = []
+    findings = list[Finding]()
     for check in _checks(directory.absolute()):
         if on_check is not None:
             on_check(check.name)
@@ -330,5 +310,5 @@ def _runs_here(findings: list[Finding]) -> Iterator[str]:
                 yield f"the same on {device}, and there by default, {flows}"
     useless = {support(device).extra for device in usable_devices() if not is_present(device)}
     for extra, lacking in extras().items():
-        if extra not in (_DEVELOPMENT, *useless):
+        if extra not in ("dev", *useless):
             yield f"not installed: {', '.join(lacking)}; pip install 'isobit[{extra}]'"
