@@ -63,6 +63,11 @@ OTHERS: dict[str, Make] = {
     },
     **{f"Hadamard {dim}": partial(cases.hadamard, dim) for dim in (80, 96, 128, 256)},
     **{f"log-softmax {n}": partial(cases.log_softmax, n) for n in (128, 320, 4096, 10_000)},
+    **{f"experts {format}": partial(product_cases.experts, format) for format in FORMATS},
+}
+DIFFERENTIATED: dict[str, Make] = {
+    **POINTWISE,
+    **QKV,
     **{
         f"scalar head {width} {dtype}": partial(cases.scalar_head, width, DTYPES[dtype])
         for width in (128, 4096, 5120)
@@ -79,15 +84,14 @@ OTHERS: dict[str, Make] = {
         for dtype in DTYPES
     },
 }
-EXPERTS: dict[str, Make] = {f"experts {f}": partial(product_cases.experts, f) for f in FORMATS}
 FORWARDS = {
     **{name: make for name, (make, _) in LINEARS.items()},
-    **(POINTWISE | QKV | OTHERS | EXPERTS),
+    **OTHERS,
+    **DIFFERENTIATED,
 }
 BACKWARDS = {
     **{f"{name} {i}": make for name, made in LINEARS.items() for i, make in enumerate(made)},
-    **(POINTWISE | QKV),
-    **{name: make for name, make in OTHERS.items() if make().gradients is not None},
+    **DIFFERENTIATED,
 }
 
 
