@@ -61,6 +61,8 @@ OTHERS: dict[str, Make] = {
         for columns in (128, 896, 200)
         for dtype in DTYPES
     },
+    "SwiGLU of columns": cases.swiglu_columns,
+    "rotation": cases.rotation,
     **{f"Hadamard {dim}": partial(cases.hadamard, dim) for dim in (80, 96, 128, 256)},
     **{f"log-softmax {n}": partial(cases.log_softmax, n) for n in (128, 320, 4096, 10_000)},
     **{f"experts {format}": partial(product_cases.experts, format) for format in FORMATS},
