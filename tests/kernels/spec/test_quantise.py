@@ -52,6 +52,36 @@ def test_scale_bytes_at_the_edges() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_zero_block(kind: ScaleKind) -> None:
+    x = torch.zeros(1, 128)
+    x[0, 1] = -0.0
+    quantised = quantise_rows(x, kind)
+    expected = torch.zeros(128, dtype=torch.uint8)
+    expected[1] = 0x80
+    assert torch.equal(quantised.values.view(torch.uint8)[0], expected)
+    assert quantised.scales.isfinite().all() and (quantised.scales > 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_up_to_448_scales_and_subnormals(kind: ScaleKind) -> None:
+    x = row_of(448.0, -448.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 447.0, 17.0, 19.0)
+    quantised = quantise_rows(x, kind)
+    assert quantised.scales.item() == 1.0
+    # 2^-10 is a tie between 0 and 2^-9, 3 2^-10 between 2^-9 and 2^-8, 17 and 19 between multiples
+    # of 2: to the even mantissa
+    assert decode_e4m3(quantised.values)[0, :8].tolist() == [
+        448.0,
+        -448.0,
+        2.0**-9,
+        0.0,
+        2.0**-8,
+        448.0,
+        16.0,
+        20.0,
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_a_block_that_is_not_finite_is_marked_whole(kind: ScaleKind, bad: float) -> None:
     x = torch.randn(2, 256)
