@@ -6,27 +6,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
-from isobit.proof.doctor_quantisers import (
+from isobit.proof.cases import splitmix64
+from isobit.proof.doctor_quantisers import golden_file, load_golden
+from tests.proof.golden import (
     e4m3_byte,
     e4m3_value,
-    golden_file,
-    load_golden,
-    make_golden,
     power_of_two_from,
     quantise_group,
+    save_golden,
     snap_group,
-    splitmix64,
 )
 
 
 def test_the_file_is_what_its_script_makes(tmp_path: Path) -> None:
-    save_file(
-        make_golden(),
-        tmp_path / "golden.safetensors",
-        metadata={"made_by": "python -m isobit.proof.doctor_quantisers"},
-    )
+    save_golden(tmp_path / "golden.safetensors")
     assert (tmp_path / "golden.safetensors").read_bytes() == golden_file().read_bytes()
 
 

@@ -10,7 +10,6 @@ pass reads the values of that site alone, to measure by how much they differ.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,11 @@ from isobit.kernels.operands import UNROUNDED
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.proof.difference import (
-    Checksums,
     Extremes,
-    Keep,
-    ObservedRunner,
     Operations,
     SiteDifference,
-    TokenObserver,
-    compared_operations,
     describe_site,
     keys_of_batch,
-    observed_scores,
 )
 from isobit.proof.verify import (
     Scenario,
@@ -39,15 +32,14 @@ from isobit.proof.verify import (
     VerifyResult,
     Workload,
     engine_scenarios,
-    generate_samples,
-    packings,
     policy_to_verify,
     random_workload,
+    run_scenario,
+    sample_and_score,
     verify_policy,
 )
 from isobit.records.batch import pack
 from isobit.records.sequence import TokenSequence
-from isobit.rollout.native import NativeEngine
 
 TOKENS_MEASURED = 256
 """Tokens whose values are compared.  More would fill the memory where a row holds logits."""
@@ -238,37 +230,15 @@ def trace_scenario(
     ``compared``.  If they differ, measure by how much.
     """
     if compared is None:
-        rollout, training = Checksums(), Checksums()
-        samples = _observe(scenario, workload, scorer, seed, rollout, training)
-        compared = compared_operations(rollout, training, samples)
+        compared = run_scenario(scenario, workload, scorer, seed, observes=True).operations
+        assert compared is not None
     found, parting = compared.difference, None
     if found is not None:
         extremes = Extremes(found.site, found.differing[:TOKENS_MEASURED])
-        samples = _observe(scenario, workload, scorer, seed, extremes, extremes)
+        keeps = extremes, extremes
+        samples, *_ = sample_and_score(scenario, workload, scorer, seed, keeps)
         parting = Parting(found, _first_place(found, samples, workload), extremes.max_abs_diff)
     return Traced(scenario.name, compared.sites, compared.rows, parting)
-
-
-def _observe(
-    scenario: Scenario,
-    workload: Workload,
-    scorer: Scorer,
-    seed: int,
-    rollout: Keep,
-    training: Keep,
-) -> list[TokenSequence]:
-    """Both sides of a scenario, in every packing; -> its samples, in the order of prompts and their
-    completions.
-    """
-    make_runner = partial(ObservedRunner, observer=TokenObserver(rollout))
-    engine = NativeEngine(
-        scorer.policy, scenario.rollout, tokenizer=None, seed=seed, make_runner=make_runner
-    )
-    samples = generate_samples(engine, workload.requests(scenario))
-    for _, batches in packings(samples, seed):
-        for batch in batches:
-            observed_scores(scorer, batch, rollout, training)
-    return samples
 
 
 def _first_place(

@@ -1,20 +1,12 @@
-"""The exactness of the other back ends on this machine, where it has their devices: the bytes of
-the quantiser, and a small model.
+"""``isobit doctor``: every check of this machine in turn, and what will run on it.
 
-Two things are asked: the quantiser gives the specification's bytes for every BF16 number, and
-rollout and training agree on a small random model, through captured steps, chunks, sharing and
-preemption.
-
-The exactness of every kernel back end on this machine; today there is one, the CPU
-specification.
-
-Two things are asked of each operation, at one thread and at all.  Its rows must not depend on their
-place: computed alone, in another batch or in another order they have the same bits, and the bits of
-one thread are those of many.  And they must be right, as must the gradients of its backward.
-
-``isobit doctor``: every check in turn, and what this machine will do.
+The CPU specification is checked operation by operation, at one thread and at all, on the cases of
+``isobit.proof.cases``.  Of every other back end that has a device here, the quantiser must give the
+specification's bytes for every BF16 number, and rollout and training must agree on a small random
+model.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,8 +20,8 @@ from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.backend import Backend, backend_of, is_present, support, usable_devices
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
-from isobit.precision.quant_tensor import Format
-from isobit.proof import doctor_gradients, doctor_operations
+from isobit.proof import cases, product_cases
+from isobit.proof.cases import Case, check_gradients, check_rows
 from isobit.proof.doctor_environment import environment_checks, extras
 from isobit.proof.doctor_findings import (
     Caution,
@@ -40,15 +32,15 @@ from isobit.proof.doctor_findings import (
     exact_detail,
     require_equal,
 )
-from isobit.proof.doctor_operations import check_attention
 from isobit.proof.doctor_quantisers import quantiser_checks
+from isobit.proof.product_cases import Attention, check_attention
 from isobit.proof.verify import VerifyOptions, verify, verify_policy
 from isobit.util.errors import ConfigError
 from isobit.util.machine import usable_cores
 
 _PRESETS: tuple[Preset, ...] = ("fp8", "bf16")
 _SHAPE = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
-_OPTIONS = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
+_SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
 _FIX = (
     "reinstall torch with the libraries that it brings, and isobit's extra for the device; report "
     "this line with `isobit doctor --json`"
@@ -66,29 +58,19 @@ def back_end_checks() -> list[Check]:
 
 
 def _back_end_checks(backend: Backend) -> list[Check]:
-    name = backend.name
+    name, remedy = backend.name, support(backend.device.type).remedy
     return [
-        Check(
-            f"{name}: libraries",
-            lambda: _libraries(backend),
-            support(backend.device.type).remedy,
-        ),
-        Check(f"{name}: quantiser", lambda: _quantiser(backend), _FIX),
+        Check(f"{name}: libraries", partial(_libraries, backend), remedy),
+        Check(f"{name}: quantiser", partial(_quantiser, backend), _FIX),
         *(
-            Check(
-                f"{name}: random model, {preset}",
-                lambda preset=preset: _verify(preset, backend.device),
-                _FIX,
-            )
+            Check(f"{name}: random model, {preset}", partial(_verify, preset, backend.device), _FIX)
             for preset in _PRESETS
         ),
     ]
 
 
 def _libraries(backend: Backend) -> str:
-    lines = "; ".join(
-        f"{operation}: {library}" for operation, library in backend.describe().items()
-    )
+    lines = "; ".join(f"{name}: {library}" for name, library in backend.describe().items())
     if backend.fallbacks():
         raise Caution(lines)
     return lines
@@ -99,72 +81,88 @@ def _quantiser(backend: Backend) -> str:
     x = every.view(512, 128)
     expected = backend_of(torch.device("cpu")).quantise_rows(x, "power_of_two")
     ours = backend.quantise_rows(x.to(backend.device), "power_of_two")
-    pairs = (
-        (expected.values.view(torch.uint8), ours.values.cpu().view(torch.uint8)),
-        (expected.scales.view(torch.int32), ours.scales.cpu().contiguous().view(torch.int32)),
-    )
-    for specified, found in pairs:
-        if not torch.equal(specified, found):
-            raise Fault(
-                f"{int((specified != found).sum())} of {found.numel()} bytes or scales are not "
-                "the specification's"
-            )
+    codes = (made.values.cpu().view(torch.uint8) for made in (ours, expected))
+    require_equal("this quantiser's bytes and the specification's", *codes)
+    scales = (made.scales.cpu().contiguous() for made in (ours, expected))
+    require_equal("this quantiser's scales and the specification's", *scales)
     return "all 65,536 BF16 numbers have the specification's bytes"
 
 
 def _verify(preset: Preset, device: torch.device) -> str:
     policy = random_policy(_SHAPE, PrecisionConfig(preset=preset), 0, device, trainable=False)
-    return exact_detail(verify_policy(policy, _OPTIONS))
+    return exact_detail(verify_policy(policy, _SMALL))
 
 
 _FIX_KERNEL = (
     "rollout and training would part here: reinstall torch in a supported version, and report "
     "this line with `isobit doctor --json`"
 )
-
 _FIX_GRADIENT = (
     "training would learn something else here: reinstall torch in a supported version, and report "
     "this line with `isobit doctor --json`"
 )
-_FORMATS: tuple[Format, ...] = ("e4m3", "bf16")
 
-Outcome = Callable[[], torch.Tensor]
-"""Checks one operation, raising Fault, and returns a result whose bits must not depend on the
-number of threads.
-"""
+VALUES: dict[str, tuple[Callable[[], Case], ...]] = {
+    "exp, log and rsqrt": (
+        partial(cases.elementwise, "exp", math.exp),
+        partial(cases.elementwise, "log", math.log),
+        partial(cases.elementwise, "rsqrt", lambda x: 1 / math.sqrt(x)),
+        partial(cases.elementwise, "log", math.log, torch.float64),
+    ),
+    "GEMM in E4M3": (product_cases.e4m3_gemm,),
+    "GEMM in BF16": (product_cases.grid_gemm,),
+    "linear in E4M3": (partial(product_cases.linear, "e4m3"),),
+    "linear in BF16": (partial(product_cases.linear, "bf16"),),
+    "RMSNorm": (cases.rms_norm,),
+    "rotary positions": (cases.rotation,),
+    "Hadamard matrix": (cases.hadamard,),
+    "Q, K and V": (cases.transformed_qkv, partial(cases.transformed_qkv, is_e4m3=True)),
+    "SwiGLU": (cases.swiglu, cases.swiglu_columns),
+    "router": (product_cases.router,),
+    "experts": (partial(product_cases.experts, "e4m3"),),
+    "scalar head": (cases.scalar_head,),
+    "log-softmax": (cases.log_softmax,),
+    "log-prob": (cases.token_log_probs,),
+    "embedding": (cases.embedding,),
+    "sampling": (cases.noise, cases.draw),
+}
+"""Operations whose rows are independent of each other, by the name of their check."""
+
+ATTENTION: dict[str, tuple[Callable[[], Attention], ...]] = {
+    f"attention in {format.upper()}": (partial(Attention, format, (1, 40, 67, 130)),)
+    for format in ("e4m3", "bf16")
+}
+
+GRADIENTS: dict[str, tuple[Callable[[], Case], ...]] = {
+    **{
+        f"linear in {format.upper()}": (
+            partial(product_cases.linear, format),
+            partial(product_cases.wgrad, format),
+        )
+        for format in ("e4m3", "bf16")
+    },
+    "RMSNorm": (cases.rms_norm,),
+    "Q, K and V": (cases.transformed_qkv,),
+    "Q, K and V before E4M3": (partial(cases.transformed_qkv, is_e4m3=True),),
+    "attention": (Attention("fp32", (40, 97)).case,),
+    "SwiGLU": (cases.swiglu,),
+    "experts": (product_cases.expert_gradients, partial(product_cases.router, dtype=torch.float32)),
+    "embedding": (cases.embedding,),
+    "log-prob": (cases.token_log_probs,),
+    "scalar head": (cases.scalar_head,),
+}
+"""Backwards, by the name of their check."""
 
 
 def kernel_checks(threads: Sequence[int]) -> list[Check]:
-    """A check an operation of the CPU specification, run at each of the given numbers of
-    threads.
+    """A check an operation of the CPU specification, whose bits must be the same at each of the
+    given numbers of threads.
     """
-    outcomes: dict[str, Outcome] = {
-        "cpu: exp, log and rsqrt": doctor_operations.check_elementwise,
-        "cpu: GEMM in E4M3": doctor_operations.check_fp8_gemm_nt,
-        "cpu: GEMM in BF16": doctor_operations.check_grid_gemm_nt,
-        **{
-            f"cpu: linear in {format.upper()}": lambda format=format: (
-                doctor_operations.check_linear(format)
-            )
-            for format in _FORMATS
-        },
-        "cpu: RMSNorm": doctor_operations.check_rms_norm,
-        "cpu: rotary positions": doctor_operations.check_rope,
-        "cpu: Hadamard matrix": doctor_operations.check_hadamard,
-        "cpu: SwiGLU": doctor_operations.check_swiglu,
-        "cpu: router": doctor_operations.check_route,
-        "cpu: experts": doctor_operations.check_experts,
-        **{
-            f"cpu: attention in {format.upper()}": lambda format=format: check_attention(format)
-            for format in _FORMATS
-        },
-        "cpu: scalar head": doctor_operations.check_scalar_head,
-        "cpu: log-softmax": doctor_operations.check_log_softmax,
-        "cpu: sampling": doctor_operations.check_sampling,
-    }
+    spoken = f"right, and the same bits in every batch, at {_spoken(threads)} threads"
     return [
-        Check(name, lambda outcome=outcome: _at_each(threads, outcome), _FIX_KERNEL)
-        for name, outcome in outcomes.items()
+        Check(f"cpu: {name}", partial(_at_each, threads, check, made, spoken), _FIX_KERNEL)
+        for table, check in ((VALUES, check_rows), (ATTENTION, check_attention))
+        for name, made in table.items()
     ]
 
 
@@ -172,53 +170,42 @@ def gradient_checks(threads: Sequence[int]) -> list[Check]:
     """A check a backward, run at each of the given numbers of threads; another number may change
     its last bits.
     """
-    checks: dict[str, Callable[[], None]] = {
-        **{
-            f"cpu: gradients of linear in {format.upper()}": partial(
-                doctor_gradients.check_linear, format
-            )
-            for format in _FORMATS
-        },
-        "cpu: gradients of RMSNorm": doctor_gradients.check_rms_norm,
-        "cpu: gradients of Q, K and V": partial(doctor_gradients.check_qkv, is_e4m3=False),
-        "cpu: gradients of Q, K and V before E4M3": partial(
-            doctor_gradients.check_qkv, is_e4m3=True
-        ),
-        "cpu: gradients of attention": doctor_gradients.check_attention,
-        "cpu: gradients of SwiGLU": doctor_gradients.check_swiglu,
-        "cpu: gradients of experts": doctor_gradients.check_experts,
-        "cpu: gradients of embedding": doctor_gradients.check_embedding,
-        "cpu: gradients of log-prob": doctor_gradients.check_log_probs,
-        "cpu: gradients of scalar head": doctor_gradients.check_scalar_head,
-    }
+    spoken = f"those of FP64, at {_spoken(threads)} threads"
     return [
-        Check(name, partial(_right_at_each, threads, check), _FIX_GRADIENT)
-        for name, check in checks.items()
+        Check(
+            f"cpu: gradients of {name}",
+            partial(_at_each, threads, check_gradients, made, spoken),
+            _FIX_GRADIENT,
+        )
+        for name, made in GRADIENTS.items()
     ]
 
 
-def _right_at_each(threads: Sequence[int], check: Callable[[], None]) -> str:
+def _spoken(threads: Sequence[int]) -> str:
+    return " and ".join(map(str, threads))
+
+
+def _at_each(
+    threads: Sequence[int],
+    check: Callable[[Any], torch.Tensor | None],
+    made: Sequence[Callable[[], Any]],
+    passed: str,
+) -> str:
+    """Check the cases at each number of threads, and that those results that are returned have the
+    same bits.
+    """
+    first = list[torch.Tensor | None]()
     for number in threads:
         with using_threads(number):
             try:
-                check()
+                results = [check(make()) for make in made]
             except Fault as fault:
                 raise Fault(f"{fault.detail}, at {number} threads", fault.fix) from None
-    return f"those of FP64, at {' and '.join(map(str, threads))} threads"
-
-
-def _at_each(threads: Sequence[int], outcome: Outcome) -> str:
-    """Run at each number of threads and compare the results' bits."""
-    results = []
-    for number in threads:
-        with using_threads(number):
-            try:
-                results.append(outcome())
-            except Fault as fault:
-                raise Fault(f"{fault.detail}, at {number} threads", fault.fix) from None
-    for number, result in zip(threads[1:], results[1:], strict=True):
-        require_equal(f"{number} threads and {threads[0]}", result, results[0])
-    return f"right, and the same bits in every batch, at {' and '.join(map(str, threads))} threads"
+        first = first or results
+        for result, expected in zip(results, first, strict=True):
+            if result is not None and expected is not None:
+                require_equal(f"{number} threads and {threads[0]}", result, expected)
+    return passed
 
 
 @contextmanager
@@ -230,10 +217,6 @@ def using_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-_DEVELOPMENT = "dev"
-_SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +267,7 @@ def examine(
             f"{str(directory)!r} is not a directory; name one that exists, in which runs will be "
             "written"
         )
-    findings = []
+    findings = list[Finding]()
     for check in _checks(directory.absolute()):
         if on_check is not None:
             on_check(check.name)
@@ -327,5 +310,5 @@ def _runs_here(findings: list[Finding]) -> Iterator[str]:
                 yield f"the same on {device}, and there by default, {flows}"
     useless = {support(device).extra for device in usable_devices() if not is_present(device)}
     for extra, lacking in extras().items():
-        if extra not in (_DEVELOPMENT, *useless):
+        if extra not in ("dev", *useless):
             yield f"not installed: {', '.join(lacking)}; pip install 'isobit[{extra}]'"

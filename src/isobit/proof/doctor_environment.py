@@ -7,6 +7,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from shutil import disk_usage
@@ -18,57 +19,35 @@ from safetensors.torch import load_file, save_file
 
 import isobit
 from isobit.kernels.backend import support, usable_devices
-from isobit.proof.doctor_findings import Caution, Check, Fault
-from isobit.proof.doctor_quantisers import bits_of
+from isobit.proof.doctor_findings import Caution, Check, Fault, bits_of
 from isobit.util.machine import openmp_libraries, processor_name, read_memory, usable_cores
 from isobit.util.terminal import gib
 
 _ENOUGH_MEMORY = 2 << 30  # the starter model's run with room to spare
 _ENOUGH_DISK = 2 << 30
 _TEST_BYTES = 8 << 20
+_PYTHON = "install Python in that range and make the environment anew: make setup PYTHON=python3.12"
 
 
 def environment_checks(directory: Path) -> list[Check]:
     """The checks of a machine; files are written to ``directory``, and removed."""
     here = f"in {directory}"
+    elsewhere = "name another directory with --directory, and"
+    lower = "lower rollout.kv_memory_gib and training.tokens_per_microbatch"
+    threads = "set `threads` in the recipe, or OMP_NUM_THREADS, to the number of cores"
+    spin = "import isobit before torch, or set GOMP_SPINCOUNT=5000 for the process"
     return [
+        Check("python", _python, _PYTHON),
+        *(Check(need.name, partial(_version, need), f"pip install '{need}'") for need in _needs()),
+        Check("processor", _processor, threads),
+        Check("OpenMP", _openmp, spin),
+        Check("memory", _memory, f"end other programs, or {lower}"),
+        Check(f"disk {here}", partial(_disk, directory), f"{elsewhere} write runs there"),
         Check(
-            "python",
-            _python,
-            "install Python in that range and make the environment anew: make setup "
-            "PYTHON=python3.12",
+            f"safetensors {here}", partial(_round_trip, directory), f"{elsewhere} check the disk"
         ),
         *(
-            Check(need.name, lambda need=need: _version(need), f"pip install '{need}'")
-            for need in _needs()
-        ),
-        Check(
-            "processor",
-            _processor,
-            "set `threads` in the recipe, or OMP_NUM_THREADS, to the number of cores",
-        ),
-        Check(
-            "OpenMP",
-            _openmp,
-            "import isobit before torch, or set GOMP_SPINCOUNT=5000 for the process",
-        ),
-        Check(
-            "memory",
-            _memory,
-            "end other programs, or lower rollout.kv_memory_gib and training.tokens_per_microbatch",
-        ),
-        Check(
-            f"disk {here}",
-            lambda: _disk(directory),
-            "name another directory with --directory, and write runs there",
-        ),
-        Check(
-            f"safetensors {here}",
-            lambda: _round_trip(directory),
-            "name another directory with --directory, and check the disk",
-        ),
-        *(
-            Check(f"device {device}", lambda device=device: _device(device), support(device).remedy)
+            Check(f"device {device}", partial(_device, device), support(device).remedy)
             for device in usable_devices()
         ),
     ]
@@ -78,14 +57,13 @@ def extras() -> dict[str, list[str]]:
     """The optional parts of Isobit that are not installed here: their names and the packages that
     each lacks.
     """
-    missing: dict[str, list[str]] = {}
-    for name in (
-        (metadata("isobit").get_all("Provides-Extra") or []) if _installed("isobit") else []
-    ):
-        lacking = [need.name for need in _needs(name) if _installed(need.name) is None]
-        if lacking:
-            missing[name] = lacking
-    return missing
+    if _installed("isobit") is None:
+        return {}
+    lacking = {
+        name: [need.name for need in _needs(name) if _installed(need.name) is None]
+        for name in metadata("isobit").get_all("Provides-Extra") or []
+    }
+    return {name: packages for name, packages in lacking.items() if packages}
 
 
 def _needs(extra: str = "") -> Iterator[Requirement]:
@@ -113,10 +91,8 @@ def _python() -> str:
             "isobit is not installed, so that its supported versions are not known",
             "pip install --editable . in its checkout",
         )
-    found, supported = (
-        platform.python_version(),
-        SpecifierSet(metadata("isobit")["Requires-Python"]),
-    )
+    found = platform.python_version()
+    supported = SpecifierSet(metadata("isobit")["Requires-Python"])
     if not supported.contains(found, prereleases=True):
         raise Fault(f"{found}, supported is {supported}")
     return f"{found}, isobit {isobit.__version__}"

@@ -1,8 +1,4 @@
-"""What a check of the doctor finds: a line that passes, warns or fails, and what to do about it.
-
-Comparisons of the doctor: bit for bit, and to within a rounding; what differs is said in a
-``Fault``.
-"""
+"""What a check of the doctor finds, what to do about it, and the comparisons that raise it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,10 +80,6 @@ class Check:
             return Finding(self.name, "fail", f"{type(error).__name__}: {error}", self.fix)
 
 
-RowFunction = Callable[[torch.Tensor], torch.Tensor]
-"""[N, ...] -> [N, ...], each row from its own row alone."""
-
-
 def bits_of(x: torch.Tensor) -> torch.Tensor:
     """FP32 as int32, so that NaN equals NaN and zeros of both signs differ; anything else as it
     is.
@@ -113,20 +105,3 @@ def require_close(
         raise Fault(
             f"{what} is off by {error:.2g} of its largest number, more than {tolerance:.2g}"
         )
-
-
-def rows_alone(function: RowFunction, x: torch.Tensor) -> torch.Tensor:
-    """The rows of ``function`` on [N, ...], after comparing them with rows alone, in odd pieces,
-    and in reverse.
-    """
-    whole = function(x)
-    for size in (1, 7, 64):
-        require_equal(
-            f"rows in batches of {size} and of {len(x)}",
-            torch.cat([function(part) for part in x.split(size)]),
-            whole,
-        )
-    require_equal(
-        "rows in reverse order and in order", function(x.flip(0).contiguous()).flip(0), whole
-    )
-    return whole

@@ -37,6 +37,7 @@ from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World
 from isobit.proof.difference import (
     Checksums,
+    Keep,
     ObservedRunner,
     Operations,
     TokenObserver,
@@ -44,7 +45,7 @@ from isobit.proof.difference import (
     describe_site,
     observed_scores,
 )
-from isobit.records.batch import PackedBatch, TokenScores, pack, sequences_of
+from isobit.records.batch import PackedBatch, pack, sequences_of
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group, Prompt, SamplingParams
 from isobit.rollout.engine import EngineStats, Request, RolloutEngine, generate
@@ -399,30 +400,47 @@ def run_scenario(
     compare the result of every operation too.  Raises RanksDifferError if ranks that sample
     together have drawn different tokens.
     """
-    rollout, training = Checksums(), Checksums()
+    keeps = (Checksums(), Checksums()) if observes else None
+    sampled = sample_and_score(scenario, workload, scorer, seed, keeps, make_packings, shared)
+    samples, stats, comparisons = sampled
+    missing = tuple(name for name in scenario.must_happen if getattr(stats, name) == 0)
+    operations = None if keeps is None else compared_operations(*keeps, samples)
+    return ScenarioResult(scenario.name, stats, comparisons, missing, operations)
+
+
+def sample_and_score(
+    scenario: Scenario,
+    workload: Workload,
+    scorer: Scorer,
+    seed: int,
+    keeps: tuple[Keep, Keep] | None,
+    make_packings: Packings = packings,
+    shared: PolicyShare | None = None,
+) -> tuple[list[TokenSequence], EngineStats, dict[str, Comparison]]:
+    """Both sides of a scenario: its samples, in the order of prompts and their completions, what
+    the engine did, and the comparison in every packing.  ``keeps`` receive every operation of
+    rollout and of training.
+    """
     engine = NativeEngine(
         shared or scorer.policy,
         scenario.rollout,
         tokenizer=None,
         seed=seed,
-        make_runner=partial(ObservedRunner, observer=TokenObserver(rollout)) if observes else None,
+        make_runner=partial(ObservedRunner, observer=TokenObserver(keeps[0])) if keeps else None,
     )
     samples = generate_samples(engine, workload.requests(scenario))
     if shared is not None:
         _check_alike(samples, shared.tensor_parallel.world)
 
-    def scores(batch: PackedBatch) -> TokenScores:
-        if observes:
-            return observed_scores(scorer, batch, rollout, training)
-        return scorer.score(batch)
+    def compared(batch: PackedBatch) -> Comparison:
+        scores = observed_scores(scorer, batch, *keeps) if keeps else scorer.score(batch)
+        return Comparison.of_batch(batch, scores)
 
     comparisons = {
-        name: sum((Comparison.of_batch(batch, scores(batch)) for batch in batches), Comparison())
+        name: sum(map(compared, batches), Comparison())
         for name, batches in make_packings(samples, seed)
     }
-    missing = tuple(name for name in scenario.must_happen if getattr(engine.stats, name) == 0)
-    operations = compared_operations(rollout, training, samples) if observes else None
-    return ScenarioResult(scenario.name, engine.stats, comparisons, missing, operations)
+    return samples, engine.stats, comparisons
 
 
 def first_operation(result: VerifyResult) -> str:

@@ -73,14 +73,12 @@ def test_each_block_has_the_scale_of_its_own_numbers(
 
 @pytest.mark.parametrize("kind", ["power_of_two", "fp32"])
 @pytest.mark.parametrize(("parts", "columns"), SHAPES)
-def test_rows_do_not_depend_on_the_batch_nor_parts_on_each_other(
+def test_parts_do_not_depend_on_each_other(
     parts: tuple[int, ...], columns: int, kind: ScaleKind
 ) -> None:
     weight, x = make(parts, columns, kind), outliers(70, columns)
     assert isinstance(weight.matrix, QuantTensor)
     whole = linear(linear_input(x, weight.site).read, weight)
-    for m in (1, 2, 3, 7, 31, 64, 65):
-        assert torch.equal(linear(linear_input(x[:m], weight.site).read, weight), whole[:m]), m
     values, scales = weight.matrix.values.split(list(parts)), weight.matrix.scales
     counts = [len(block_sizes((part,))) for part in parts]
     for part, scale, expected in zip(

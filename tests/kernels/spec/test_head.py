@@ -1,18 +1,9 @@
-"""log-softmax in one order, and what it refuses.
-
-Noise as a pure function of key, position and vocabulary entry.
-
-The filters against transformers' own warpers, and draws against the distribution they come
-from.
-
-The head of one output: values and the explicit backward against FP64, with torch's product of
-the same dtype as the yardstick, and a row's bits in every batch.
-
-lm_head and log-probability in chunks: the bits of the whole, and the explicit backward against
-FP64 autograd.
+"""The head: log-softmax, the noise, the filters against transformers' own warpers, draws against
+the distribution that they come from, the head of one output, and lm_head in chunks.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,25 +27,9 @@ from isobit.kernels.spec.head import (
     uniforms,
 )
 from isobit.kernels.spec.quantise import publish_head
+from isobit.proof import cases
+from isobit.proof.cases import splitmix64
 from isobit.util.errors import NonFiniteError
-
-
-def test_values_against_fp64_with_torch_as_the_yardstick() -> None:
-    logits, temperature = 5 * torch.randn(40, 10_000), torch.linspace(0.5, 2, 40)
-    exact = torch.log_softmax(logits.double() / temperature.double()[:, None], -1)
-    ours, yardstick = (
-        log_softmax(logits, temperature),
-        torch.log_softmax(logits / temperature[:, None], -1),
-    )
-    assert (ours - exact).abs().max() <= 2 * (yardstick - exact).abs().max()
-
-
-@pytest.mark.parametrize("width", [128, 320, 4096, 10_000])
-def test_rows_do_not_depend_on_their_place(width: int) -> None:
-    logits, temperatures = 5 * torch.randn(70, width), torch.full((70,), 0.7)
-    whole = log_softmax(logits, temperatures)
-    for rows in [slice(i, i + n) for i, n in ((0, 1), (1, 1), (3, 2), (10, 7), (33, 37), (69, 1))]:
-        assert torch.equal(log_softmax(logits[rows], temperatures[rows]), whole[rows])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -65,24 +40,14 @@ def test_logits_that_are_not_finite_are_an_error_by_name(bad: float) -> None:
         log_softmax(logits, torch.ones(4))
 
 
-MASK = (1 << 64) - 1
 int64 = st.integers(-(1 << 63), (1 << 63) - 1)
-
-
-def splitmix64_of_integers(seed: int, index: int) -> int:
-    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & MASK
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
-    return z ^ (z >> 31)
 
 
 @given(key=int64, position=st.integers(0, 1 << 20))
 def test_uniforms_are_odd_multiples_of_2_to_the_minus_53(key: int, position: int):
     values = uniforms(torch.tensor([key]), torch.tensor([position]), 7)[0].tolist()
-    seed = splitmix64_of_integers(key, position)
-    assert values == [
-        ((splitmix64_of_integers(seed, entry) >> 11) | 1) / 2**53 for entry in range(7)
-    ]
+    seed = splitmix64(key, position)
+    assert values == [((splitmix64(seed, entry) >> 11) | 1) / 2**53 for entry in range(7)]
     assert all(0 < value < 1 for value in values)
 
 
@@ -231,16 +196,6 @@ def inputs(count: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return (sizes * torch.randn(count, width)).to(dtype), torch.randn(width).to(dtype)
 
 
-def plain(
-    hidden: torch.Tensor, weight: torch.Tensor, d: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, d_hidden and dw by autograd of torch's product, in the dtype of the arguments."""
-    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = hidden @ weight
-    d_hidden, dw = torch.autograd.grad(y, (hidden, weight), d.to(y.dtype))
-    return y.detach(), d_hidden, dw
-
-
 def error(ours: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> float:
     """Root mean square, in parts of the sum of the terms' sizes: what cancels in a sum makes no
     error larger, and no row counts more than another.
@@ -250,47 +205,28 @@ def error(ours: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [128, 320, 5120])
-def test_values_and_gradients(width: int, dtype: torch.dtype) -> None:
-    (hidden, weight), d = inputs(50, width, dtype), torch.randn(50)
-    exact = plain(hidden.double(), weight.double(), d)
-    sizes = plain(hidden.double().abs(), weight.double().abs(), d.abs())
-    yardstick = plain(hidden, weight, d)
-    dw = torch.zeros(width)
-    y, d_hidden = scalar_head(hidden, weight), scalar_head_backward(hidden, weight, d, dw)
-    assert (y.dtype, d_hidden.dtype) == (torch.float32, dtype)
-    errors: list[float] = []
-    for ours, wanted, size, theirs in zip((y, d_hidden, dw), exact, sizes, yardstick, strict=True):
-        assert ours.shape == wanted.shape
-        errors.append(error(ours, wanted, size))
-        assert errors[-1] <= 1.5 * error(theirs, wanted, size)
-    assert max(errors[0], errors[2]) < 2e-7, "sums are FP32 whatever goes in"
+def test_values_and_gradients_of_the_scalar_head(width: int, dtype: torch.dtype) -> None:
+    case = cases.scalar_head(width, dtype)
+    sizes = replace(case, inputs={n: x.abs() for n, x in case.inputs.items()}, dy=case.dy.abs())
+    assert case.rows is not None and case.gradients is not None
+    made = {"y": case.rows(torch.arange(cases.ROWS)), **case.gradients()}
+    exact, size, theirs = (
+        {"y": of.results(to), **of.exact_gradients(to)}
+        for of, to in ((case, torch.float64), (sizes, torch.float64), (case, dtype))
+    )
+    assert (made["y"].dtype, made["hidden"].dtype) == (torch.float32, dtype)
+    for name, ours in made.items():
+        assert ours.shape == exact[name].shape
+        ratio = error(ours, exact[name], size[name])
+        assert ratio <= 1.5 * error(theirs[name], exact[name], size[name])
+        assert name == "hidden" or ratio < 2e-7, "sums are FP32 whatever goes in"
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [128, 4096, 5120])
-def test_a_row_does_not_depend_on_its_batch(width: int, dtype: torch.dtype, threads: int) -> None:
-    hidden, weight = inputs(130, width, dtype)
-    whole, d = scalar_head(hidden, weight), torch.randn(130)
-    d_hidden = scalar_head_backward(hidden, weight, d, torch.zeros(width))
-    torch.set_num_threads(threads)
-    for count in range(1, 131):
-        for first in {0, (130 - count) // 2, 130 - count}:
-            part = slice(first, first + count)
-            assert torch.equal(scalar_head(hidden[part].clone(), weight), whole[part])
-    reverse = scalar_head(hidden.flip(0).contiguous(), weight)
-    assert torch.equal(reverse.flip(0), whole)
-    alone = scalar_head_backward(hidden[3:4], weight, d[3:4], torch.zeros(width))
-    assert torch.equal(alone, d_hidden[3:4])
-
-
-def test_gradients_are_added_as_one_sum_and_repeat_their_bits() -> None:
-    (hidden, weight), d = inputs(70, 256, torch.bfloat16), torch.randn(70)
-    once, before = torch.zeros(256), torch.randn(256)
-    added = before.clone()
-    first = scalar_head_backward(hidden, weight, d, once)
-    again = scalar_head_backward(hidden, weight, d, added)
-    assert torch.equal(first, again) and torch.equal(added, before + once)
+def test_a_row_of_the_scalar_heads_gradient_does_not_depend_on_its_batch() -> None:
+    (hidden, weight), d = inputs(130, 4096, torch.bfloat16), torch.randn(130)
+    whole = scalar_head_backward(hidden, weight, d, torch.zeros(4096))
+    alone = scalar_head_backward(hidden[3:4], weight, d[3:4], torch.zeros(4096))
+    assert torch.equal(alone, whole[3:4])
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
@@ -316,81 +252,48 @@ def inputs_token_log_probs(dtype: torch.dtype) -> Inputs:
     return hidden, publish_head(head), targets, temperatures
 
 
-def plain_token_log_probs(
-    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    log_probs = torch.log_softmax(hidden @ head.t() / temperatures[:, None], -1)
-    return log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
-
-
-def error_token_log_probs(ours: torch.Tensor, exact: torch.Tensor) -> float:
+def norm_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((ours.double() - exact).norm() / exact.norm())
 
 
-@pytest.fixture(params=[1 << 22, VOCAB * 7], ids=["whole", "7 rows at a time"])
+@pytest.fixture(params=[1 << 22, 501 * 7], ids=["whole", "7 rows at a time"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of five chunks is short."""
+    """The last chunk is short."""
     monkeypatch.setattr(module, "CHUNK", request.param)
 
 
 @pytest.mark.usefixtures("chunk")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_are_those_of_the_logits_and_gradients_those_of_autograd(
-    dtype: torch.dtype,
-) -> None:
-    hidden, head, targets, temperatures = inputs_token_log_probs(dtype)
-    picked, entropy = token_log_probs(hidden, head, targets, temperatures)
-    log_probs = log_softmax(head_logits(hidden, head), temperatures)
-    assert torch.equal(picked, log_probs.gather(1, targets[:, None])[:, 0])
-    wide = hidden.double().requires_grad_(), head.double().requires_grad_()
-    exact, exact_entropy = plain_token_log_probs(*wide, targets, temperatures.double())
-    assert (
-        error_token_log_probs(picked, exact.detach()) < 1e-5
-        and error_token_log_probs(entropy, exact_entropy.detach()) < 1e-5
-    )
-    d, grad = torch.randn(ROWS), torch.zeros(VOCAB, WIDTH)
-    d_hidden = token_log_probs_backward(hidden, head, targets, temperatures, d, grad)
-    exact_hidden, exact_head = torch.autograd.grad(exact, wide, d.double())
-    assert d_hidden.dtype == dtype
-    assert error_token_log_probs(d_hidden, exact_hidden) < (
-        1e-5 if dtype == torch.float32 else 2**-8
-    )
-    assert error_token_log_probs(grad, exact_head) < 1e-5, (
-        "the head's gradient is FP32 in every flow"
-    )
+@pytest.mark.parametrize(
+    "of", [(True, False), (False, True), (True, True)], ids=["log-probs", "entropies", "both"]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_probs_and_gradients_in_chunks(dtype: torch.dtype, of: tuple[bool, bool]) -> None:
+    """In FP64, with autograd in FP32 as the yardstick."""
+    case = cases.token_log_probs(dtype, *of)
+    assert case.rows is not None and case.gradients is not None
+    values, exact = case.rows(torch.arange(cases.ROWS)), case.results()
+    assert all(norm_error(values[:, i], exact[:, i]) < 1e-5 for i in (0, 1))
+    wanted, theirs = case.exact_gradients(), case.exact_gradients(torch.float32)
+    made, rounding = case.gradients(), 0.0 if dtype == torch.float32 else 2.0**-8
+    errors = {name: norm_error(ours, wanted[name]) for name, ours in made.items()}
+    assert made["hidden"].dtype == dtype
+    assert errors["hidden"] <= 2 * norm_error(theirs["hidden"], wanted["hidden"]) + rounding
+    assert errors["head"] <= 2 * norm_error(theirs["head"], wanted["head"])
+    assert errors["head"] < 1e-5, "the head's gradient is FP32 in every flow"
 
 
 @pytest.mark.usefixtures("chunk")
-@pytest.mark.parametrize("of_log_probs", [True, False], ids=["and log-probabilities", "alone"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_entropies_are_those_of_autograd(
-    dtype: torch.dtype, of_log_probs: bool
-) -> None:
-    """In FP64, with autograd in FP32 as the yardstick; one row is nearly certain."""
-    hidden, head, targets, temperatures = inputs_token_log_probs(dtype)
-    hidden[3] = 40 * head[7]
-    d, d_entropies = of_log_probs * torch.randn(ROWS), torch.randn(ROWS)
-    found = []
-    for to in (torch.float64, torch.float32):
-        wide = hidden.detach().to(to).requires_grad_(), head.detach().to(to).requires_grad_()
-        scores = plain_token_log_probs(*wide, targets, temperatures.to(to))
-        found.append(torch.autograd.grad(scores, wide, (d.to(to), d_entropies.to(to))))
-    exact, yardstick = found
-    grad = torch.zeros(VOCAB, WIDTH)
-    given = hidden, head, targets, temperatures
-    d_hidden = token_log_probs_backward(*given, d, grad, d_entropies)
-    rounding = 0.0 if dtype == torch.float32 else 2.0**-8
-    assert d_hidden.dtype == dtype
-    assert (
-        error_token_log_probs(d_hidden, exact[0])
-        <= 2 * error_token_log_probs(yardstick[0], exact[0]) + rounding
-    )
-    assert error_token_log_probs(grad, exact[1]) <= 2 * error_token_log_probs(
-        yardstick[1], exact[1]
-    )
-    again, twice = torch.zeros(VOCAB, WIDTH), d_entropies + d_entropies
-    doubled = token_log_probs_backward(*given, d + d, again, twice)
-    assert torch.equal(doubled, d_hidden + d_hidden) and torch.equal(again, grad + grad)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_probs_are_those_of_the_logits_and_gradients_scale(dtype: torch.dtype) -> None:
+    given = inputs_token_log_probs(dtype)
+    hidden, head, targets, temperatures = given
+    log_probs = log_softmax(head_logits(hidden, head), temperatures)
+    assert torch.equal(token_log_probs(*given)[0], log_probs.gather(1, targets[:, None])[:, 0])
+    d, d_entropies = torch.randn(ROWS), torch.randn(ROWS)
+    once, twice = torch.zeros(VOCAB, WIDTH), torch.zeros(VOCAB, WIDTH)
+    single = token_log_probs_backward(*given, d, once, d_entropies)
+    double = token_log_probs_backward(*given, d + d, twice, d_entropies + d_entropies)
+    assert torch.equal(double, single + single) and torch.equal(twice, once + once)
 
 
 def test_without_gradients_of_entropies_the_bits_are_those_of_the_short_formula() -> None:
@@ -403,15 +306,6 @@ def test_without_gradients_of_entropies_the_bits_are_those_of_the_short_formula(
     d_logits.scatter_add_(1, targets[:, None], scaled)
     assert torch.equal(d_hidden, (d_logits @ wide).bfloat16())
     assert torch.equal(grad, torch.zeros(VOCAB, WIDTH).addmm_(d_logits.t(), hidden.float()))
-
-
-def test_gradients_are_added_as_one_sum_and_repeat_their_bits_token_log_probs() -> None:
-    hidden, head, targets, temperatures = inputs_token_log_probs(torch.bfloat16)
-    d, before = torch.randn(ROWS), torch.randn(VOCAB, WIDTH)
-    once, added = torch.zeros(VOCAB, WIDTH), before.clone()
-    first = token_log_probs_backward(hidden, head, targets, temperatures, d, once)
-    again = token_log_probs_backward(hidden, head, targets, temperatures, d, added)
-    assert torch.equal(first, again) and torch.equal(added, before + once)
 
 
 def test_a_chunk_changes_no_bit_of_a_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:

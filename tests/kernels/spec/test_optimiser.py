@@ -46,6 +46,7 @@ from isobit.kernels.spec.optimiser import (
     gradient_squares,
     round_stochastically,
 )
+from isobit.proof.cases import splitmix64
 
 MASK = (1 << 64) - 1
 PLAIN: dict[str, Any] = {
@@ -91,13 +92,6 @@ def eight_bits(count: int) -> tuple[Tensor, Tensor]:
 def scales_of(count: int) -> tuple[Tensor, Tensor]:
     groups = num_groups(count)
     return torch.zeros(groups, dtype=torch.uint8), torch.zeros(groups, dtype=torch.uint8)
-
-
-def splitmix64_of_integers(seed: int, index: int) -> int:
-    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & MASK
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
-    return z ^ (z >> 31)
 
 
 def test_steps_are_those_of_torch_in_fp64():
@@ -216,10 +210,10 @@ def test_what_is_not_finite_stays_so_whatever_the_noise():
 
 def test_noise_is_splitmix64_of_seed_step_tensor_and_element():
     seed, step, tensor = 2**40 + 1, 7, 290
-    key = splitmix64_of_integers(splitmix64_of_integers(seed, step), tensor)
+    key = splitmix64(splitmix64(seed, step), tensor)
     assert noise_key(seed, step, tensor) & MASK == key
     first, second = optimiser_module._noise(noise_key(seed, step, tensor), 100, 50)
-    outputs = [splitmix64_of_integers(key, element) for element in range(100, 150)]
+    outputs = [splitmix64(key, element) for element in range(100, 150)]
     assert first.tolist() == [output & 0xFFFF for output in outputs]
     assert second.tolist() == [output >> 16 & 0xFFFF for output in outputs]
     keys = {
