@@ -84,8 +84,10 @@ def train(
         return run.log.finish()
 
 
-def take_step(run: RlRun, step: int) -> None:
-    """One step: sample what is missing, learn from the batch that is due, log, evaluate, save."""
+def take_step(run: RlRun, step: int) -> StepDigests:
+    """One step: sample what is missing, learn from the batch that is due, log, evaluate, save.
+    -> The digests of what it was given and has left.
+    """
     requested = sample_missing(run, step)
     with run.learning():
         run.log.check_state()
@@ -100,6 +102,7 @@ def take_step(run: RlRun, step: int) -> None:
     run.log.check_step(metrics, trained)
     run.evaluate_if_due(step)
     run.save_if_due(step)
+    return digests
 
 
 def sample_missing(run: RlRun, step: int) -> int:

@@ -192,7 +192,7 @@ class Run(ABC, Generic[Config, Data, Log]):
         self.console.lines([*self.describe(), *rewards])
         self.console.notes(secret_notes(self.config.reward))
         with self.interruption, disk_errors(self.config.output, "the files of the run"):
-            due = evaluation_is_due(self.config, start.step) and not start.has_evaluated
+            due = self.evaluates_after(start.step) and not start.has_evaluated
             first = self.evaluate_now() if due else None
             with (
                 self.open_log(start) as self.log,
