@@ -77,7 +77,7 @@ def test_the_first_step_and_file_that_differ_are_named(
     assert lines[-3].startswith("metrics.jsonl differs: step 2: loss is ")
     assert lines[-3].endswith(" and 7.5")
     assert lines[-2].startswith("completions.jsonl differs: step 3: text of train/")
-    assert lines[-2].endswith(' is null and "none"')
+    assert lines[-2].endswith(" is None and 'none'")
     assert lines[-1] == "the runs differ, first step 2: digests.jsonl"
     change_lines(other / "metrics.jsonl", lambda line: line.update({"loss": 0}), step=1)
     assert said(capsys, 1, whole, other)[-1] == "the runs differ, first step 1: metrics.jsonl"

@@ -17,7 +17,7 @@ from isobit.util.errors import IsobitError
 
 if TYPE_CHECKING:
     from isobit.parallel.world import World
-    from isobit.run.redo import ReplayResult
+    from isobit.run.diff import Comparison
 
 
 def run_replay(arguments: Sequence[str]) -> int:
@@ -59,10 +59,11 @@ class _DiffersError(IsobitError):
     exit_code = 1
 
 
-def _describe(root: Path, result: "ReplayResult") -> str:
+def _describe(root: Path, result: "Comparison") -> str:
     from isobit.run.redo import describe_steps
 
-    done = f"{root}: {describe_steps(result.first, result.last)} done again"
+    assert result.steps is not None
+    done = f"{root}: {describe_steps(result.steps)} done again"
     if not result.differences:
         return f"{done}: all equal"
     first = result.differences[0]

@@ -11,23 +11,21 @@ they differ.
 
 Two runs of one recipe, on the same data, with the same rewards and in one class of bits, are equal
 in all of these, whatever was killed, resumed or spread over processes in between.  ``run.json``
-says where and when a run was started, so it is not compared; settings that differ are shown as a
-note, because they explain what else differs.
-
-Lines are matched by what they are of (a step, a batch that was graded), so that one added line does
-not make those behind it differ.  Lines of only one of the runs are a difference.  A file that
-neither run has is not mentioned: fine-tuning, for example, draws nothing and leaves no digests.
+says where and when a run was started and is not compared; settings that differ are shown as a note.
+Lines are matched by what they are of (a step, a batch that was graded); a line of only one of the
+runs is a difference.
 """
 
 import filecmp
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from operator import itemgetter
 from pathlib import Path
+from reprlib import repr as repr_of
 from typing import Any
 
 import torch
@@ -44,8 +42,6 @@ OF_AN_EVALUATION = "time/evaluation_s"
 """A metric that each line of an evaluation has, and no other."""
 _OF_THE_LOG = ("log", "files")
 """Keys of a checkpoint's state that hold seconds, and sizes of files in which seconds stand."""
-_SHOWN = 60
-"""Characters of a value that are shown."""
 _LAST = 1 << 62
 """Sorts what comes after the last step."""
 
@@ -79,6 +75,8 @@ class Comparison:
     differences: Sequence[FileDifference]
     """The first of each file; those of earlier steps first."""
     notes: Sequence[str] = ()
+    steps: range | None = None
+    """Those that were compared, 0 standing for the evaluation before the first; None for all."""
 
     @property
     def exit_code(self) -> int:
@@ -128,9 +126,8 @@ def read_run(directory: RunDirectory) -> Mapping[str, Any]:
 
 
 def compare(left: RunDirectory, right: RunDirectory, steps: range | None = None) -> Comparison:
-    """Every file of two runs.  With ``steps``, 0 standing for the evaluation before the first, only
-    these are compared, which ``right`` has done again of ``left``, and only files that ``right``
-    has.
+    """Every file of two runs; or of the ``steps`` that ``right`` has done again of ``left``, whose
+    other lines and files do not count then.
     """
 
     def lines(name: str, key: Callable[[Line], Any], step_of: Callable[[Line], int] = _step) -> Any:
@@ -150,7 +147,7 @@ def compare(left: RunDirectory, right: RunDirectory, steps: range | None = None)
     ]
     found = [one for one in outcomes if isinstance(one, FileDifference)]
     found.sort(key=lambda difference: difference.step)  # stable: causes before effects
-    return Comparison([one for one in outcomes if isinstance(one, str)], found)
+    return Comparison([one for one in outcomes if isinstance(one, str)], found, steps=steps)
 
 
 Outcome = str | FileDifference | None
@@ -164,37 +161,35 @@ def _lines(
     step_of: Callable[[Line], int],
     steps: range | None,
 ) -> Outcome:
-    """Two files of lines.  Lines of one ``key`` are compared in their order."""
-    files = [_with_steps(path, step_of) for path in (ours, theirs)]
-    if steps is not None:  # a grading, which has no step, is looked up by its key alone
-        files[0] = [
-            (step, line)
-            for step, line in files[0]
-            if step in steps or (line and "step" not in line)
-        ]
-    found = [
-        (step, f"{path} has a damaged line")
-        for path, file in zip((ours, theirs), files, strict=True)
-        for step, line in file
-        if not line
-    ]
+    """Two files of lines, of which lines of one ``key`` are compared in their order."""
+    found = list[tuple[int, str]]()
     unmatched = defaultdict[str, deque[tuple[int, Line]]](deque)
-    for step, line in files[0]:
-        if line:
+    for step, line in _with_steps(ours, step_of):
+        # a grading, which has no step, is looked up by its key alone
+        if steps is None or step in steps or (line and "step" not in line):
             unmatched[json.dumps(key(line))].append((step, line))
-    for step, line in filter(itemgetter(1), files[1]):
+    lines = _with_steps(theirs, step_of)
+    for step, line in lines:
         same = unmatched[json.dumps(key(line))]
-        if not same:
-            found.append((step, f"{ours} has no such line{_prompt_of(line)}"))
+        if not line or not same:
+            found.append((step, _alone(line, theirs, ours)))
         elif what := first_difference(same.popleft()[1], line):
             found.append((step, what))
-    for step, line in chain.from_iterable(unmatched.values()):
-        if steps is None or "step" in line:
-            found.append((step, f"{theirs} has no such line{_prompt_of(line)}"))
+    left = [
+        (step, _alone(line, ours, theirs))
+        for step, line in chain.from_iterable(unmatched.values())
+        if steps is None or not line or "step" in line
+    ]
+    found = left + found
     if found:
-        step, what = min(found, key=lambda one: one[0])
+        step, what = min(found, key=itemgetter(0))
         return FileDifference(step, ours.name, what)
-    return f"{ours.name}: {_count(len(files[1]), 'line')} equal" if files[1] else None
+    return f"{ours.name}: {_count(len(lines), 'line')} equal" if lines else None
+
+
+def _alone(line: Line, here: Path, there: Path) -> str:
+    """What is wrong with a line that one file alone has."""
+    return f"{there} has no such line{_prompt_of(line)}" if line else f"{here} has a damaged line"
 
 
 def _with_steps(path: Path, step_of: Callable[[Line], int]) -> list[tuple[int, Line]]:
@@ -233,40 +228,34 @@ def first_difference(ours: Line, theirs: Line) -> str | None:
     """The first entry that differs in two lines, with both values; None where the lines are equal.
     NaN equals NaN.
     """
-    names = _differing(ours, theirs)
-    if not names:
+    found = differing = _differing(ours, theirs)
+    path, one, other = list[Any](), None, None
+    while found:
+        key, one, other = found[0]
+        path.append(key)
+        found = _differing(one, other)
+    if not path:
         return None
-    path: list[Any] = []
-    one, other, entry = ours, theirs, names[0]
-    while entry is not None:
-        path.append(entry)
-        one, other = (
-            line.get(entry) if isinstance(line, dict) else line[entry] for line in (one, other)
-        )
-        entry = next(iter(_differing(one, other)), None)
-    number = next((entry for entry in path if isinstance(entry, int)), 0)
-    place = "".join(f"[{entry}]" if isinstance(entry, int) else f".{entry}" for entry in path)[1:]
-    more = f" ({len(names) - 1} other keys differ, too)" if names[1:] else ""
-    return f"{place}{_prompt_of(theirs, number)} is {_shown(one)} and {_shown(other)}{more}"
+    number = next((key for key in path if isinstance(key, int)), 0)
+    place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)[1:]
+    more = f" ({len(differing) - 1} other keys differ, too)" if differing[1:] else ""
+    return f"{place}{_prompt_of(theirs, number)} is {repr_of(one)} and {repr_of(other)}{more}"
 
 
-def _differing(ours: Any, theirs: Any) -> list[Any]:
-    """Keys, or places, whose values differ in two objects, or in two lists of one length."""
+def _differing(ours: Any, theirs: Any) -> list[tuple[Any, Any, Any]]:
+    """Keys, or places, with the values that differ there, of two objects or of two lists of one
+    length.
+    """
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        pairs = [(key, ours.get(key), theirs.get(key)) for key in {**ours, **theirs}]
+        pairs = ((key, ours.get(key), theirs.get(key)) for key in {**ours, **theirs})
     elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        pairs = list(zip(count(), ours, theirs))
-    else:
-        return []
+        pairs = zip(count(), ours, theirs)
     return [
-        key
+        (key, one, other)
         for key, one, other in pairs
         if json.dumps(one) != json.dumps(other) and not str(key).startswith(OF_THE_MACHINE)
     ]
-
-
-def _entry(value: Any, key: Any) -> Any:
-    return value.get(key) if isinstance(value, dict) else value[key]
 
 
 def _prompt_of(line: Line, number: int = 0) -> str:
@@ -275,11 +264,6 @@ def _prompt_of(line: Line, number: int = 0) -> str:
     with suppress(LookupError, TypeError):
         prompt = line["prompts"][number][0]
     return f" of {prompt}" if prompt is not None else ""
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
 
 
 def _checkpoints(left: RunDirectory, right: RunDirectory) -> Outcome:
@@ -306,9 +290,8 @@ def _model(left: RunDirectory, right: RunDirectory, is_part: bool) -> Outcome:
     ours, theirs = left.model, right.model
     if not theirs.is_dir() and (is_part or not ours.is_dir()):
         return None
-    what = next(iter(different_files(ours, theirs, is_part)), None)
-    name = ours.name
-    return FileDifference(_LAST, name, what) if what else f"{name}: every file equal"
+    what = next(different_files(ours, theirs, is_part), None)
+    return FileDifference(_LAST, ours.name, what) if what else f"{ours.name}: every file equal"
 
 
 def different_files(ours: Path, theirs: Path, is_part: bool = False) -> Iterator[str]:
@@ -326,9 +309,8 @@ def different_files(ours: Path, theirs: Path, is_part: bool = False) -> Iterator
         if missing := [path for path in pair if not path.is_file()]:
             yield f"{missing[0]} is missing"
         elif not filecmp.cmp(*pair, shallow=False):
-            yield f"{name} differs" + (
-                _first_tensor(*pair) if name.suffix == ".safetensors" else ""
-            )
+            first = _first_tensor(*pair) if name.suffix == ".safetensors" else ""
+            yield f"{name} differs{first}"
 
 
 def _first_tensor(ours: Path, theirs: Path) -> str:

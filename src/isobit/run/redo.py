@@ -32,7 +32,7 @@ from isobit.config.recipes import RunConfig
 from isobit.config.tables import CheckConfig, CheckpointConfig, TrackingConfig
 from isobit.observe.console import silent
 from isobit.parallel.world import ALONE, World, broadcast
-from isobit.run.diff import OF_AN_EVALUATION, FileDifference, compare, read_run
+from isobit.run.diff import OF_AN_EVALUATION, Comparison, FileDifference, compare, read_run
 from isobit.run.grading import Interruption
 from isobit.run.loop import take_step
 from isobit.run.run import check_recipes, start_run
@@ -59,32 +59,12 @@ class Source:
     """The run's own, but for what changes no step."""
     digests: Mapping[int, StepDigests | None]
     checkpoint: Checkpoint | None
-    """Where it begins; None: at the start."""
-    last: int
-    """The last step that is done again."""
+    """Where it begins; None for the start."""
+    steps: range
+    """Those that are done again."""
     allowed: Sequence[str]
     damaged: Sequence[FileDifference]
     """Checkpoints that are not what the run wrote."""
-
-    @property
-    def first(self) -> int:
-        """The first step that is done again."""
-        return self.checkpoint.step + 1 if self.checkpoint else 1
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """The steps that were done again, and how their files differ from the recorded ones."""
-
-    first: int
-    last: int
-    differences: Sequence[FileDifference]
-    """The first of each file; those of earlier steps first."""
-
-    @property
-    def exit_code(self) -> int:
-        """1 where anything differs."""
-        return int(bool(self.differences))
 
 
 def replay(
@@ -96,7 +76,7 @@ def replay(
     recorded_rewards: bool = False,
     world: World = ALONE,
     output: Path | None = None,
-) -> ReplayResult:
+) -> Comparison:
     """Do the steps of the run in ``root`` up to ``step`` again, or all, by all ranks of ``world``
     together, and compare the files; ``say`` is given a line for each step and each file.  With
     ``recorded_rewards`` completions that the run has graded are not graded anew; ``allowed`` are
@@ -107,26 +87,27 @@ def replay(
     """
     say = say if world.rank == 0 else silent().line
     source = find_source(root, step, overrides, allowed, say, world)
-    begins = f"the checkpoint of step {source.first - 1}" if source.checkpoint else "the start"
-    say(f"replaying {describe_steps(source.first, source.last)} of {root} from {begins}")
+    begins = f"the checkpoint of step {source.steps[0] - 1}" if source.checkpoint else "the start"
+    say(f"replaying {describe_steps(source.steps)} of {root} from {begins}")
     with _place(world, output) as place:
         last = _run_again(source, place, recorded_rewards, say, world)
-        steps = range(source.first if source.checkpoint else 0, last + 1)
+        steps = range(source.steps[0] if source.checkpoint else 0, last + 1)
 
-        def compared() -> tuple[Sequence[str], list[dict[str, Any]]]:
+        def compared() -> list[Sequence[Any]]:
             found = compare(source.directory, RunDirectory(place), steps)
-            return found.equal, [asdict(one) for one in found.differences]
+            return [found.equal, [asdict(one) for one in found.differences]]
 
         equal, differing = broadcast(world, compared)
     found = [FileDifference(**one) for one in differing]
     for line in (*equal, *map(str, found)):
         say(line)
     found = sorted([*source.damaged, *found], key=lambda one: one.step)
-    return ReplayResult(source.first, last, found)
+    return Comparison(equal, found, steps=steps)
 
 
-def describe_steps(first: int, last: int) -> str:
-    """Numbers of steps, in words."""
+def describe_steps(steps: range) -> str:
+    """Numbers of steps, in words, without the evaluation before the first (0)."""
+    first, last = max(1, steps[0]), steps[-1]
     return f"steps {first} to {last}" if last > first else f"step {first}"
 
 
@@ -179,7 +160,8 @@ def find_source(
         )
     if checkpoint is not None and checkpoint.step == since:
         allowed = [*allowed, *changed]
-    return Source(directory, manifest, config, digests, checkpoint, step or last, allowed, damaged)
+    steps = range(checkpoint.step + 1 if checkpoint else 1, (step or last) + 1)
+    return Source(directory, manifest, config, digests, checkpoint, steps, allowed, damaged)
 
 
 def _config(
@@ -293,7 +275,7 @@ def _run_again(source: Source, place: Path, recorded_rewards: bool, say: Say, wo
             config, lambda: _SecondRun(config, evaluated, world), start, silent(), interruption
         ) as run,
     ):
-        for step in range(source.first, source.last + 1):
+        for step in source.steps:
             made, recorded = take_step(run, step).by_name(), source.digests.get(step)
             if recorded is None:
                 say(f"step {step}: digests.jsonl has no whole line of it")
@@ -306,9 +288,9 @@ def _run_again(source: Source, place: Path, recorded_rewards: bool, say: Say, wo
             if _LEFT & set(differing):
                 say(f"step {step} has left other weights: no step after it is done")
                 return step
-        if source.last == config.training.steps and source.directory.summary.is_file():
+        if source.steps[-1] == config.training.steps and source.directory.summary.is_file():
             run.save_model()
-    return source.last
+    return source.steps[-1]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
