@@ -19,12 +19,11 @@ Nothing is written into the run's directory.
 """
 
 import json
-import shutil
-import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from isobit.config.load import apply_overrides, build, parse_overrides
@@ -89,7 +88,8 @@ def replay(
     source = find_source(root, step, overrides, allowed, say, world)
     begins = f"the checkpoint of step {source.steps[0] - 1}" if source.checkpoint else "the start"
     say(f"replaying {describe_steps(source.steps)} of {root} from {begins}")
-    with _place(world, output) as place:
+    with ExitStack() as stack:
+        place = Path(broadcast(world, lambda: _make_place(output, stack)))
         last = _run_again(source, place, recorded_rewards, say, world)
         steps = range(source.steps[0] if source.checkpoint else 0, last + 1)
 
@@ -249,14 +249,8 @@ def _run_again(source: Source, place: Path, recorded_rewards: bool, say: Say, wo
     rewards = RewardRecord(say)
     if recorded_rewards:
         rewards = KnownRewards(say, broadcast(world, lambda: _lines(source.directory.rewards)))
-    evaluated = broadcast(
-        world,
-        lambda: [
-            line.get("step")
-            for line in _lines(source.directory.metrics)
-            if OF_AN_EVALUATION in line
-        ],
-    )
+    metrics = broadcast(world, lambda: _lines(source.directory.metrics))
+    evaluated = [line.get("step") for line in metrics if OF_AN_EVALUATION in line]
     interruption = Interruption(world)
     with (
         interruption.open_to_requests(),
@@ -277,14 +271,10 @@ def _run_again(source: Source, place: Path, recorded_rewards: bool, say: Say, wo
     ):
         for step in source.steps:
             made, recorded = take_step(run, step).by_name(), source.digests.get(step)
-            if recorded is None:
-                say(f"step {step}: digests.jsonl has no whole line of it")
-                continue
-            differing = [
-                name for name, digest in recorded.by_name().items() if made[name] != digest
-            ]
+            then = recorded.by_name() if recorded is not None else made
+            differing = [name for name, digest in made.items() if then[name] != digest]
             names = f"{', '.join(differing)} differ" if differing else "all equal"
-            say(f"step {step}: {names} in digests.jsonl")
+            say(f"step {step}: {names if recorded else 'no whole line'} in digests.jsonl")
             if _LEFT & set(differing):
                 say(f"step {step} has left other weights: no step after it is done")
                 return step
@@ -308,25 +298,14 @@ class _SecondRun(RlRun):
         return step in self._evaluated
 
 
-@contextmanager
-def _place(world: World, output: Path | None) -> Iterator[Path]:
-    """The directory for the files of the steps, the same for all ranks; gone afterwards, where it
-    is not the user's.
-    """
-
-    def made() -> str:
-        if output is None:
-            return tempfile.mkdtemp(prefix="isobit-replay-")
-        check_unused(output)
-        output.mkdir(parents=True, exist_ok=True)
-        return str(output)
-
-    place = Path(broadcast(world, made))
-    try:
-        yield place
-    finally:
-        if output is None and world.rank == 0:
-            shutil.rmtree(place, ignore_errors=True)
+def _make_place(output: Path | None, stack: ExitStack) -> str:
+    """The directory of the second run: the user's, or one that is removed with ``stack``."""
+    if output is None:
+        place = TemporaryDirectory(prefix="isobit-replay-", ignore_cleanup_errors=True)
+        return stack.enter_context(place)
+    check_unused(output)
+    output.mkdir(parents=True, exist_ok=True)
+    return str(output)
 
 
 def _config_at(config: RunConfig, place: Path) -> RunConfig:
