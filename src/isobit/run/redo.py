@@ -290,7 +290,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 class _SecondRun(RlRun):
     """Evaluates when the recorded run has, which may have had another ``evaluation.every``."""
 
-    def __init__(self, config: RunConfig, evaluated: Collection[int], world: World) -> None:
+    def __init__(self, config: RunConfig, evaluated: Collection[Any], world: World) -> None:
         super().__init__(read_rl(config), world)
         self._evaluated = frozenset(evaluated)
 
