@@ -38,6 +38,10 @@ from isobit.util.errors import ConfigError, IsobitError
 
 OF_THE_MACHINE = ("time/", "tokens_per_s/", "memory/", "rollout/", "waiting/")
 """How metrics begin that say how fast, with how much memory and in which batches was computed."""
+_IGNORED = (*OF_THE_MACHINE, "first_error")
+"""Beginnings of the keys of lines that are not compared: also the text of a grader's first error,
+which may hold an address or a time.
+"""
 OF_AN_EVALUATION = "time/evaluation_s"
 """A metric that each line of an evaluation has, and no other."""
 _OF_THE_LOG = ("log", "files")
@@ -254,7 +258,7 @@ def _differing(ours: Any, theirs: Any) -> list[tuple[Any, Any, Any]]:
     return [
         (key, one, other)
         for key, one, other in pairs
-        if json.dumps(one) != json.dumps(other) and not str(key).startswith(OF_THE_MACHINE)
+        if json.dumps(one) != json.dumps(other) and not str(key).startswith(_IGNORED)
     ]
 
 
