@@ -40,7 +40,7 @@ from isobit.records.batch import responses
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.run.loop import collect, open_run
-from isobit.store.state import state_digest
+from isobit.store.state import StepDigests, state_digest
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.judge import score_sequences
 from isobit.training.replay_buffer import ReplayBuffer
@@ -112,13 +112,14 @@ def measure(config: RunConfig, say: Callable[[Row], None]) -> Row:
     tokens = config.training.tokens_per_microbatch
     with open_run(config, Console(rich.console.Console(stderr=True))) as run:
         witness = Witness(config.replay, config.seed, run.model.policy, tokens)
-        run.replay = witness
+        run.replay = run.extras["replay"] = witness
         for step in run.steps():
             batch = collect(run)
             with run.learning():
                 trained = run.learner.learn(batch.groups, step)
-                state = state_digest(run)
-            run.log.step(step, batch, trained, state)
+                digests = StepDigests.of(step, batch.groups, state_digest(run))
+            run.log.step(step, batch, batch.engine, trained, digests)
+            run.end_step(step)
             run.evaluate_if_due(step)
             run.save_if_due(step)
             say({"seed": config.seed, "step": step, **_figures(witness.steps[-1])})

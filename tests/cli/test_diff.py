@@ -50,7 +50,7 @@ def test_a_resumed_run_is_equal_and_each_file_has_a_line(
     runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = said(capsys, 0, *runs)
-    assert lines[0] == "digests.jsonl: 3 steps equal"
+    assert lines[0] == "digests.jsonl: 3 lines equal"
     assert [line.partition(":")[0] for line in lines[1:-1]] == [
         "rewards.jsonl",
         "completions.jsonl",
@@ -70,12 +70,14 @@ def test_the_first_step_and_file_that_differ_are_named(
     change_lines(other / "completions.jsonl", lambda line: line.update(text="none"), step=3)
     lines = said(capsys, 1, whole, other)
     assert lines[-4:-2] == [
-        "digests.jsonl differs: step 2: masters differ",
+        lines[-4],
         lines[-3],
     ]
-    assert lines[-3].startswith("metrics.jsonl differs: step 2: line 3: loss is ")
+    assert lines[-4].startswith("digests.jsonl differs: step 2: masters is ")
+    assert lines[-3].startswith("metrics.jsonl differs: step 2: loss is ")
     assert lines[-3].endswith(" and 7.5")
-    assert lines[-2].startswith("completions.jsonl differs: step 3: line ")
+    assert lines[-2].startswith("completions.jsonl differs: step 3: text of train/")
+    assert lines[-2].endswith(" is None and 'none'")
     assert lines[-1] == "the runs differ, first step 2: digests.jsonl"
     change_lines(other / "metrics.jsonl", lambda line: line.update({"loss": 0}), step=1)
     assert said(capsys, 1, whole, other)[-1] == "the runs differ, first step 1: metrics.jsonl"
@@ -104,7 +106,7 @@ def test_tensors_are_compared_byte_by_byte(
         lines = said(capsys, 1, *runs)
         folder = path.parent.relative_to(runs[1])
         assert lines[-1] == f"the runs differ, first {first}: {folder}"
-        assert any(f"{path}, {name} first" in line for line in lines)
+        assert any(f"{path.name} differs, {name} first" in line for line in lines)
 
 
 def test_the_state_of_a_checkpoint_counts_but_not_its_seconds(
@@ -117,7 +119,7 @@ def test_the_state_of_a_checkpoint_counts_but_not_its_seconds(
     path.write_text(json.dumps({**state, "weights_version": 9}))
     lines = said(capsys, 1, *runs)
     assert lines[-2] == (
-        "checkpoints/step_000001 differs: step 1: weights_version in state.json differ"
+        "checkpoints/step_000001 differs: step 1: state.json: weights_version is 2 and 9"
     )
 
 
@@ -127,11 +129,12 @@ def test_steps_of_one_run_alone_are_a_difference(
     whole, other = runs
     path = other / "digests.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    assert said(capsys, 1, whole, other)[-2] == (
-        f"digests.jsonl differs: step 3: only {whole} has it"
-    )
+    for runs in ((whole, other), (other, whole)):
+        assert said(capsys, 1, *runs)[-2] == (
+            f"digests.jsonl differs: step 3: {path} has no such line"
+        )
     shutil.rmtree(other / "model")
-    assert f"only {whole} has it" in said(capsys, 1, other, whole)[-2]
+    assert f"{other / 'model'}" in said(capsys, 1, other, whole)[-2]
 
 
 def test_settings_that_differ_are_a_note(

@@ -35,9 +35,13 @@ def test_equal_is_0_and_every_step_has_a_line(
     assert main(["replay", str(run)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"replaying steps 1 to 2 of {run} from the start",
-        "step 1: tokens, log-probabilities, rewards and weights are equal",
-        "step 2: tokens, log-probabilities, rewards and weights are equal",
-        f"{run}/model: every file is equal",
+        "step 1: all equal in digests.jsonl",
+        "step 2: all equal in digests.jsonl",
+        "digests.jsonl: 2 lines equal",
+        "rewards.jsonl: 4 lines equal",
+        "completions.jsonl: 12 lines equal",
+        "metrics.jsonl: 4 lines equal",
+        "model: every file equal",
         f"{run}: steps 1 to 2 done again: all equal",
     ]
     assert main(["replay", str(run), "--step", "1"]) == 0
@@ -51,9 +55,11 @@ def test_a_difference_is_1_and_names_the_step(
     change_reward(run)
     assert main(["replay", str(run), "--step", "2"]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert said[2].startswith("step 2: rewards differ: train/")
-    assert said[2].endswith("sample 1: 0.5 in rewards.jsonl, 0.0 graded again")
-    assert said[-1] == f"{run}: steps 1 to 2 done again: 1 difference, the first in step 2"
+    assert said[-2].startswith("rewards.jsonl differs: step 2: rewards[0][1] of train/")
+    assert said[-2].endswith(" is 0.5 and 0.0")
+    assert said[-1] == (
+        f"{run}: steps 1 to 2 done again: the runs differ, first step 2: rewards.jsonl"
+    )
     assert main(["replay", str(run), "--step", "1"]) == 0
 
 
@@ -85,4 +91,14 @@ def test_several_processes_say_once_what_they_found(run: Path, tmp_path: Path) -
     change_reward(run)
     done = ran("isobit.cli.main:main", tmp_path, words)
     assert done.returncode == 1
-    assert (done.stdout + done.stderr).count("0.5 in rewards.jsonl") == 1
+    assert (done.stdout + done.stderr).count("is 0.5 and 0.0") == 1
+
+
+def test_the_second_run_stays_where_it_is_wanted(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = tmp_path / "again"
+    assert main(["replay", str(run), "--output", str(again)]) == 0
+    assert main(["diff", str(run), str(again)]) == 0
+    assert main(["replay", str(run), "--output", str(again)]) == 2
+    assert "already holds files of a run" in capsys.readouterr().err

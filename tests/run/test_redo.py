@@ -1,9 +1,10 @@
-"""Steps done again come out as they were recorded; of a recorded run of which anything was changed
-afterwards, what was changed is named with its step.
+"""Steps done again come out as they were recorded; where anything of a recorded run was changed
+afterwards, the first change of each file is named with its step.
 """
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ import torch
 from isobit.config.recipes import RunConfig
 from isobit.models.safetensors import TensorFile
 from isobit.parallel.world import ALONE, World
+from isobit.run.diff import Comparison, compare
 from isobit.run.loop import train
-from isobit.run.redo import ReplayResult, replay
-from isobit.run.redo_compare import NAMES
+from isobit.run.redo import replay
 from isobit.store.checkpoint import CHUNK_BYTES, _json_sha256
+from isobit.store.directory import RunDirectory
 from isobit.util.errors import ConfigError
 from tests.worlds import in_world
 
@@ -74,8 +76,34 @@ def run(whole: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def found(result: ReplayResult) -> list[tuple[int, str]]:
-    return [(one.step, one.what) for one in result.differences]
+@pytest.fixture(scope="module")
+def again(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a replay of the run has written."""
+    output = tmp_path_factory.mktemp("replay") / "again"
+    replay(whole, output=output)
+    return output
+
+
+def compared(run: Path, again: Path) -> list[tuple[int, str]]:
+    """As ``replay`` compares a run with what doing its steps again has written."""
+    directories = RunDirectory(run), RunDirectory(again)
+    differences = compare(*directories, range(STEPS + 1)).differences
+    return [(one.step, f"{one.file}: {one.what}") for one in differences]
+
+
+def found(result: Comparison) -> list[tuple[int, str]]:
+    return [(one.step, f"{one.file}: {one.what}") for one in result.differences]
+
+
+def first_step(result: Comparison) -> int:
+    """0 for the evaluation before step 1."""
+    assert result.steps is not None
+    return result.steps[0]
+
+
+def last_step(result: Comparison) -> int:
+    assert result.steps is not None
+    return result.steps[-1]
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -118,20 +146,19 @@ def test_all_steps_are_equal_and_nothing_is_written(
     said = list[str]()
     result = replay(whole, say=said.append)
     assert found(result) == [] and result.exit_code == 0
-    assert (result.first, result.last) == (1, STEPS)
+    assert result.steps == range(STEPS + 1)
     assert said[0] == f"replaying steps 1 to 6 of {whole} from the start"
-    equal = [
-        f"step {n}: tokens, log-probabilities, rewards and weights are equal" for n in range(1, 7)
-    ]
-    assert said[1:] == [*equal, f"{whole / 'model'}: every file is equal"]
+    assert said[1:7] == [f"step {n}: all equal in digests.jsonl" for n in range(1, 7)]
+    files = ["digests.jsonl", "rewards.jsonl", "completions.jsonl", "metrics.jsonl", "model"]
+    assert [line.partition(":")[0] for line in said[7:]] == files
     assert contents(whole) == before
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("step", "first"), [(1, 1), (2, 1), (3, 3), (4, 3), (6, 5)])
+@pytest.mark.parametrize(("step", "first"), [(1, 0), (2, 0), (3, 3), (4, 3), (6, 5)])
 def test_a_step_is_done_from_the_checkpoint_before_it(step: int, first: int, whole: Path) -> None:
     result = replay(whole, step)
-    assert found(result) == [] and (result.first, result.last) == (first, step)
+    assert found(result) == [] and result.steps == range(first, step + 1)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +198,10 @@ def test_a_run_that_was_resumed_is_replayed(
 def test_a_byte_of_the_trained_model(step: int | None, run: Path) -> None:
     path = run / "model" / "model.safetensors"
     flip_byte(path, path.stat().st_size - 3)
-    ((of, what),) = found(replay(run, step))
-    assert of == STEPS and what.startswith(f"weights differ: {path}, ")
+    (difference,) = replay(run, step).differences
+    assert difference.where == "after the last step"
     last = list(TensorFile(path).stored)[-1]
-    assert f"{last} first" in what
+    assert difference.what == f"{path.name} differs, {last} first"
 
 
 PARTS = {"masters.safetensors": "masters", "optimiser.safetensors": "moments", "state.json": ""}
@@ -194,9 +221,9 @@ def test_a_byte_of_a_checkpoint(file: str, step: int, run: Path) -> None:
     said = list[str]()
     result = replay(run, step, said.append)
     ((of, what),) = found(result)
-    assert of == 4 and what.startswith("checkpoint step_000004 is damaged: ")
-    assert str(path) in what and f"step 4: {what}" in said
-    assert result.first == 3, "from the one before it"
+    assert of == 4 and what.startswith("checkpoints/step_000004: it is damaged: ")
+    assert str(path) in what and any(str(path) in line for line in said)
+    assert first_step(result) == 3, "from the one before it"
 
 
 def test_a_byte_of_each_checkpoint(run: Path) -> None:
@@ -205,9 +232,10 @@ def test_a_byte_of_each_checkpoint(run: Path) -> None:
         step: flip_byte_of(file, step, run) for file, step in zip(PARTS, (2, 4, 6), strict=True)
     }
     result = replay(run)
-    assert [of for of, _ in found(result)] == list(paths) and result.first == 1
+    assert [of for of, _ in found(result)] == list(paths) and first_step(result) == 0
     for of, what in found(result):
-        assert what.startswith(f"checkpoint step_00000{of} is damaged: ") and str(paths[of]) in what
+        assert what.startswith(f"checkpoints/step_00000{of}: it is damaged: ")
+        assert str(paths[of]) in what
 
 
 @pytest.mark.parametrize(
@@ -261,18 +289,19 @@ def test_rewards_of_training(run: Path) -> None:
     values = {1: 7.25, 3: 1.0000000000000002, 5: None}
     for step, value in values.items():
         change_reward(run, "train", step, (1, 2), value)
-    differences = found(replay(run))
-    assert [of for of, _ in differences] == list(values)
-    for of, what in differences:
-        assert f"sample 2: {values[of]} in rewards.jsonl, " in what
-    ((of, _),) = found(replay(run, 3))
-    assert of == 3
+    ((of, what),) = found(replay(run))
+    assert of == 1 and re.match(r"rewards.jsonl: rewards\[1\]\[2\] of train/\d+ is 7.25 and ", what)
+    ((of, what),) = found(replay(run, 3))
+    assert of == 3 and " is 1.0000000000000002 and " in what
+    ((of, what),) = found(replay(run, 5))
+    assert of == 5 and " is None and " in what
 
 
 def test_rewards_of_evaluations(run: Path) -> None:
-    for version in (1, 5):
+    for version in (5, 1):
         change_reward(run, "held_out", version, (0, 0), 9.0)
-    assert [of for of, what in found(replay(run)) if "9.0 in rewards.jsonl" in what] == [0, 4]
+        ((of, what),) = found(replay(run))
+        assert of == version and "rewards[0][0] of held_out/" in what and " is 9.0 and " in what
 
 
 KEYS = ("completion", "token_texts", "log_probs", "reward", "prompt")
@@ -286,12 +315,12 @@ KEYS = ("completion", "token_texts", "log_probs", "reward", "prompt")
     ],
     ids=["train", "held_out"],
 )
-def test_completions(places: list[tuple[int, str]], run: Path) -> None:
+def test_completions(places: list[tuple[int, str]], run: Path, again: Path) -> None:
     """Each key in another place; of the evaluations, which are four, the last one is among those
     of training.
     """
     changes = list(zip((*KEYS, "prompt"), places, strict=False))
-    for key, (step, source) in changes:
+    for key, (step, source) in reversed(changes):
 
         def change(line: dict[str, Any], key: str = key) -> None:
             line[key] = [*line[key][:-1], "x"] if isinstance(line[key], list) else f"{line[key]}x"
@@ -300,10 +329,8 @@ def test_completions(places: list[tuple[int, str]], run: Path) -> None:
             return (line["step"], line["source"]) == (step, source)
 
         change_line(run / "completions.jsonl", wanted, change)
-    differences = found(replay(run))
-    assert [of for of, _ in differences] == [step for step, _ in places]
-    for (key, _), (_, what) in zip(changes, differences, strict=True):
-        assert what.startswith("completions.jsonl") and what.endswith(f": {key}")
+        ((of, what),) = compared(run, again)
+        assert of == step and what.startswith(f"completions.jsonl: {key}")
 
 
 def change_digests(run: Path, names: Sequence[str]) -> None:
@@ -320,16 +347,18 @@ def test_a_digest_of_what_a_step_left(name: str, run: Path) -> None:
     change_digests(run, [name])
     result = replay(run)
     ((of, what),) = found(result)
-    assert of == result.last == 3 and what.startswith(f"{NAMES[name]} differ: digests.jsonl has")
+    assert of == last_step(result) == 3 and what.startswith(f"digests.jsonl: {name} is ")
 
 
 def test_digests_of_what_a_step_was_given(run: Path) -> None:
     names = ("tokens", "log_probs", "rewards")
     change_digests(run, names)
-    result = replay(run)
-    assert [of for of, _ in found(result)] == [3] * 3 and result.last == STEPS
-    for name, (_, what) in zip(names, found(result), strict=True):
-        assert what.startswith(f"{NAMES[name]} differ: digests.jsonl has")
+    said = list[str]()
+    result = replay(run, say=said.append)
+    ((of, what),) = found(result)
+    assert of == 3 and last_step(result) == STEPS
+    assert what.startswith("digests.jsonl: tokens is ") and "2 other keys" in what
+    assert "step 3: tokens, log_probs, rewards differ in digests.jsonl" in said
 
 
 @pytest.mark.parametrize("file", ["digests.jsonl", "rewards.jsonl", "completions.jsonl"])
@@ -340,8 +369,8 @@ def test_a_line_that_is_no_line_any_more(file: str, run: Path) -> None:
     lines[place] = lines[place][:-10] + b"\n"
     path.write_bytes(b"".join(lines))
     result = replay(run)
-    assert len({of for of, _ in found(result)}) == 1 and result.exit_code == 1
-    assert file in found(result)[0][1]
+    ((_, what),) = found(result)
+    assert result.exit_code == 1 and what.startswith(f"{file}: {path} has a damaged line")
 
 
 def test_a_last_line_that_is_gone(run: Path) -> None:
@@ -349,8 +378,8 @@ def test_a_last_line_that_is_gone(run: Path) -> None:
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     for step in (None, STEPS):
         result = replay(run, step)
-        assert found(result) == [(STEPS, "digests.jsonl has no whole line of it")]
-        assert result.last == STEPS
+        assert found(result) == [(STEPS, f"digests.jsonl: {path} has no such line")]
+        assert last_step(result) == STEPS
 
 
 def test_a_reward_that_does_not_repeat(folder: Path, tiny_folder: Path, tmp_path: Path) -> None:
@@ -361,11 +390,10 @@ def test_a_reward_that_does_not_repeat(folder: Path, tiny_folder: Path, tmp_path
     )
     train(settings(tmp_path, tiny_folder, tmp_path / "run", training={"steps": 4}))
     result = replay(tmp_path / "run", 3)
-    assert {of for of, _ in found(result)} == {3}
+    assert last_step(result) == 3 and {of for of, _ in found(result)} == {3}
     whats = [what for _, what in found(result)]
-    assert any("graded again" in what for what in whats)
-    assert any(what.startswith("published weights differ") for what in whats)
-    assert not any(what.startswith(("tokens", "log-prob")) for what in whats)
+    assert any(what.startswith("rewards.jsonl: rewards[0][0] of train/") for what in whats)
+    assert any(what.startswith("digests.jsonl: rewards is ") for what in whats)
     for step in (None, 3):
         assert found(replay(tmp_path / "run", step, recorded_rewards=True)) == []
 
@@ -373,7 +401,8 @@ def test_a_reward_that_does_not_repeat(folder: Path, tiny_folder: Path, tmp_path
 def test_a_recorded_reward_that_was_changed_is_not_believed(run: Path) -> None:
     change_reward(run, "train", 3, (1, 2), 7.25)
     result = replay(run, recorded_rewards=True)
-    assert found(result)[0] == (3, found(result)[0][1]) and "rewards differ" in found(result)[0][1]
+    assert found(result)[0][0] == 3
+    assert found(result)[0][1].startswith("digests.jsonl: rewards is ")
 
 
 def test_other_data_another_reward_and_other_settings_are_refused(
@@ -405,9 +434,10 @@ def test_what_cannot_be_replayed_is_refused_by_name(run: Path, tmp_path: Path) -
     (run / "digests.jsonl").write_bytes(b"".join(digests.splitlines(keepends=True)[2:]))
     with pytest.raises(ConfigError, match="steps 3 to 6 can be done again: the first step with"):
         replay(run, 2)
-    assert (replay(run).first, found(replay(run))) == (3, [])
+    result = replay(run)
+    assert (first_step(result), found(result)) == (3, [])
     shutil.rmtree(run / "checkpoints" / "step_000002")
-    assert replay(run).first == 5
+    assert first_step(replay(run)) == 5
     with pytest.raises(ConfigError, match="no checkpoint from which step 4 could be done again"):
         replay(run, 4)
     manifest = json.loads((run / "run.json").read_text())
@@ -425,7 +455,7 @@ def test_a_run_that_went_on_as_another_one(folder: Path, tiny_folder: Path, tmp_
     )
     train(other, resume=True, allowed=["training.learning_rate"])
     result = replay(root)
-    assert found(result) == [] and (result.first, result.last) == (5, 6)
+    assert found(result) == [] and result.steps == range(5, 7)
     with pytest.raises(ConfigError, match=r"steps 5 to 6 .*another training\.learning_rate"):
         replay(root, 4)
 

@@ -16,6 +16,7 @@ from isobit.config.recipes import RunConfig
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import random_policy
 from isobit.models.safetensors import Slice
+from isobit.records.metrics import Metrics
 from isobit.run import log, loop, run
 from isobit.run.loop import train
 from isobit.run.setup import RlRun, prepare_rl
@@ -26,7 +27,6 @@ from isobit.store.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from isobit.store.manifest import Extra
 from isobit.training.reference import Reference
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError, Interrupted, StoppedAtOnce
@@ -71,11 +71,8 @@ class Extras:
         policy = run.model.policy
         frozen = FrozenPolicy.of(policy)
         self.reference = Reference(frozen, policy, str(run.model.folder), self.refresh_every)
+        run.extras = {"diary": self.diary, "reference": self.reference}
         return run
-
-    def by_name(self, _: RlRun) -> Mapping[str, Extra]:
-        assert self.reference is not None
-        return {"diary": self.diary, "reference": self.reference}
 
 
 @pytest.fixture
@@ -83,14 +80,13 @@ def extras(monkeypatch: pytest.MonkeyPatch) -> Extras:
     """Runs keep a diary and a reference model, changed at the end of each step."""
     made = Extras()
     monkeypatch.setattr(loop, "prepare_rl", lambda *given: made.of(prepare_rl(*given)))
-    monkeypatch.setattr(RlRun, "extras", property(made.by_name))
     step = log.RlLog.step
 
-    def with_extras(log: Any, number: int, *rest: Any) -> None:
+    def with_extras(log: Any, number: int, *rest: Any) -> Metrics:
         made.diary.write(log._run.model.policy.version)
         assert made.reference is not None
         made.reference.refresh_if_due(number)
-        step(log, number, *rest)
+        return step(log, number, *rest)
 
     monkeypatch.setattr(log.RlLog, "step", with_extras)
     return made
@@ -179,6 +175,7 @@ def test_another_folder_of_the_reference_is_refused_on_resume(
         prepare(run)
         other = random_policy(run.model.policy.config, config.precision, seed=5)
         extras.reference = Reference(FrozenPolicy.of(other), run.model.policy, "its/folder")
+        run.extras["reference"] = extras.reference
         return run
 
     with pytest.MonkeyPatch.context() as patch:
@@ -194,12 +191,21 @@ def test_extras_that_the_run_does_not_have_are_refused_by_name(
     make_config: MakeConfig, extras: Extras, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(make_config(training={"steps": 2}))
-    monkeypatch.setattr(RlRun, "extras", property(lambda _: {"reference": extras.reference}))
+    prepare = extras.of
+
+    def without_diary(run: RlRun) -> RlRun:
+        del prepare(run).extras["diary"]
+        return run
+
+    monkeypatch.setattr(extras, "of", without_diary)
     with pytest.raises(CheckpointError, match="only the checkpoint has a diary"):
         train(make_config(training={"steps": 3}), resume=True)
-    monkeypatch.setattr(
-        RlRun, "extras", property(lambda run: {**extras.by_name(run), "more": Diary()})
-    )
+
+    def with_more(run: RlRun) -> RlRun:
+        prepare(run).extras["more"] = Diary()
+        return run
+
+    monkeypatch.setattr(extras, "of", with_more)
     with pytest.raises(CheckpointError, match="only the run has a more"):
         train(make_config(training={"steps": 3}), resume=True)
 

@@ -26,7 +26,7 @@ from isobit.store import disk, state
 from isobit.store.checkpoint import read_checkpoint
 from isobit.store.keeper import CheckpointKeeper
 from isobit.store.resume import begin
-from isobit.store.state import Boundary, take_boundary
+from isobit.store.state import take_boundary
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError, StorageError
 from tests.store.test_ranks import raised
@@ -90,22 +90,14 @@ class SmallRun:
         self.trainer.updates += 1
 
 
-@dataclass
-class Log:
-    boundary: Boundary
-
-    def evaluation_figures(self) -> dict[int, dict[str, float]]:
-        return {}
-
-
 def saved(world: World, root: Path, error: Exception) -> list[str]:
     """The files in a run's directory after its keeper was left with an error in step 2."""
     run = SmallRun.of(world, root)
     run.update()
     with begin(run.config, CONFIG, False, print, world=world) as start:
         start.open(run)
-        log = Log(take_boundary(1, run, {"evaluations": {}}, {}, {}))
-        with suppress(type(error)), CheckpointKeeper(run, start, log, Console()):
+        boundary = take_boundary(1, run, {"evaluations": {}}, {}, {})
+        with suppress(type(error)), CheckpointKeeper(run, start, boundary, dict, Console()):
             raise error
     world.barrier("saved")
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())

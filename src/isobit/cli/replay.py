@@ -6,6 +6,7 @@ Exit codes: 0 all equal, 1 something differs, 2 it cannot be replayed.
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from isobit.util.errors import IsobitError
 
 if TYPE_CHECKING:
     from isobit.parallel.world import World
-    from isobit.run.redo import ReplayResult
+    from isobit.run.diff import Comparison
 
 
 def run_replay(arguments: Sequence[str]) -> int:
@@ -35,15 +36,15 @@ def _replay(arguments: Sequence[str], world: "World | None") -> int:
         from isobit.parallel.world import ALONE
         from isobit.run.redo import replay
 
-    allowed = allowed_names(options)
     result = replay(
         options.run,
         options.step,
-        _say,
+        partial(print, flush=True),
         overrides,
-        allowed,
+        allowed_names(options),
         options.recorded_rewards,
         world or ALONE,
+        options.output,
     )
     if world is None or world.rank == 0:
         print(_describe(options.run, result))
@@ -58,19 +59,15 @@ class _DiffersError(IsobitError):
     exit_code = 1
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _describe(root: Path, result: "ReplayResult") -> str:
+def _describe(root: Path, result: "Comparison") -> str:
     from isobit.run.redo import describe_steps
 
-    done = f"{root}: {describe_steps(result.first, result.last)} done again"
+    assert result.steps is not None
+    done = f"{root}: {describe_steps(result.steps)} done again"
     if not result.differences:
         return f"{done}: all equal"
-    count, first = len(result.differences), result.differences[0].step
-    where = f"in step {first}" if first else "before the first step"
-    return f"{done}: {count} difference{'s' if count > 1 else ''}, the first {where}"
+    first = result.differences[0]
+    return f"{done}: the runs differ, first {first.where}: {first.file}"
 
 
 def _parser() -> ArgumentParser:
@@ -78,8 +75,8 @@ def _parser() -> ArgumentParser:
         prog="isobit replay",
         description=(
             "Do steps of a recorded run again, from a checkpoint or from the start, and compare "
-            "tokens, log-probabilities,\nrewards and weights with what the run has recorded.  "
-            "Exits 1 on any difference, and names the step.  Nothing is\nwritten into RUN."
+            "the files that this writes with\nthose of the run, as `isobit diff` does.  Exits 1 on "
+            "any difference, and names the step.  Nothing is written\ninto RUN."
         ),
         epilog=(
             "After RUN, --KEY VALUE sets keys of the recipe that change no step, for example "
@@ -103,6 +100,13 @@ def _parser() -> ArgumentParser:
         action="store_true",
         help="take the rewards from rewards.jsonl where it has these completions, for a reward "
         "that does not repeat (a judge, a clock); by default all are graded anew",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="where the files of the second run stay, without its checkpoints; by default they are "
+        "removed",
     )
     add_allow_change(
         parser,

@@ -1,10 +1,9 @@
 """The log that every training keeps: metrics, sample completions, changes of the micro-batch
-budget, its boundaries and its summary.
+budget and its summary.
 
-Of several processes each keeps the log, and rank 0 writes it.  A boundary is a moment between two
-steps, with all that a checkpoint holds beside the tensors; the log takes one after every step and
-every evaluation, because its own totals and the sizes of its files are part of it.  The summary is
-one record from which the last lines on the console and ``summary.json`` are both made.
+Of several processes each keeps the log, and rank 0 writes it.  A checkpoint holds the log's state
+(``state``) and the sizes of its files (``positions``).  The summary is one record from which the
+last lines on the console and ``summary.json`` are both made.
 """
 
 import math
@@ -29,7 +28,7 @@ from isobit.records.text import Group, json_line
 from isobit.store.directory import RunDirectory, positions, write_json
 from isobit.store.manifest import TrainingRun
 from isobit.store.resume import Start
-from isobit.store.state import Boundary, take_boundary, write_change
+from isobit.store.state import write_change
 from isobit.training.trainer import BudgetChange
 from isobit.util.files import LineFile
 from isobit.util.terminal import Clock
@@ -117,8 +116,6 @@ class TrainingLog(ABC, Generic[Result]):
         self._seconds = dict.fromkeys((*self.phases, "evaluation", "offload"), 0.0)
         if start.log is not None:
             self._restore(start.log)
-        self.boundary: Boundary = self._take_boundary(start.step)
-        """The last moment between two steps: what a checkpoint holds."""
 
     def __enter__(self) -> Self:
         return self
@@ -148,14 +145,12 @@ class TrainingLog(ABC, Generic[Result]):
             self._add_completions(step, name, groups)
         self._write()
         self._evaluations[step] = results
-        self.boundary = self._take_boundary(step)
         self._say_evaluation(step, results)
 
-    def budget_changed(self, change: BudgetChange) -> None:
-        """Journal and print a change of the tokens a micro-batch in the step after the last
-        boundary; on the disk when this returns.
+    def budget_changed(self, step: int, change: BudgetChange) -> None:
+        """Journal and print a change of the tokens a micro-batch in a step; on the disk when this
+        returns.
         """
-        step = self.boundary.step + 1
         self._room.write_on_first(lambda: write_change(self.directory.budget, step, change))
         if change.new < change.old:  # else the run ends, with an error that says why
             self._console.line(describe_change(step, change))
@@ -185,7 +180,7 @@ class TrainingLog(ABC, Generic[Result]):
     def _result(self, content: Mapping[str, Any]) -> Result:
         """The figures of a set from what ``dataclasses.asdict`` and JSON made of them."""
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """What the log itself has to know to go on, ready for JSON."""
         return {
             "evaluations": {
@@ -197,7 +192,7 @@ class TrainingLog(ABC, Generic[Result]):
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with what ``_state`` was."""
+        """Go on with what ``state`` was."""
         for step, made in state["evaluations"].items():
             self._evaluations[int(step)] = {
                 name: self._result(result) for name, result in made.items()
@@ -207,16 +202,7 @@ class TrainingLog(ABC, Generic[Result]):
             {**self._seconds, **state["seconds"]},
         )
 
-    def _take_boundary(self, step: int) -> Boundary:
-        return take_boundary(
-            step,
-            self._training,
-            self._state(),
-            self._positions(),
-            self.evaluation_figures().get(step, {}),
-        )
-
-    def _positions(self) -> Mapping[str, int]:
+    def positions(self) -> Mapping[str, int]:
         """Of the files that grow, where the directory is now: these are open, and go with it.  The
         record of rewards is longer where it still has gradings that come again.
         """

@@ -11,33 +11,45 @@ they differ.
 
 Two runs of one recipe, on the same data, with the same rewards and in one class of bits, are equal
 in all of these, whatever was killed, resumed or spread over processes in between.  ``run.json``
-says where and when a run was started, so it is not compared; settings that differ are shown as a
-note, because they explain what else differs.
-
-Steps that only one of the runs has are a difference.  A file that neither run has is not mentioned:
-fine-tuning, for example, draws nothing and leaves no digests.
+says where and when a run was started and is not compared; settings that differ are shown as a note.
+Lines are matched by what they are of (a step, a batch that was graded); a line of only one of the
+runs is a difference.
 """
 
+import filecmp
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, count
+from operator import itemgetter
 from pathlib import Path
+from reprlib import repr as repr_of
 from typing import Any
 
-from isobit.run.redo_compare import NAMES, Line, different_files, first_reward
+import torch
+
+from isobit.models.safetensors import TensorFile
 from isobit.store.checkpoint import STATE, folders_by_step
 from isobit.store.compatible import MAY_CHANGE, changed_keys, is_allowed
 from isobit.store.directory import RunDirectory, is_held, read_lines
-from isobit.store.state import read_digests
-from isobit.util.errors import ConfigError
+from isobit.util.errors import ConfigError, IsobitError
 
 OF_THE_MACHINE = ("time/", "tokens_per_s/", "memory/", "rollout/", "waiting/")
 """How metrics begin that say how fast, with how much memory and in which batches was computed."""
+_IGNORED = (*OF_THE_MACHINE, "first_error")
+"""Beginnings of the keys of lines that are not compared: also the text of a grader's first error,
+which may hold an address or a time.
+"""
+OF_AN_EVALUATION = "time/evaluation_s"
+"""A metric that each line of an evaluation has, and no other."""
 _OF_THE_LOG = ("log", "files")
 """Keys of a checkpoint's state that hold seconds, and sizes of files in which seconds stand."""
 _LAST = 1 << 62
 """Sorts what comes after the last step."""
+
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,9 @@ class Comparison:
     """A line for each file that is equal."""
     differences: Sequence[FileDifference]
     """The first of each file; those of earlier steps first."""
-    notes: Sequence[str]
+    notes: Sequence[str] = ()
+    steps: range | None = None
+    """Those that were compared, 0 standing for the evaluation before the first; None for all."""
 
     @property
     def exit_code(self) -> int:
@@ -79,34 +93,22 @@ def diff(one: Path, other: Path) -> Comparison:
     without a run, for one that a process is writing into, and for runs with no file in common.
     """
     left, right = RunDirectory(one), RunDirectory(other)
-    manifests = [_manifest(directory) for directory in (left, right)]
-    equal: list[str] = []
-    found: list[FileDifference] = []
-    for compare in (_digests, _rewards, _completions, _metrics, _checkpoints, _model):
-        for outcome in compare(left, right):
-            if isinstance(outcome, FileDifference):
-                found.append(outcome)
-            else:
-                equal.append(outcome)
-    if not equal and not found:
+    configs = [read_run(directory)["config"] for directory in (left, right)]
+    found = compare(left, right)
+    if not found.equal and not found.differences:
         raise ConfigError(
             f"{one} and {other} have no file that could be compared: neither has finished a step"
         )
-    found.sort(key=lambda difference: difference.step)  # stable: causes before effects
-    changed = changed_keys(*(manifest["config"] for manifest in manifests))
     notes = [
         f"note: {key} is {ours!r} and {theirs!r}"
-        for key, (ours, theirs) in changed.items()
+        for key, (ours, theirs) in changed_keys(*configs).items()
         if not is_allowed(key, tuple(MAY_CHANGE))
     ]
-    return Comparison(equal, found, notes)
+    return Comparison(found.equal, found.differences, notes)
 
 
-Outcomes = Iterator[str | FileDifference]
-"""Of a file: a line that it is equal, or how it differs; nothing where neither run has it."""
-
-
-def _manifest(directory: RunDirectory) -> Mapping[str, Any]:
+def read_run(directory: RunDirectory) -> Mapping[str, Any]:
+    """``run.json`` of a run that no process is writing.  Raises ConfigError for another."""
     if not directory.manifest.is_file():
         raise ConfigError(
             f"{directory.root} holds no run (there is no run.json); name the directory that a run "
@@ -127,30 +129,94 @@ def _manifest(directory: RunDirectory) -> Mapping[str, Any]:
     return manifest
 
 
-def _digests(left: RunDirectory, right: RunDirectory) -> Outcomes:
-    ours, theirs = read_digests(left.root), read_digests(right.root)
-    name, steps = left.digests.name, sorted(ours.keys() | theirs.keys())
-    for step in steps:
-        pair = ours.get(step), theirs.get(step)
-        if None in pair:
-            yield FileDifference(step, name, _only(left, right, pair, "it"))
-            return
-        mine, other = (line.by_name() for line in pair if line is not None)
-        differing = [NAMES[key] for key in mine if mine[key] != other[key]]
-        if differing:
-            yield FileDifference(step, name, f"{', '.join(differing)} differ")
-            return
-    if steps:
-        yield f"{name}: {_count(len(steps), 'step')} equal"
+def compare(left: RunDirectory, right: RunDirectory, steps: range | None = None) -> Comparison:
+    """Every file of two runs; or of the ``steps`` that ``right`` has done again of ``left``, whose
+    other lines and files do not count then.
+    """
+
+    def lines(name: str, key: Callable[[Line], Any], step_of: Callable[[Line], int] = _step) -> Any:
+        return _lines(left.root / name, right.root / name, key, step_of, steps)
+
+    outcomes = [
+        lines(left.digests.name, _step),
+        lines(
+            left.rewards.name,
+            lambda line: [line.get("weights_version"), line.get("prompts")],
+            _steps_of_gradings(left),
+        ),
+        lines(left.completions.name, lambda line: [_step(line), line.get("source")]),
+        lines(left.metrics.name, lambda line: [_step(line), OF_AN_EVALUATION in line]),
+        _checkpoints(left, right),
+        _model(left, right, steps is not None),
+    ]
+    found = [one for one in outcomes if isinstance(one, FileDifference)]
+    found.sort(key=lambda difference: difference.step)  # stable: causes before effects
+    return Comparison([one for one in outcomes if isinstance(one, str)], found, steps=steps)
 
 
-def _rewards(left: RunDirectory, right: RunDirectory) -> Outcomes:
-    """A line names the version of the weights that sampled, which the updates of each step in
+Outcome = str | FileDifference | None
+"""Of a file: a line that it is equal, or how it differs; None where there is nothing to compare."""
+
+
+def _lines(
+    ours: Path,
+    theirs: Path,
+    key: Callable[[Line], Any],
+    step_of: Callable[[Line], int],
+    steps: range | None,
+) -> Outcome:
+    """Two files of lines, of which lines of one ``key`` are compared in their order."""
+    found = list[tuple[int, str]]()
+    unmatched = defaultdict[str, deque[tuple[int, Line]]](deque)
+    for step, line in _with_steps(ours, step_of):
+        # a grading, which has no step, is looked up by its key alone
+        if steps is None or step in steps or (line and "step" not in line):
+            unmatched[json.dumps(key(line))].append((step, line))
+    lines = _with_steps(theirs, step_of)
+    for step, line in lines:
+        same = unmatched[json.dumps(key(line))]
+        if not line or not same:
+            found.append((step, _alone(line, theirs, ours)))
+        elif what := first_difference(same.popleft()[1], line):
+            found.append((step, what))
+    left = [
+        (step, _alone(line, ours, theirs))
+        for step, line in chain.from_iterable(unmatched.values())
+        if steps is None or not line or "step" in line
+    ]
+    found = left + found
+    if found:
+        step, what = min(found, key=itemgetter(0))
+        return FileDifference(step, ours.name, what)
+    return f"{ours.name}: {_count(len(lines), 'line')} equal" if lines else None
+
+
+def _alone(line: Line, here: Path, there: Path) -> str:
+    """What is wrong with a line that one file alone has."""
+    return f"{there} has no such line{_prompt_of(line)}" if line else f"{here} has a damaged line"
+
+
+def _with_steps(path: Path, step_of: Callable[[Line], int]) -> list[tuple[int, Line]]:
+    """Lines with their steps; a damaged one is empty, and has the step of the line before it."""
+    found, step = list[tuple[int, Line]](), 0
+    for line in read_lines(path):
+        step = step_of(line) if line else step
+        found.append((step, line or {}))
+    return found
+
+
+def _step(line: Line) -> int:
+    step = line.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _steps_of_gradings(run: RunDirectory) -> Callable[[Line], int]:
+    """A grading names the version of the weights that sampled, which the updates of each step in
     metrics.jsonl lead to; an evaluation counts for the step after it.
     """
     versions, version = list[tuple[int, int]](), 1
-    for line in read_lines(left.metrics):
-        if line is not None and "updates/taken" in line:
+    for line in read_lines(run.metrics):
+        if line is not None and isinstance(line.get("updates/taken"), int):
             versions.append((version, _step(line)))
             version += line["updates/taken"]
 
@@ -159,86 +225,61 @@ def _rewards(left: RunDirectory, right: RunDirectory) -> Outcomes:
         steps = [step for version, step in versions if version >= sampled]
         return steps[0] if steps else max((step for _, step in versions), default=0)
 
-    yield from _lines(left.rewards, right.rewards, step_of, _of_gradings, left, right)
+    return step_of
 
 
-def _completions(left: RunDirectory, right: RunDirectory) -> Outcomes:
-    def of_pair(ours: Line, theirs: Line) -> str | None:
-        names = _differing(ours, theirs)
-        return f"{', '.join(names)} of {ours.get('prompt_id')} differ" if names else None
-
-    yield from _lines(left.completions, right.completions, _step, of_pair, left, right)
-
-
-def _metrics(left: RunDirectory, right: RunDirectory) -> Outcomes:
-    def of_pair(ours: Line, theirs: Line) -> str | None:
-        names = [name for name in _differing(ours, theirs) if not name.startswith(OF_THE_MACHINE)]
-        if not names:
-            return None
-        first = names[0]
-        more = f" (and {_count(len(names) - 1, 'other figure')})" if names[1:] else ""
-        return f"{first} is {ours.get(first)} and {theirs.get(first)}{more}"
-
-    yield from _lines(left.metrics, right.metrics, _step, of_pair, left, right)
-
-
-def _lines(
-    ours: Path,
-    theirs: Path,
-    step_of: Callable[[Line], int],
-    of_pair: Callable[[Line, Line], str | None],
-    left: RunDirectory,
-    right: RunDirectory,
-) -> Outcomes:
-    """Two files of lines, compared one by one in their order, to the first pair that differs."""
-    lines = read_lines(ours), read_lines(theirs)
-    step = 0
-    for number, pair in enumerate(zip_longest(*lines), start=1):
-        step = next((step_of(line) for line in pair if line is not None), step)
-        mine, other = pair
-        if mine is None or other is None:
-            yield FileDifference(
-                step, ours.name, _only(left, right, pair, f"a whole line {number}")
-            )
-            return
-        problem = of_pair(mine, other)
-        if problem is not None:
-            yield FileDifference(step, ours.name, f"line {number}: {problem}")
-            return
-    if lines[0]:
-        yield f"{ours.name}: {_count(len(lines[0]), 'line')} equal"
-
-
-def _step(line: Line) -> int:
-    step = line.get("step")
-    return step if isinstance(step, int) else 0
-
-
-def _of_gradings(ours: Line, theirs: Line) -> str | None:
-    names = _differing(ours, theirs)
-    if not names:
+def first_difference(ours: Line, theirs: Line) -> str | None:
+    """The first entry that differs in two lines, with both values; None where the lines are equal.
+    NaN equals NaN.
+    """
+    found = differing = _differing(ours, theirs)
+    path, one, other = list[Any](), None, None
+    while found:
+        key, one, other = found[0]
+        path.append(key)
+        found = _differing(one, other)
+    if not path:
         return None
-    if names == ["rewards"]:
-        return first_reward(ours["prompts"], "rewards", ours["rewards"], theirs["rewards"])
-    return f"{', '.join(names)} differ"
+    number = next((key for key in path if isinstance(key, int)), 0)
+    place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)[1:]
+    more = f" ({len(differing) - 1} other keys differ, too)" if differing[1:] else ""
+    return f"{place}{_prompt_of(theirs, number)} is {repr_of(one)} and {repr_of(other)}{more}"
 
 
-def _checkpoints(left: RunDirectory, right: RunDirectory) -> Outcomes:
+def _differing(ours: Any, theirs: Any) -> list[tuple[Any, Any, Any]]:
+    """Keys, or places, with the values that differ there, of two objects or of two lists of one
+    length.
+    """
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        pairs = ((key, ours.get(key), theirs.get(key)) for key in {**ours, **theirs})
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        pairs = zip(count(), ours, theirs)
+    return [
+        (key, one, other)
+        for key, one, other in pairs
+        if json.dumps(one) != json.dumps(other) and not str(key).startswith(_IGNORED)
+    ]
+
+
+def _prompt_of(line: Line, number: int = 0) -> str:
+    """The prompt that a line is of, one of several by its number; empty where it is of none."""
+    prompt = line.get("prompt_id")
+    with suppress(LookupError, TypeError):
+        prompt = line["prompts"][number][0]
+    return f" of {prompt}" if prompt is not None else ""
+
+
+def _checkpoints(left: RunDirectory, right: RunDirectory) -> Outcome:
     ours, theirs = (folders_by_step(directory.checkpoints) for directory in (left, right))
     both = sorted(ours.keys() & theirs.keys())
     for step in both:
-        name = ours[step].relative_to(left.root).as_posix()
-        tensors = [what for what in _of_folders(ours[step], theirs[step]) if ".safetensors" in what]
-        if tensors:
-            yield FileDifference(step, name, tensors[0])
-            return
-        states = [_state(folder) for folder in (ours[step], theirs[step])]
-        names = _differing(*states)
-        if names:
-            yield FileDifference(step, name, f"{', '.join(names)} in {STATE} differ")
-            return
-    if both:
-        yield f"checkpoints: {_count(len(both), 'step')} equal"
+        pair = ours[step], theirs[step]
+        found = [what for what in different_files(*pair) if ".safetensors" in what]
+        states = [_state(folder) for folder in pair]
+        if what := next(iter(found), None) or first_difference(*states):
+            return FileDifference(step, ours[step].relative_to(left.root).as_posix(), what)
+    return f"checkpoints: {_count(len(both), 'step')} equal" if both else None
 
 
 def _state(folder: Path) -> Line:
@@ -246,44 +287,45 @@ def _state(folder: Path) -> Line:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return {"unreadable": f"{folder}: {error}"}
-    return {name: value for name, value in state.items() if name not in _OF_THE_LOG}
+    return {f"{STATE}: {name}": value for name, value in state.items() if name not in _OF_THE_LOG}
 
 
-def _model(left: RunDirectory, right: RunDirectory) -> Outcomes:
-    models = left.model, right.model
-    if not any(model.is_dir() for model in models):
-        return
-    pair = [model if model.is_dir() else None for model in models]
-    found = [_only(left, right, pair, "it")] if None in pair else _of_folders(*models)
-    if found:
-        yield FileDifference(_LAST, left.model.name, found[0])
-        return
-    yield f"{left.model.name}: every file equal"
+def _model(left: RunDirectory, right: RunDirectory, is_part: bool) -> Outcome:
+    ours, theirs = left.model, right.model
+    if not theirs.is_dir() and (is_part or not ours.is_dir()):
+        return None
+    what = next(different_files(ours, theirs, is_part), None)
+    return FileDifference(_LAST, ours.name, what) if what else f"{ours.name}: every file equal"
 
 
-def _of_folders(ours: Path, theirs: Path) -> list[str]:
-    """What differs in the first folder's files, and then files that the second alone has."""
-    missing = [
-        ours / path.relative_to(theirs)
-        for path in sorted(theirs.rglob("*"))
-        if path.is_file() and not (ours / path.relative_to(theirs)).is_file()
-    ]
-    return [*different_files(theirs, ours), *(f"{path} is missing" for path in missing)]
+def different_files(ours: Path, theirs: Path, is_part: bool = False) -> Iterator[str]:
+    """What differs in the files of two folders; where the second ``is_part`` of the first, other
+    files of the first do not count.
+    """
+    names = {
+        path.relative_to(folder)
+        for folder in ([theirs] if is_part else [ours, theirs])
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    for name in sorted(names):
+        pair = ours / name, theirs / name
+        if missing := [path for path in pair if not path.is_file()]:
+            yield f"{missing[0]} is missing"
+        elif not filecmp.cmp(*pair, shallow=False):
+            first = _first_tensor(*pair) if name.suffix == ".safetensors" else ""
+            yield f"{name} differs{first}"
 
 
-def _differing(ours: Line, theirs: Line) -> list[str]:
-    """Keys whose values differ, in the order in which the lines have them; NaN equals NaN."""
-    return [
-        name
-        for name in {**ours, **theirs}
-        if json.dumps(ours.get(name)) != json.dumps(theirs.get(name))
-    ]
-
-
-def _only(left: RunDirectory, right: RunDirectory, pair: Sequence[Any], what: str) -> str:
-    """Which of the runs has something that the other has not."""
-    has = [run.root for run, one in zip((left, right), pair, strict=True) if one is not None]
-    return f"only {has[0]} has {what}" if has else f"neither run has {what}"
+def _first_tensor(ours: Path, theirs: Path) -> str:
+    """The first that differs in a file of tensors, by its name."""
+    with suppress(IsobitError, KeyError):
+        files = TensorFile(ours), TensorFile(theirs)
+        for name in files[1]:
+            one, other = (file[name].contiguous().view(-1).view(torch.uint8) for file in files)
+            if not torch.equal(one, other):
+                return f", {name} first"
+    return ", in its header"
 
 
 def _count(number: int, what: str) -> str:

@@ -5,7 +5,7 @@ dictionaries by the names of ``isobit.records.metrics``; what that table lacks i
 run that learns nothing for several steps says so, and can stop (``check.on_no_signal``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.proof.check import check_state, check_step
 from isobit.records.metrics import METRICS, Metrics, listed
-from isobit.records.text import Group
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.pending import GradedBatch
@@ -222,13 +221,19 @@ class RlLog(TrainingLog[EvalResult]):
             raise
 
     def step(
-        self, step: int, collected: GradedBatch, trained: StepMetrics, state: StateDigest
-    ) -> None:
-        """The figures of one step: a line of metrics, a line on the console, a few completions; and
-        the digests of all of them and of the ``state`` that the update has left.
+        self,
+        step: int,
+        collected: GradedBatch,
+        engine: EngineStats,
+        trained: StepMetrics,
+        digests: StepDigests,
+    ) -> Metrics:
+        """Write the figures of one step: a line of metrics, a few completions, the line of
+        ``digests``, a line on the console.  ``engine`` counts what was sampled since the last step.
+        -> The metrics.
         """
         seconds = dict.fromkeys((*self.phases, *self._phases_of_step), 0.0) | self._take_seconds()
-        groups, grades, engine = collected.groups, collected.grades, self._run.pending.take_engine()
+        groups, grades = collected.groups, collected.grades
         metrics = listed(
             {
                 **reward_metrics(groups),
@@ -247,9 +252,10 @@ class RlLog(TrainingLog[EvalResult]):
         )
         self._add_metrics(step, metrics)
         self._add_completions(step, "train", groups)
-        self._add_digests(step, groups, state)
+        if self._digests is not None:
+            self._add_line(self._digests, digests.line())
         self._write()
-        self._left = state
+        self._left = digests.left
         self._comparison += trained.comparison
         self._totals["tokens"] += engine.generated_tokens
         self._totals["failed"] += grades.failed
@@ -258,9 +264,14 @@ class RlLog(TrainingLog[EvalResult]):
         self._totals["steps_without_signal"] += not trained.has_signal
         steps, left = self._run.config.training.steps, self._time_left.after(step)
         self._watch.count(trained.has_signal)
-        self.boundary = self._take_boundary(step)
         self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
         self._console.notes(_notes(grades, trained, self._watch.steps))
+        return metrics
+
+    def check_step(self, metrics: Metrics, trained: StepMetrics) -> None:
+        """Print what is wrong with a step: steps without signal, differing log-probabilities.
+        Raises NoSignalError or MismatchError where the run is to stop at that.
+        """
         self._console.notes(self._watch.notes(metrics))
         self._console.notes(
             check_step(
@@ -270,10 +281,6 @@ class RlLog(TrainingLog[EvalResult]):
                 self.directory.model,
             )
         )
-
-    def _add_digests(self, step: int, groups: Sequence[Group], state: StateDigest) -> None:
-        if self._digests is not None:
-            self._add_line(self._digests, StepDigests.of(step, groups, state).line())
 
     @property
     def _phases_of_step(self) -> tuple[str, ...]:
@@ -330,9 +337,9 @@ class RlLog(TrainingLog[EvalResult]):
     def _result(self, content: Mapping[str, Any]) -> EvalResult:
         return EvalResult.from_json(content)
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {
-            **super()._state(),
+            **super().state(),
             "comparison": asdict(self._comparison),
             "last_steps_without_signal": self._watch.steps,
         }

@@ -50,7 +50,7 @@ from isobit.run.rollouters import Rollouters, append_lines, check_parts, lines_a
 from isobit.run.run import begin_run, open_graders, start_run
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl
 from isobit.store.reward_record import SentRecord
-from isobit.store.state import state_digest
+from isobit.store.state import StepDigests, state_digest
 from isobit.training.step import StepMetrics
 
 
@@ -84,20 +84,25 @@ def train(
         return run.log.finish()
 
 
-def take_step(run: RlRun, step: int) -> None:
-    """One step: sample what is missing, learn from the batch that is due, log, evaluate, save."""
+def take_step(run: RlRun, step: int) -> StepDigests:
+    """One step: sample what is missing, learn from the batch that is due, log, evaluate, save.
+    -> The digests of what it was given and has left.
+    """
     requested = sample_missing(run, step)
     with run.learning():
         run.log.check_state()
         batch = next_batch(run)
         judged = judge(run, batch)
         trained = learn(run, batch, judged, step)
-        state = state_digest(run)
+        digests = StepDigests.of(step, batch.groups, state_digest(run))
     for _ in range(requested):
         run.pending.add(receive_batch(run))
-    run.log.step(step, batch, trained, state)
+    metrics = run.log.step(step, batch, run.pending.take_engine(), trained, digests)
+    run.end_step(step)
+    run.log.check_step(metrics, trained)
     run.evaluate_if_due(step)
     run.save_if_due(step)
+    return digests
 
 
 def sample_missing(run: RlRun, step: int) -> int:

@@ -1,139 +1,55 @@
-"""``isobit replay``: steps of a recorded run done again, and compared with what it has recorded.
-
-    find the source      the recipe, the steps, a checkpoint (``isobit.run.redo``)
-    for each step        sample, grade, learn, evaluate as the run did (``isobit.run.loop``), in
-                         a directory of its own; compare (``isobit.run.redo_compare``)
-    after the last       the trained model, file by file
-
-Rewards are asked for anew, unless those of ``rewards.jsonl`` are wanted: a reward that does not
-repeat (a judge, a clock) is a difference, and the weights that follow from it are one, too.  After
-a step that has left other weights nothing more is done: all that follows would differ.
-
-Nothing is written into the run's directory, and none of its files is held.
-
-The checkpoints of a run whose steps are done again (``isobit.run.redo``).
-
-A checkpoint counts where its files are what its manifest says, and masters and moments what the
-step's line says: one whose manifest was changed with it is found by that.  One that does not count
-is a difference of its step, and the one before it is used.
-
-What ``isobit replay`` does again: the run's recipe, the steps, and where they begin.
+"""``isobit replay``: steps of a recorded run done a second time in a directory of their own, which
+is then compared with the run file by file (``isobit.run.diff``).
 
     --step K     from the newest checkpoint before K, or from the start
     no step      all that digests.jsonl has, from the start
 
-A run that was resumed with something else allowed (``--allow-change``) is another one from there
-on: its steps are done again from a checkpoint of that time, with the recipe of now.
+A checkpoint is used where its files are what its manifest says, and its masters and moments what
+digests.jsonl says of its step, which also finds a checkpoint whose manifest was changed with it.
+Another one is a difference of its step, and the one before it is used.
+
+Rewards are asked for anew, unless those of ``rewards.jsonl`` are wanted: a reward that does not
+repeat (a judge, a clock) is a difference, and so are the weights that follow from it.  After a step
+that has left other weights nothing more is done, since everything that follows would differ.
+
+A run that was resumed with something else allowed (``--allow-change``) is another run from there
+on: only the steps after that can be done again, from a checkpoint, with the run's last recipe.
+
+Nothing is written into the run's directory.
 """
 
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from isobit.config.load import apply_overrides, build, parse_overrides
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import CheckConfig, CheckpointConfig, TrackingConfig
-from isobit.models.folder import write_model
 from isobit.observe.console import silent
 from isobit.parallel.world import ALONE, World, broadcast
+from isobit.run.diff import OF_AN_EVALUATION, Comparison, FileDifference, compare, read_run
 from isobit.run.grading import Interruption
 from isobit.run.loop import take_step
-from isobit.run.redo_compare import Comparer, different_files
 from isobit.run.run import check_recipes, start_run
-from isobit.run.setup import RlRun, prepare_rl
-from isobit.store.checkpoint import (
-    MASTERS,
-    OPTIMISER,
-    Checkpoint,
-    folders_by_step,
-    read_checkpoint,
-)
+from isobit.run.setup import RlRun, read_rl
+from isobit.store.checkpoint import Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.compatible import REPLAYING, check_compatible, is_allowed
-from isobit.store.directory import RunDirectory, is_held, read_lines
+from isobit.store.directory import RunDirectory, check_unused, read_lines
 from isobit.store.resume import Say, begin_again
 from isobit.store.reward_record import KnownRewards, RewardRecord
 from isobit.store.state import StepDigests, checkpoint_digest, read_digests
 from isobit.util.errors import CheckpointError, ConfigError
 
+_LEFT = {"weights", "masters", "moments"}
+"""Digests of what a step leaves to the next one."""
+
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """Between what was recorded of a step and what is found now."""
-
-    step: int
-    what: str
-    """A sentence without its end."""
-
-
-class CheckedCheckpoints:
-    """The checkpoints of a run, each looked at once."""
-
-    def __init__(
-        self,
-        directory: RunDirectory,
-        digests: Mapping[int, StepDigests | None],
-        say: Say,
-        world: World,
-    ) -> None:
-        self._digests, self._say, self._world = digests, say, world
-        self._folders = {
-            step: Path(folder)
-            for step, folder in broadcast(
-                world,
-                lambda: [
-                    [step, str(folder)]
-                    for step, folder in sorted(folders_by_step(directory.checkpoints).items())
-                ],
-            )
-        }
-        self.differences: list[Difference] = []
-
-    def before(self, step: int, earliest: int) -> Checkpoint | None:
-        """The newest that is usable of those before a step; its own is looked at, too."""
-        if step in self._folders:
-            self._usable(step)
-        for one in reversed(self._folders):
-            if earliest <= one < step and (checkpoint := self._usable(one)) is not None:
-                return checkpoint
-        return None
-
-    def first(self, earliest: int) -> Checkpoint | None:
-        """The first that is usable, where not all begins at the start; all are looked at."""
-        found = [one for one in map(self._usable, self._folders) if one is not None]
-        return next((one for one in found if 0 < earliest <= one.step), None)
-
-    def _usable(self, step: int) -> Checkpoint | None:
-        """A checkpoint that is what the run wrote; None of another, which is noted and said."""
-        folder = self._folders[step]
-        try:
-            checkpoint = read_checkpoint(folder, self._world)
-        except CheckpointError as error:
-            return self._refuse(step, f"checkpoint {folder.name} is damaged: {error}")
-        recorded = self._digests.get(step)
-        if recorded is None:
-            return checkpoint
-        found = broadcast(self._world, lambda: checkpoint_digest(checkpoint))
-        for name, file in (("masters", MASTERS), ("moments", OPTIMISER)):
-            if found[name] != recorded.by_name()[name]:
-                return self._refuse(
-                    step,
-                    f"checkpoint {folder.name}: {folder / file} does not hold the {name} that "
-                    "digests.jsonl has of this step, though its manifest says so",
-                )
-        return checkpoint
-
-    def _refuse(self, step: int, what: str) -> None:
-        self.differences.append(Difference(step, what))
-        self._say(f"step {step}: {what}")
-
-
-@dataclass(slots=True)
-class ReplaySource:
+class Source:
     """A recorded run, of which steps are to be done again."""
 
     directory: RunDirectory
@@ -142,17 +58,57 @@ class ReplaySource:
     """The run's own, but for what changes no step."""
     digests: Mapping[int, StepDigests | None]
     checkpoint: Checkpoint | None
-    """Where it begins; None: at the start."""
-    last: int
-    """The last step that is done again."""
+    """Where it begins; None for the start."""
+    steps: range
+    """Those that are done again."""
     allowed: Sequence[str]
-    differences: list[Difference] = field(default_factory=list)
-    """Of checkpoints."""
+    damaged: Sequence[FileDifference]
+    """Checkpoints that are not what the run wrote."""
 
-    @property
-    def first(self) -> int:
-        """The first step that is done again."""
-        return self.checkpoint.step + 1 if self.checkpoint else 1
+
+def replay(
+    root: Path,
+    step: int | None = None,
+    say: Say = print,
+    overrides: Sequence[str] = (),
+    allowed: Sequence[str] = (),
+    recorded_rewards: bool = False,
+    world: World = ALONE,
+    output: Path | None = None,
+) -> Comparison:
+    """Do the steps of the run in ``root`` up to ``step`` again, or all, by all ranks of ``world``
+    together, and compare the files; ``say`` is given a line for each step and each file.  With
+    ``recorded_rewards`` completions that the run has graded are not graded anew; ``allowed`` are
+    inputs that may be others.  The files of the second run stay in ``output``, where it is given.
+
+    Raises ConfigError as ``find_source`` does, for inputs or a class of bits that are others and
+    for an ``output`` that is in use, and what a run raises.
+    """
+    say = say if world.rank == 0 else silent().line
+    source = find_source(root, step, overrides, allowed, say, world)
+    begins = f"the checkpoint of step {source.steps[0] - 1}" if source.checkpoint else "the start"
+    say(f"replaying {describe_steps(source.steps)} of {root} from {begins}")
+    with ExitStack() as stack:
+        place = Path(broadcast(world, lambda: _make_place(output, stack)))
+        last = _run_again(source, place, recorded_rewards, say, world)
+        steps = range(source.steps[0] if source.checkpoint else 0, last + 1)
+
+        def compared() -> list[Sequence[Any]]:
+            found = compare(source.directory, RunDirectory(place), steps)
+            return [found.equal, [asdict(one) for one in found.differences]]
+
+        equal, differing = broadcast(world, compared)
+    found = [FileDifference(**one) for one in differing]
+    for line in (*equal, *map(str, found)):
+        say(line)
+    found = sorted([*source.damaged, *found], key=lambda one: one.step)
+    return Comparison(equal, found, steps=steps)
+
+
+def describe_steps(steps: range) -> str:
+    """Numbers of steps, in words, without the evaluation before the first (0)."""
+    first, last = max(1, steps[0]), steps[-1]
+    return f"steps {first} to {last}" if last > first else f"step {first}"
 
 
 def find_source(
@@ -162,7 +118,7 @@ def find_source(
     allowed: Sequence[str],
     say: Say,
     world: World,
-) -> ReplaySource:
+) -> Source:
     """Read what a run has recorded, and check its checkpoints; all ranks together, nothing is
     written.
 
@@ -171,12 +127,23 @@ def find_source(
     done again.
     """
     directory = RunDirectory(root)
-    manifest = json.loads(broadcast(world, lambda: json.dumps(_read_manifest(directory))))
+    manifest = json.loads(broadcast(world, lambda: json.dumps(read_run(directory))))
     config = _config(directory, manifest, overrides)
     digests = read_digests(root)
+    if not digests:
+        raise ConfigError(
+            f"{root} has no digests of its steps (digests.jsonl): no step was finished, or an "
+            "Isobit wrote it that recorded none; there is nothing to compare a replay with"
+        )
+    # a finished run has done its last step, whether that still has a line or not
+    last = max(*digests, config.training.steps if directory.summary.is_file() else 0)
     since, changed = _went_on_as_another(manifest)
-    why = _describe_change(since, changed, digests)
-    last = _last_step(directory, config, digests)
+    why = f"the first step with digests is {min(digests)}"
+    if since:
+        why = (
+            f"the run went on after step {since} with another {', '.join(changed)} "
+            "(--allow-change), and its recipe is the one of then"
+        )
     earliest = max(min(digests) - 1, since)
     if step is not None and not earliest < step <= last:
         raise ConfigError(
@@ -185,8 +152,7 @@ def find_source(
         )
     if step is None and earliest:
         say(f"no step up to {earliest} is done again: {why}")
-    checked = CheckedCheckpoints(directory, digests, say, world)
-    checkpoint = checked.before(step, earliest) if step else checked.first(earliest)
+    checkpoint, damaged = _find_checkpoint(directory, digests, step, earliest, say, world)
     if checkpoint is None and earliest:
         raise ConfigError(
             f"{root} has no checkpoint from which step {step or earliest + 1} could be done again; "
@@ -194,42 +160,19 @@ def find_source(
         )
     if checkpoint is not None and checkpoint.step == since:
         allowed = [*allowed, *changed]
-    return ReplaySource(
-        directory, manifest, config, digests, checkpoint, step or last, allowed, checked.differences
-    )
-
-
-def _read_manifest(directory: RunDirectory) -> dict[str, Any]:
-    """``run.json`` of a run that stands still."""
-    if not directory.manifest.is_file():
-        raise ConfigError(
-            f"{directory.root} holds no run (there is no run.json); name the directory that "
-            "`isobit train` wrote"
-        )
-    if is_held(directory.root):
-        raise ConfigError(
-            f"{directory.root} is in use by another process, which writes into it; wait for it, or "
-            "stop it"
-        )
-    try:
-        manifest = json.loads(directory.manifest.read_text(encoding="utf-8"))
-        is_rl = "algorithm" in manifest["config"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{directory.manifest} cannot be read ({error}), and has the recipe; put back a copy"
-        ) from None
-    if not is_rl:
-        raise ConfigError(
-            f"{directory.root} is a run of `isobit sft`, which draws nothing and leaves no "
-            "digests; replay is for runs of `isobit train`"
-        )
-    return manifest
+    steps = range(checkpoint.step + 1 if checkpoint else 1, (step or last) + 1)
+    return Source(directory, manifest, config, digests, checkpoint, steps, allowed, damaged)
 
 
 def _config(
     directory: RunDirectory, manifest: Mapping[str, Any], overrides: Sequence[str]
 ) -> RunConfig:
     """The recipe, in one process where nothing else is asked for: who computes changes no byte."""
+    if "algorithm" not in manifest["config"]:
+        raise ConfigError(
+            f"{directory.root} is a run of `isobit sft`, which draws nothing and leaves no "
+            "digests; replay is for runs of `isobit train`"
+        )
     path = str(directory.manifest)
     values = {**manifest["config"], "output": str(directory.root), "cluster": {}}
     before = build(RunConfig, values, path)
@@ -244,202 +187,137 @@ def _went_on_as_another(manifest: Mapping[str, Any]) -> tuple[int, list[str]]:
     where it never did.
     """
     for resumed in reversed(manifest.get("resumed", [])):
-        changed = [
-            name
-            for name in resumed.get("changed", {})
-            if is_allowed(name, resumed.get("allowed", ()))
-        ]
+        allowed = resumed.get("allowed", ())
+        changed = [name for name in resumed.get("changed", {}) if is_allowed(name, allowed)]
         if changed:
             return resumed["step"], changed
     return 0, []
 
 
-def _describe_change(
-    since: int, changed: Sequence[str], digests: Mapping[int, StepDigests | None]
-) -> str:
-    """Why not all steps follow from the start; as a sentence of its own it means nothing where they
-    do.
+def _find_checkpoint(
+    directory: RunDirectory,
+    digests: Mapping[int, StepDigests | None],
+    step: int | None,
+    earliest: int,
+    say: Say,
+    world: World,
+) -> tuple[Checkpoint | None, list[FileDifference]]:
+    """The checkpoint to begin from, None for the start, and those that are damaged.
+
+    For a ``step`` it is the newest one before it, and ``step``'s own is checked, too.  Else all are
+    checked, and it is the first one that is not before ``earliest``, where that is not the start.
     """
-    if since:
-        return (
-            f"the run went on after step {since} with another {', '.join(changed)} "
-            "(--allow-change), and its recipe is the one of then"
-        )
-    return f"the first step with digests is {min(digests, default=0)}"
+    folders = broadcast(
+        world,
+        lambda: sorted((n, str(one)) for n, one in folders_by_step(directory.checkpoints).items()),
+    )
+    if step is not None:
+        folders = [(n, folder) for n, folder in reversed(folders) if earliest <= n <= step]
+    usable, damaged = None, list[FileDifference]()
+    for n, folder in folders:
+        try:
+            checkpoint = read_checkpoint(Path(folder), world)
+            _check_digests(checkpoint, digests.get(n), world)
+        except CheckpointError as error:
+            name = f"{directory.checkpoints.name}/{Path(folder).name}"
+            damaged.append(FileDifference(n, name, f"it is damaged: {error}"))
+            say(str(damaged[-1]))
+            continue
+        begins = n < step if step is not None else 0 < earliest <= n
+        if begins and usable is None:
+            usable = checkpoint
+        if begins and step is not None:
+            break
+    return usable, damaged
 
 
-def _last_step(
-    directory: RunDirectory, config: RunConfig, digests: Mapping[int, StepDigests | None]
-) -> int:
-    """That the run has done: of a finished one its last, whether it still has a line or not."""
-    if not digests:
-        raise ConfigError(
-            f"{directory.root} has no digests of its steps (digests.jsonl): no step was finished, "
-            "or an Isobit wrote it that recorded none; there is nothing to compare a replay with"
-        )
-    finished = config.training.steps if directory.summary.is_file() else 0
-    return max(*digests, finished)
+def _check_digests(checkpoint: Checkpoint, recorded: StepDigests | None, world: World) -> None:
+    """Raise CheckpointError for other masters or moments than digests.jsonl has of the step."""
+    found = broadcast(world, lambda: checkpoint_digest(checkpoint)) if recorded else {}
+    for name, digest in found.items():
+        if recorded is not None and digest != recorded.by_name()[name]:
+            raise CheckpointError(
+                f"{checkpoint.folder} does not hold the {name} that digests.jsonl has of this "
+                "step, though its manifest says so"
+            )
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """What came of it."""
-
-    first: int
-    last: int
-    """Steps that were done again."""
-    differences: tuple[Difference, ...]
-    """In the order of their steps."""
-
-    @property
-    def exit_code(self) -> int:
-        """1 where anything differs."""
-        return int(bool(self.differences))
-
-
-def replay(
-    root: Path,
-    step: int | None = None,
-    say: Say = print,
-    overrides: Sequence[str] = (),
-    allowed: Sequence[str] = (),
-    recorded_rewards: bool = False,
-    world: World = ALONE,
-) -> ReplayResult:
-    """Do a step of the run in ``root`` again, or all, by all ranks of ``world`` together; ``say``
-    is given a line for each step, and for each difference.  With ``recorded_rewards`` completions
-    that the run has graded are not graded anew; ``allowed`` are inputs that may be others.
-
-    Raises ConfigError as ``find_source`` does and for inputs or a class of bits that are others,
-    and what a run raises.
-    """
-    say = say if world.rank == 0 else silent().line
-    source = find_source(root, step, overrides, allowed, say, world)
-    start = f"the checkpoint of step {source.first - 1}" if source.checkpoint else "the start"
-    say(f"replaying {describe_steps(source.first, source.last)} of {root} from {start}")
-    with _place(world) as place:
-        config = _config_at(source, place)
-        check_recipes(world, config)
-        interruption = Interruption(world)
-        with (
-            interruption.open_to_requests(),
-            begin_again(
-                config,
-                source.directory,
-                source.manifest,
-                source.checkpoint,
-                _rewards(source, recorded_rewards, say, world),
-                say,
-                world,
-                source.allowed,
-                interruption.check,
-            ) as start,
-            start_run(
-                config, lambda: prepare_rl(config, world), start, silent(), interruption
-            ) as run,
-        ):
-            return _Replay(source, run, say).steps()
-
-
-def describe_steps(first: int, last: int) -> str:
-    """Numbers of steps, in words."""
-    return f"steps {first} to {last}" if last > first else f"step {first}"
-
-
-class _Replay:
-    """The steps, one after the other."""
-
-    def __init__(self, source: ReplaySource, run: RlRun, say: Say) -> None:
-        self._source, self._run, self._say = source, run, say
-        self._world = run.world
-        self._found = list(source.differences)
-        assert run.evaluator is not None, "reinforcement learning always generates"
-        requests = run.evaluator.requests.values()
-        self._comparer = Comparer(
+def _run_again(source: Source, place: Path, recorded_rewards: bool, say: Say, world: World) -> int:
+    """Do the steps again in ``place``.  -> The last one that was done."""
+    config = _config_at(source.config, place)
+    check_recipes(world, config)
+    rewards = RewardRecord(say)
+    if recorded_rewards:
+        rewards = KnownRewards(say, broadcast(world, lambda: _lines(source.directory.rewards)))
+    metrics = broadcast(world, lambda: _lines(source.directory.metrics))
+    evaluated = [line.get("step") for line in metrics if OF_AN_EVALUATION in line]
+    interruption = Interruption(world)
+    with (
+        interruption.open_to_requests(),
+        begin_again(
+            config,
             source.directory,
-            source.digests,
-            run.log.directory,
-            {request.prompt.id for asked in requests for request in asked},
-        )
-
-    def steps(self) -> ReplayResult:
-        """Until the last one that is wanted, or that can be compared."""
-        source, done = self._source, self._source.first - 1
-        if not done:
-            self._compare(0)
-        for step in range(source.first, source.last + 1):
-            take_step(self._run, step)
-            done = step
-            if self._compare(step):
-                self._say(f"step {step} has left other weights: no step after it is done")
-                break
-        else:
-            if _is_the_end(source):
-                self._compare_model(done)
-        found = sorted(self._found, key=lambda one: one.step)
-        return ReplayResult(source.first, done, tuple(found))
-
-    def _compare(self, step: int) -> bool:
-        """-> Whether all later steps differ, too."""
-        found = broadcast(self._world, lambda: self._comparer.differences(step))
-        self._note(step, found)
-        if step and not found:
-            self._say(f"step {step}: tokens, log-probabilities, rewards and weights are equal")
-        return broadcast(self._world, lambda: self._comparer.parted)
-
-    def _compare_model(self, step: int) -> None:
-        """The model folder, whose files are made again."""
-        recorded, again = self._source.directory.model, self._run.log.directory.model
-        write_model(self._run.model, again)
-        found = broadcast(self._world, lambda: list(different_files(recorded, again)))
-        self._note(step, found)
-        if not found:
-            self._say(f"{recorded}: every file is equal")
-
-    def _note(self, step: int, found: Sequence[str]) -> None:
-        for what in found:
-            self._found.append(Difference(step, what))
-            self._say(f"step {step}: {what}" if step else f"before the first step: {what}")
+            source.manifest,
+            source.checkpoint,
+            rewards,
+            say,
+            world,
+            source.allowed,
+            interruption.check,
+        ) as start,
+        start_run(
+            config, lambda: _SecondRun(config, evaluated, world), start, silent(), interruption
+        ) as run,
+    ):
+        for step in source.steps:
+            made, recorded = take_step(run, step).by_name(), source.digests.get(step)
+            then = recorded.by_name() if recorded is not None else made
+            differing = [name for name, digest in made.items() if then[name] != digest]
+            names = f"{', '.join(differing)} differ" if differing else "all equal"
+            say(f"step {step}: {names if recorded else 'no whole line'} in digests.jsonl")
+            if _LEFT & set(differing):
+                say(f"step {step} has left other weights: no step after it is done")
+                return step
+        if source.steps[-1] == config.training.steps and source.directory.summary.is_file():
+            run.save_model()
+    return source.steps[-1]
 
 
-def _rewards(source: ReplaySource, recorded_rewards: bool, say: Say, world: World) -> RewardRecord:
-    """An empty record, or the rewards that the run has recorded."""
-    if not recorded_rewards:
-        return RewardRecord(say)
-    path = source.directory.rewards
-    return KnownRewards(say, broadcast(world, lambda: list(filter(None, read_lines(path)))))
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [line for line in read_lines(path) if line is not None]
 
 
-@contextmanager
-def _place(world: World) -> Iterator[Path]:
-    """A directory for the files of the steps, the same for all ranks; gone afterwards."""
-    place = Path(broadcast(world, lambda: tempfile.mkdtemp(prefix="isobit-replay-")))
-    try:
-        yield place
-    finally:
-        if world.rank == 0:
-            shutil.rmtree(place, ignore_errors=True)
+class _SecondRun(RlRun):
+    """Evaluates when the recorded run has, which may have had another ``evaluation.every``."""
+
+    def __init__(self, config: RunConfig, evaluated: Collection[Any], world: World) -> None:
+        super().__init__(read_rl(config), world)
+        self._evaluated = frozenset(evaluated)
+
+    def evaluates_after(self, step: int) -> bool:
+        return step in self._evaluated
 
 
-def _config_at(source: ReplaySource, place: Path) -> RunConfig:
+def _make_place(output: Path | None, stack: ExitStack) -> str:
+    """The directory of the second run: the user's, or one that is removed with ``stack``."""
+    if output is None:
+        place = TemporaryDirectory(prefix="isobit-replay-", ignore_cleanup_errors=True)
+        return stack.enter_context(place)
+    check_unused(output)
+    output.mkdir(parents=True, exist_ok=True)
+    return str(output)
+
+
+def _config_at(config: RunConfig, place: Path) -> RunConfig:
     """The recipe without what would be saved or sent elsewhere; where the run was to stop, a line
     is enough.
     """
-    check = source.config.check
-    return source.config.model_copy(
+    check = {**config.check.model_dump(), "on_mismatch": "ignore", "on_no_signal": "ignore"}
+    return config.model_copy(
         update={
             "output": place,
             "checkpoint": CheckpointConfig(keep_last=0),
             "tracking": TrackingConfig(),
-            "check": CheckConfig.model_validate(
-                {**check.model_dump(), "on_mismatch": "ignore", "on_no_signal": "ignore"}
-            ),
+            "check": CheckConfig.model_validate(check),
         }
     )
-
-
-def _is_the_end(source: ReplaySource) -> bool:
-    """Whether the run was finished after the last step that is done again: then it has written
-    ``model/``.
-    """
-    return source.last == source.config.training.steps and source.directory.summary.is_file()

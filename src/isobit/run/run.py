@@ -5,6 +5,7 @@
             with run.learning():                the trainer has the device's memory
                 ...                             what this kind of training does in a step
             run.log.step(step, ...)
+            run.end_step(step)
             run.evaluate_if_due(step)
             run.save_if_due(step)
         run.save_model()
@@ -55,6 +56,7 @@ from isobit.store.keeper import CheckpointKeeper
 from isobit.store.manifest import Extra, environment
 from isobit.store.resume import Start, begin
 from isobit.store.reward_record import RewardRecord
+from isobit.store.state import Boundary, take_boundary
 from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError
 from isobit.util.files import disk_errors
@@ -117,13 +119,12 @@ class Run(ABC, Generic[Config, Data, Log]):
         per_step = config.training.prompts_per_step
         self.sampler = PromptSampler(plan.data.prompts, per_step, config.seed, config.data.shuffle)
         self.inputs: Mapping[str, str] = plan.inputs
+        self.extras: dict[str, Extra] = {}
+        """What else a checkpoint holds, by the name of its file."""
+        if len(self.reward_models):
+            self.extras["reward_models"] = self.reward_models
 
     # What each kind of training says of itself.
-
-    @property
-    @abstractmethod
-    def extras(self) -> Mapping[str, Extra]:
-        """What else a checkpoint holds, by the name of its file."""
 
     @abstractmethod
     def describe(self) -> Sequence[str]:
@@ -155,10 +156,6 @@ class Run(ABC, Generic[Config, Data, Log]):
         """What samples by the policy."""
         assert self._engine is not None, "nothing is generated"
         return self._engine
-
-    def reward_extras(self) -> dict[str, Extra]:
-        """The reward models, where there are any, as extras of a checkpoint."""
-        return {"reward_models": self.reward_models} if len(self.reward_models) else {}
 
     # How a run begins.
 
@@ -195,18 +192,25 @@ class Run(ABC, Generic[Config, Data, Log]):
         self.console.lines([*self.describe(), *rewards])
         self.console.notes(secret_notes(self.config.reward))
         with self.interruption, disk_errors(self.config.output, "the files of the run"):
-            due = evaluation_is_due(self.config, start.step) and not start.has_evaluated
+            due = self.evaluates_after(start.step) and not start.has_evaluated
             first = self.evaluate_now() if due else None
             with (
                 self.open_log(start) as self.log,
                 CheckpointKeeper(
-                    self, start, self.log, self.console, self.saves_model_when_interrupted
+                    self,
+                    start,
+                    self._boundary(start.step),
+                    self.log.evaluation_figures,
+                    self.console,
+                    self.saves_model_when_interrupted,
                 ) as self.checkpoints,
             ):
-                self.trainer.budget.on_change = self.log.budget_changed
+                self.trainer.budget.on_change = lambda change: self.log.budget_changed(
+                    self.checkpoints.boundary.step + 1, change
+                )
                 self._steps_done = start.step
                 if first is not None:
-                    self.log.evaluation(start.step, first)
+                    self._log_evaluation(start.step, first)
                 yield
 
     # What surrounds a step.
@@ -227,6 +231,16 @@ class Run(ABC, Generic[Config, Data, Log]):
         with self.clock("training"), self.console.busy("training"), turn:
             yield
 
+    def end_step(self, step: int) -> None:
+        """Note the boundary after a step that is in the log, or after its evaluation: everything
+        that a checkpoint of this moment holds beside the tensors.
+        """
+        self.checkpoints.boundary = self._boundary(step)
+
+    def _boundary(self, step: int) -> Boundary:
+        figures = self.log.evaluation_figures().get(step, {})
+        return take_boundary(step, self, self.log.state(), self.log.positions(), figures)
+
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation follows the step."""
         return evaluation_is_due(self.config, step)
@@ -237,7 +251,11 @@ class Run(ABC, Generic[Config, Data, Log]):
         """
         self.interruption.agree(self.checkpoints.check_place)
         if self.evaluates_after(step):
-            self.log.evaluation(step, self.evaluate_now())
+            self._log_evaluation(step, self.evaluate_now())
+
+    def _log_evaluation(self, step: int, figures: Evaluation[Any]) -> None:
+        self.log.evaluation(step, figures)
+        self.end_step(step)
 
     def evaluate_now(self) -> Evaluation[Any]:
         """Every evaluation set under the current policy.  Raises Interrupted where a signal to stop

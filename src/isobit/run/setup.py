@@ -5,7 +5,7 @@ a rule of the recipe is reported before any file is read, and a prompt that is t
 weight.  Nothing is written.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isobit.algorithms.objective import Algorithm
@@ -32,7 +32,6 @@ from isobit.run.reward_models import plan_reward_models
 from isobit.run.rollouters import Rollouters
 from isobit.run.rollouters import evaluate as evaluate_by_rollouters
 from isobit.run.run import Run
-from isobit.store.manifest import Extra
 from isobit.store.resume import Start
 from isobit.training.calibration import build_calibration, describe_shadow
 from isobit.training.judge import Judge
@@ -85,6 +84,13 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         self.calibration = build_calibration(config, plan.algorithm, self.trainer)
         self.exact = is_one_function(self.engine.function, self.trainer.function)
         """Whether what the engine records and what the trainer computes are one function."""
+        extras = {
+            "reference": self.reference,
+            "replay": self.replay,
+            "calibration": self.calibration,
+            "pending": self.pending if config.asynchrony.lag else None,
+        }
+        self.extras |= {name: extra for name, extra in extras.items() if extra is not None}
 
     @property
     def learner(self) -> Learner:
@@ -101,20 +107,6 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             None if self.reference is None else self.reference.frozen,
         )
         return Learner(judge, self.replay, self.calibration, config.check.repeat_every)
-
-    @property
-    def extras(self) -> Mapping[str, Extra]:
-        """Reward models, the reference model, the replay buffer, the clip's bounds and the batches
-        that wait, as far as there are any.
-        """
-        found = {
-            "reference": self.reference,
-            "replay": self.replay,
-            "calibration": self.calibration,
-            "pending": self.pending if self.config.asynchrony.lag else None,
-        }
-        made = {name: extra for name, extra in found.items() if extra is not None}
-        return {**self.reward_extras(), **made}
 
     def describe(self) -> list[str]:
         """The first lines: the model, the data, the flow, the plan of the memory."""

@@ -6,7 +6,7 @@ What can be refused without the weights is refused before they are loaded, a GPU
 too; everything else before the run's directory is made.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -24,7 +24,6 @@ from isobit.run.plan import Plan, describe_source, source_config
 from isobit.run.reward_models import plan_reward_models
 from isobit.run.run import Run, begin_run, start_run
 from isobit.run.sft_log import SftLog, SftSummary
-from isobit.store.manifest import Extra
 from isobit.store.resume import Start
 from isobit.training.figures import UpdateMetrics
 from isobit.training.out_of_memory import measured_within_memory, within_memory
@@ -47,11 +46,6 @@ class SftRun(Run[SftConfig, SftData, SftLog]):
     def lesson(self) -> Lesson[Any]:
         """The objective."""
         return LESSONS[self.config.objective]
-
-    @property
-    def extras(self) -> Mapping[str, Extra]:
-        """The reward models, where there are any."""
-        return self.reward_extras()
 
     def describe(self) -> list[str]:
         """The first lines: the model, the data, how often it is gone through, the flow, the plan of
@@ -188,6 +182,7 @@ def sft(
                 examples = run.next_examples()
                 update = run.learn(examples)
             run.log.step(step, examples, update)
+            run.end_step(step)
             run.evaluate_if_due(step)
             run.save_if_due(step)
         run.save_model()

@@ -134,7 +134,6 @@ class SftLog(TrainingLog[HeldOut]):
         self._write()
         self._totals["tokens"] += self._run.lesson.tokens(examples, update)
         self._totals["skipped"] += update.skipped is not None
-        self.boundary = self._take_boundary(step)
         self._console.parts(describe_step(step, self._run, metrics, self._time_left.after(step)))
         if update.skipped is not None:
             self._console.notes([f"the update was skipped: {update.skipped}"])

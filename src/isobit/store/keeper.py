@@ -137,17 +137,6 @@ class SaveTime:
         ]
 
 
-class KeepsBoundary(Protocol):
-    """The log of a training, which knows the last moment between two steps."""
-
-    @property
-    def boundary(self) -> Boundary: ...
-
-    def evaluation_figures(self) -> Mapping[int, Mapping[str, float]]:
-        """The figures of every evaluation so far, by step."""
-        ...
-
-
 class Announces(Protocol):
     def line(self, text: str = "") -> None: ...
 
@@ -157,17 +146,24 @@ class Announces(Protocol):
 
 
 class CheckpointKeeper:
-    """Saves a run; ``model_when_interrupted``: a signal also saves the policy as a folder."""
+    """Writes a run's checkpoints; entered for the steps of the run.
+
+    ``boundary`` is the last moment between two steps, which the run sets after every step and every
+    evaluation: a checkpoint holds that.  ``evaluations`` returns the figures of every evaluation so
+    far, by step.  With ``model_when_interrupted`` a signal leaves a model folder, too.
+    """
 
     def __init__(
         self,
         run: TrainingRun,
         start: Start,
-        log: KeepsBoundary,
+        boundary: Boundary,
+        evaluations: Callable[[], Mapping[int, Mapping[str, float]]],
         console: Announces,
         model_when_interrupted: bool = False,
     ) -> None:
-        self._run, self._log, self._console = run, log, console
+        self.boundary = boundary
+        self._run, self._evaluations, self._console = run, evaluations, console
         self._config = run.config.checkpoint
         self._environment = environment(run.model.policy.device)
         self._model_when_interrupted = model_when_interrupted
@@ -207,7 +203,7 @@ class CheckpointKeeper:
             self._writer.give_up()
         try:
             self._follow()
-            if all(self._world.all_gather(holds(self._log.boundary, self._run))):
+            if all(self._world.all_gather(holds(self.boundary, self._run))):
                 self._save()
             if (self._model_when_interrupted or not is_interrupted) and all(
                 self._world.all_gather(self._run.trainer.is_whole)
@@ -249,7 +245,7 @@ class CheckpointKeeper:
             else (f"{type(error).__name__}: {error}")
         )
         content = {
-            "step": self._log.boundary.step,
+            "step": self.boundary.step,
             "kind": type(error).__name__,
             "reason": reason,
             "checkpoint": self._on_disk or None,
@@ -291,7 +287,7 @@ class CheckpointKeeper:
             self._writer.write(lambda: write_model(self._run.model, self._directory.model))
 
     def _save(self) -> None:
-        boundary = self._log.boundary
+        boundary = self.boundary
         if boundary.step == self._on_disk or self._config.keep_last == 0:
             return
         self._check_finite()
@@ -333,9 +329,7 @@ class CheckpointKeeper:
         if name is None:
             return False
         worths = {
-            done: worth(figures, name)
-            for done, figures in self._log.evaluation_figures().items()
-            if done > 0
+            done: worth(figures, name) for done, figures in self._evaluations().items() if done > 0
         }
         values = {done: value for done, value in worths.items() if value is not None}
         return step in values and all(

@@ -1,8 +1,6 @@
-"""Where steps of a run are done again: at one of its checkpoints or at its beginning, in a
-directory of their own.
-
-Where a run begins: at step 0 in a new directory, or after the step of the newest usable
-checkpoint of an old one.
+"""Where a run begins: at step 0 in a new directory, or after the step of the newest usable
+checkpoint of an old one (``begin``); and where steps of a run are done again, in a directory of
+their own (``begin_again``).
 
 Of several processes rank 0 holds the directory, looks and decides; the others are told, and touch
 no file but their part of a checkpoint.
@@ -21,10 +19,7 @@ from isobit.config.recipes import Recipe
 from isobit.models.config import ModelConfig
 from isobit.parallel.world import ALONE, World, broadcast, run_on_all, write_on_first
 from isobit.store import state
-from isobit.store.checkpoint import (
-    Checkpoint,
-    folders_by_step,
-)
+from isobit.store.checkpoint import Checkpoint, folders_by_step
 from isobit.store.compatible import (
     MAY_CHANGE,
     REPLAYING,
@@ -216,19 +211,8 @@ def begin(
     if config.checkpoint.keep_last or resume:
         check_shared(world, directory.root)
     with ExitStack() as lock:
-
-        def look() -> bool:
-            if not (resume and holds_run(directory.root)):
-                check_unused(directory.root)
-                if resume:
-                    say(f"nothing to resume in {directory.root}: this is a new run")
-                _plan_disk(config, shape, extra_bytes).check()
-                return False
-            with disk_errors(directory.root, "the lock"):
-                lock.enter_context(locked(directory.root))
-            return True
-
-        if not broadcast(world, look):
+        if not broadcast(world, lambda: _lock(directory, resume, say, lock)):
+            broadcast(world, lambda: _plan_disk(config, shape, extra_bytes).check())
             yield Start(directory, RewardRecord(say), world, hosts, writer, lock, say)
             return
         checkpoint = newest_usable(directory, say, world)
@@ -256,6 +240,20 @@ def begin(
             [BudgetChange(**change) for change in found["budget"]],
             allowed,
         )
+
+
+def _lock(directory: RunDirectory, resume: bool, say: Say, lock: ExitStack) -> bool:
+    """Whether a run is to be resumed in ``directory``, which ``lock`` holds then; a directory for a
+    new run must be unused.
+    """
+    if resume and holds_run(directory.root):
+        with disk_errors(directory.root, "the lock"):
+            lock.enter_context(locked(directory.root))
+        return True
+    check_unused(directory.root)
+    if resume:
+        say(f"nothing to resume in {directory.root}: this is a new run")
+    return False
 
 
 def _decide(
