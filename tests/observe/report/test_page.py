@@ -199,8 +199,8 @@ def test_the_configuration_has_what_was_changed_first(
     changed, _, others = page.text.partition("keys that have their defaults")
     assert "training.learning_rate" in changed and "0.5" in changed
     assert "training.weight_decay" in others and "training.weight_decay" not in changed
-    foreign = view_settings({"training": {"learning_rate": 0.5, "unknown": 1}})
-    assert not foreign.changed and len(foreign.others) == 2
+    changed, others = view_settings({"training": {"learning_rate": 0.5, "unknown": 1}})
+    assert not changed and len(others) == 2
 
 
 def test_an_evaluation_without_a_step(write_run: WriteRun) -> None:
