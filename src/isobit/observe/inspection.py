@@ -12,8 +12,7 @@ numbers that its E4M3 bytes stand for, both [N, K]:
 
 Error and flushed numbers of a matrix that is stored in E4M3 are not known.
 
-It also lists what each preset quantises, and the memory that the model takes on a named GPU, to
-generate alone and to train with the default settings (``isobit.memory.device``).
+It also lists what each preset quantises, and the memory to generate and to train on a named GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -143,10 +142,6 @@ def _preset_figures(config: ModelConfig, sizes: Sizes) -> tuple[PresetFigures, .
     )
 
 
-_LARGEST_BYTE = 0x7E
-_MAGNITUDE = 0x7F
-
-
 @dataclass(frozen=True, slots=True)
 class Fp8Figures:
     """The figures of a matrix, or of several."""
@@ -202,13 +197,12 @@ def together(figures: list[Fp8Figures]) -> Fp8Figures:
 def measure_published(x: torch.Tensor, published: QuantTensor) -> Fp8Figures:
     """The figures of ``x`` [N, K] of the checkpoint, as it is published."""
     x = x.float()
-    magnitudes = published.values.view(torch.uint8) & _MAGNITUDE
     error = dequantise(published).sub_(x).square_()
     errors, squares = _block_sums(error), _block_sums(x.square())
     shares = errors / squares.clamp(min=torch.finfo(torch.float64).tiny)
     return replace(
         measure_stored(published),
-        flushed_numbers=int(((magnitudes == 0) & (x != 0)).sum()),
+        flushed_numbers=int(((_magnitudes(published) == 0) & (x != 0)).sum()),
         squares=float(squares.sum()),
         squared_errors=float(errors.sum()),
         worst_block=float(shares.max().sqrt()),
@@ -217,19 +211,21 @@ def measure_published(x: torch.Tensor, published: QuantTensor) -> Fp8Figures:
 
 def measure_stored(matrix: QuantTensor) -> Fp8Figures:
     """The figures of a matrix that is stored in E4M3."""
-    magnitudes = matrix.values.view(torch.uint8) & _MAGNITUDE
     return Fp8Figures(
         matrix.values.numel(),
-        int((magnitudes == _LARGEST_BYTE).sum()),
+        int((_magnitudes(matrix) == 0x7E).sum()),  # 448
         float(matrix.scales.min()),
         float(matrix.scales.max()),
     )
 
 
+def _magnitudes(matrix: QuantTensor) -> torch.Tensor:
+    """The bytes without their signs."""
+    return matrix.values.view(torch.uint8) & 0x7F
+
+
 def _block_sums(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [N, K], not negative -> FP64 [ceil(N/128), ceil(K/128)]; 128 of a row are added in
-    FP32.
-    """
+    """FP32 [N, K], not negative -> FP64 [ceil(N/128), ceil(K/128)]; rows are added in FP32."""
     rows, columns = x.shape
     grid = num_blocks(rows), num_blocks(columns)
     missing = (0, grid[1] * BLOCK - columns, 0, grid[0] * BLOCK - rows)
@@ -299,13 +295,12 @@ class Inspection:
 
     def by_layer(self) -> dict[int, dict[str, Fp8Figures]]:
         """Figures of each linear of each layer."""
-        found: dict[int, dict[str, list[Fp8Figures]]] = {}
-        for matrix in self.matrices:
-            found.setdefault(matrix.layer, {}).setdefault(matrix.linear, []).append(matrix.figures)
-        return {
-            layer: {linear: together(figures) for linear, figures in linears.items()}
-            for layer, linears in found.items()
-        }
+        found: dict[int, dict[str, Fp8Figures]] = {}
+        for one in self.matrices:
+            layer = found.setdefault(one.layer, {})
+            before = layer.get(one.linear)
+            layer[one.linear] = one.figures if before is None else before + one.figures
+        return found
 
     def worst(self, count: int) -> list[MatrixFigures]:
         """The matrices with the highest error, where it is known."""

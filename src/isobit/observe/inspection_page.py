@@ -3,7 +3,7 @@ also draws the figures of FP8 over the layers.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
@@ -221,21 +221,16 @@ def _tiles(found: Inspection) -> list[Tile]:
 def _charts(found: Inspection) -> list[Chart]:
     """The figures over the layers, as far as they are known."""
     of_squares, of_numbers = "% of the root mean square", "% of the numbers"
-    by_linear: list[tuple[str, str, str, Callable[[Fp8Figures], float | None]]] = [
-        ("Error", of_squares, "of each linear's matrices", lambda one: one.error),
-        (
-            "Worst block",
-            of_squares,
-            "the highest error of a block of 128x128",
-            lambda one: one.worst_block,
-        ),
-        ("Flushed", of_numbers, "stored as 0, and not 0 before", lambda one: one.flushed),
-        ("Saturated", of_numbers, "stored as the largest value, 448", lambda one: one.saturated),
+    by_linear = [
+        ("Error", "error", of_squares, "of each linear's matrices"),
+        ("Worst block", "worst_block", of_squares, "the highest error of a block of 128x128"),
+        ("Flushed", "flushed", of_numbers, "stored as 0, and not 0 before"),
+        ("Saturated", "saturated", of_numbers, "stored as the largest value, 448"),
     ]
     figures: Figures = {
         layer: {
-            f"{title}/{linear}": None if (share := value(one)) is None else 100 * share
-            for title, _, _, value in by_linear
+            f"{name}/{linear}": None if (share := one.as_json()[name]) is None else 100 * share
+            for _, name, _, _ in by_linear
             for linear, one in each.items()
         }
         | {
@@ -248,11 +243,11 @@ def _charts(found: Inspection) -> list[Chart]:
         Panel(
             title,
             unit,
-            tuple(Curve(f"{title}/{linear}", linear) for linear in found.linears),
+            tuple(Curve(f"{name}/{linear}", linear) for linear in found.linears),
             note,
             axis="layer",
         )
-        for title, unit, note, _ in by_linear
+        for title, name, unit, note in by_linear
     ]
     extremes = (Curve("high", "largest", take="max"), Curve("low", "smallest"))
     note = "of all blocks of a layer"

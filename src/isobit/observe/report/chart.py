@@ -131,20 +131,20 @@ def buckets_of(figures: Figures, metrics: Iterable[str]) -> list[Bucket]:
 
 
 def points_of(figures: Figures, curve: Curve, buckets: Sequence[Bucket]) -> list[Point]:
-    return [_point(figures, curve, bucket) for bucket in buckets]
-
-
-def _point(figures: Figures, curve: Curve, bucket: Bucket) -> Point:
-    values, *sides = (
-        [value for step in bucket.steps if (value := figures[step].get(metric)) is not None]
-        for metric in (curve.metric, *(curve.between or ()))
-    )
-    if not values:
-        return Point(None)
-    value = {"mean": fmean, "max": max, "min": min}[curve.take](values)
-    if sides:
-        return Point(value, *map(fmean, sides)) if all(sides) else Point(value)
-    return Point(value, min(values), max(values)) if len(values) > 1 else Point(value)
+    points = []
+    for bucket in buckets:
+        values, *sides = (
+            [value for step in bucket.steps if (value := figures[step].get(metric)) is not None]
+            for metric in (curve.metric, *(curve.between or ()))
+        )
+        band = ()
+        if sides:
+            band = map(fmean, sides) if all(sides) else ()
+        elif len(values) > 1:
+            band = min(values), max(values)
+        take = {"mean": fmean, "max": max, "min": min}[curve.take]
+        points.append(Point(take(values), *band) if values else Point(None))
+    return points
 
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 348, 10, 160

@@ -48,13 +48,12 @@ def notices(record: RunRecord) -> Iterator[str]:
             f"{100 * mean:.0f}% of all groups were level: no two of their rewards differ, and "
             "nothing is learnt from them; the problems are too easy or too hard for this model"
         )
-    rows = [row for row in record.figures.values() if "response_length/truncated" in row]
-    cut = (rows[-1].get("response_length/truncated") or 0.0) if rows else 0.0
-    if cut > TRUNCATED:
+    cut = record.values("response_length/truncated")
+    if cut and cut[-1] > TRUNCATED:
         limit = record.setting("config", "rollout", "max_new_tokens")
         of_limit = f" of {limit} tokens" if isinstance(limit, int) else ""
         yield (
-            f"{100 * cut:.0f}% of the last step's completions were cut off by the length limit"
+            f"{100 * cut[-1]:.0f}% of the last step's completions were cut off by the length limit"
             f"{of_limit} (rollout.max_new_tokens)"
         )
     yield from record.problems
@@ -196,18 +195,13 @@ def _accuracy(record: RunRecord, name: str) -> Tile:
     percent = 0.0 <= before <= 1.0 and 0.0 <= after <= 1.0
     low, high = (last.get(f"eval/{name}/{side}") for side in ("low", "high"))
     problems = last.get(f"eval/{name}/problems")
-    parts = [
-        "" if len(rows) == 1 else f"from {number_text(before, percent)}",
-        f"95% interval {number_text(low, percent)} to {number_text(high, percent)}"
-        if low is not None and high is not None
-        else "",
-        "" if problems is None else f"{number_text(problems)} problems",
-    ]
-    return Tile(
-        f"{name} accuracy" if percent else f"{name} mean reward",
-        number_text(after, percent),
-        "; ".join(part for part in parts if part),
-    )
+    parts = [] if len(rows) == 1 else [f"from {number_text(before, percent)}"]
+    if low is not None and high is not None:
+        parts.append(f"95% interval {number_text(low, percent)} to {number_text(high, percent)}")
+    if problems is not None:
+        parts.append(f"{number_text(problems)} problems")
+    label = f"{name} accuracy" if percent else f"{name} mean reward"
+    return Tile(label, number_text(after, percent), "; ".join(parts))
 
 
 def _differing(record: RunRecord, kind: str, noun: str) -> Iterator[Tile]:

@@ -27,7 +27,6 @@ class SiteView:
     """
 
     name: str
-    kind: str
     rollout: str
     training: str
     dgrad: str
@@ -104,8 +103,7 @@ def _view(site: Mapping[str, Any], training: Mapping[str, Any]) -> SiteView:
         scales = ", FP32 scales" if site.get("scales") == "fp32" else ""
         is_linear = site.get("kind") == "linear"
         detail = f"1\u00d7128 by 128\u00d7128{scales}" if is_linear else "a scale a token and head"
-    name, kind = _split(str(site["name"]))[1], str(site.get("kind", ""))
-    return SiteView(name, kind, rollout, forward, dgrad, wgrad, detail)
+    return SiteView(_split(str(site["name"]))[1], rollout, forward, dgrad, wgrad, detail)
 
 
 MOST_PROMPTS = 8
@@ -244,10 +242,7 @@ def _answer(line: Line, most_tokens: int) -> Answer:
     if isinstance(texts, list) and isinstance(log_probs, list):
         tokens = tuple(map(_token, texts[:most_tokens], log_probs))
     reward, length = line.get("reward"), line.get("tokens")
-    if not isinstance(reward, int | float):
-        verdict = "bad"
-    else:
-        verdict = "good" if reward >= 1 else "bad" if reward <= 0 else ""
+    number = reward if isinstance(reward, int | float) else 0.0  # a failed reward is bad
     return Answer(
         step=line["step"],
         reward=_reward(line),
@@ -256,7 +251,7 @@ def _answer(line: Line, most_tokens: int) -> Answer:
         text=_cut(line.get("completion", "")),
         tokens=tokens,
         left_out=max(0, length - len(tokens)) if tokens and isinstance(length, int) else 0,
-        verdict=verdict,
+        verdict="good" if number >= 1 else "bad" if number <= 0 else "",
         above=_above(reward, line.get("group_rewards")),
     )
 
