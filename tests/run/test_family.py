@@ -69,9 +69,7 @@ def test_a_refreshed_reference_is_the_policy_again(
     make_config: MakeConfig, write_reward: WriteReward
 ) -> None:
     config = make_config(
-        write_reward(PARITY),
-        algorithm={"kl_coefficient": 0.1},
-        reference={"refresh_every": 1},
+        write_reward(PARITY), algorithm={"kl_coefficient": 0.1}, reference={"refresh_every": 1}
     )
     train(config)
     assert [line["kl/k3"] for line in steps(config.output)] == [0.0, 0.0]

@@ -220,9 +220,7 @@ def test_a_run_stops_at_a_lost_bit_and_does_not_write_it(
 
 
 def test_whoever_does_not_want_to_know_is_not_told(
-    make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flip_after_step_1("masters", monkeypatch)
     train(make_config(data={"eval": {}}, check={"state": False}))
