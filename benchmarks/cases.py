@@ -51,9 +51,9 @@ MODES = ("bf16", "fp8-linear", "fp8")
 """BF16; FP8 linears; FP8 linears, KV cache and attention."""
 MAX_SEQUENCES = 256
 WARM_UP_TOKENS = 16
-"""New tokens of the run of the same prompts that goes before the timed one: prompts come in over
-eight forwards of 16,384 tokens, so that all of them are decoded together at the end, as in the
-timed run, and every batch size on the way has been captured.
+"""New tokens of the rollout before the timed one.  Prompts are read in up to eight forwards of
+16,384 tokens, so with 16 new tokens all of them are decoded together at the end, as in the timed
+run, and every batch size on the way is captured.
 """
 
 
@@ -63,7 +63,6 @@ def rollout_prompts(case: RolloutCase, vocab_size: int, seed: int = 0) -> list[l
     return [random.choices(range(vocab_size), k=case.prompt_tokens) for _ in range(case.requests)]
 
 
-PASS_MODES = ("bf16", "fp8-linear", "fp8")
 _PATTERN = re.compile(r"([a-z0-9-]+):(\d+)x(\d+):([a-z]+)")
 
 
@@ -110,7 +109,7 @@ def parse_case(text: str) -> PassCase:
     found = _PATTERN.fullmatch(text)
     if not (
         found
-        and found[1] in PASS_MODES
+        and found[1] in MODES
         and found[4] in get_args(Recompute)
         and int(found[2]) > 1
         and int(found[3]) > 0
@@ -118,7 +117,7 @@ def parse_case(text: str) -> PassCase:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no case: write PRECISION:LENGTHxSEQUENCES:RECOMPUTE, as in "
             "fp8:4096x2:none, with a precision of "
-            f"{', '.join(PASS_MODES)} and recompute of {', '.join(get_args(Recompute))}"
+            f"{', '.join(MODES)} and recompute of {', '.join(get_args(Recompute))}"
         )
     return PassCase(found[1], int(found[2]), int(found[3]), cast(Recompute, found[4]))
 
@@ -177,15 +176,3 @@ class StepCase:
 
 
 STEP_CASES = {"2k": StepCase(32, 8, 256, 2048), "8k": StepCase(8, 8, 256, 8192)}
-WARM_UP_TOKENS = 16
-"""New tokens of the rollout before the timed one."""
-
-
-def step_case_names(text: str) -> list[str]:
-    """A list with commas, for argparse."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in STEP_CASES]:
-        raise argparse.ArgumentTypeError(
-            f"{', '.join(unknown)}: the cases are {', '.join(STEP_CASES)}"
-        )
-    return names
