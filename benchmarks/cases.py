@@ -9,7 +9,7 @@ fixed in advance, so that every engine does the same work.
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from random import Random
@@ -20,6 +20,10 @@ import torch
 from isobit.config.tables import Recompute
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import master_shapes
+from isobit.records.batch import PackedBatch
+from isobit.records.text import Prompt, SamplingParams
+from isobit.rollout.engine import Request
+from isobit.training.supervised import pack_pairs
 from isobit.util.errors import ConfigError
 
 
@@ -55,6 +59,17 @@ WARM_UP_TOKENS = 16
 16,384 tokens, so with 16 new tokens all of them are decoded together at the end, as in the timed
 run, and every batch size on the way is captured.
 """
+
+
+def make_requests(
+    prompts: Iterable[Iterable[int]], new_tokens: int, samples: int = 1, visit: int = 0
+) -> list[Request]:
+    """Requests at temperature 1 over the full vocabulary."""
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0)
+    return [
+        Request(Prompt(f"bench/{i}", "", tuple(ids)), visit, samples, sampling)
+        for i, ids in enumerate(prompts)
+    ]
 
 
 def rollout_prompts(case: RolloutCase, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -96,6 +111,13 @@ class PassCase:
         return torch.randint(
             self.config.vocab_size, (self.sequences, self.length), generator=generator
         )
+
+    def batches(self, microbatches: int) -> list[PackedBatch]:
+        """So many micro-batches of ``token_ids``, packed for fine-tuning."""
+        rows = self.token_ids().tolist() * microbatches
+        batches = pack_pairs([((first,), rest) for first, *rest in rows], self.tokens)
+        assert len(batches) == microbatches
+        return batches
 
     def weights(self) -> torch.Tensor:
         """What each predicted token's log-probability counts in the loss, FP32 [sequences, length -

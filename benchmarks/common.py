@@ -24,10 +24,9 @@ from isobit.kernels.backend import DeviceMemory, backend_of, support
 from isobit.memory.device import DevicePlanner
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
+from isobit.models.layers import Weights
 from isobit.precision.flow import build_flow
 from isobit.util.errors import IsobitError
-
-_BYTES = 1 << 30
 
 
 def measure_card() -> dict[str, Any]:
@@ -39,15 +38,15 @@ def measure_card() -> dict[str, Any]:
 
 
 def _measure() -> dict[str, Any]:
-    source = torch.randint(0, 256, (_BYTES,), dtype=torch.uint8, device="cuda")
+    card = torch.cuda.get_device_properties(0)
+    return {"name": card.name, "uuid": str(card.uuid), "copy_tb_per_s": copy_tb_per_s()}
+
+
+def copy_tb_per_s() -> float:
+    """TB/s of a copy within the card, bytes read and bytes written."""
+    source = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    taken = seconds(lambda: target.copy_(source))
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "name": properties.name,
-        "uuid": str(properties.uuid),
-        "copy_tb_per_s": 2 * _BYTES / taken / 1e12,
-    }
+    return 2 * source.numel() / seconds(lambda: target.copy_(source)) / 1e12
 
 
 def seconds(work: Callable[[], object], repeats_ms: int = 50) -> float:
@@ -57,6 +56,18 @@ def seconds(work: Callable[[], object], repeats_ms: int = 50) -> float:
     milliseconds = triton.testing.do_bench(work, warmup=20, rep=repeats_ms, return_mode="median")
     assert isinstance(milliseconds, float)
     return milliseconds * 1e-3
+
+
+def card_row() -> dict[str, Any]:
+    """The card and the versions, as a row of their own."""
+    card = torch.cuda.get_device_properties(0)
+    return {"card": card.name, "uuid": str(card.uuid)} | versions()
+
+
+def printed(row: "Row") -> "Row":
+    """Print a row as JSON, and return it."""
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def versions() -> dict[str, str]:
@@ -86,6 +97,20 @@ def card_planner(config: ModelConfig, precision: str, total: int | None = None) 
     flow = build_flow(PrecisionConfig.model_validate(precision), decoder_shape(config))
     total = card_memory().available() if total is None else total
     return DevicePlanner(config, flow, support(CARD).sizes, total)
+
+
+def published_tensors(weights: Weights) -> dict[str, torch.Tensor]:
+    """All tensors of one side, by name, but for those of RoPE."""
+    tensors = dict(weights.plain)
+    for name, linear in weights.linears.items():
+        if isinstance(linear.matrix, torch.Tensor):
+            tensors[name] = linear.matrix
+        else:
+            tensors[f"{name}.values"] = linear.matrix.values
+            tensors[f"{name}.scales"] = linear.matrix.scales
+        if linear.bias is not None:
+            tensors[f"{name}.bias"] = linear.bias
+    return tensors
 
 
 Row = dict[str, Any]
@@ -167,6 +192,10 @@ def kernel_times(work: Callable[[], object], repeats: int) -> dict[str, tuple[fl
     return {name: (time, launches[name] / repeats) for name, time in times.most_common()}
 
 
+Parser = argparse.ArgumentParser
+Command = Callable[[argparse.Namespace], None]
+
+
 class Commands:
     """The command line of a module, whose first line describes it."""
 
@@ -174,14 +203,13 @@ class Commands:
         self.parser = make_parser(doc)
         self._commands = self.parser.add_subparsers(required=True)
 
-    def add(
-        self, name: str, run: Callable[[argparse.Namespace], None], shape: bool = True
-    ) -> argparse.ArgumentParser:
-        """A command with ``--out``, and with ``--shape`` unless it has no use for one."""
+    def add(self, name: str, run: Command, shape: bool = True, out: bool = True) -> Parser:
+        """A command, with ``--shape`` and ``--out`` unless it has no use for one."""
         command = self._commands.add_parser(name)
         if shape:
             command.add_argument("--shape", default="qwen3-8b")
-        command.add_argument("--out", type=Path, required=True)
+        if out:
+            command.add_argument("--out", type=Path, required=True)
         command.set_defaults(run=run)
         return command
 
