@@ -23,7 +23,6 @@ from isobit.models.decoder import master_shapes
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Request
-from isobit.training.supervised import pack_pairs
 from isobit.util.errors import ConfigError
 
 
@@ -114,6 +113,8 @@ class PassCase:
 
     def batches(self, microbatches: int) -> list[PackedBatch]:
         """So many micro-batches of ``token_ids``, packed for fine-tuning."""
+        from isobit.training.supervised import pack_pairs
+
         rows = self.token_ids().tolist() * microbatches
         batches = pack_pairs([((first,), rest) for first, *rest in rows], self.tokens)
         assert len(batches) == microbatches

@@ -293,15 +293,8 @@ def train(rollouters: Rollouters, loop: Loop, case: StepCase) -> Row:
         taken = _now()
         rollouters.update_weights(loop.policy)
         ended = _now()
-        steps.append(
-            {
-                "seconds": ended - began,
-                "training_s": learnt - began,
-                "rollout_s": rollout,
-                "waiting_s": taken - learnt,
-                "weights_s": ended - taken,
-            }
-        )
+        step = {"seconds": ended - began, "training_s": learnt - began, "rollout_s": rollout}
+        steps.append(step | {"waiting_s": taken - learnt, "weights_s": ended - taken})
     middle = {name: median(step[name] for step in steps) for name in steps[0]}
     return {**middle, "steps": steps, "published": published_digest(loop.policy)}
 

@@ -190,8 +190,7 @@ class Loop:
             "seconds": sum(seconds.values()),
             "phases_s": seconds,
             "rollout_tokens_per_s": case.sequences * case.new_tokens / seconds["rollout"],
-            "tokens_compared": step.comparison.tokens_compared,
-            "tokens_differing": step.comparison.tokens_differing,
+            **_compared(step),
             "weight_bytes_changed": step.updates[0].metrics["weight_bytes_changed"],
             "microbatch_tokens_at_the_end": self._trainer.budget.at(self._trainer.updates),
             "memory": {}
@@ -211,11 +210,7 @@ class Loop:
         step = self.learn(groups)
         drawn = [one.sequence for group in groups for one in group.completions]
         text = json.dumps([[one.token_ids.tolist(), one.log_probs.tolist()] for one in drawn])
-        return {
-            "completions": hashlib.sha256(text.encode()).hexdigest(),
-            "tokens_compared": step.comparison.tokens_compared,
-            "tokens_differing": step.comparison.tokens_differing,
-        }
+        return {"completions": hashlib.sha256(text.encode()).hexdigest(), **_compared(step)}
 
     def _training_turn(self) -> AbstractContextManager[None]:
         return nullcontext() if self._turns is None else self._turns.training(self._phases)
@@ -257,6 +252,11 @@ class Loop:
 
     def _graded(self, prompt: Prompt, completions: list[Completion]) -> Group:
         return Group(prompt, self._visit, completions, [self._random.random() for _ in completions])
+
+
+def _compared(step: StepMetrics) -> Row:
+    names = ("tokens_compared", "tokens_differing")
+    return {name: getattr(step.comparison, name) for name in names}
 
 
 def run_rollouts(shape: str, names: Sequence[str], out: Path) -> None:

@@ -51,7 +51,7 @@ def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_a
     """
     card, started_at = _card(started_at)
     writer = RowWriter(out, "native", mode, shape, card, native_versions())
-    _time_cases(mode, shape, cases, writer, started_at, ALONE)
+    time_cases(mode, shape, cases, writer, started_at, ALONE)
 
 
 def run_shared(
@@ -69,10 +69,10 @@ def run_shared(
         writer = RowWriter(out, f"native-tp{ranks}", mode, shape, measure_card(), native_versions())
     with as_rank(box) as world:
         check_ranks(ranks, world)
-        _time_cases(mode, shape, cases, writer, started_at, world)
+        time_cases(mode, shape, cases, writer, started_at, world)
 
 
-def _time_cases(
+def time_cases(
     mode: str,
     shape: str,
     cases: Sequence[str],
