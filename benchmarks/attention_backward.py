@@ -8,15 +8,14 @@ dequantised copies and both kernels.  PyTorch's takes K and V with the query hea
 and leaves their gradients apart.
 """
 
-import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import triton
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.common import Row, card_row, make_parser, printed, write_json
+from benchmarks.common import seconds as median_seconds
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
 from isobit.kernels.hopper.attention_backward import attention_backward
 from isobit.precision.quant_tensor import E4M3
@@ -25,12 +24,6 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 SHAPES = [(4, 4096), (1, 16384)]
 PRODUCTS = {"_keys_kernel": 4, "_queries_kernel": 3, "_prepare_kernel": 0}
 PROFILED = 10
-
-
-def seconds(work: Callable[[], object]) -> float:
-    milliseconds = triton.testing.do_bench(work, warmup=20, rep=100, return_mode="median")
-    assert isinstance(milliseconds, float)
-    return milliseconds * 1e-3
 
 
 def kernel_rows(work: Callable[[], object], product: float) -> dict[str, dict[str, float]]:
@@ -51,24 +44,21 @@ def kernel_rows(work: Callable[[], object], product: float) -> dict[str, dict[st
     }
 
 
-def backward_row(form: str, batch: int, length: int) -> dict[str, object]:
+def seconds(work: Callable[[], object]) -> float:
+    return median_seconds(work, repeats_ms=100)
+
+
+def backward_row(form: str, batch: int, length: int) -> Row:
     tokens = batch * length
 
     def normal(heads: int) -> torch.Tensor:
         return torch.randn(tokens, heads, DIM, device="cuda", dtype=torch.bfloat16)
 
-    queries, keys, values, d_output = (
-        normal(HEADS),
-        normal(KV_HEADS),
-        normal(KV_HEADS),
-        normal(HEADS),
-    )
+    queries, keys, values, d_output = map(normal, (HEADS, KV_HEADS, KV_HEADS, HEADS))
     scales, packed = None, PackedKeys(keys, None, values, None)
     if form == "fp8":
-        queries, scales = (
-            (queries * 64).to(E4M3),
-            torch.full((tokens, HEADS), 2.0**-6, device="cuda"),
-        )
+        queries = (queries * 64).to(E4M3)
+        scales = torch.full((tokens, HEADS), 2.0**-6, device="cuda")
         byte = torch.full((tokens, KV_HEADS), 127 - 6, dtype=torch.uint8, device="cuda")
         packed = PackedKeys((keys * 64).to(E4M3), byte, (values * 64).to(E4M3).half(), byte)
     starts = torch.arange(batch, dtype=torch.int32, device="cuda") * length
@@ -82,18 +72,16 @@ def backward_row(form: str, batch: int, length: int) -> dict[str, object]:
             queries, scales, packed, output, lse, d_output, starts, lengths, length
         )
 
-    product = batch * length**2 * HEADS * DIM
-    taken = seconds(work)
-    row: dict[str, object] = {
-        "form": form,
-        "backward": [batch, length],
-        "ms": taken * 1e3,
-        "tflop_per_s": 5 * product / taken / 1e12,
-    }
-    return row | kernel_rows(work, product)
+    row = _row(form, batch, length, seconds(work))
+    return row | kernel_rows(work, batch * length**2 * HEADS * DIM)
 
 
-def flash_row(batch: int, length: int) -> dict[str, object]:
+def _row(form: str, batch: int, length: int, taken: float) -> Row:
+    rate = 5 * batch * length**2 * HEADS * DIM / taken / 1e12
+    return {"form": form, "backward": [batch, length], "ms": taken * 1e3, "tflop_per_s": rate}
+
+
+def flash_row(batch: int, length: int) -> Row:
     q, k, v, d_output = (
         torch.randn(batch, HEADS, length, DIM, device="cuda", dtype=torch.bfloat16)
         for _ in range(4)
@@ -109,35 +97,23 @@ def flash_row(batch: int, length: int) -> dict[str, object]:
         )
     )
     torch.use_deterministic_algorithms(False)
-    flops = 5 * batch * length**2 * HEADS * DIM
-    return {
-        "form": "torch flash, deterministic",
-        "backward": [batch, length],
-        "ms": taken * 1e3,
-        "tflop_per_s": flops / taken / 1e12,
-    }
+    return _row("torch flash, deterministic", batch, length, taken)
+
+
+def rows() -> Iterator[Row]:
+    yield card_row()
+    for shape in SHAPES:
+        yield backward_row("fp8", *shape)
+        yield backward_row("bf16", *shape)
+        yield flash_row(*shape)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    card = torch.cuda.get_device_properties(0)
-    rows: list[dict[str, object]] = [
-        {
-            "card": card.name,
-            "uuid": str(card.uuid),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-        }
-    ]
-    for shape in SHAPES:
-        rows += [backward_row("fp8", *shape), backward_row("bf16", *shape), flash_row(*shape)]
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(arguments.out, list(map(printed, rows())))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ fixed in advance, so that every engine does the same work.
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from random import Random
@@ -20,6 +20,9 @@ import torch
 from isobit.config.tables import Recompute
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import master_shapes
+from isobit.records.batch import PackedBatch
+from isobit.records.text import Prompt, SamplingParams
+from isobit.rollout.engine import Request
 from isobit.util.errors import ConfigError
 
 
@@ -51,10 +54,21 @@ MODES = ("bf16", "fp8-linear", "fp8")
 """BF16; FP8 linears; FP8 linears, KV cache and attention."""
 MAX_SEQUENCES = 256
 WARM_UP_TOKENS = 16
-"""New tokens of the run of the same prompts that goes before the timed one: prompts come in over
-eight forwards of 16,384 tokens, so that all of them are decoded together at the end, as in the
-timed run, and every batch size on the way has been captured.
+"""New tokens of the rollout before the timed one.  Prompts are read in up to eight forwards of
+16,384 tokens, so with 16 new tokens all of them are decoded together at the end, as in the timed
+run, and every batch size on the way is captured.
 """
+
+
+def make_requests(
+    prompts: Iterable[Iterable[int]], new_tokens: int, samples: int = 1, visit: int = 0
+) -> list[Request]:
+    """Requests at temperature 1 over the full vocabulary."""
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0)
+    return [
+        Request(Prompt(f"bench/{i}", "", tuple(ids)), visit, samples, sampling)
+        for i, ids in enumerate(prompts)
+    ]
 
 
 def rollout_prompts(case: RolloutCase, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -63,7 +77,6 @@ def rollout_prompts(case: RolloutCase, vocab_size: int, seed: int = 0) -> list[l
     return [random.choices(range(vocab_size), k=case.prompt_tokens) for _ in range(case.requests)]
 
 
-PASS_MODES = ("bf16", "fp8-linear", "fp8")
 _PATTERN = re.compile(r"([a-z0-9-]+):(\d+)x(\d+):([a-z]+)")
 
 
@@ -98,6 +111,15 @@ class PassCase:
             self.config.vocab_size, (self.sequences, self.length), generator=generator
         )
 
+    def batches(self, microbatches: int) -> list[PackedBatch]:
+        """So many micro-batches of ``token_ids``, packed for fine-tuning."""
+        from isobit.training.supervised import pack_pairs
+
+        rows = self.token_ids().tolist() * microbatches
+        batches = pack_pairs([((first,), rest) for first, *rest in rows], self.tokens)
+        assert len(batches) == microbatches
+        return batches
+
     def weights(self) -> torch.Tensor:
         """What each predicted token's log-probability counts in the loss, FP32 [sequences, length -
         1].
@@ -110,7 +132,7 @@ def parse_case(text: str) -> PassCase:
     found = _PATTERN.fullmatch(text)
     if not (
         found
-        and found[1] in PASS_MODES
+        and found[1] in MODES
         and found[4] in get_args(Recompute)
         and int(found[2]) > 1
         and int(found[3]) > 0
@@ -118,7 +140,7 @@ def parse_case(text: str) -> PassCase:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no case: write PRECISION:LENGTHxSEQUENCES:RECOMPUTE, as in "
             "fp8:4096x2:none, with a precision of "
-            f"{', '.join(PASS_MODES)} and recompute of {', '.join(get_args(Recompute))}"
+            f"{', '.join(MODES)} and recompute of {', '.join(get_args(Recompute))}"
         )
     return PassCase(found[1], int(found[2]), int(found[3]), cast(Recompute, found[4]))
 
@@ -177,15 +199,3 @@ class StepCase:
 
 
 STEP_CASES = {"2k": StepCase(32, 8, 256, 2048), "8k": StepCase(8, 8, 256, 8192)}
-WARM_UP_TOKENS = 16
-"""New tokens of the rollout before the timed one."""
-
-
-def step_case_names(text: str) -> list[str]:
-    """A list with commas, for argparse."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in STEP_CASES]:
-        raise argparse.ArgumentTypeError(
-            f"{', '.join(unknown)}: the cases are {', '.join(STEP_CASES)}"
-        )
-    return names

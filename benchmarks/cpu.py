@@ -12,11 +12,10 @@ hurts all of them alike. ``prototype`` is the rate that the prototype reached fo
 idle AVX-512 cores.
 """
 
-import argparse
-import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -27,6 +26,8 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 
 # isort: on
+from benchmarks.cases import make_requests
+from benchmarks.common import make_parser, write_json
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig
@@ -34,8 +35,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass
 from isobit.records.batch import PackedBatch
-from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 128, 128, 4, 4, 4, 32
@@ -69,27 +69,25 @@ def make_config(mlp: int) -> ModelConfig:
 
 def isobit_rows(mlp: int, precision: PrecisionConfig) -> list[Row]:
     policy = random_policy(make_config(mlp), precision, seed=0)
-    rows = [
-        Row(f"rollout, {n} sequences", mlp, n * NEW_TOKENS, rollout_work(policy, n))
-        for n in (64, 256)
-    ]
-    return [
-        *rows,
-        Row("training, 3,200 tokens", mlp, 3200, training_work(policy, 3200 // SEQUENCE_TOKENS)),
-    ]
+    return make_rows(
+        mlp, partial(rollout_work, policy), training_work(policy, 3200 // SEQUENCE_TOKENS)
+    )
+
+
+def make_rows(
+    mlp: int, rollout: Callable[[int], Callable[[], object]], training: Callable[[], object]
+) -> list[Row]:
+    """``rollout`` makes the work for a number of sequences."""
+    rows = [Row(f"rollout, {n} sequences", mlp, n * NEW_TOKENS, rollout(n)) for n in (64, 256)]
+    return [*rows, Row("training, 3,200 tokens", mlp, 3200, training)]
 
 
 def rollout_work(policy: Policy, sequences: int) -> Callable[[], object]:
-    engine = NativeEngine(
-        policy, RolloutConfig(max_sequences=sequences, max_batched_tokens=4096), None, seed=0
-    )
-    sampling = SamplingParams(max_new_tokens=NEW_TOKENS)
+    rollout = RolloutConfig(max_sequences=sequences, max_batched_tokens=4096)
+    engine = NativeEngine(policy, rollout, None, seed=0)
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(0, VOCABULARY, (sequences, PROMPT_TOKENS), generator=generator).tolist()
-    requests = [
-        Request(Prompt(f"bench/{i}", "", tuple(ids)), 0, 1, sampling)
-        for i, ids in enumerate(prompts)
-    ]
+    prompts = torch.randint(0, VOCABULARY, (sequences, PROMPT_TOKENS), generator=generator)
+    requests = make_requests(prompts.tolist(), NEW_TOKENS)
     return lambda: generate(engine, requests)
 
 
@@ -136,18 +134,7 @@ def transformers_rows(mlp: int) -> list[Row]:
     """The plain loop: generate with a KV cache, and forward + backward of the mean log-probability,
     FP32, SDPA.
     """
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=mlp,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3ForCausalLM(config).float().eval()
+    model = Qwen3ForCausalLM(Qwen3Config(**make_config(mlp).to_hf())).float().eval()
     generation = GenerationConfig(
         max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=None
     )
@@ -164,8 +151,7 @@ def transformers_rows(mlp: int) -> list[Row]:
         log_probs.gather(2, sequences[:, PROMPT_TOKENS:, None]).mean().backward()
         model.zero_grad()
 
-    rows = [Row(f"rollout, {n} sequences", mlp, n * NEW_TOKENS, generate(n)) for n in (64, 256)]
-    return [*rows, Row("training, 3,200 tokens", mlp, 3200, train)]
+    return make_rows(mlp, generate, train)
 
 
 def measure(rows: list[Row], rounds: int) -> list[float]:
@@ -181,7 +167,7 @@ def measure(rows: list[Row], rounds: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", default="fp8")
     parser.add_argument("--rounds", type=int, default=5)
@@ -212,22 +198,10 @@ def main() -> None:
             f"{rate / plain:22.2f}",
             flush=True,
         )
-        results.append(
-            {
-                "row": row.name,
-                "mlp": row.mlp,
-                "tokens_per_s": rate,
-                "of_prototype": share,
-                "transformers_tokens_per_s": plain,
-            }
-        )
-    if arguments.out:
-        arguments.out.write_text(
-            json.dumps(
-                {"machine": machine, "precision": arguments.precision, "rows": results}, indent=2
-            )
-            + "\n"
-        )
+        figures = {"row": row.name, "mlp": row.mlp, "tokens_per_s": rate, "of_prototype": share}
+        results.append(figures | {"transformers_tokens_per_s": plain})
+    result = {"machine": machine, "precision": arguments.precision, "rows": results}
+    write_json(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -24,49 +24,43 @@ come, with the card's UUID.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.cases import STEP_CASES, step_case_names
-from benchmarks.common import Row, read_rows, run_command
+from benchmarks.cases import MODES, STEP_CASES
+from benchmarks.common import (
+    Commands,
+    Row,
+    names_of,
+    print_by_card,
+    read_rows,
+    run_command,
+    write_json,
+)
 from isobit.config.tables import Recompute
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(required=True)
-    for name, run in (
-        ("native", native),
-        ("rollout-vllm", rollout_vllm),
-        ("train-transformers", train_transformers),
-    ):
-        command = commands.add_parser(name)
-        command.add_argument("--shape", default="qwen3-8b")
-        command.add_argument("--cases", type=step_case_names, default=list(STEP_CASES))
-        command.add_argument("--out", type=Path, required=True)
-        command.set_defaults(run=run)
-        if name == "native":
-            command.add_argument(
-                "--precision", choices=("bf16", "fp8-linear", "fp8"), required=True
-            )
-            command.add_argument("--recompute", choices=get_args(Recompute), default="mlp")
-            command.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
-            command.add_argument("--offload-moments", action="store_true")
-            command.add_argument(
-                "--reference", choices=("none", "resident", "offload"), default="none"
-            )
-        if name == "train-transformers":
-            command.add_argument(
-                "--sequences",
-                type=int,
-                help="measure so many of the batch and scale; by default all",
-            )
-    command = commands.add_parser("table")
-    command.add_argument("directory", type=Path)
-    command.set_defaults(run=table)
-    return parser
+def make_commands() -> Commands:
+    commands = Commands(__doc__)
+    native_command = commands.add("native", native)
+    native_command.add_argument("--precision", choices=MODES, required=True)
+    native_command.add_argument("--recompute", choices=get_args(Recompute), default="mlp")
+    native_command.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
+    native_command.add_argument("--offload-moments", action="store_true")
+    native_command.add_argument(
+        "--reference", choices=("none", "resident", "offload"), default="none"
+    )
+    peer = commands.add("train-transformers", train_transformers)
+    peer.add_argument(
+        "--sequences", type=int, help="measure so many of the batch and scale; by default all"
+    )
+    for command in (native_command, commands.add("rollout-vllm", rollout_vllm), peer):
+        command.add_argument(
+            "--cases", type=names_of(STEP_CASES, "cases"), default=list(STEP_CASES)
+        )
+    commands.add_table(run_table)
+    return commands
 
 
 # Engines are imported when a command runs them: vLLM is not everywhere.
@@ -80,14 +74,8 @@ def native(arguments: argparse.Namespace) -> None:
         "tokens_per_microbatch": arguments.tokens,
         "offload_moments": arguments.offload_moments,
     }
-    run_native(
-        arguments.precision,
-        arguments.shape,
-        arguments.cases,
-        keys,
-        arguments.out,
-        arguments.reference,
-    )
+    case = arguments.precision, arguments.shape, arguments.cases
+    run_native(*case, keys, arguments.out, arguments.reference)
 
 
 def rollout_vllm(arguments: argparse.Namespace) -> None:
@@ -100,10 +88,6 @@ def train_transformers(arguments: argparse.Namespace) -> None:
     from benchmarks.rl_steps import run_training
 
     run_training(arguments.shape, arguments.cases, arguments.sequences, arguments.out)
-
-
-def table(arguments: argparse.Namespace) -> None:
-    run_table(arguments.directory)
 
 
 PHASES = ("rollout", "old_log_probs", "forward", "backward", "optimiser", "publish")
@@ -126,19 +110,9 @@ NOTE = (
 def run_table(directory: Path) -> None:
     """Print the table, and write its lines to ``DIR/end-to-end-table.json``."""
     lines = make_lines([row for row in read_rows(directory) if row.get("kind") == "rl"])
-    for shape, card in dict.fromkeys((line["shape"], line["card"]["uuid"]) for line in lines):
-        body = [
-            _markdown(line)
-            for line in lines
-            if (line["shape"], line["card"]["uuid"]) == (shape, card)
-        ]
-        print(
-            "\n".join(
-                [f"{shape}, card {card}", "", HEADER, "|---|---|---|" + "---:|" * 15, *body, ""]
-            )
-        )
+    print_by_card("", (HEADER, "|---|---|---|" + "---:|" * 15), lines, _cells)
     print(NOTE)
-    (directory / "end-to-end-table.json").write_text(json.dumps(lines, indent=2) + "\n")
+    write_json(directory / "end-to-end-table.json", lines)
 
 
 def make_lines(rows: list[Row]) -> list[Row]:
@@ -168,17 +142,9 @@ def _joined(rows: list[Row]) -> list[Row]:
         training = halves.get(("training", *_place(rollout)))
         if part == "rollout" and training is not None:
             used |= {id(rollout), id(training)}
-            seconds, phases = (
-                rollout["seconds"] + training["seconds"],
-                rollout["phases_s"] | training["phases_s"],
-            )
-            whole = {
-                "name": OUTSIDE + _scaled(training),
-                "engine": "outside",
-                "part": "whole",
-                "seconds": seconds,
-                "phases_s": phases,
-            }
+            whole = {"name": OUTSIDE + _scaled(training), "engine": "outside", "part": "whole"}
+            whole["seconds"] = rollout["seconds"] + training["seconds"]
+            whole["phases_s"] = rollout["phases_s"] | training["phases_s"]
             joined.append(training | whole)
     return [row for row in rows if id(row) not in used] + joined
 
@@ -189,18 +155,15 @@ def _ratios(line: Row, lines: list[Row]) -> Row:
         for other in lines
         if other["part"] == "whole" and "error" not in other and _place(other) == _place(line)
     ]
-    outside = next((other for other in whole if other["engine"] == "outside"), None)
-    bf16 = next(
-        (other for other in whole if (other["engine"], other["mode"]) == ("native", "bf16")), None
-    )
     if line not in whole:
-        outside = bf16 = None
+        whole = []
+    outside = next((other for other in whole if other["engine"] == "outside"), None)
+    ours = (other for other in whole if (other["engine"], other["mode"]) == ("native", "bf16"))
+    bf16 = next(ours, None)
     return {
-        "training_x_outside": training_seconds(outside) / training_seconds(line)
-        if outside
-        else None,
-        "training_x_bf16": training_seconds(bf16) / training_seconds(line) if bf16 else None,
-        "step_x_outside": outside["seconds"] / line["seconds"] if outside else None,
+        "training_x_outside": outside and training_seconds(outside) / training_seconds(line),
+        "training_x_bf16": bf16 and training_seconds(bf16) / training_seconds(line),
+        "step_x_outside": outside and outside["seconds"] / line["seconds"],
     }
 
 
@@ -240,17 +203,12 @@ def _order(line: Row) -> tuple[object, ...]:
     )
 
 
-def _markdown(line: Row) -> str:
+def _cells(line: Row) -> list[str]:
     if "error" in line:
-        return f"| {line['case']} | {line['name']} | {line['error']} |"
+        return [line["case"], line["name"], line["error"]]
     phases = line["phases_s"]
     other = sum(seconds for name, seconds in phases.items() if name not in PHASES)
-    times = [
-        *(phases.get(name) for name in PHASES),
-        other,
-        training_seconds(line) or None,
-        line["seconds"],
-    ]
+    times = [*(phases.get(name) for name in PHASES), other, training_seconds(line) or None]
     ratios = [line[key] for key in ("training_x_outside", "training_x_bf16", "step_x_outside")]
     differing = (
         f"{line['tokens_differing']:,} of {line['tokens_compared']:,}"
@@ -262,16 +220,10 @@ def _markdown(line: Row) -> str:
     microbatch = (
         f"{line['recompute']} {line['tokens_per_microbatch']:,}" if "recompute" in line else "-"
     )
-    cells = [
-        line["case"],
-        line["name"],
-        microbatch,
-        *(_figure(x, 1) for x in times),
-        *(_figure(x, 2) for x in ratios),
-        differing,
-        changed,
-    ]
-    return f"| {' | '.join([*cells, _figure(peak, 0)])} |"
+    figures = [_figure(x, 1) for x in (*times, line["seconds"])] + [_figure(x, 2) for x in ratios]
+    return [
+        line["case"], line["name"], microbatch, *figures, differing, changed, _figure(peak, 0)
+    ]  # fmt: skip
 
 
 def _figure(value: float | None, digits: int) -> str:
@@ -279,4 +231,4 @@ def _figure(value: float | None, digits: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(make_parser()))
+    sys.exit(run_command(make_commands().parser))

@@ -8,14 +8,12 @@ the saving forward and the backward into FP32 gradients.  Weights of several lay
 that none is read from the L2 cache.
 """
 
-import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from benchmarks.common import kernel_times, measure_card
+from benchmarks.common import kernel_times, make_parser, measure_card, write_json
 from isobit.kernels.hopper.experts import experts, experts_backward, experts_saving, route
 from isobit.kernels.hopper.linear import linear_input
 from isobit.kernels.hopper.publish import publish
@@ -31,25 +29,34 @@ Weights = tuple[LinearWeight, LinearWeight]
 Work = Callable[[], object]
 
 
-def make_weights(config: ModelConfig, experts: Experts, format: Format) -> Weights:
-    """Gate and up, and down, of all experts."""
-    hidden, width, count = config.hidden_size, experts.intermediate_size, experts.count
-    made = []
-    for name, parts, columns in (
-        ("gate_up", (width,) * 2 * count, hidden),
-        ("down", (hidden,) * count, width),
-    ):
-        site = Site(name, "linear", format, "power_of_two", format, format, parts)
-        master = torch.randn(sum(parts), columns, device="cuda") * 0.02
-        made.append(LinearWeight(site, publish(site, master)))
-    return made[0], made[1]
+def expert_sites(config: ModelConfig, format: Format) -> list[tuple[Site, int]]:
+    """Gate and up, and down, of all experts, each with the columns of its matrix."""
+    assert config.experts is not None
+    hidden, width, count = (
+        config.hidden_size,
+        config.experts.intermediate_size,
+        config.experts.count,
+    )
+    sizes = (("gate_up", (width,) * 2 * count, hidden), ("down", (hidden,) * count, width))
+    return [
+        (Site(name, "linear", format, "power_of_two", format, format, parts), columns)
+        for name, parts, columns in sizes
+    ]
+
+
+def make_weights(config: ModelConfig, format: Format) -> Weights:
+    gate_up, down = (
+        LinearWeight(site, publish(site, torch.randn(sum(site.parts), k, device="cuda") * 0.02))
+        for site, k in expert_sites(config, format)
+    )
+    return gate_up, down
 
 
 def make_work(config: ModelConfig, experts_of: Experts, format: Format, tokens: int) -> list[Work]:
     """A forward, and a forward with its backward, over each of the layers in turn."""
     x = torch.randn(tokens, config.hidden_size, device="cuda").bfloat16()
     router = torch.randn(experts_of.count, config.hidden_size, device="cuda").bfloat16()
-    layers = [make_weights(config, experts_of, format) for _ in range(LAYERS)]
+    layers = [make_weights(config, format) for _ in range(LAYERS)]
     shape = experts_of.top_k, experts_of.renormalise
 
     def forward() -> None:
@@ -60,12 +67,9 @@ def make_work(config: ModelConfig, experts_of: Experts, format: Format, tokens: 
     if tokens < 1024 or tokens > MOST_TRAINED:
         return [forward]
     columns = config.hidden_size, experts_of.intermediate_size
-    grads = ExpertGradients(
-        *(
-            torch.zeros(sum(weight.site.parts), k, device="cuda")
-            for weight, k in zip(layers[0], columns, strict=True)
-        )
-    )
+    pairs = zip(layers[0], columns, strict=True)
+    zeros = (torch.zeros(sum(weight.site.parts), k, device="cuda") for weight, k in pairs)
+    grads = ExpertGradients(*zeros)
 
     def training() -> None:
         for gate_up, down in layers:
@@ -86,7 +90,7 @@ def times_of_a_layer(work: Work) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--tokens", default="16,64,256,8192")
     parser.add_argument("--out", type=Path)
@@ -107,8 +111,7 @@ def main() -> None:
                 print(f"{tokens} tokens, {format}, {name}: {total:.0f} us a layer", flush=True)
                 for kernel, time in list(times.items())[:16]:
                     print(f"    {time:9.1f}  {kernel}", flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"card": card, "rows": rows}, indent=1))
+    write_json(arguments.out, {"card": card, "rows": rows})
 
 
 if __name__ == "__main__":

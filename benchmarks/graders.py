@@ -111,11 +111,8 @@ Drawn = tuple[str, str, str]
 
 def _integer(draw: random.Random) -> Drawn:
     value = draw.randint(-999, 9999)
-    return (
-        str(value),
-        draw.choice([f"{value}", f"{value}.0", f" {value} ", f"x = {value}"]),
-        str(value + 1),
-    )
+    same = draw.choice([f"{value}", f"{value}.0", f" {value} ", f"x = {value}"])
+    return str(value), same, str(value + 1)
 
 
 def _decimal(draw: random.Random) -> Drawn:
@@ -132,11 +129,8 @@ def _fraction(draw: random.Random) -> Drawn:
 
 def _root(draw: random.Random) -> Drawn:
     outside, inside = draw.randint(2, 9), draw.choice([2, 3, 5, 6, 7])
-    return (
-        f"{outside}\\sqrt{{{inside}}}",
-        f"\\sqrt{{{outside * outside * inside}}}",
-        f"\\sqrt{{{inside}}}",
-    )
+    root = f"\\sqrt{{{inside}}}"
+    return f"{outside}{root}", f"\\sqrt{{{outside * outside * inside}}}", root
 
 
 def _pi(draw: random.Random) -> Drawn:

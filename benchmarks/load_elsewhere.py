@@ -18,26 +18,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import run_command
+from benchmarks.common import Commands, run_command
 
 QUESTION = "What is the capital of France?"
 MODEL_LENGTH = 512
 MEMORY_UTILIZATION = 0.5
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(required=True)
-    for name, run in (("vllm", vllm), ("transformers", transformers), ("isobit", isobit)):
-        command = commands.add_parser(name)
+def make_commands() -> Commands:
+    commands = Commands(__doc__)
+    for run in (vllm, transformers, isobit):
+        command = commands.add(run.__name__, run, shape=False)
         command.add_argument("folder", type=Path)
         command.add_argument("--question", default=QUESTION)
         command.add_argument("--new-tokens", type=int, default=32)
-        command.add_argument("--out", type=Path, required=True)
-        if name == "isobit":
+        if run is isobit:
             command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-        command.set_defaults(run=run)
-    return parser
+    return commands
 
 
 def vllm(arguments: argparse.Namespace) -> None:
@@ -66,13 +63,8 @@ def vllm(arguments: argparse.Namespace) -> None:
         stop_token_ids=list(stops),
     )
     outputs = llm.generate([{"prompt_token_ids": list(prompt)}], sampling, use_tqdm=False)
-    _write(
-        arguments,
-        "vllm",
-        tuple(outputs[0].outputs[0].token_ids),
-        formats=llm.apply_model(_weight_formats)[0],
-        vllm=library.__version__,
-    )
+    answer, formats = tuple(outputs[0].outputs[0].token_ids), llm.apply_model(_weight_formats)[0]
+    _write(arguments, "vllm", answer, formats=formats, vllm=library.__version__)
 
 
 def transformers(arguments: argparse.Namespace) -> None:
@@ -105,13 +97,12 @@ def isobit(arguments: argparse.Namespace) -> None:
 
 def _weight_formats(model: Any) -> dict[str, int]:
     """How many matrices of linears and experts a model holds in each format."""
-    return dict(
-        Counter(
-            str(parameter.dtype).removeprefix("torch.")
-            for name, parameter in model.named_parameters()
-            if parameter.ndim >= 2 and "scale" not in name
-        )
+    formats = (
+        str(parameter.dtype).removeprefix("torch.")
+        for name, parameter in model.named_parameters()
+        if parameter.ndim >= 2 and "scale" not in name
     )
+    return dict(Counter(formats))
 
 
 def _prompt(folder: Path, question: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -136,4 +127,4 @@ def _write(arguments: argparse.Namespace, name: str, answer: tuple[int, ...], **
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(make_parser()))
+    sys.exit(run_command(make_commands().parser))

@@ -107,17 +107,15 @@ def measure(
 
 
 def policy_bytes(policy: "Policy") -> int:
-    """All that a policy holds: masters, and published tensors once."""
+    """The bytes of masters and published tensors, each counted once."""
+    from benchmarks.common import published_tensors
+
     held = {id(master): master.nbytes for master in policy.masters.values()}
     for side in ("rollout", "training"):
         weights = policy.weights(side)
-        for linear in weights.linears.values():
-            matrix: Any = linear.matrix
-            parts = [matrix] if hasattr(matrix, "nbytes") else [matrix.values, matrix.scales]
-            parts += [] if linear.bias is None else [linear.bias]
-            held |= {id(part): part.nbytes for part in parts}
-        plain = [*weights.plain.values(), weights.rope.cos, weights.rope.sin]
-        held |= {id(tensor): tensor.nbytes for tensor in plain}
+        rope = (weights.rope.cos, weights.rope.sin)
+        tensors = (*published_tensors(weights).values(), *rope)
+        held |= {id(tensor): tensor.nbytes for tensor in tensors}
     return sum(held.values())
 
 

@@ -18,27 +18,35 @@ counted by itself.
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 from typing import get_args
 
 import torch
 
-from benchmarks.cases import PassCase
-from benchmarks.common import Row, allocate_in_pages, card_planner, run_command
+from benchmarks.cases import MODES, PassCase, make_requests
+from benchmarks.common import (
+    Commands,
+    Row,
+    RowWriter,
+    allocate_in_pages,
+    card_planner,
+    markdown,
+    measure_card,
+    run_command,
+    versions,
+)
 from isobit.config.tables import Moments, PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
+from isobit.memory.device import DevicePlanner
 from isobit.memory.turns import DeviceTurns
 from isobit.models.config import model_shape
 from isobit.models.policy import random_policy
-from isobit.records.batch import PackedBatch
-from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
-from isobit.training.supervised import SupervisedObjective, pack_pairs
+from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
 from isobit.util.terminal import Clock
 
@@ -55,16 +63,14 @@ STATE = ("masters", "optimiser moments", "gradients")
 PROCESSES = (1, 2, 4, 8)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(required=True)
-    plan = commands.add_parser("plan")
+def make_commands() -> Commands:
+    commands = Commands(__doc__)
+    plan = commands.add("plan", print_plan, out=False)
     plan.add_argument(
         "--gib", type=float, default=H200_GIB, help="what the process has of the card's memory"
     )
-    plan.set_defaults(run=print_plan)
-    command = commands.add_parser("measure")
-    command.add_argument("--precision", choices=("bf16", "fp8-linear", "fp8"), required=True)
+    command = commands.add("measure", measure)
+    command.add_argument("--precision", choices=MODES, required=True)
     command.add_argument("--recompute", choices=LEVELS, required=True)
     command.add_argument("--tokens", type=int, required=True, help="of a micro-batch")
     command.add_argument("--length", type=int, required=True, help="of a sequence")
@@ -73,23 +79,12 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--kv-memory-gib", type=float, help="of the KV cache; by default all that is left"
     )
-    command.add_argument("--out", type=Path, required=True)
-    command.set_defaults(run=measure)
-    for one in (plan, command):
-        one.add_argument("--shape", default="qwen3-8b")
-    return parser
+    return commands
 
 
 def print_plan(arguments: argparse.Namespace) -> None:
-    tables = (
-        training_table(arguments.shape, arguments.gib),
-        rollout_table(arguments.shape, arguments.gib),
-    )
-    tables += (
-        tokens_table(arguments.shape, arguments.gib),
-        processes_table(arguments.shape, arguments.gib),
-    )
-    print("\n\n".join(tables))
+    tables = (training_table, rollout_table, tokens_table, processes_table)
+    print("\n\n".join(table(arguments.shape, arguments.gib) for table in tables))
 
 
 def training_table(shape: str, gib: float) -> str:
@@ -105,16 +100,8 @@ def training_table(shape: str, gib: float) -> str:
                 state, total = sum(parts[name] for name in STATE), sum(parts.values())
                 cells = [state, published, saved, total - state - published - saved]
                 fits = "yes" if total + RESERVE <= gib * GIB else "no"
-                lines.append(
-                    [
-                        f"`{precision}`",
-                        f"{tokens:,}",
-                        f"`{recompute}`",
-                        *map(_gib, cells),
-                        f"**{_gib(total)}**",
-                        fits,
-                    ]
-                )
+                setting = [f"`{precision}`", f"{tokens:,}", f"`{recompute}`"]
+                lines.append([*setting, *map(_gib, cells), f"**{_gib(total)}**", fits])
     head = ["precision", "tokens", "recompute", "state", "published", "activations", "temporary"]
     return _table([*head, "total", "fits"], lines, figures=set(range(3, 8)))
 
@@ -127,20 +114,11 @@ def rollout_table(shape: str, gib: float) -> str:
         planner = card_planner(config, precision, int(gib * GIB))
         weights = planner.weight_bytes(TrainingConfig(moments="bf16"))
         for place in ("GPU", "host"):
-            parts = [
-                weights["masters"],
-                weights["published weights"],
-                weights["optimiser moments"] if place == "GPU" else 0,
-            ]
+            parts = [weights["masters"], weights["published weights"]]
+            parts.append(weights["optimiser moments"] if place == "GPU" else 0)
             parts += [forward_bytes(config, planner.flow, rollout, planner.sizes), RESERVE]
-            lines.append(
-                [
-                    f"`{precision}`",
-                    place,
-                    *(_gib(part) for part in parts),
-                    f"**{_gib(int(gib * GIB) - sum(parts))}**",
-                ]
-            )
+            left = f"**{_gib(int(gib * GIB) - sum(parts))}**"
+            lines.append([f"`{precision}`", place, *map(_gib, parts), left])
     head = ["precision", "moments on", "masters", "published", "moments", "forward", "reserve"]
     return _table([*head, "KV cache"], lines, figures=set(range(2, 8)))
 
@@ -153,18 +131,16 @@ def tokens_table(shape: str, gib: float) -> str:
         planner = card_planner(config, precision, int(gib * GIB))
         for moments in MOMENTS:
             size = planner.weight_bytes(TrainingConfig(moments=moments))["optimiser moments"]
-            most = [
-                planner.largest_microbatch(_training(recompute, 1, moments), 1)
-                for recompute in LEVELS
-            ]
-            lines.append(
-                [f"`{precision}`", f"`{moments}`", _gib(size), *(f"{tokens:,}" for tokens in most)]
-            )
-    return _table(
-        ["precision", "moments", "GiB", *(f"`{recompute}`" for recompute in LEVELS)],
-        lines,
-        figures=set(range(2, 6)),
-    )
+            setting = [f"`{precision}`", f"`{moments}`", _gib(size)]
+            lines.append([*setting, *_largest(planner, moments)])
+    head = ["precision", "moments", "GiB", *(f"`{recompute}`" for recompute in LEVELS)]
+    return _table(head, lines, figures=set(range(2, 6)))
+
+
+def _largest(planner: DevicePlanner, moments: Moments = "bf16") -> list[str]:
+    """Tokens of the largest micro-batch of each level."""
+    tokens = (planner.largest_microbatch(_training(level, 1, moments), 1) for level in LEVELS)
+    return [f"{most:,}" for most in tokens]
 
 
 def processes_table(shape: str, gib: float) -> str:
@@ -176,34 +152,22 @@ def processes_table(shape: str, gib: float) -> str:
     for processes in PROCESSES:
         planner = replace(card_planner(config, "fp8", int(gib * GIB)), processes=processes)
         parts = planner.training_bytes(_training("mlp", 8192), 8192, 8192)
-        most = [planner.largest_microbatch(_training(recompute, 1), 1) for recompute in LEVELS]
-        lines.append(
-            [
-                str(processes),
-                _gib(sum(parts[name] for name in STATE)),
-                *(_gib(parts.get(name, 0)) for name in ("published weights", *moving)),
-                *(f"{tokens:,}" for tokens in most),
-            ]
-        )
+        sizes = [sum(parts[name] for name in STATE)]
+        sizes += [parts.get(name, 0) for name in ("published weights", *moving)]
+        lines.append([str(processes), *map(_gib, sizes), *_largest(planner)])
     head = ["processes", "state", "published", "being made", "arriving"]
     head += [f"`{recompute}`" for recompute in LEVELS]
     return _table(head, lines, figures=set(range(len(head))))
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    from benchmarks.cases import PassCase
-    from benchmarks.common import RowWriter, measure_card, versions
-
     sequences = max(1, arguments.tokens // arguments.length)
     case = PassCase(
         arguments.precision, arguments.length, sequences, arguments.recompute, arguments.shape
     )
     writer = RowWriter(arguments.out, "native", case.mode, case.shape, measure_card(), versions())
-    writer.write(
-        kind="memory",
-        **case.fields,
-        **two_steps(case, arguments.moments, arguments.offload_moments, arguments.kv_memory_gib),
-    )
+    settings = arguments.moments, arguments.offload_moments, arguments.kv_memory_gib
+    writer.write(kind="memory", **case.fields, **two_steps(case, *settings))
 
 
 def _training(recompute: Recompute, tokens: int, moments: Moments = "bf16") -> TrainingConfig:
@@ -216,12 +180,11 @@ def _gib(size: int) -> str:
 
 def _table(head: list[str], lines: list[list[str]], figures: set[int]) -> str:
     rule = ["---:" if column in figures else "---" for column in range(len(head))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+    return "\n".join(map(markdown, (head, rule, *lines)))
 
 
 NEW_TOKENS = 8
 SHORT, LONG, SAMPLES = (80, 64), 2, 4  # prompts and their tokens, long prompts, samples of each
-_GIB = 1 << 30
 
 
 class BothWays(Clock):
@@ -267,7 +230,7 @@ def two_steps(
     allocate_in_pages()
     policy = random_policy(case.config, precision, seed=0, device=device)
     engine = NativeEngine(policy, rollout.model_copy(update={"kv_pages": plan.pages}), None, seed=0)
-    trainer, batches = Trainer(policy, training, total_updates=1000), _batches(case)
+    trainer, batches = Trainer(policy, training, total_updates=1000), case.batches(2)
     turns, clock = DeviceTurns(plan, engine, trainer), BothWays()
     seconds: dict[str, float] = {}
     reserved: dict[str, int] = {}
@@ -283,41 +246,30 @@ def two_steps(
     return {
         "moments": moments,
         "offload_moments": offload_moments,
-        "total_gib": plan.total / _GIB,
-        "planned_gib": _in_gib(plan.peaks.items()),
+        "total_gib": plan.total / GIB,
+        "planned_gib": _in_gib(plan.peaks),
         "peak_gib": {phase: turns.figures()[f"memory/{phase}_peak_gib"] for phase in plan.peaks},
-        "reserved_gib": _in_gib(reserved.items()),
-        "rollout_parts_gib": _in_gib(plan.rollout.items()),
-        "training_parts_gib": _in_gib(plan.training.items()),
+        "reserved_gib": _in_gib(reserved),
+        "rollout_parts_gib": _in_gib(plan.rollout),
+        "training_parts_gib": _in_gib(plan.training),
         "kv_pages": plan.pages,
         "kv_tokens": plan.pages * plan.page_tokens,
         "seconds": seconds,
     }
 
 
-def _batches(case: PassCase) -> list[PackedBatch]:
-    return pack_pairs(
-        [((first,), rest) for first, *rest in case.token_ids().tolist() * 2], case.tokens
-    )
-
-
 def _requests(case: PassCase, step: int) -> list[Request]:
     generator = torch.Generator().manual_seed(step)
     longest = case.length - NEW_TOKENS
     lengths = [longest] * LONG + [min(SHORT[1], longest)] * SHORT[0]
-    prompts = [
-        tuple(torch.randint(case.config.vocab_size, (n,), generator=generator).tolist())
-        for n in lengths
-    ]
-    return [
-        Request(Prompt(f"p{i}", "", ids), step, SAMPLES, SamplingParams(NEW_TOKENS))
-        for i, ids in enumerate(prompts)
-    ]
+    vocabulary = case.config.vocab_size
+    prompts = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+    return make_requests(prompts, NEW_TOKENS, SAMPLES, step)
 
 
-def _in_gib(sizes: Iterable[tuple[str, int]]) -> dict[str, float]:
-    return {name: size / _GIB for name, size in sizes}
+def _in_gib(sizes: Mapping[str, int]) -> dict[str, float]:
+    return {name: size / GIB for name, size in sizes.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(make_parser()))
+    sys.exit(run_command(make_commands().parser))

@@ -32,59 +32,59 @@ from typing import Any, get_args
 
 from benchmarks import cases
 from benchmarks.cases import PassCase, parse_case
-from benchmarks.common import Row, RowWriter, measure_card, read_rows, run_command
+from benchmarks.common import (
+    Commands,
+    Row,
+    RowWriter,
+    markdown,
+    measure_card,
+    read_rows,
+    run_command,
+)
 from benchmarks.rollout_engines import native_versions
 from isobit.config.tables import Recompute
 from isobit.parallel.processes import joined
 from isobit.parallel.world import World
 
-PRECISIONS = ("bf16", "fp8-linear", "fp8")
 PROOF = cases.StepCase(8, 8, 128, 512)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(required=True)
-    for name, run in (
-        ("links", links),
-        ("train", train),
-        ("digests", digests),
-        ("step", step),
-        ("split", split),
-        ("proof", proof),
-    ):
-        command = commands.add_parser(name)
-        command.add_argument("--shape", default="qwen3-8b")
-        command.add_argument("--out", type=Path, required=True)
-        command.set_defaults(run=in_world(run))
-        if name in ("train", "digests"):
+def make_commands() -> Commands:
+    commands = Commands(__doc__)
+    for run in (links, train, digests, step, split, proof):
+        command = commands.add(run.__name__, in_world(run))
+        if run in (train, digests):
             command.add_argument("case", type=parse_case)
-            command.add_argument("--microbatches", type=int, default=8 if name == "train" else 3)
+            command.add_argument("--microbatches", type=int, default=8 if run is train else 3)
             command.add_argument("--by-nccl", action="store_true")
         else:
-            command.add_argument("--precision", choices=PRECISIONS, default="fp8")
-        if name in ("step", "split", "proof"):
+            command.add_argument("--precision", choices=cases.MODES, default="fp8")
+        if run in (step, split, proof):
             command.add_argument("--recompute", choices=get_args(Recompute), default="mlp")
             command.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
-        if name in ("step", "split"):
+        if run in (step, split):
             command.add_argument("--prompts", type=int, default=32)
-        if name == "step":
+        if run is step:
             command.add_argument("--weak", action="store_true")
-    command = commands.add_parser("table")
-    command.add_argument("directory", type=Path)
-    command.set_defaults(run=table)
-    return parser
+    commands.add_table(run_table)
+    return commands
 
 
-def in_world(
-    run: Callable[[World, argparse.Namespace], None],
-) -> Callable[[argparse.Namespace], None]:
+Run = Callable[[World, argparse.Namespace], None]
+
+
+def in_world(run: Run) -> Callable[[argparse.Namespace], None]:
+    """``run`` in the world of its ranks, after rank 0 has measured its card."""
+
     def joined_run(arguments: argparse.Namespace) -> None:
         measure_first_card()
         with joined() as world:
             run(world, arguments)
 
     return joined_run
+
+
+# ``benchmarks.ranks`` imports this module.
 
 
 def links(world: World, arguments: argparse.Namespace) -> None:
@@ -94,12 +94,10 @@ def links(world: World, arguments: argparse.Namespace) -> None:
 
 
 def train(world: World, arguments: argparse.Namespace) -> None:
-    from benchmarks.ranks import run_training
+    from benchmarks.ranks import run_training, without_copy_engines
 
-    note = "copy engines" if not arguments.by_nccl else "NCCL's kernels"
+    note = "NCCL's kernels" if arguments.by_nccl else "copy engines"
     if arguments.by_nccl:
-        from benchmarks.ranks import without_copy_engines
-
         without_copy_engines()
     run_training(world, _case(arguments), arguments.microbatches, arguments.out, note)
 
@@ -131,12 +129,7 @@ def proof(world: World, arguments: argparse.Namespace) -> None:
     run_proof(_sitting(world, arguments), PROOF, _settings(arguments))
 
 
-def table(arguments: argparse.Namespace) -> None:
-    run_table(arguments.directory)
-
-
 def _sitting(world: World, arguments: argparse.Namespace) -> "Sitting":
-
     return Sitting(world, arguments.precision, arguments.shape, arguments.out)
 
 
@@ -211,12 +204,10 @@ def run_table(directory: Path) -> None:
         for name, ours, theirs in _compared(row, base):
             if isinstance(ours, str):
                 same = "equal" if ours == theirs else "DIFFERENT"
-                print(f"| {name} | {row['ranks']} | {theirs[:12]} | {ours[:12]} | {same} |")
+                cells = [theirs[:12], ours[:12], same]
             else:
-                print(
-                    f"| {name} | {row['ranks']} | {theirs:,.3f} | {ours:,.3f} | "
-                    f"{ours / theirs:.3f} |"
-                )
+                cells = [f"{theirs:,.3f}", f"{ours:,.3f}", f"{ours / theirs:.3f}"]
+            print(markdown([name, str(row["ranks"]), *cells]))
 
 
 def _key(row: Row) -> tuple[object, ...]:
@@ -251,4 +242,4 @@ def _training_s(row: Row) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(make_parser()))
+    sys.exit(run_command(make_commands().parser))

@@ -25,7 +25,7 @@ from benchmarks.rollout_engines import native_versions
 from isobit.config.tables import PrecisionConfig, Recompute, TrainingConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import PackedPass
-from isobit.training.supervised import SupervisedObjective, pack_pairs
+from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError, OutOfMemoryError
 
@@ -44,7 +44,8 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time the ``with`` block as phase ``name``."""
-        self._enter(name)
+        self._inside.append(name)
+        self._mark()
         try:
             yield
         finally:
@@ -67,10 +68,6 @@ class Phases:
         for (name, began), (_, ended) in zip(self._marks, self._marks[1:], strict=False):
             seconds[name] = seconds.get(name, 0.0) + self._between(began, ended)
         return seconds
-
-    def _enter(self, name: str) -> None:
-        self._inside.append(name)
-        self._mark()
 
     def _mark(self) -> None:
         if self._on_gpu:
@@ -108,20 +105,12 @@ def measure_steps(
     out: Path,
 ) -> None:
     """An update of at least ``tokens`` tokens of each case."""
-    _measure(
-        "step",
-        lambda case: time_step(
-            case, make(case, microbatches(case, tokens)), microbatches(case, tokens)
-        ),
-        engine,
-        cases,
-        out,
-    )
 
+    def time(case: PassCase) -> Row:
+        count = -(-tokens // case.tokens)
+        return time_step(case, make(case, count), count)
 
-def microbatches(case: PassCase, tokens: int) -> int:
-    """How many micro-batches a step of at least so many tokens has."""
-    return -(-tokens // case.tokens)
+    _measure("step", time, engine, cases, out)
 
 
 def time_pass(case: PassCase, one: Pass) -> Row:
@@ -188,7 +177,7 @@ def peak_gib() -> float:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def peer_versions() -> dict[str, str]:
+def transformers_versions() -> dict[str, str]:
     """The versions that rows of transformers depend on."""
     return versions() | {"transformers": importlib.metadata.version("transformers")}
 
@@ -196,7 +185,10 @@ def peer_versions() -> dict[str, str]:
 def _measure(
     kind: str, time: Callable[[PassCase], Row], engine: str, cases: Sequence[PassCase], out: Path
 ) -> None:
-    card, known = measure_card(), native_versions() if engine == "native" else peer_versions()
+    card, known = (
+        measure_card(),
+        native_versions() if engine == "native" else transformers_versions(),
+    )
     allocate_in_pages()
     for case in cases:
         row = measured(lambda case=case: time(case))
@@ -239,10 +231,7 @@ def make_step(case: PassCase, microbatches: int, device: str = "cuda") -> Step:
     config = TrainingConfig(moments="bf16", recompute=case.recompute)
     phases = Phases(on_gpu=device != "cpu")
     trainer = Trainer(_policy(case, device), config, total_updates=1000, timing=phases)
-    batches = pack_pairs(
-        [((first,), rest) for first, *rest in case.token_ids().tolist() * microbatches], case.tokens
-    )
-    assert len(batches) == microbatches
+    batches = case.batches(microbatches)
 
     def one(count: int) -> dict[str, float]:
         phases.start()

@@ -13,6 +13,7 @@ import sys
 
 import torch
 
+from benchmarks.experts import expert_sites
 from isobit.kernels.hopper.experts import choose, experts
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.linear import linear_input
@@ -20,7 +21,6 @@ from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.operands import LinearWeight
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
-from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Format, QuantTensor
 from isobit.rollout.graph_runner import graph_sizes
 
@@ -37,16 +37,8 @@ def main() -> int:
     if arguments.part is not None:
         multiply(arguments.shape, arguments.part, arguments.processes)
         return 0
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.prewarm",
-        "--shape",
-        arguments.shape,
-        "--processes",
-        str(arguments.processes),
-        "--part",
-    ]
+    command = [sys.executable, "-m", "benchmarks.prewarm", "--shape", arguments.shape]
+    command += ["--processes", str(arguments.processes), "--part"]
     parts = [subprocess.Popen([*command, str(part)]) for part in range(arguments.processes)]  # noqa: S603 (this file)
     return max(part.wait() for part in parts)
 
@@ -69,11 +61,8 @@ def multiply(shape: str, part: int, parts: int) -> None:
         if kind.startswith("experts"):
             multiply_experts(config, "e4m3" if kind.endswith("e4m3") else "bf16", m, device)
         elif kind == "fp8":
-            fp8_gemm_nt(
-                QuantRows.empty(m, k, device),
-                QuantTensor.empty_blocks(n, k, device, rows),
-                "power_of_two",
-            )
+            blocks = QuantTensor.empty_blocks(n, k, device, rows)
+            fp8_gemm_nt(QuantRows.empty(m, k, device), blocks, "power_of_two")
         else:
             a, b = (torch.empty(size, k, dtype=torch.bfloat16, device=device) for size in (m, n))
             bf16_gemm_nt(a, b, torch.float32 if kind == "head" else torch.bfloat16)
@@ -86,21 +75,18 @@ def multiply_experts(
     """The experts of a layer, with tokens spread over them at random."""
     shape, hidden = config.experts, config.hidden_size
     assert shape is not None
-    width, count = shape.intermediate_size, shape.count
     weights = []
-    for name, parts, k in (
-        ("gate_up", (width,) * 2 * count, hidden),
-        ("down", (hidden,) * count, width),
-    ):
-        site = Site(name, "linear", format, "power_of_two", format, format, parts)
+    for site, k in expert_sites(config, format):
+        rows = sum(site.parts)
         matrix = (
-            QuantTensor.empty_blocks(sum(parts), k, device, parts)
+            QuantTensor.empty_blocks(rows, k, device, site.parts)
             if format == "e4m3"
-            else torch.empty(sum(parts), k, dtype=torch.bfloat16, device=device)
+            else torch.empty(rows, k, dtype=torch.bfloat16, device=device)
         )
         weights.append(LinearWeight(site, matrix))
     gate_up, down = weights
-    routing = choose(torch.randn(tokens, count, device=device), shape.top_k, shape.renormalise)
+    scores = torch.randn(tokens, shape.count, device=device)
+    routing = choose(scores, shape.top_k, shape.renormalise)
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
     experts(linear_input(x, gate_up.site).read, routing, gate_up, down)
 

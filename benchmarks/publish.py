@@ -42,12 +42,10 @@ def measure_publish(shape: str, precision: str, copy_tb_per_s: float) -> dict[st
         torch.cuda.synchronize()
         seconds.append(perf_counter() - began)
     assert published_storage(policy) == storage, "published in place"
-    linears = sum(
-        matrix_bytes(linear.matrix) for linear in policy.weights("training").linears.values()
-    )
-    moved = (
-        sum(4 * master.numel() for master in policy.parameters()) + linears + sum(storage.values())
-    )
+    moved = sum(4 * master.numel() for master in policy.parameters()) + sum(storage.values())
+    for linear in policy.weights("training").linears.values():
+        matrix = linear.matrix
+        moved += (matrix if isinstance(matrix, torch.Tensor) else matrix.values).nbytes
     floor = moved / copy_tb_per_s / 1e12
     return {
         "publish_ms": median(seconds) * 1e3,
@@ -57,29 +55,12 @@ def measure_publish(shape: str, precision: str, copy_tb_per_s: float) -> dict[st
     }
 
 
-def matrix_bytes(matrix) -> int:  # noqa: ANN001 (torch is imported late)
-    """Bytes of the numbers of a published matrix."""
-    import torch
-
-    values = matrix if isinstance(matrix, torch.Tensor) else matrix.values
-    return values.numel() * values.element_size()
-
-
 def published_storage(policy) -> dict[int, int]:  # noqa: ANN001 (isobit is imported late)
     """Address -> bytes of every tensor that either side reads."""
-    import torch
+    from benchmarks.common import published_tensors
 
-    tensors: list[torch.Tensor] = []
-    for side in ("rollout", "training"):
-        weights = policy.weights(side)
-        tensors += weights.plain.values()
-        for linear in weights.linears.values():
-            matrix = linear.matrix
-            tensors += (
-                [matrix] if isinstance(matrix, torch.Tensor) else [matrix.values, matrix.scales]
-            )
-            tensors += [] if linear.bias is None else [linear.bias]
-    return {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
+    sides = (published_tensors(policy.weights(side)) for side in ("rollout", "training"))
+    return {one.data_ptr(): one.nbytes for tensors in sides for one in tensors.values()}
 
 
 def startup(shape: str, precision: str) -> None:
@@ -100,36 +81,22 @@ def main() -> None:
     if arguments.startup:
         startup(arguments.shape, arguments.precision)
         return
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.publish",
-        "--startup",
-        "--shape",
-        arguments.shape,
-        "--precision",
-        arguments.precision,
-    ]
+    command = [sys.executable, "-m", "benchmarks.publish", "--startup"]
+    command += ["--shape", arguments.shape, "--precision", arguments.precision]
     times = {}
     for name in ("first", "warm"):
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603 (this file)
         times[f"{name}_startup_s"] = json.loads(done.stdout.splitlines()[-1])["startup_s"]
 
-    from benchmarks.common import measure_card
+    from benchmarks.common import measure_card, write_json
     from benchmarks.rollout_engines import native_versions
 
     card = measure_card()
     published = measure_publish(arguments.shape, arguments.precision, card["copy_tb_per_s"])
-    common = {
-        "shape": arguments.shape,
-        "precision": arguments.precision,
-        "card": card,
-        "versions": native_versions(),
-    }
-    result = json.dumps(common | times | published, indent=2)
-    print(result)
-    if arguments.out:
-        arguments.out.write_text(result + "\n")
+    case = {"shape": arguments.shape, "precision": arguments.precision}
+    result = case | {"card": card, "versions": native_versions()} | times | published
+    print(json.dumps(result, indent=2))
+    write_json(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ other samples; AdamW's moments are those of the recipe unless others are asked f
 run's ``summary.json`` and what it ran on: the processor, or the card with its versions.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.common import make_parser, write_json
 from isobit.util.machine import processor_name
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
@@ -27,19 +27,9 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 def run(precision: str, moments: str, seed: int, device: str, directory: Path) -> dict[str, Any]:
     """Run the recipe in a process of its own; returns its summary."""
     output = directory / f"{precision}-{moments}-{seed}"
-    overrides = [
-        "--precision",
-        precision,
-        "--training.moments",
-        moments,
-        "--seed",
-        str(seed),
-        "--device",
-        device,
-        "--output",
-        str(output),
-    ]
-    command = [sys.executable, "-m", "isobit.cli.main", "train", str(RECIPE), *overrides]
+    command = [sys.executable, "-m", "isobit.cli.main", "train", str(RECIPE)]
+    command += ["--precision", precision, "--training.moments", moments, "--seed", str(seed)]
+    command += ["--device", device, "--output", str(output)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
     return json.loads((output / "summary.json").read_text())
 
@@ -53,7 +43,7 @@ def describe_device(device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
     parser.add_argument("--moments", nargs="+", default=["fp32"])
@@ -70,9 +60,8 @@ def main() -> None:
             runs: list[dict[str, Any]] = []
             for seed in range(arguments.seeds):
                 summary = run(precision, moments, seed, arguments.device, Path(directory))
-                runs.append(
-                    {"precision": precision, "moments": moments, "seed": seed} | place | summary
-                )
+                case = {"precision": precision, "moments": moments, "seed": seed}
+                runs.append(case | place | summary)
                 tokens = f"{summary['tokens_differing']} of {summary['tokens_compared']}"
                 accuracy = f"{summary['accuracy_before']:7.1%} {summary['accuracy_after']:7.1%}"
                 print(
@@ -85,9 +74,7 @@ def main() -> None:
                 f"{mean(row['accuracy_after'] for row in runs):7.1%}"
             )
             results += runs
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(arguments.out, results)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import WARM_UP_TOKENS, PassCase, StepCase
-from benchmarks.common import Row, allocate_in_pages
+from benchmarks.common import Row, allocate_in_pages, published_tensors
 from benchmarks.parallel import RankRows, Sitting
 from benchmarks.passes import Phases, measured
 from benchmarks.rl_steps import ROLLOUT, Loop, requests_of
@@ -43,7 +43,7 @@ from isobit.records.text import Group
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.run.rollouters import Rollouters
-from isobit.training.supervised import SupervisedObjective, pack_pairs
+from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
 
 REPEATS = 7
@@ -124,15 +124,8 @@ _THREADS = 8
 
 
 def published_digest(policy: Policy) -> str:
-    """Of all tensors that the training side reads, in the order of their names."""
-    weights = policy.weights("training")
-    tensors = dict(weights.plain)
-    for name, linear in weights.linears.items():
-        if isinstance(linear.matrix, torch.Tensor):
-            tensors[name] = linear.matrix
-        else:
-            tensors[f"{name}.values"] = linear.matrix.values
-            tensors[f"{name}.scales"] = linear.matrix.scales
+    """The digest of all tensors that the training side reads, in the order of their names."""
+    tensors = published_tensors(policy.weights("training"))
     return _joined(tensors[name] for name in sorted(tensors))
 
 
@@ -171,14 +164,9 @@ def run_training(
     world: World, case: PassCase, microbatches: int, out: Path, note: str, device: str = "cuda"
 ) -> None:
     """A row: medians over updates of so many micro-batches, after one of ``world.size``."""
-    own = world.own_device(torch.device(device))
-    phases = Phases(on_gpu=own.type == "cuda")
-    precision = PrecisionConfig.model_validate(case.mode)
-    policy = random_policy(case.config, precision, 0, own, world=world)
-    config = TrainingConfig(moments="bf16", recompute=case.recompute, learning_rate=5e-5)
-    trainer = Trainer(policy, config, total_updates=1000, timing=phases)
-    pairs = [((first,), rest) for first, *rest in case.token_ids().tolist() * microbatches]
-    batches = pack_pairs(pairs, case.tokens)
+    own, phases = world.own_device(torch.device(device)), Phases(on_gpu=device == "cuda")
+    policy, trainer = _trainer(world, case, own, phases)
+    batches = case.batches(microbatches)
     trainer.update(batches[: world.size], SupervisedObjective())
     if own.type == "cuda":
         torch.cuda.reset_peak_memory_stats(own)
@@ -209,6 +197,15 @@ def run_training(
     )
 
 
+def _trainer(
+    world: World, case: PassCase, device: torch.device, phases: Phases
+) -> tuple[Policy, Trainer]:
+    precision = PrecisionConfig.model_validate(case.mode)
+    policy = random_policy(case.config, precision, 0, device, world=world)
+    config = TrainingConfig(moments="bf16", recompute=case.recompute, learning_rate=5e-5)
+    return policy, Trainer(policy, config, total_updates=1000, timing=phases)
+
+
 def run_digests(
     world: World, case: PassCase, microbatches: int, out: Path, device: str = "cuda"
 ) -> None:
@@ -216,12 +213,8 @@ def run_digests(
     the last round.
     """
     own = world.own_device(torch.device(device))
-    precision = PrecisionConfig.model_validate(case.mode)
-    policy = random_policy(case.config, precision, 0, own, world=world)
-    config = TrainingConfig(moments="bf16", recompute=case.recompute, learning_rate=5e-5)
-    trainer = Trainer(policy, config, total_updates=1000)
-    pairs = [((first,), rest) for first, *rest in case.token_ids().tolist() * microbatches]
-    figures = trainer.update(pack_pairs(pairs, case.tokens), SupervisedObjective())
+    policy, trainer = _trainer(world, case, own, Phases(on_gpu=device == "cuda"))
+    figures = trainer.update(case.batches(microbatches), SupervisedObjective())
     RankRows(world, out, case.mode, case.shape).write(
         kind="digests",
         case=str(case),
@@ -247,15 +240,10 @@ def run_proof(sitting: Sitting, case: StepCase, settings: dict[str, Any]) -> Non
     rows, loop = sitting.rows(), _loop(sitting, case, settings)
     for step in range(1, 4):
         figures = loop.step(case)
-        rows.write(
-            kind="proof",
-            step=step,
-            sequences=case.sequences,
-            new_tokens=case.new_tokens,
-            **figures,
-            published=published_digest(loop.policy),
-            masters=master_digest(loop.policy) if step == 3 else None,
-        )
+        sizes = {"sequences": case.sequences, "new_tokens": case.new_tokens}
+        digests = {"published": published_digest(loop.policy)}
+        masters = master_digest(loop.policy) if step == 3 else None
+        rows.write(kind="proof", step=step, **sizes, **figures, **digests, masters=masters)
 
 
 def _loop(sitting: Sitting, case: StepCase, settings: dict[str, Any]) -> Loop:
@@ -276,11 +264,8 @@ def run_split(sitting: Sitting, case: StepCase, settings: dict[str, Any]) -> Non
         if rollouters.is_rollouter:
             serve(rollouters, mode, config, device)
         else:
-            row = train(
-                rollouters,
-                Loop(mode, config, settings, case.length, device, world=rollouters.mine),
-                case,
-            )
+            loop = Loop(mode, config, settings, case.length, device, world=rollouters.mine)
+            row = train(rollouters, loop, case)
     sitting.rows().write(
         kind="split", sequences=case.sequences, new_tokens=case.new_tokens, **settings, **row
     )
@@ -308,15 +293,8 @@ def train(rollouters: Rollouters, loop: Loop, case: StepCase) -> Row:
         taken = _now()
         rollouters.update_weights(loop.policy)
         ended = _now()
-        steps.append(
-            {
-                "seconds": ended - began,
-                "training_s": learnt - began,
-                "rollout_s": rollout,
-                "waiting_s": taken - learnt,
-                "weights_s": ended - taken,
-            }
-        )
+        step = {"seconds": ended - began, "training_s": learnt - began, "rollout_s": rollout}
+        steps.append(step | {"waiting_s": taken - learnt, "weights_s": ended - taken})
     middle = {name: median(step[name] for step in steps) for name in steps[0]}
     return {**middle, "steps": steps, "published": published_digest(loop.policy)}
 

@@ -21,7 +21,7 @@ import math
 import platform
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.common import run_command
+from benchmarks.common import Commands, markdown, run_command
 from isobit.api import generate
 from isobit.config.load import build, read_value
 from isobit.config.recipes import InspectConfig
@@ -44,16 +44,13 @@ from isobit.records.sequence import TokenSequence
 from isobit.util.errors import ConfigError
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("answers")
+def make_commands() -> Commands:
+    commands = Commands(__doc__)
+    command = commands.add("answers", run_answers, shape=False)
     command.add_argument("folder", type=Path)
     command.add_argument("--questions", type=int, default=20)
     command.add_argument("--new-tokens", type=int, default=32)
-    command.add_argument("--out", type=Path, required=True)
-    command.set_defaults(run=answers)
-    command = commands.add_parser("perplexity")
+    command = commands.add("perplexity", run_perplexity, shape=False)
     command.add_argument("folder", type=Path)
     command.add_argument(
         "--precisions", type=named_flow, nargs="+", default=[*map(named_flow, ("bf16", "fp8"))]
@@ -61,12 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--windows", type=int, default=8)
     command.add_argument("--length", type=int, default=512, help="tokens of a window")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    command.add_argument("--out", type=Path, required=True)
-    command.set_defaults(run=perplexity)
-    command = commands.add_parser("table")
-    command.add_argument("directory", type=Path)
-    command.set_defaults(run=table)
-    return parser
+    commands.add_table(print_table)
+    return commands
 
 
 def named_flow(text: str) -> tuple[str, PrecisionConfig]:
@@ -76,25 +69,6 @@ def named_flow(text: str) -> tuple[str, PrecisionConfig]:
         return text, build(InspectConfig, values, "--precisions").precision
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"{text} is no precision: {error}") from None
-
-
-def answers(arguments: argparse.Namespace) -> None:
-    run_answers(arguments.folder, arguments.questions, arguments.new_tokens, arguments.out)
-
-
-def perplexity(arguments: argparse.Namespace) -> None:
-    run_perplexity(
-        arguments.folder,
-        dict(arguments.precisions),
-        arguments.windows,
-        arguments.length,
-        arguments.device,
-        arguments.out,
-    )
-
-
-def table(arguments: argparse.Namespace) -> None:
-    print_table(arguments.directory)
 
 
 def write_result(out: Path, name: str, result: dict[str, Any]) -> None:
@@ -142,9 +116,7 @@ class Compared:
     ours: tuple[int, ...]
     theirs: tuple[int, ...]
     gap: float | None
-    """Between the two best logits of transformers where the answers part; None where they do
-    not.
-    """
+    """Between the two best logits of transformers where the answers first differ, else None."""
 
     @property
     def equal(self) -> bool:
@@ -194,22 +166,20 @@ def _compare(
     return Compared(question, ours, tuple(theirs), gap)
 
 
-def run_answers(folder: Path, questions: int, new_tokens: int, out: Path) -> None:
+def run_answers(arguments: argparse.Namespace) -> None:
     """Print each answer, and write the counts."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    compared = compare_answers(folder, QUESTIONS[:questions], new_tokens)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
+    questions = QUESTIONS[: arguments.questions]
+    compared = compare_answers(arguments.folder, questions, arguments.new_tokens)
     for one in compared:
         print(f"{'=' if one.equal else 'X'} {one.question} {tokenizer.decode(one.ours)!r}")
-    write_result(
-        out,
-        "answers-cpu",
-        {
-            "questions": len(compared),
-            "equal": sum(one.equal for one in compared),
-            "tokens": sum(len(one.ours) for one in compared),
-            "gaps": [one.gap for one in compared if one.gap is not None],
-        },
-    )
+    result = {
+        "questions": len(compared),
+        "equal": sum(one.equal for one in compared),
+        "tokens": sum(len(one.ours) for one in compared),
+        "gaps": [one.gap for one in compared if one.gap is not None],
+    }
+    write_result(arguments.out, "answers-cpu", result)
 
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -255,30 +225,23 @@ def linear_formats(policy: Policy) -> dict[str, int]:
     )
 
 
-def run_perplexity(
-    folder: Path,
-    flows: Mapping[str, PrecisionConfig],
-    windows: int,
-    length: int,
-    device: str,
-    out: Path,
-) -> None:
-    """Print a line a model, and write all of them after each."""
-    texts = windows_of_docs(folder, windows, length)
+def run_perplexity(arguments: argparse.Namespace) -> None:
+    """Print a line per model, and write all of them after each."""
+    folder, device = arguments.folder, arguments.device
+    texts = windows_of_docs(folder, arguments.windows, arguments.length)
     found: dict[str, float] = {}
     formats: dict[str, dict[str, int]] = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         found[f"transformers {name}"] = of_transformers(folder, texts, dtype, device)
         print(f"transformers {name}: {found[f'transformers {name}']:.4f}", flush=True)
-    result: dict[str, Any] = {"device": device, "windows": windows, "length": length}
-    for name, precision in flows.items():
+    result = {"device": device, "windows": arguments.windows, "length": arguments.length}
+    for name, precision in dict(arguments.precisions).items():
         policy = load_policy(folder, precision, device, trainable=False)
         found[name], formats[name] = ours(policy, texts), linear_formats(policy)
         ratio = found[name] / found["transformers bf16"]
         print(f"{name}: {found[name]:.4f}, {ratio:.4f} of transformers' BF16", flush=True)
-        write_result(
-            out, f"perplexity-{device}", result | {"perplexity": found, "linears": formats}
-        )
+        result |= {"perplexity": found, "linears": formats}
+        write_result(arguments.out, f"perplexity-{device}", result)
 
 
 def print_table(directory: Path) -> None:
@@ -296,9 +259,9 @@ def print_table(directory: Path) -> None:
         print("|---|---|---|---|")
         for name, value in found["perplexity"].items():
             linears = ", ".join(f"{n} {f}" for f, n in found["linears"].get(name, {}).items())
-            print(f"| {name} | {value:.4f} | {value / base:.4f} | {linears} |")
+            print(markdown([name, f"{value:.4f}", f"{value / base:.4f}", linears]))
         print()
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(make_parser()))
+    sys.exit(run_command(make_commands().parser))

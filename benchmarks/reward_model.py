@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RowWriter, run_command
+from benchmarks.common import Commands, RowWriter, names_of, run_command
 from isobit.config.load import build
 from isobit.config.recipes import SftConfig
 from isobit.config.tables import PrecisionConfig
@@ -48,35 +48,21 @@ from tools.starter.preferences import preference_pairs
 PRECISIONS = ("fp32", "bf16", "fp8")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("agreement")
+def make_commands() -> Commands:
+    commands = Commands(__doc__)
+    command = commands.add("agreement", agreement, shape=False)
+    precisions = names_of(PRECISIONS, "precisions")
     command.add_argument("--trained-in", type=precisions, default=["fp8", "bf16"])
     command.add_argument("--steps", type=int, default=600)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--threads", type=int, default=2)
-    command.set_defaults(run=agreement)
-    command.add_argument("--out", type=Path, required=True)
-    command = commands.add_parser("speed")
+    command = commands.add("speed", speed)
     command.add_argument("--precision", choices=("bf16", "fp8"), required=True)
-    command.add_argument("--shape", default="qwen3-8b")
     command.add_argument("--sequences", type=int, default=256)
     command.add_argument("--length", type=int, default=2048)
     command.add_argument("--tokens", type=int, default=16384, help="of a forward")
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    command.add_argument("--out", type=Path, required=True)
-    command.set_defaults(run=speed)
-    return parser
-
-
-def precisions(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in PRECISIONS]:
-        raise argparse.ArgumentTypeError(
-            f"{', '.join(unknown)}: the precisions are {', '.join(PRECISIONS)}"
-        )
-    return names
+    return commands
 
 
 def agreement(arguments: argparse.Namespace) -> None:
@@ -87,13 +73,8 @@ def agreement(arguments: argparse.Namespace) -> None:
 
 
 def speed(arguments: argparse.Namespace) -> None:
-    work = Work(
-        arguments.precision,
-        arguments.shape,
-        arguments.sequences,
-        arguments.length,
-        arguments.tokens,
-    )
+    sizes = arguments.sequences, arguments.length, arguments.tokens
+    work = Work(arguments.precision, arguments.shape, *sizes)
     measure_speed(work, arguments.device, arguments.out)
 
 
@@ -120,17 +101,13 @@ def measure_agreement(trained_in: str, steps: int, seed: int, threads: int, out:
         out, "agreement", trained_in, "starter", {"name": "CPU"}, {"torch": torch.__version__}
     )
     for name in SCORED_IN:
-        writer.write(
-            seed=seed,
-            steps=summary["steps"],
-            scored_in=name,
-            pairs=len(held_out),
-            **compare(scores[name], scores[EXACT]),
-            by_kind={
-                kind: compare(scores[name][members], scores[EXACT][members])
-                for kind, members in by_kind(held_out).items()
-            },
-        )
+        ours, exact = scores[name], scores[EXACT]
+        kinds = {
+            kind: compare(ours[members], exact[members])
+            for kind, members in by_kind(held_out).items()
+        }
+        setting = {"seed": seed, "steps": summary["steps"], "scored_in": name}
+        writer.write(**setting, pairs=len(held_out), **compare(ours, exact), by_kind=kinds)
 
 
 def train(trained_in: str, steps: int, seed: int, threads: int, held_out: Pairs, run: Path) -> None:
@@ -316,4 +293,4 @@ class _Memory:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(make_parser()))
+    sys.exit(run_command(make_commands().parser))

@@ -26,19 +26,17 @@ shape of the timed one comes first, so that cuDNN has its plans and torch its me
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 from random import Random
-from time import perf_counter
 from typing import Any, Literal
 
 import torch
 
-from benchmarks.cases import STEP_CASES, WARM_UP_TOKENS, StepCase
+from benchmarks.cases import STEP_CASES, WARM_UP_TOKENS, StepCase, make_requests
 from benchmarks.common import (
     Row,
     RowWriter,
@@ -46,10 +44,20 @@ from benchmarks.common import (
     card_memory_gib,
     card_planner,
     measure_card,
-    versions,
 )
-from benchmarks.passes import Phases, free_memory, measured, peak_gib, peer_versions
-from benchmarks.rollout_engines import engine_arguments, model_config, native_versions
+from benchmarks.passes import (
+    Phases,
+    free_memory,
+    measured,
+    peak_gib,
+    transformers_versions,
+)
+from benchmarks.rollout_engines import (
+    native_versions,
+    peer_engine,
+    peer_seconds,
+    peer_versions,
+)
 from benchmarks.training import PeerModel, PeerOptimiser, fastest_attention
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
@@ -64,7 +72,7 @@ from isobit.models.policy_share import is_one_function
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import build_flow
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import Completion, Group, Prompt, SamplingParams
+from isobit.records.text import Completion, Group, Prompt
 from isobit.rollout.engine import Request
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
@@ -106,12 +114,8 @@ def run_native(
 
 
 def requests_of(case: StepCase, vocab_size: int, visit: int) -> list[Request]:
-    """What a step asks an engine for."""
-    sampling = SamplingParams(max_new_tokens=case.new_tokens)
-    return [
-        Request(Prompt(f"bench/{i}", "", tuple(ids)), visit, case.samples, sampling)
-        for i, ids in enumerate(case.random_prompts(vocab_size))
-    ]
+    """The requests of a step."""
+    return make_requests(case.random_prompts(vocab_size), case.new_tokens, case.samples, visit)
 
 
 class Loop:
@@ -186,8 +190,7 @@ class Loop:
             "seconds": sum(seconds.values()),
             "phases_s": seconds,
             "rollout_tokens_per_s": case.sequences * case.new_tokens / seconds["rollout"],
-            "tokens_compared": step.comparison.tokens_compared,
-            "tokens_differing": step.comparison.tokens_differing,
+            **_compared(step),
             "weight_bytes_changed": step.updates[0].metrics["weight_bytes_changed"],
             "microbatch_tokens_at_the_end": self._trainer.budget.at(self._trainer.updates),
             "memory": {}
@@ -207,11 +210,7 @@ class Loop:
         step = self.learn(groups)
         drawn = [one.sequence for group in groups for one in group.completions]
         text = json.dumps([[one.token_ids.tolist(), one.log_probs.tolist()] for one in drawn])
-        return {
-            "completions": hashlib.sha256(text.encode()).hexdigest(),
-            "tokens_compared": step.comparison.tokens_compared,
-            "tokens_differing": step.comparison.tokens_differing,
-        }
+        return {"completions": hashlib.sha256(text.encode()).hexdigest(), **_compared(step)}
 
     def _training_turn(self) -> AbstractContextManager[None]:
         return nullcontext() if self._turns is None else self._turns.training(self._phases)
@@ -231,15 +230,10 @@ class Loop:
         self._visit += 1
         requests = requests_of(case, self._policy.config.vocab_size, self._visit)
         completions, _, self._stats = generate_shared(self._world, self._engine, requests)
-        assert all(
-            len(sample.token_ids) == case.new_tokens
-            for samples in completions
-            for sample in samples
-        )
-        return [
-            self._graded(request.prompt, samples)
-            for request, samples in zip(requests, completions, strict=True)
-        ]
+        drawn = [sample for samples in completions for sample in samples]
+        assert all(len(sample.token_ids) == case.new_tokens for sample in drawn)
+        pairs = zip(requests, completions, strict=True)
+        return [self._graded(request.prompt, samples) for request, samples in pairs]
 
     def _made_up(self, case: StepCase) -> Group:
         """Completions of full length for a whole micro-batch and one as large as the last of the
@@ -250,41 +244,31 @@ class Loop:
         vocabulary = range(self._policy.config.vocab_size)
         log_probs = (_MADE_UP_LOG_PROB,) * case.new_tokens
         versions = (self._policy.version,) * case.new_tokens
-        prompt = Prompt(
-            "made up", "", tuple(self._random.choices(vocabulary, k=case.prompt_tokens))
-        )
+        ids = tuple(self._random.choices(vocabulary, k=case.prompt_tokens))
         answers = [tuple(self._random.choices(vocabulary, k=case.new_tokens)) for _ in range(count)]
-        return self._graded(
-            prompt,
-            [
-                Completion(
-                    TokenSequence.of_answer(prompt.token_ids, ids, log_probs, versions),
-                    "",
-                    "length",
-                )
-                for ids in answers
-            ],
-        )
+        sequences = [TokenSequence.of_answer(ids, one, log_probs, versions) for one in answers]
+        completions = [Completion(sequence, "", "length") for sequence in sequences]
+        return self._graded(Prompt("made up", "", ids), completions)
 
     def _graded(self, prompt: Prompt, completions: list[Completion]) -> Group:
         return Group(prompt, self._visit, completions, [self._random.random() for _ in completions])
 
 
-def run_rollouts(shape: str, names: Sequence[str], out: Path) -> None:
-    import vllm  # pyright: ignore[reportMissingImports]
+def _compared(step: StepMetrics) -> Row:
+    names = ("tokens_compared", "tokens_differing")
+    return {name: getattr(step.comparison, name) for name in names}
 
-    writer = RowWriter(
-        out, "vllm", "bf16", shape, measure_card(), versions() | {"vllm": vllm.__version__}
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(model_config("bf16", shape)))
-        length = max(STEP_CASES[name].length for name in names)
-        llm = vllm.LLM(folder, **engine_arguments("bf16", length) | {"enable_prefix_caching": True})
+
+def run_rollouts(shape: str, names: Sequence[str], out: Path) -> None:
+    writer = RowWriter(out, "vllm", "bf16", shape, measure_card(), peer_versions())
+    length = max(STEP_CASES[name].length for name in names)
+    with peer_engine("bf16", shape, length, enable_prefix_caching=True) as llm:
         for name in names:
-            case = STEP_CASES[name]
+            case, seconds = STEP_CASES[name], 0.0
             prompts = case.random_prompts(model_shape(shape).vocab_size)
-            generate(llm, prompts, case, WARM_UP_TOKENS)
-            seconds = generate(llm, prompts, case, case.new_tokens)
+            for new_tokens in (WARM_UP_TOKENS, case.new_tokens):
+                assert llm.reset_prefix_cache(), "vLLM would find the prompts in its cache"
+                seconds = peer_seconds(llm, prompts, new_tokens, n=case.samples)
             writer.write(
                 kind="rl",
                 part="rollout",
@@ -294,23 +278,6 @@ def run_rollouts(shape: str, names: Sequence[str], out: Path) -> None:
                 rollout_tokens_per_s=case.sequences * case.new_tokens / seconds,
                 memory={"rollout": {"peak_gib": card_memory_gib()}},
             )
-
-
-def generate(llm: Any, prompts: Sequence[Sequence[int]], case: StepCase, new_tokens: int) -> float:
-    """Seconds until all completions are there; the prompts are not cached before."""
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
-    sampling = SamplingParams(
-        n=case.samples, temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
-    )
-    assert llm.reset_prefix_cache(), "vLLM would find the prompts of the call before in its cache"
-    began = perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-    seconds = perf_counter() - began
-    answers = [answer for request in outputs for answer in request.outputs]
-    assert len(answers) == case.sequences
-    assert all(len(answer.token_ids) == new_tokens for answer in answers)
-    return seconds
 
 
 FORWARD_TOKENS = 16384
@@ -332,7 +299,7 @@ class Batch:
 
 
 def run_training(shape: str, names: Sequence[str], sequences: int | None, out: Path) -> None:
-    writer = RowWriter(out, "transformers", "bf16", shape, measure_card(), peer_versions())
+    writer = RowWriter(out, "transformers", "bf16", shape, measure_card(), transformers_versions())
     allocate_in_pages()
     trainer = PeerTrainer(model_shape(shape))
     for name in names:
@@ -354,11 +321,9 @@ class PeerTrainer:
     def time(self, case: StepCase, sequences: int | None) -> Row:
         """The figures of a row, from so many sequences (by default all)."""
         (size, recompute), tried = self._fastest(case)
-        count = (
-            case.sequences
-            if sequences is None
-            else min(case.sequences, ceil(sequences / size) * size)
-        )
+        count = case.sequences
+        if sequences is not None:
+            count = min(count, ceil(sequences / size) * size)
         batch, phases = self._batch(case, count), self._phases
         self._warm_up(batch, size, recompute)
         phases.start()
@@ -419,13 +384,11 @@ class PeerTrainer:
         return {"tokens_per_s": size * case.length / seconds}
 
     def _batch(self, case: StepCase, sequences: int) -> Batch:
-        generator = torch.Generator().manual_seed(0)
+        generator, device = torch.Generator().manual_seed(0), self._device
         ids = torch.randint(self._vocab_size, (sequences, case.length), generator=generator)
         advantages = torch.randn(sequences, generator=generator)
         tokens = case.sequences * case.new_tokens
-        return Batch(
-            ids.to(self._device), advantages.to(self._device), case.prompt_tokens - 1, tokens
-        )
+        return Batch(ids.to(device), advantages.to(device), case.prompt_tokens - 1, tokens)
 
     @torch.no_grad()
     def _old_log_probs(self, batch: Batch) -> torch.Tensor:
@@ -450,9 +413,8 @@ class PeerTrainer:
                     log_probs = self._peer.log_probs(batch.ids[part], batch.first).view(
                         -1, batch.ids.shape[1] - 1 - batch.first
                     )
-                    ratio = torch.exp(
-                        log_probs - (log_probs.detach() if old is None else old[part])
-                    )
+                    base = log_probs.detach() if old is None else old[part]
+                    ratio = torch.exp(log_probs - base)
                     loss = -(ratio * batch.advantages[part, None]).sum() / batch.tokens
                 with self._phases("backward"):
                     loss.backward()

@@ -27,7 +27,6 @@ card: one that is more than a tenth lower, the cards' bandwidths allowed for, vo
 """
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,57 +35,40 @@ from time import perf_counter
 _STARTED_AT = perf_counter()  # startup counts from here: what follows imports torch
 
 from benchmarks.cases import MODES, ROLLOUT_CASES  # noqa: E402
-from benchmarks.common import Row, read_rows, run_command  # noqa: E402
+from benchmarks.common import (  # noqa: E402
+    Commands,
+    Row,
+    names_of,
+    read_rows,
+    run_command,
+    write_json,
+)
+from benchmarks.common import markdown as cells_of  # noqa: E402
 from isobit.util.errors import ConfigError  # noqa: E402
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(required=True)
-    for name, flag, run in (
-        ("native", "--precision", native),
-        ("vllm", "--mode", peer),
-        ("floor", "--precision", floor),
-    ):
-        command = commands.add_parser(name)
+def make_commands() -> Commands:
+    commands = Commands(__doc__)
+    cases = names_of(ROLLOUT_CASES, "cases")
+    ours = commands.add("native", native)
+    ours.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share one engine"
+    )
+    theirs = commands.add("vllm", peer)
+    theirs.add_argument(
+        "--log-probs",
+        type=cases,
+        default=[],
+        metavar="CASES",
+        help="these a second time, with log-probabilities",
+    )
+    for command in (ours, theirs, commands.add("floor", floor)):
+        flag = "--mode" if command is theirs else "--precision"
         command.add_argument(flag, dest="mode", choices=MODES, required=True)
-        command.add_argument("--shape", default="qwen3-8b")
-        command.add_argument(
-            "--cases",
-            type=case_names,
-            default=[case for case in ROLLOUT_CASES if name != "vllm" or case != "context"],
-        )
-        command.add_argument("--out", type=Path, required=True)
-        command.set_defaults(run=run)
-        if name == "native":
-            command.add_argument(
-                "--tensor-parallel",
-                type=int,
-                default=1,
-                metavar="N",
-                help="GPUs that share one engine",
-            )
-        if name == "vllm":
-            command.add_argument(
-                "--log-probs",
-                type=case_names,
-                default=[],
-                metavar="CASES",
-                help="these a second time, with log-probabilities",
-            )
-    command = commands.add_parser("table")
-    command.add_argument("directory", type=Path)
-    command.set_defaults(run=table)
-    return parser
-
-
-def case_names(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in ROLLOUT_CASES]:
-        raise argparse.ArgumentTypeError(
-            f"{', '.join(unknown)}: the cases are {', '.join(ROLLOUT_CASES)}"
-        )
-    return names
+        chosen = [case for case in ROLLOUT_CASES if command is not theirs or case != "context"]
+        command.add_argument("--cases", type=cases, default=chosen)
+    commands.add_table(run_table)
+    return commands
 
 
 # Engines are imported when a command runs them: vLLM is not everywhere.
@@ -105,24 +87,14 @@ def native(arguments: argparse.Namespace) -> None:
 def peer(arguments: argparse.Namespace) -> None:
     from benchmarks.rollout_engines import run_peer
 
-    run_peer(
-        arguments.mode,
-        arguments.shape,
-        arguments.cases,
-        arguments.log_probs,
-        arguments.out,
-        _STARTED_AT,
-    )
+    case = arguments.mode, arguments.shape, arguments.cases, arguments.log_probs
+    run_peer(*case, arguments.out, _STARTED_AT)
 
 
 def floor(arguments: argparse.Namespace) -> None:
     from benchmarks.rollout_floor import run_floor
 
     run_floor(arguments.mode, arguments.shape, arguments.cases, arguments.out)
-
-
-def table(arguments: argparse.Namespace) -> None:
-    run_table(arguments.directory)
 
 
 REFERENCE_COPY_TB_PER_S = 4.27
@@ -187,9 +159,7 @@ def run_table(directory: Path) -> None:
     lines = make_lines(read_rows(directory))
     print(markdown(lines))
     is_void = any(_is_void(line) for line in lines)
-    (directory / "table.json").write_text(
-        json.dumps({"void": is_void, "lines": [asdict(line) for line in lines]}, indent=2) + "\n"
-    )
+    write_json(directory / "table.json", {"void": is_void, "lines": list(map(asdict, lines))})
 
 
 def make_lines(rows: list[Row]) -> list[Line]:
@@ -203,21 +173,11 @@ def make_lines(rows: list[Row]) -> list[Line]:
         other = by_key.get((row["shape"], row["case"], engine, mode, False, row["card"]["uuid"]))
         return row["tokens_per_s"] / other["tokens_per_s"] if other else None
 
+    copied = ("shape", "case", "engine", "mode", "log_probs")
+    copied += ("tokens_per_s", "startup_s", "memory_gib")
     return [
         Line(
-            **{
-                name: row[name]
-                for name in (
-                    "shape",
-                    "case",
-                    "engine",
-                    "mode",
-                    "log_probs",
-                    "tokens_per_s",
-                    "startup_s",
-                    "memory_gib",
-                )
-            },
+            **{name: row[name] for name in copied},
             uuid=row["card"]["uuid"],
             of_vllm_bf16=rate(row, "vllm", "bf16"),
             of_vllm_fp8=rate(row, "vllm", "fp8"),
@@ -256,35 +216,18 @@ def _markdown_line(line: Line) -> str:
     void = f" (void: {line.of_reference:.0%} of the reference)" if _is_void(line) else ""
     ratios = [f"{x:.2f}" if x is not None else "-" for x in (line.of_vllm_bf16, line.of_vllm_fp8)]
     floor = f"{line.of_floor:.0%}" if line.of_floor is not None else "-"
-    cells = [
-        line.case,
-        name + void,
-        f"{line.tokens_per_s:,.0f}",
-        *ratios,
-        floor,
-        f"{line.startup_s:.1f}",
-        f"{line.memory_gib:.0f}",
-    ]
-    return f"| {' | '.join(cells)} |"
+    rest = f"{line.startup_s:.1f}", f"{line.memory_gib:.0f}"
+    return cells_of([line.case, name + void, f"{line.tokens_per_s:,.0f}", *ratios, floor, *rest])
 
 
 def _key(row: Row) -> Key:
-    log_probs = (
-        row["engine"] == "vllm" and row["log_probs"]
-    )  # the native engine always records them
+    log_probs = row["engine"] == "vllm" and row["log_probs"]  # ours always records them
     return row["shape"], row["case"], row["engine"], row["mode"], log_probs, row["card"]["uuid"]
 
 
 def _order(row: Row) -> tuple[object, ...]:
-    case = list(ROLLOUT_CASES).index(row["case"])
-    return (
-        row["shape"],
-        row["card"]["uuid"],
-        case,
-        row["engine"] == "native",
-        MODES.index(row["mode"]),
-        row["log_probs"],
-    )
+    place = list(ROLLOUT_CASES).index(row["case"]), row["engine"] == "native"
+    return row["shape"], row["card"]["uuid"], *place, MODES.index(row["mode"]), row["log_probs"]
 
 
 def _check_cards(keys: set[Key]) -> None:
@@ -320,15 +263,11 @@ def _check_cards(keys: set[Key]) -> None:
 
 def _of_reference(row: Row) -> float | None:
     reference = REFERENCE.get((row["case"], row["mode"]))
-    if reference is None or (row["engine"], row["shape"], row["log_probs"]) != (
-        "vllm",
-        REFERENCE_SHAPE,
-        False,
-    ):
+    measured = row["engine"], row["shape"], row["log_probs"]
+    if reference is None or measured != ("vllm", REFERENCE_SHAPE, False):
         return None
-    return row["tokens_per_s"] / (
-        reference * row["card"]["copy_tb_per_s"] / REFERENCE_COPY_TB_PER_S
-    )
+    scale = row["card"]["copy_tb_per_s"] / REFERENCE_COPY_TB_PER_S
+    return row["tokens_per_s"] / (reference * scale)
 
 
 def _is_void(line: Line) -> bool:
@@ -336,4 +275,4 @@ def _is_void(line: Line) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(make_parser()))
+    sys.exit(run_command(make_commands().parser))

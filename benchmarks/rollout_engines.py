@@ -13,7 +13,8 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +27,7 @@ from benchmarks.cases import (
     ROLLOUT_CASES,
     WARM_UP_TOKENS,
     RolloutCase,
+    make_requests,
     rollout_prompts,
 )
 from benchmarks.common import RowWriter, card_memory_gib, measure_card, versions
@@ -36,8 +38,7 @@ from isobit.models.policy_share import PolicyShare, SampledPolicy
 from isobit.models.tensor_parallel import check_ranks
 from isobit.parallel.launched import end_with_launcher, is_launched
 from isobit.parallel.world import ALONE, World
-from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.run.launch import launch
 from isobit.run.launch_ranks import as_rank
@@ -48,11 +49,9 @@ def run_native(mode: str, shape: str, cases: Sequence[str], out: Path, started_a
     """Time each case once, after a run of the same prompts with a few new tokens; ``started_at`` is
     when the process began.
     """
-    before_card = perf_counter()
-    card = measure_card()
-    started_at += perf_counter() - before_card
+    card, started_at = _card(started_at)
     writer = RowWriter(out, "native", mode, shape, card, native_versions())
-    _time_cases(mode, shape, cases, writer, started_at, ALONE)
+    time_cases(mode, shape, cases, writer, started_at, ALONE)
 
 
 def run_shared(
@@ -70,10 +69,10 @@ def run_shared(
         writer = RowWriter(out, f"native-tp{ranks}", mode, shape, measure_card(), native_versions())
     with as_rank(box) as world:
         check_ranks(ranks, world)
-        _time_cases(mode, shape, cases, writer, started_at, world)
+        time_cases(mode, shape, cases, writer, started_at, world)
 
 
-def _time_cases(
+def time_cases(
     mode: str,
     shape: str,
     cases: Sequence[str],
@@ -117,12 +116,10 @@ def start(mode: str, shape: str, world: World = ALONE) -> tuple[SampledPolicy, N
         if world.size == 1
         else PolicyShare(config, precision, masters, world, device)
     )
-    engine = NativeEngine(
-        policy,
-        RolloutConfig(max_sequences=MAX_SEQUENCES, max_batched_tokens=16384, kv_memory_gib=None),
-        None,
-        seed=0,
+    rollout = RolloutConfig(
+        max_sequences=MAX_SEQUENCES, max_batched_tokens=16384, kv_memory_gib=None
     )
+    engine = NativeEngine(policy, rollout, None, seed=0)
     seconds_to_complete(engine, rollout_prompts(RolloutCase(1, 16, 1), policy.config.vocab_size), 1)
     return policy, engine
 
@@ -131,11 +128,7 @@ def seconds_to_complete(
     engine: NativeEngine, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> float:
     """Seconds until all completions are on the host, log-probabilities included."""
-    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0)
-    requests = [
-        Request(Prompt(f"bench/{i}", "", tuple(ids)), 0, 1, sampling)
-        for i, ids in enumerate(prompts)
-    ]
+    requests = make_requests(prompts, new_tokens)
     began = perf_counter()
     completions = generate(engine, requests)
     seconds = perf_counter() - began
@@ -183,27 +176,21 @@ def run_peer(
     """Time each case once, after a run of the same prompts with a few new tokens; those of
     ``with_log_probs`` twice.
     """
-    import vllm  # pyright: ignore[reportMissingImports]
-
-    before_card = perf_counter()
-    card = measure_card()
-    started_at += perf_counter() - before_card
-    writer = RowWriter(out, "vllm", mode, shape, card, versions() | {"vllm": vllm.__version__})
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(model_config(mode, shape)))
-        llm = vllm.LLM(folder, **engine_arguments(mode, model_length(cases)))
+    card, started_at = _card(started_at)
+    writer = RowWriter(out, "vllm", mode, shape, card, peer_versions())
+    with peer_engine(mode, shape, model_length(cases)) as llm:
         vocab_size = model_shape(shape).vocab_size
-        _generate(llm, rollout_prompts(RolloutCase(1, 16, 1), vocab_size), 1, None)
+        peer_seconds(llm, rollout_prompts(RolloutCase(1, 16, 1), vocab_size), 1)
         startup = perf_counter() - started_at
         print(f"first token {startup:.1f} s after the start of the process", flush=True)
         for name in cases:
             case = ROLLOUT_CASES[name]
             prompts = rollout_prompts(case, vocab_size)
-            for log_probs in (
-                (None, 0) if name in with_log_probs else (None,)
-            ):  # 0: of the sampled token alone
-                warm_up = _generate(llm, prompts, min(WARM_UP_TOKENS, case.new_tokens), log_probs)
-                seconds = _generate(llm, prompts, case.new_tokens, log_probs)
+            # 0: the log-probability of the sampled token only
+            for log_probs in (None, 0) if name in with_log_probs else (None,):
+                few = min(WARM_UP_TOKENS, case.new_tokens)
+                warm_up = peer_seconds(llm, prompts, few, logprobs=log_probs)
+                seconds = peer_seconds(llm, prompts, case.new_tokens, logprobs=log_probs)
                 writer.write(
                     case=name,
                     log_probs=log_probs is not None,
@@ -216,16 +203,22 @@ def run_peer(
                 )
 
 
-def model_config(mode: str, shape: str) -> dict[str, Any]:
-    """The ``config.json`` for vLLM."""
-    config = model_shape(shape).to_hf()
-    return config if mode == "bf16" else config | {"quantization_config": _BLOCKS}
+def _card(started_at: float) -> tuple[dict[str, Any], float]:
+    """The card, and when the process began, moved by the time that measuring the card took."""
+    began = perf_counter()
+    card = measure_card()
+    return card, started_at + perf_counter() - began
+
+
+def peer_versions() -> dict[str, str]:
+    """torch, triton and vLLM."""
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    return versions() | {"vllm": vllm.__version__}
 
 
 def model_length(cases: Sequence[str]) -> int:
-    """Of the reference figures, or what the longest case needs; raises ConfigError for a mix of
-    both.
-    """
+    """The length of the reference figures, or that of long cases; ConfigError for a mix."""
     is_long = {
         ROLLOUT_CASES[name].prompt_tokens + ROLLOUT_CASES[name].new_tokens > MODEL_LENGTH
         for name in cases
@@ -238,40 +231,48 @@ def model_length(cases: Sequence[str]) -> int:
     return LONG_MODEL_LENGTH if is_long == {True} else MODEL_LENGTH
 
 
-def engine_arguments(mode: str, length: int) -> dict[str, Any]:
-    """What is not vLLM's own default: CUDA graphs, chunked prefill and asynchronous scheduling
-    are.
+@contextmanager
+def peer_engine(
+    mode: str, shape: str, length: int, enable_prefix_caching: bool = False
+) -> Iterator[Any]:
+    """vLLM with dummy weights and sequences of at most ``length`` tokens.  CUDA graphs, chunked
+    prefill and asynchronous scheduling are its defaults.
     """
-    return {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "kv_cache_dtype": "fp8" if mode == "fp8" else "auto",
-        "max_num_seqs": MAX_SEQUENCES,
-        "max_model_len": length,
-        "gpu_memory_utilization": MEMORY_UTILIZATION,
-        "enable_prefix_caching": False,
-        "generation_config": "vllm",
-    }
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    config = model_shape(shape).to_hf()
+    config |= {} if mode == "bf16" else {"quantization_config": _BLOCKS}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield vllm.LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            kv_cache_dtype="fp8" if mode == "fp8" else "auto",
+            max_num_seqs=MAX_SEQUENCES,
+            max_model_len=length,
+            gpu_memory_utilization=MEMORY_UTILIZATION,
+            enable_prefix_caching=enable_prefix_caching,
+            generation_config="vllm",
+        )
 
 
-def _generate(
-    llm: Any, prompts: Sequence[Sequence[int]], new_tokens: int, log_probs: int | None
+def peer_seconds(
+    llm: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **options: Any
 ) -> float:
+    """Seconds until vLLM has all completions, sampled at temperature 1."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-    sampling = SamplingParams(
-        temperature=1.0,
-        max_tokens=new_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=log_probs,
-    )
+    fixed = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}
+    sampling = SamplingParams(max_tokens=new_tokens, **fixed, **options)
     inputs = [{"prompt_token_ids": ids} for ids in prompts]
     began = perf_counter()
     outputs = llm.generate(inputs, sampling, use_tqdm=False)
     seconds = perf_counter() - began
-    assert all(len(request.outputs[0].token_ids) == new_tokens for request in outputs)
+    answers = [answer for request in outputs for answer in request.outputs]
+    assert len(answers) == len(prompts) * options.get("n", 1)
+    assert all(len(answer.token_ids) == new_tokens for answer in answers)
     return seconds
 
 

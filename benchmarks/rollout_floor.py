@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import triton
 
 from benchmarks.cases import MAX_SEQUENCES, ROLLOUT_CASES, RolloutCase
-from benchmarks.common import RowWriter, measure_card, versions
+from benchmarks.common import RowWriter, measure_card, seconds, versions
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
 from isobit.kernels.hopper.publish import publish_blocks
@@ -46,36 +45,23 @@ def run_floor(mode: str, shape: str, cases: Sequence[str], out: Path) -> None:
     for name in cases:
         case = ROLLOUT_CASES[name]
         attention = attention_seconds(config, mode, case) * config.num_layers
-        prompt = (
-            case.requests
-            * case.prompt_tokens
-            / PREFILL_TOKENS
-            * layer[PREFILL_TOKENS]
-            * config.num_layers
-        )
-        first_tokens = case.requests / _batch(case) * head[_batch(case)]
-        steps = (case.new_tokens - 1) * (
-            config.num_layers * layer[_batch(case)] + head[_batch(case)]
-        )
-        kv = kv_bytes(config, mode, case) / (card["copy_tb_per_s"] * 1e12)
-        seconds = prompt + attention + first_tokens + steps + kv
+        forwards = case.requests * case.prompt_tokens / PREFILL_TOKENS
+        of_layers, of_head = config.num_layers * layer[_batch(case)], head[_batch(case)]
         parts = {
-            "prompt_gemm": prompt,
+            "prompt_gemm": forwards * layer[PREFILL_TOKENS] * config.num_layers,
             "prompt_attention": attention,
-            "prompt_head": first_tokens,
-            "step_gemm": steps,
-            "step_kv": kv,
+            "prompt_head": case.requests / _batch(case) * of_head,
+            "step_gemm": (case.new_tokens - 1) * (of_layers + of_head),
+            "step_kv": kv_bytes(config, mode, case) / (card["copy_tb_per_s"] * 1e12),
         }
-        measured = {
-            "layer_us": {str(m): s * 1e6 for m, s in layer.items()},
-            "head_us": {str(m): s * 1e6 for m, s in head.items()},
-        }
+        taken = sum(parts.values())
         writer.write(
             case=name,
-            seconds=seconds,
-            tokens_per_s=case.counted_tokens / seconds,
+            seconds=taken,
+            tokens_per_s=case.counted_tokens / taken,
             parts_s=parts,
-            **measured,
+            layer_us={str(m): s * 1e6 for m, s in layer.items()},
+            head_us={str(m): s * 1e6 for m, s in head.items()},
         )
 
 
@@ -114,10 +100,8 @@ def _product(mode: str, rows: int, n: int, k: int) -> Callable[[], torch.Tensor]
 def head_seconds(config: ModelConfig, rows: int) -> float:
     """FP32 logits of ``rows`` rows."""
     x = torch.randn(rows, config.hidden_size, dtype=torch.bfloat16, device="cuda")
-    weight = (
-        torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device="cuda")
-        * 0.02
-    )
+    shape = config.vocab_size, config.hidden_size
+    weight = torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.02
     return graph_seconds(lambda: bf16_gemm_nt(x, weight, torch.float32))
 
 
@@ -149,7 +133,7 @@ def attention_seconds(config: ModelConfig, mode: str, case: RolloutCase) -> floa
             queries, scales, packed, starts, lengths, starts, lengths, length, length
         )
 
-    return _median_seconds(work) * case.requests / count
+    return seconds(work, repeats_ms=60) * case.requests / count
 
 
 def graph_seconds(work: Callable[[], object]) -> float:
@@ -159,13 +143,7 @@ def graph_seconds(work: Callable[[], object]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return _median_seconds(graph.replay)
-
-
-def _median_seconds(work: Callable[[], object]) -> float:
-    milliseconds = triton.testing.do_bench(work, warmup=20, rep=60, return_mode="median")
-    assert isinstance(milliseconds, float)
-    return milliseconds * 1e-3
+    return seconds(graph.replay, repeats_ms=60)
 
 
 def _batch(case: RolloutCase) -> int:

@@ -29,7 +29,6 @@ nothing is charged for their rounding at each micro-batch.
 """
 
 import argparse
-import json
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -39,8 +38,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import passes
 from benchmarks.cases import PassCase, check_peer, parse_case
-from benchmarks.common import Row, read_rows, run_command
+from benchmarks.common import Commands, Row, print_by_card, read_rows, run_command, write_json
 from benchmarks.passes import Pass, Phases, Step
 from isobit.config.tables import Recompute, TrainingConfig
 from isobit.kernels.backend import backend_of
@@ -50,47 +50,32 @@ from isobit.training.optimiser import build_optimiser
 ENGINES = ("native", "transformers")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(required=True)
-    for name, run in (("pass", one_pass), ("step", step)):
-        command = commands.add_parser(name)
+def make_commands() -> Commands:
+    commands = Commands(__doc__)
+    for command in (one_pass := commands.add("pass", run_passes), commands.add("step", run_steps)):
         command.add_argument("engine", choices=ENGINES)
         command.add_argument(
             "cases", nargs="+", type=parse_case, metavar="PRECISION:LENGTHxSEQUENCES:RECOMPUTE"
         )
-        command.add_argument("--shape", default="qwen3-8b")
-        command.add_argument("--out", type=Path, required=True)
-        command.set_defaults(run=run)
-        if name == "step":
+        if command is not one_pass:
             command.add_argument("--tokens", type=int, default=65536, help="of a step, at least")
-    command = commands.add_parser("table")
-    command.add_argument("directory", type=Path)
-    command.set_defaults(run=table)
-    return parser
+    commands.add_table(run_table)
+    return commands
 
 
-def one_pass(arguments: argparse.Namespace) -> None:
-    from benchmarks import passes
-    from benchmarks.passes import measure_passes
-
+def run_passes(arguments: argparse.Namespace) -> None:
     make = passes.make_pass if arguments.engine == "native" else make_pass
-    measure_passes(make, arguments.engine, _cases(arguments), arguments.out)
+    passes.measure_passes(make, arguments.engine, _chosen_cases(arguments), arguments.out)
 
 
-def step(arguments: argparse.Namespace) -> None:
-    from benchmarks import passes
-    from benchmarks.passes import measure_steps
-
+def run_steps(arguments: argparse.Namespace) -> None:
     make = passes.make_step if arguments.engine == "native" else make_step
-    measure_steps(make, arguments.engine, _cases(arguments), arguments.tokens, arguments.out)
+    passes.measure_steps(
+        make, arguments.engine, _chosen_cases(arguments), arguments.tokens, arguments.out
+    )
 
 
-def table(arguments: argparse.Namespace) -> None:
-    run_table(arguments.directory)
-
-
-def _cases(arguments: argparse.Namespace) -> list[PassCase]:
+def _chosen_cases(arguments: argparse.Namespace) -> list[PassCase]:
     cases = [replace(case, shape=arguments.shape) for case in arguments.cases]
     if arguments.engine == "transformers":
         check_peer(cases)
@@ -245,18 +230,8 @@ def run_table(directory: Path) -> None:
     }
     for kind, lines in tables.items():
         rule = "|---|---|---|" + "---:|" * (HEADERS[kind].count("|") - 4)
-        for shape, card in dict.fromkeys((line["shape"], line["card"]["uuid"]) for line in lines):
-            body = [
-                _markdown(line)
-                for line in lines
-                if (line["shape"], line["card"]["uuid"]) == (shape, card)
-            ]
-            print(
-                "\n".join(
-                    [f"{TITLES[kind]}, {shape}, card {card}", "", HEADERS[kind], rule, *body, ""]
-                )
-            )
-    (directory / "training-table.json").write_text(json.dumps(tables, indent=2) + "\n")
+        print_by_card(f"{TITLES[kind]}, ", (HEADERS[kind], rule), lines, _cells)
+    write_json(directory / "training-table.json", tables)
 
 
 def make_lines(rows: list[Row]) -> list[Row]:
@@ -281,9 +256,8 @@ def make_lines(rows: list[Row]) -> list[Row]:
             and (row["kind"] == "step" or _same(o, row))
         ]
         theirs = [o for o in measured if o["engine"] == "transformers"]
-        lines.append(
-            row | {"of_native_bf16": _ratio(row, ours), "of_transformers": _ratio(row, theirs)}
-        )
+        ratios = {"of_native_bf16": _ratio(row, ours), "of_transformers": _ratio(row, theirs)}
+        lines.append(row | ratios)
     return sorted(lines, key=_order)
 
 
@@ -306,22 +280,15 @@ def _key(row: Row) -> tuple[object, ...]:
 
 
 def _order(line: Row) -> tuple[object, ...]:
-    return (
-        line["shape"],
-        line["card"]["uuid"],
-        line["length"],
-        line["engine"],
-        line["mode"],
-        line["recompute"],
-        line["sequences"],
-    )
+    names = ("length", "engine", "mode", "recompute", "sequences")
+    return line["shape"], line["card"]["uuid"], *(line[name] for name in names)
 
 
-def _markdown(line: Row) -> str:
+def _cells(line: Row) -> list[str]:
     name = f"isobit `{line['mode']}`" if line["engine"] == "native" else "transformers BF16"
     cells = [f"{line['length']:,} x {line['sequences']}", name, line["recompute"]]
     if "error" in line:
-        return f"| {' | '.join(cells)} | {line['error']} |"
+        return [*cells, line["error"]]
     ratios = [
         "-" if line[key] is None else f"{line[key]:.2f}"
         for key in ("of_native_bf16", "of_transformers")
@@ -331,9 +298,8 @@ def _markdown(line: Row) -> str:
     else:
         phases = [f"{line['phases_s'].get(name, 0.0):.2f}" for name in PHASES]
         cells += [f"{line['step_tokens']:,}", *phases, f"{line['tokens_per_s']:,.0f}", *ratios]
-    cells.append(f"{line['peak_gib']:.0f}")
-    return f"| {' | '.join(cells)} |"
+    return [*cells, f"{line['peak_gib']:.0f}"]
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(make_parser()))
+    sys.exit(run_command(make_commands().parser))

@@ -16,7 +16,7 @@ from experiments.proof.figures import by_arm
 from experiments.proof.rows import Repeats, Row, Settings, settings_of
 from experiments.proof.suite import ARMS, TASKS
 from isobit.observe.report.chart import Chart, Curve, Panel, draw
-from isobit.observe.report.page import MOST_RUNS, render_template, write_page
+from isobit.observe.report.page import MOST_RUNS, render_page, write_page
 from isobit.observe.report.panels import section_of
 
 _ACCURACY = "accuracy"
@@ -162,8 +162,9 @@ class Drawn:
 def write_html(rows: Sequence[Row], again: Repeats, costs: Costs, out: Path) -> Path:
     """The whole page.  Raises ConfigError where another file is there."""
     tasks = figures.by_task(rows)
-    page = render_template(
+    page = render_page(
         HERE / "page.html",
+        MARKER,
         name="Does exact FP8 learn like BF16?",
         kind="proof",
         refresh=0,
@@ -177,7 +178,7 @@ def write_html(rows: Sequence[Row], again: Repeats, costs: Costs, out: Path) -> 
         main=main_settings,
         others=_others,
     )
-    return write_page(f"{MARKER}\n{page}\n", out, MARKER)
+    return write_page(page, out, MARKER)
 
 
 def write_picture(rows: Sequence[Row], out: Path) -> Path:
@@ -192,10 +193,14 @@ def write_picture(rows: Sequence[Row], out: Path) -> Path:
         raise ValueError("no finished run of the proof's tasks: there is nothing to draw")
     drawn = [Drawn(task, chart, 390 * place) for place, (task, chart) in enumerate(tasks)]
     legend = {mark.place: mark.label for one in drawn for mark in one.chart.marks}
-    picture = render_template(
-        HERE / "picture.svg", drawn=drawn, legend=sorted(legend.items()), width=390 * len(drawn)
+    picture = render_page(
+        HERE / "picture.svg",
+        PICTURE_MARKER,
+        drawn=drawn,
+        legend=sorted(legend.items()),
+        width=390 * len(drawn),
     )
-    return write_page(f"{PICTURE_MARKER}\n{picture}\n", out, PICTURE_MARKER)
+    return write_page(picture, out, PICTURE_MARKER)
 
 
 def main_settings(settings: Settings) -> dict[str, str]:

@@ -51,10 +51,9 @@ def test_without_a_terminal_a_line_now_and_then_stands_in_the_place_of_the_bar()
 def test_a_line_of_parts_has_colours_and_a_width_on_a_terminal_alone() -> None:
     parts = [Part("step 1"), Part("differing 0 of 3", GOOD, ((1, "0 differ"),))]
     terminal, pipe = StringIO(), StringIO()
-    Console(Terminal(file=terminal, force_terminal=True, width=20, color_system="standard")).parts(
-        parts
-    )
-    Console(Terminal(file=pipe, width=20)).parts(parts)
+    coloured = Terminal(file=terminal, force_terminal=True, width=20, color_system="standard")
+    for out in (coloured, Terminal(file=pipe, width=20)):
+        Console(out).parts(parts)
     assert terminal.getvalue() == "step 1  \x1b[32m0 differ\x1b[0m\n"
     assert pipe.getvalue() == "step 1  differing 0 of 3\n"
 

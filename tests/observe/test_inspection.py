@@ -81,15 +81,8 @@ def test_several_matrices_have_the_figures_of_one_made_of_them() -> None:
     parts = [measure_published(part, quantise_blocks(part)) for part in whole.split(128)]
     one, several = measure_published(whole, quantise_blocks(whole)), together(parts)
     assert several.error == pytest.approx(one.error, rel=1e-9)
-    assert (several.worst_block, several.saturated, several.flushed) == (
-        one.worst_block,
-        one.saturated,
-        one.flushed,
-    )
-    assert (several.smallest_scale, several.largest_scale) == (
-        one.smallest_scale,
-        one.largest_scale,
-    )
+    for name in ("worst_block", "saturated", "flushed", "smallest_scale", "largest_scale"):
+        assert getattr(several, name) == getattr(one, name), name
 
 
 def test_of_stored_bytes_only_scales_and_saturation_are_known() -> None:

@@ -33,10 +33,7 @@ def test_every_named_set_is_measured_greedily(
     results = evaluate_folder(tiny_folder, config, moments.append)
     assert {
         name: (result.problems, result.accuracy, result.samples) for name, result in results.items()
-    } == {
-        "a": (4, 0.5, 1),
-        "b": (3, 0.5, 1),
-    }
+    } == {"a": (4, 0.5, 1), "b": (3, 0.5, 1)}
     assert moments[-1].finished == moments[-1].total == 3
     assert not config.output.exists()
 

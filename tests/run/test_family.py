@@ -17,18 +17,8 @@ from isobit.util.errors import ConfigError
 MakeConfig = Callable[..., RunConfig]
 WriteReward = Callable[[str], str]
 PARITY = "return float(completion.token_ids[0] % 2)"
-NAMES = (
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "gspo",
-    "cispo",
-    "remax",
-    "ppo",
-)
+NAMES = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+NAMES += ("gspo", "cispo", "remax", "ppo")
 
 
 def steps(output: Path) -> list[dict[str, Any]]:
@@ -55,26 +45,18 @@ def test_every_algorithm_trains_on_its_own_samples_bit_for_bit(
     assert any(not before[key].equal(after[key]) for key in before)
 
 
-def test_a_reference_is_the_policy_until_it_has_moved(
-    make_config: MakeConfig, write_reward: WriteReward
+@pytest.mark.parametrize("refresh_every", [0, 1])
+def test_a_reference_is_the_policy_until_it_has_moved_and_once_refreshed(
+    refresh_every: int, make_config: MakeConfig, write_reward: WriteReward
 ) -> None:
-    config = make_config(write_reward(PARITY), algorithm={"kl_coefficient": 0.1})
+    reference = {"refresh_every": refresh_every}
+    config = make_config(
+        write_reward(PARITY), algorithm={"kl_coefficient": 0.1}, reference=reference
+    )
     train(config)
     first, second = steps(config.output)
     assert first["kl/k1"] == first["kl/k3"] == 0.0
-    assert second["kl/k3"] > 0.0
-
-
-def test_a_refreshed_reference_is_the_policy_again(
-    make_config: MakeConfig, write_reward: WriteReward
-) -> None:
-    config = make_config(
-        write_reward(PARITY),
-        algorithm={"kl_coefficient": 0.1},
-        reference={"refresh_every": 1},
-    )
-    train(config)
-    assert [line["kl/k3"] for line in steps(config.output)] == [0.0, 0.0]
+    assert (second["kl/k3"] == 0.0) == (refresh_every == 1)
 
 
 def test_replay_mixes_in_what_was_learnt_from_before(

@@ -2,7 +2,6 @@
 that a run with batches in waiting repeats and resumes.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from isobit.run.pending import COMPARED, GradedBatch, Pending
 from isobit.run.setup import RlRun
 from isobit.store.keeper import CheckpointKeeper
 from isobit.training.step import StepMetrics
+from tests.tiny import json_lines as lines
 
 MakeConfig = Callable[..., RunConfig]
 STEPS, UPDATES = 5, 2
@@ -46,10 +46,6 @@ def lagging(make_config: MakeConfig, write_reward: Callable[[str], str]) -> Make
         return config
 
     return make
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def sampled_by(root: Path) -> list[int]:

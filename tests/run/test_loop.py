@@ -21,13 +21,10 @@ from isobit.run.loop import train
 from isobit.run.setup import RlRun
 from isobit.store.state import StateDigest, state_digest
 from isobit.util.errors import MismatchError, RewardError
+from tests.tiny import json_lines as lines
 
 MakeConfig = Callable[..., RunConfig]
 LENGTH_REWARD = "return float(len(completion.token_ids) > 4 or completion.token_ids[0] % 2)"
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("preset", get_args(Preset))
@@ -220,9 +217,7 @@ def test_a_run_stops_at_a_lost_bit_and_does_not_write_it(
 
 
 def test_whoever_does_not_want_to_know_is_not_told(
-    make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flip_after_step_1("masters", monkeypatch)
     train(make_config(data={"eval": {}}, check={"state": False}))

@@ -21,6 +21,7 @@ from isobit.run.sft import sft
 from isobit.training.figures import UpdateMetrics
 from isobit.training.trainer import Trainer
 from tests.death import Death
+from tests.tiny import json_lines as lines
 
 SHAPE = {
     "family": "qwen3_moe",
@@ -36,10 +37,6 @@ SHAPE = {
 }
 FIRST_TOKEN = "return completion.token_ids[0] / 100"
 """A reward that differs within a group."""
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from isobit.run.redo import replay
 from isobit.store.checkpoint import CHUNK_BYTES, _json_sha256
 from isobit.store.directory import RunDirectory
 from isobit.util.errors import ConfigError
+from tests.tiny import with_sections
 from tests.worlds import in_world
 
 REWARD = "def reward(prompt, completion):\n    return float(completion.token_ids[0] % 3)\n"
@@ -49,9 +50,7 @@ def settings(folder: Path, model: Path, output: Path, **sections: Any) -> RunCon
         "evaluation": {"every": 2},
         "checkpoint": {"every": 2, "keep_last": 3},
     }
-    for name, value in sections.items():
-        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-    return RunConfig.model_validate(values)
+    return RunConfig.model_validate(with_sections(values, sections))
 
 
 @pytest.fixture(scope="module")

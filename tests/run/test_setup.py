@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from isobit.config.recipes import RunConfig
 from isobit.run.loop import train
+from isobit.run.plan import plan_training
+from isobit.run.setup import read_rl
 from isobit.util.errors import (
     ConfigError,
     DataError,
@@ -71,15 +73,24 @@ def refused(config: RunConfig, kind: type[IsobitError], match: str) -> None:
             DataError,
             "prompt train/0 .* has 9 tokens, more than data.max_prompt_tokens = 8",
         ),
+        ({"checkpoint": {"keep_best": "eval/no/accuracy"}}, ConfigError, "checkpoint.keep_best"),
         ({"reward": "no_such_module:reward"}, RewardError, "no_such_module"),
-        ({"reward": "reasoning_gym"}, RewardError, "comes from no reasoning-gym task"),
         ({"model": "no/such/folder"}, ModelError, "no/such/folder is not a folder"),
     ],
 )
 def test_what_cannot_be_used(
     make_config: MakeConfig, sections: dict[str, Any], kind: type[IsobitError], match: str
 ) -> None:
-    refused(make_config(**sections), kind, match)
+    """By a run, and by its dry run."""
+    config = make_config(**sections)
+    refused(config, kind, match)
+    with pytest.raises(kind, match=match):
+        plan_training(config, read_rl)
+
+
+def test_the_reward_of_other_data(make_config: MakeConfig) -> None:
+    config = make_config("reasoning_gym")
+    refused(config, RewardError, "comes from no reasoning-gym task")
 
 
 def test_a_used_directory_is_refused_and_left_as_it_was(make_config: MakeConfig) -> None:
@@ -96,16 +107,9 @@ def test_a_used_directory_is_refused_and_left_as_it_was(make_config: MakeConfig)
 def test_a_dataset_without_rows(make_config: MakeConfig, tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.touch()
-    refused(
-        make_config(data={"train": {"type": "jsonl", "path": path}}),
-        DataError,
-        "empty.jsonl has no rows",
-    )
-    refused(
-        make_config(data={"eval": {"none": {"type": "jsonl", "path": path}}}),
-        DataError,
-        "empty.jsonl has no rows",
-    )
+    source = {"type": "jsonl", "path": path}
+    for data in ({"train": source}, {"eval": {"none": source}}):
+        refused(make_config(data=data), DataError, "empty.jsonl has no rows")
 
 
 def test_training_prompts_that_are_all_evaluated(make_config: MakeConfig) -> None:

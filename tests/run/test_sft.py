@@ -37,13 +37,12 @@ from isobit.util.errors import (
     NonFiniteError,
     OutOfMemoryError,
 )
+from tests.tiny import json_lines as lines
+from tests.tiny import with_sections
 
 MakeConfig = Callable[..., SftConfig]
 REWARD = {"function": "isobit.starter.tasks:correct_answer", "in_process": True}
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+SCRATCH = {"hidden_size": 128, "intermediate_size": 128, "num_layers": 1, "num_heads": 4}
 
 
 def plan_sft(config: SftConfig) -> DryRun:
@@ -63,28 +62,21 @@ def write_rows(path: Path, held_out: bool, count: int) -> Path:
 def make_config(tiny_folder: Path, tmp_path: Path) -> MakeConfig:
     """Two steps of 4 worked-out sums with a tiny random model; sections replace keys of these."""
 
+    train = write_rows(tmp_path / "train.jsonl", held_out=False, count=12)
+    held_out = write_rows(tmp_path / "held_out.jsonl", held_out=True, count=5)
+
     def make(**sections: Any) -> SftConfig:
         config: dict[str, Any] = {
             "model": str(tiny_folder),
             "output": tmp_path / "run",
             "data": {
-                "train": {
-                    "type": "jsonl",
-                    "path": write_rows(tmp_path / "train.jsonl", held_out=False, count=12),
-                },
-                "eval": {
-                    "held_out": {
-                        "type": "jsonl",
-                        "path": write_rows(tmp_path / "held_out.jsonl", held_out=True, count=5),
-                    }
-                },
+                "train": {"type": "jsonl", "path": train},
+                "eval": {"held_out": {"type": "jsonl", "path": held_out}},
             },
             "rollout": {"max_new_tokens": 8},
             "training": {"steps": 2, "prompts_per_step": 4, "learning_rate": 1e-3},
         }
-        for name, value in sections.items():
-            config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
-        return build(SftConfig, config, "test")
+        return build(SftConfig, with_sections(config, sections), "test")
 
     return make
 
@@ -112,14 +104,8 @@ def test_the_directory_holds_what_the_run_did(
     figures = lines(root / "metrics.jsonl")
     assert [line["step"] for line in figures] == [0, 1, 1, 2, 2]
     assert figures[-1]["eval/held_out/loss"] == summary.loss_after
-    assert {
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "entropy",
-        "time/training_s",
-        "tokens_per_s/training",
-    } <= figures[1].keys()
+    names = {"loss", "grad_norm", "learning_rate", "entropy", "time/training_s"}
+    assert names | {"tokens_per_s/training"} <= figures[1].keys()
     assert {line["source"] for line in lines(root / "completions.jsonl")} == {"held_out"}
     assert list((root / "tensorboard").iterdir())
     assert load_model(summary.model, config.precision).tokenizer("1+2=")["input_ids"]
@@ -181,25 +167,21 @@ def test_a_run_repeats_its_bits(make_config: MakeConfig, tmp_path: Path) -> None
 def test_a_model_is_made_from_scratch_with_the_tokenizer_of_a_folder(
     make_config: MakeConfig,
 ) -> None:
-    shape = {"hidden_size": 128, "intermediate_size": 128, "num_layers": 1, "num_heads": 4}
-    config = make_config(model="starter", from_scratch=shape)
+    config = make_config(model="starter", from_scratch=SCRATCH)
     summary = sft(config)
     made = load_model(summary.model, config.precision).policy.config
     assert (made.vocab_size, made.num_layers, made.head_dim, made.num_kv_heads) == (128, 1, 32, 4)
-    weights = [
+    drawn = [
         prepare_sft(
-            make_config(model="starter", from_scratch=shape, output="nowhere", seed=s)
-        ).model.policy
-        for s in (0, 0, 1)
+            make_config(model="starter", from_scratch=SCRATCH, output="nowhere", seed=seed)
+        ).model.policy.masters
+        for seed in (0, 0, 1)
     ]
-    same = [
-        torch.equal(weights[0].masters["norm.weight"], w.masters["norm.weight"]) for w in weights
-    ]
-    embeddings = [
-        torch.equal(weights[0].masters["embed_tokens.weight"], w.masters["embed_tokens.weight"])
-        for w in weights
-    ]
-    assert (same, embeddings) == ([True] * 3, [True, True, False])
+    same = {
+        name: [torch.equal(drawn[0][name], masters[name]) for masters in drawn]
+        for name in ("norm.weight", "embed_tokens.weight")
+    }
+    assert same == {"norm.weight": [True] * 3, "embed_tokens.weight": [True, True, False]}
 
 
 def test_examples_that_are_evaluated_are_not_trained_on(
@@ -218,28 +200,9 @@ def test_examples_that_are_evaluated_are_not_trained_on(
             ConfigError,
             "reward is set, but data.eval names no set",
         ),
+        ({"from_scratch": {**SCRATCH, "hidden_size": 130}}, ConfigError, "4 heads do not"),
         (
-            {
-                "from_scratch": {
-                    "hidden_size": 130,
-                    "intermediate_size": 128,
-                    "num_layers": 1,
-                    "num_heads": 4,
-                }
-            },
-            ConfigError,
-            "4 heads do not",
-        ),
-        (
-            {
-                "from_scratch": {
-                    "hidden_size": 128,
-                    "intermediate_size": 128,
-                    "num_layers": 1,
-                    "num_heads": 4,
-                    "vocab_size": 64,
-                }
-            },
+            {"from_scratch": {**SCRATCH, "vocab_size": 64}},
             ConfigError,
             "vocab_size is 64, but the tokenizer has 99 tokens",
         ),
@@ -308,20 +271,7 @@ def test_a_signal_stops_after_the_step_and_keeps_its_weights(
     assert not (config.output / "summary.json").exists()
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        {},
-        {
-            "from_scratch": {
-                "hidden_size": 128,
-                "intermediate_size": 128,
-                "num_layers": 1,
-                "num_heads": 2,
-            }
-        },
-    ],
-)
+@pytest.mark.parametrize("start", [{}, {"from_scratch": SCRATCH}])
 def test_the_device_is_that_of_the_configuration(
     make_config: MakeConfig, start: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,13 +24,11 @@ from isobit.starter.tasks import guess, problems, question, worked_out
 from isobit.training.out_of_memory import within_memory
 from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError, DataError, IsobitError, ModelError
+from tests.tiny import json_lines as lines
+from tests.tiny import with_sections
 
 MakeConfig = Callable[..., SftConfig]
 FP32 = PrecisionConfig(preset="fp32")
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def write_pairs(path: Path, held_out: bool, count: int) -> Path:
@@ -50,10 +48,7 @@ def make_config(tiny_folder: Path, tmp_path: Path) -> MakeConfig:
 
     def make(**sections: Any) -> SftConfig:
         train, held_out = (
-            {
-                "type": "jsonl",
-                "path": write_pairs(tmp_path / f"{held_out}{count}.jsonl", held_out, count),
-            }
+            {"type": "jsonl", "path": write_pairs(tmp_path / f"{count}.jsonl", held_out, count)}
             for held_out, count in ((False, 12), (True, 5))
         )
         config: dict[str, Any] = {
@@ -63,9 +58,7 @@ def make_config(tiny_folder: Path, tmp_path: Path) -> MakeConfig:
             "data": {"train": train, "eval": {"held_out": held_out}},
             "training": {"steps": 2, "prompts_per_step": 4, "learning_rate": 1e-3},
         }
-        for name, value in sections.items():
-            config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
-        return build(SftConfig, config, "test")
+        return build(SftConfig, with_sections(config, sections), "test")
 
     return make
 

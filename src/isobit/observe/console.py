@@ -1,10 +1,9 @@
 """What a command prints: lines, progress, the line of a step, and descriptions of models and
 evaluations.
 
-On a terminal a progress bar shows tokens per second and disappears when the generation is over, and
-the line of a step is shortened until it fits, with colours for good and bad.  Elsewhere (a pipe, a
-log file) there is no colour, lines are whole, and a line every ``LINE_EVERY_S`` seconds replaces
-the bar.
+On a terminal a progress bar shows tokens per second and disappears after the generation, and the
+line of a step is coloured, and shortened until it fits.  Elsewhere (a pipe, a log file) there is no
+colour, lines are whole, and a line every ``LINE_EVERY_S`` seconds replaces the bar.
 """
 
 import textwrap
@@ -36,21 +35,21 @@ from isobit.util.files import LARGE
 from isobit.util.terminal import Standard, gib
 
 GOOD, BAD, WARNING = "green", "bold red", "yellow"
-"""Styles of a terminal; nothing of them reaches a file."""
+"""Styles of a terminal, which a file never has."""
 
 GAP = "  "
 """Between two parts."""
 
 _STEPS = 10
-"""Of which the time that is left is told."""
+"""The last steps, whose pace gives the remaining time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """A part of a line.
 
-    ``shorter`` has what may stand in its place where the line is too long, with the order in which
-    that is done over all parts: the lowest number first; the empty text leaves the part out.
+    ``shorter`` has the texts that replace it where the line is too long, each with its order among
+    the replacements of all parts, lowest first; an empty text leaves the part out.
     """
 
     text: str
@@ -59,7 +58,7 @@ class Part:
 
 
 def fit(parts: Sequence[Part], width: int | None) -> list[Part]:
-    """The parts as they stand in a line of at most ``width`` columns, as far as they can be cut."""
+    """The parts, cut as far as possible to a line of at most ``width`` columns."""
     found = list(parts)
     cuts = sorted((cut, place) for place, part in enumerate(parts) for cut in part.shorter)
     for (_, text), place in cuts:
@@ -74,8 +73,8 @@ def _length(parts: Sequence[Part]) -> int:
 
 
 def metric_parts(metrics: Metrics, kind: Kind, exact: bool = False) -> dict[str, Part]:
-    """The parts of a step's line that the table has for a kind of run, by the metric's name.  With
-    ``exact``, metrics that have one value in an exact flow are coloured.
+    """The parts of a step's line for a kind of run, by metric.  With ``exact``, metrics that have a
+    known value in an exact flow are coloured.
     """
     parts: dict[str, Part] = {}
     for name, row in METRICS.items():
@@ -88,8 +87,8 @@ def metric_parts(metrics: Metrics, kind: Kind, exact: bool = False) -> dict[str,
 
 
 class TimeLeft:
-    """How long a run will still take, from the pace of its last steps, evaluations and checkpoints
-    between them included; the first step warms up and does not count once there is another.
+    """Estimates the remaining time of a run from the pace of its last steps, including evaluations
+    and checkpoints between them.  The first step, a warm-up, counts only until there is another.
     """
 
     def __init__(self, steps: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -98,7 +97,7 @@ class TimeLeft:
         self._is_warm = False
 
     def after(self, step: int) -> float:
-        """Seconds until the end of the run; asked once at the end of each step."""
+        """Seconds until the end of the run; to be called once at the end of each step."""
         if len(self._ends) == 2 and not self._is_warm:
             self._ends.popleft()
             self._is_warm = True
@@ -108,7 +107,7 @@ class TimeLeft:
 
 
 def time_left(seconds: float) -> Part:
-    """How long a run will still take, in a few words; ``done`` after its last step."""
+    """The remaining time as text; ``done`` after the last step."""
     if seconds <= 0:
         return Part("done")
     minutes, hours = round(seconds / 60), round(seconds / 3600)
@@ -125,21 +124,20 @@ def time_left(seconds: float) -> Part:
 
 
 LINE_EVERY_S = 30.0
-"""Between two lines in the place of a progress bar."""
+"""Seconds between two lines that replace a progress bar."""
 
 
 class Console:
-    """Prints what a command does: lines anywhere, progress and spinners on a terminal alone.
-
-    ``terminal`` is where it prints, by default standard output (``terminal_on``).
+    """Prints lines anywhere, and progress bars and spinners on a terminal only; by default on
+    standard output (``terminal_on``).
     """
 
     def __init__(self, terminal: rich.console.Console | None = None) -> None:
         self._terminal = terminal or terminal_on("stdout")
 
     def line(self, text: str = "", style: str = "") -> None:
-        """One line as it stands: no markup, no control characters that a model or a path might
-        hold.  A terminal that is narrower gets it in several, broken between words alone.
+        """One line without markup and without control characters, which a path or a model's text
+        may contain.  On a narrower terminal it is broken between words.
         """
         shown = printable(text)
         if self._terminal.is_terminal and len(shown) > self._terminal.width:
@@ -147,7 +145,7 @@ class Console:
         self._terminal.print(shown, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def parts(self, parts: Sequence[Part]) -> None:
-        """One line of parts, as many as a terminal has room for."""
+        """One line of the parts that fit the terminal."""
         width = self._terminal.width if self._terminal.is_terminal else None
         line = Text(GAP).join(Text(printable(p.text), p.style) for p in fit(parts, width))
         self._terminal.print(line, highlight=False, soft_wrap=True)
@@ -180,9 +178,7 @@ class Console:
 
     @contextmanager
     def counting(self, what: str) -> Iterator[Callable[[int, int], None] | None]:
-        """A bar for work on so many things, told how many are done and of how many; None without a
-        terminal.
-        """
+        """A progress bar, updated with the number done and the total; None without a terminal."""
         if not self._terminal.is_terminal:
             yield None
             return
@@ -193,8 +189,8 @@ class Console:
 
     @contextmanager
     def busy(self, label: str) -> Iterator[None]:
-        """A spinner with ``label`` and the seconds so far for work that cannot say how far it is;
-        nothing without a terminal.
+        """A spinner with ``label`` and the elapsed seconds, for work without a measure of
+        progress; nothing without a terminal.
         """
         if not self._terminal.is_terminal:
             yield
@@ -206,8 +202,8 @@ class Console:
 
     @contextmanager
     def writing(self, what: str, num_bytes: int) -> Iterator[None]:
-        """A spinner while ``what`` is written; from ``LARGE`` bytes on a line with the size before,
-        and one with the seconds after.
+        """A spinner while ``what`` is written; for ``LARGE`` bytes or more also a line with the
+        size before, and one with the seconds after.
         """
         if num_bytes >= LARGE:
             self.line(f"writing {what}: {gib(num_bytes)}")
@@ -218,7 +214,7 @@ class Console:
             self.line(f"written in {perf_counter() - started_at:.0f} s")
 
     def notes(self, notes: Sequence[str]) -> None:
-        """What went wrong in a step without ending the run."""
+        """Problems of a step that did not end the run."""
         for note in notes:
             self.line(f"  note: {note}", WARNING)
 
@@ -238,19 +234,19 @@ class Console:
 
 
 def terminal_on(name: Literal["stdout", "stderr"]) -> rich.console.Console:
-    """A standard stream.  Printing there never raises: neither a reader who has gone nor a closed
-    terminal ends what is being done.
+    """A standard stream.  Printing to it never raises, even where its reader or the terminal is
+    closed, so it cannot end a run.
     """
     return rich.console.Console(file=cast(TextIO, Standard(name)))
 
 
 def silent() -> Console:
-    """The console of a rank that is not the first: all ranks would say the same."""
+    """The console of every rank but the first: all ranks would print the same."""
     return Console(rich.console.Console(quiet=True, force_terminal=False))
 
 
 def describe_policy(name: str, policy: Policy) -> str:
-    """A policy, called ``name``, in one line."""
+    """A policy in one line."""
     parameters = sum(map(prod, policy.shapes.values()))
     layers = policy.config.num_layers
     return f"model {name}: {policy.config.family}, {parameters:,} parameters, {layers} layers"
@@ -280,8 +276,8 @@ def describe_result(name: str, result: EvalResult) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines of at most ``width`` columns, all but the first indented; a word that is longer, a path
-    for example, stays whole.
+    """Lines of at most ``width`` columns, all but the first indented; a longer word, such as a
+    path, stays whole.
     """
     indent = len(text) - len(text.lstrip(" "))
     lines = textwrap.wrap(
@@ -295,9 +291,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` without control characters other than tabs and line ends, which could drive the
-    terminal.
-    """
+    """``text`` without control characters, except tabs and line ends."""
     return "".join(
         character for character in text if character in "\t\n" or character.isprintable()
     )

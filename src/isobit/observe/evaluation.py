@@ -1,4 +1,4 @@
-"""The metrics of graded groups: rewards, lengths, and those of an evaluation with 95% intervals.
+"""Metrics of graded groups: rewards, lengths, and evaluations with 95% intervals.
 
 Accuracy is the mean reward over problems.  Greedy decoding takes one sample a problem; above
 temperature 0 a problem's score is the mean of its n samples (mean@n), and a sample counts as right
@@ -68,8 +68,8 @@ def bootstrap_interval(scores: Sequence[float]) -> Interval:
 
 
 def mean_interval(scores: Sequence[float]) -> Interval | None:
-    """Wilson's interval where every problem scored 0 or 1, else the bootstrap's; None where there
-    is too little to say.
+    """Wilson's interval where every problem scored 0 or 1, else the bootstrap's, or None for fewer
+    than two scores.
     """
     if scores and all(score in (0.0, 1.0) for score in scores):
         return wilson_interval(sum(score == 1.0 for score in scores), len(scores))
@@ -77,8 +77,8 @@ def mean_interval(scores: Sequence[float]) -> Interval | None:
 
 
 def reward_metrics(groups: Sequence[Group]) -> Metrics:
-    """Mean and standard deviation of the rewards that did not fail, and of each of several parts by
-    name; nothing where all failed.
+    """Mean and standard deviation of the rewards that did not fail, and of each part by name;
+    empty where all failed.
     """
     names = groups[0].reward_parts if groups else ()
     columns = {f"reward/{name}": [group.reward_parts[name] for group in groups] for name in names}
@@ -109,33 +109,30 @@ RIGHT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """What an evaluation of one set found."""
+    """The result of evaluating one set."""
 
     accuracy: float
     """Mean over problems of the mean reward of their samples."""
     interval: Interval | None
-    """95%, over problems; None where one problem alone has a fractional score."""
+    """95%, over problems; None for a single problem with a fractional score."""
     problems: int
-    """With at least one graded sample."""
+    """Problems with at least one graded sample."""
     samples: int
-    """A problem."""
+    """Samples per problem."""
     failed: int
     """Samples whose reward raised or was no finite number."""
     pass_at: Mapping[int, float]
-    """pass@k for k = 1, 2, 4, .. up to the samples a problem; empty for one sample."""
+    """pass@k for k = 1, 2, 4, .. up to ``samples``; empty for one sample."""
     response_length: float
-    """Mean, tokens."""
+    """Mean, in tokens."""
     truncated: float
     """Share of the samples that the length limit ended."""
-
     has_shares: bool = True
-    """Whether every reward lies between 0 and 1, so that their mean can be a share of right
-    answers, an accuracy.
-    """
+    """Whether every reward lies between 0 and 1, so that their mean can be an accuracy."""
 
     def figures(self) -> dict[str, Any]:
-        """All of it, ready for JSON: ``mean_reward``, which is the ``accuracy`` too where it can be
-        one; that is null elsewhere.
+        """All fields, for JSON, and ``mean_reward``; ``accuracy`` is null where rewards are no
+        shares.
         """
         accuracy = self.accuracy if self.has_shares else None
         return {"mean_reward": self.accuracy, **asdict(self), "accuracy": accuracy}
@@ -156,18 +153,13 @@ class EvalResult:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """The record from what ``dataclasses.asdict`` and JSON made of it: lists, and keys that are
-        text.
-        """
+        """Undo ``dataclasses.asdict`` and JSON, which turn tuples to lists and keys to text."""
         interval = content["interval"]
-        pass_at = {int(k): value for k, value in content["pass_at"].items()}
-        return cls(
-            **{
-                **content,
-                "interval": tuple(interval) if interval is not None else None,
-                "pass_at": pass_at,
-            }
-        )
+        restored = {
+            "interval": tuple(interval) if interval is not None else None,
+            "pass_at": {int(k): value for k, value in content["pass_at"].items()},
+        }
+        return cls(**{**content, **restored})
 
 
 def result_of(groups: Sequence[Group], samples: int) -> EvalResult:

@@ -1,9 +1,9 @@
-"""The figures of a run as TensorBoard's events: one file for each process that had a part in it.
+"""Writes the figures of a run as TensorBoard events, in one file for each process.
 
 TensorBoard reads the files of a folder in the order of their names, which begin with a time, and
-takes a step that is not above the one before for a restart.  A clock that runs back, or the slower
-clock of another host, would put the steps of a resumed run before those it follows: so a new file
-is named after the newest there is, and no event is older than the one before.
+takes a step that is not above the previous one for a restart.  A clock that is set back, or the
+slower clock of another host, would put the steps of a resumed run before those of the run.
+Therefore a new file is named after the newest one, and no event is older than the previous one.
 """
 
 import os
@@ -29,7 +29,7 @@ _NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 
 class Events:
-    """The file of this process, begun when it is made."""
+    """The file of this process, which the constructor creates."""
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError and StorageError where it cannot be written."""

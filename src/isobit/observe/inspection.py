@@ -1,27 +1,25 @@
-"""What ``isobit inspect`` finds out about a model folder, in one record.
+"""What ``isobit inspect`` finds out about a model folder.
 
 Tensors are read one after the other, and none is kept.  With x a matrix of the checkpoint and q the
 numbers that its E4M3 bytes stand for, both [N, K]:
 
     error           sqrt(sum (q - x)^2 / sum x^2), over the matrix
-    worst block     the same over each block of 128x128, the highest
+    worst block     the highest error of a block of 128x128
     saturated       share of the bytes that are the largest value, 448: at least one a block where
                     scales are FP32, fewer where they are powers of two, rounded up
     flushed         share of x that are not 0 and whose bytes are
     scales          the smallest and the largest
 
-Of a matrix that is stored in E4M3 already, neither the error nor the flushed numbers can be known.
-Sums of several matrices give the figures of a layer.
+Error and flushed numbers of a matrix that is stored in E4M3 are not known.
 
-Beside that: what each preset makes of the model (its share in E4M3, the format of the cache, the
-size of its published weights), and the memory that the model takes on a named GPU, to generate
-alone and to train with the default settings (``isobit.memory.device``).
+It also lists what each preset quantises, and the memory to generate and to train on a named GPU.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
 from math import prod
+from operator import add
 from pathlib import Path
 from typing import Any, get_args
 
@@ -45,114 +43,115 @@ from isobit.util.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class GpuFigures:
-    """Of one model in one flow on one GPU."""
+    """The memory that a model takes on a GPU."""
 
     gpu: str
     total: int
-    """Bytes that a process can have."""
+    """Bytes that a process can use."""
     longest: int
     """Tokens of the longest sequence that is trained."""
     generating: Bytes
     """By name; empty where not one page of the cache fits."""
     cached_tokens: int
-    """That the cache then holds."""
+    """The capacity of the cache in ``generating``."""
     training: DevicePlan | None
     problem: str
     """Why training does not fit; empty where it does."""
+
+    def as_json(self) -> dict[str, Any]:
+        plan = self.training
+        phases = plan and {"rollout": dict(plan.rollout), "training": dict(plan.training)}
+        return {
+            "name": self.gpu,
+            "bytes": self.total,
+            "longest": self.longest,
+            "generating": dict(self.generating),
+            "cached_tokens": self.cached_tokens,
+            "training": phases,
+            "problem": self.problem,
+        }
 
 
 def gpu_figures(
     config: ModelConfig, flow: PrecisionFlow, sizes: Sizes, gpu: str, longest: int
 ) -> GpuFigures:
-    """Plan both; nothing is allocated.  Raises ConfigError for a GPU that is not known."""
+    """Plan both phases without allocating anything.  Raises ConfigError for an unknown GPU."""
     total = gpu_memory(gpu)
-    generating, cached = _generating(config, flow, sizes, total)
+    weights = published_bytes(config, flow.one_sided("rollout"), sizes)
+    rollout, generating, cached = None, {"published weights": weights}, 0
+    if not config.score_head:
+        rollout = RolloutConfig()
+        forward = forward_bytes(config, flow, rollout, sizes)
+        page = sizes.page_bytes(config, flow)
+        free = total - RESERVE - weights - forward
+        if free < page:
+            generating = {}
+        else:
+            pages = num_pages_within(config, rollout, sizes.page_tokens, page, free)
+            generating |= {"forward and logits": forward, "KV pages": pages * page}
+            cached = pages * sizes.page_tokens
     training, problem = None, ""
     try:
         planner = DevicePlanner(config, flow, sizes, total)
-        rollout = None if config.score_head else RolloutConfig()
         training = planner.plan(rollout, TrainingConfig(), longest)
     except ConfigError as error:
         problem = str(error)
     return GpuFigures(gpu, total, longest, generating, cached, training, problem)
 
 
-def _generating(
-    config: ModelConfig, flow: PrecisionFlow, sizes: Sizes, total: int
-) -> tuple[Bytes, int]:
-    """-> bytes by name, and tokens of the cache."""
-    weights = published_bytes(config, flow.one_sided("rollout"), sizes)
-    if config.score_head:
-        return {"published weights": weights}, 0
-    rollout = RolloutConfig()
-    forward = forward_bytes(config, flow, rollout, sizes)
-    page = sizes.page_bytes(config, flow)
-    room = total - RESERVE - weights - forward
-    if room < page:
-        return {}, 0
-    pages = num_pages_within(config, rollout, sizes.page_tokens, page, room)
-    found = {"published weights": weights, "forward and logits": forward, "KV pages": pages * page}
-    return found, pages * sizes.page_tokens
-
-
 @dataclass(frozen=True, slots=True)
 class PresetFigures:
-    """One preset without options."""
+    """What a preset, without options, makes of a model."""
 
     preset: str
     rollout_e4m3: float
     """Share of the parameters that the rollout reads in E4M3."""
     training_e4m3: float
-    """The same of the training forward."""
+    """Share that the training forward reads in E4M3."""
     cache: str
     """The format of the KV cache in most layers."""
     published_bytes: int
-    """What both sides read, in the memory of the back end."""
+    """Size of the weights that both sides read, on the back end."""
     exact: bool
     """Whether both sides are one function."""
 
 
-def preset_figures(config: ModelConfig, sizes: Sizes) -> list[PresetFigures]:
-    """Of every preset, on a back end of those sizes."""
-    shape = decoder_shape(config)
-    flows = [build_flow(PrecisionConfig(preset=preset), shape) for preset in get_args(Preset)]
-    return [_figures(config, flow, sizes) for flow in flows]
-
-
-def _figures(config: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> PresetFigures:
-    return PresetFigures(
-        flow.preset,
-        _share_in_e4m3(config, flow.rollout),
-        _share_in_e4m3(config, flow.training),
-        flow.rollout.attention_format(config.num_layers // 2),
-        published_bytes(config, flow, sizes),
-        flow.exact,
-    )
-
-
-def _share_in_e4m3(config: ModelConfig, graph: Graph) -> float:
-    quantised = sum(
-        prod(master.shape)
+def _preset_figures(config: ModelConfig, sizes: Sizes) -> tuple[PresetFigures, ...]:
+    """The figures of every preset, on a back end of those sizes."""
+    matrices = {
+        name.rpartition(".")[0]: prod(master.shape)
         for name, master in build_decoder(config).masters().items()
-        if master.kind == "matrix" and graph.site(name.rpartition(".")[0]).forward == "e4m3"
+        if master.kind == "matrix"
+    }
+
+    def share(graph: Graph) -> float:
+        found = (size for name, size in matrices.items() if graph.site(name).forward == "e4m3")
+        return sum(found) / parameter_count(config)
+
+    shape = decoder_shape(config)
+    return tuple(
+        PresetFigures(
+            flow.preset,
+            share(flow.rollout),
+            share(flow.training),
+            flow.rollout.attention_format(config.num_layers // 2),
+            published_bytes(config, flow, sizes),
+            flow.exact,
+        )
+        for flow in (build_flow(PrecisionConfig(preset=one), shape) for one in get_args(Preset))
     )
-    return quantised / parameter_count(config)
-
-
-_LARGEST_BYTE = 0x7E
-_MAGNITUDE = 0x7F
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Figures:
-    """Of one matrix, or of several together."""
+    """The figures of a matrix, or of several."""
 
     numbers: int
     saturated_numbers: int
     smallest_scale: float
     largest_scale: float
     flushed_numbers: int | None = None
-    """None, as the next three, of bytes that lay there."""
+    """None, like the next three, for matrices that were stored in E4M3."""
     squares: float | None = None
     """Sum of x^2."""
     squared_errors: float | None = None
@@ -162,7 +161,7 @@ class Fp8Figures:
     def error(self) -> float | None:
         if self.squares is None or self.squared_errors is None:
             return None
-        return _relative(self.squared_errors, self.squares)
+        return (self.squared_errors / self.squares) ** 0.5 if self.squares else 0.0
 
     @property
     def saturated(self) -> float:
@@ -173,21 +172,15 @@ class Fp8Figures:
         return None if self.flushed_numbers is None else self.flushed_numbers / self.numbers
 
     def __add__(self, other: "Fp8Figures") -> "Fp8Figures":
-        return Fp8Figures(
-            self.numbers + other.numbers,
-            self.saturated_numbers + other.saturated_numbers,
-            min(self.smallest_scale, other.smallest_scale),
-            max(self.largest_scale, other.largest_scale),
-            _sum(self.flushed_numbers, other.flushed_numbers),
-            _sum(self.squares, other.squares),
-            _sum(self.squared_errors, other.squared_errors),
-            None
-            if self.worst_block is None or other.worst_block is None
-            else max(self.worst_block, other.worst_block),
-        )
+        def both(take: Callable[[Any, Any], Any], name: str) -> Any:
+            a, b = getattr(self, name), getattr(other, name)
+            return None if a is None or b is None else take(a, b)
+
+        takes = {"smallest_scale": min, "largest_scale": max, "worst_block": max}
+        return Fp8Figures(*(both(takes.get(one.name, add), one.name) for one in fields(self)))
 
     def as_json(self) -> dict[str, Any]:
-        """The figures; None where they cannot be known."""
+        """The figures; None where they are not known."""
         return {
             "error": self.error,
             "worst_block": self.worst_block,
@@ -202,19 +195,14 @@ def together(figures: list[Fp8Figures]) -> Fp8Figures:
 
 
 def measure_published(x: torch.Tensor, published: QuantTensor) -> Fp8Figures:
-    """``x`` [N, K] as the checkpoint has it, and as it is published."""
+    """The figures of ``x`` [N, K] of the checkpoint, as it is published."""
     x = x.float()
-    bare = measure_stored(published)
-    magnitudes = published.values.view(torch.uint8) & _MAGNITUDE
     error = dequantise(published).sub_(x).square_()
     errors, squares = _block_sums(error), _block_sums(x.square())
     shares = errors / squares.clamp(min=torch.finfo(torch.float64).tiny)
-    return Fp8Figures(
-        bare.numbers,
-        bare.saturated_numbers,
-        bare.smallest_scale,
-        bare.largest_scale,
-        flushed_numbers=int(((magnitudes == 0) & (x != 0)).sum()),
+    return replace(
+        measure_stored(published),
+        flushed_numbers=int(((_magnitudes(published) == 0) & (x != 0)).sum()),
         squares=float(squares.sum()),
         squared_errors=float(errors.sum()),
         worst_block=float(shares.max().sqrt()),
@@ -222,20 +210,22 @@ def measure_published(x: torch.Tensor, published: QuantTensor) -> Fp8Figures:
 
 
 def measure_stored(matrix: QuantTensor) -> Fp8Figures:
-    """A matrix of whose origin nothing is known."""
-    magnitudes = matrix.values.view(torch.uint8) & _MAGNITUDE
+    """The figures of a matrix that is stored in E4M3."""
     return Fp8Figures(
         matrix.values.numel(),
-        int((magnitudes == _LARGEST_BYTE).sum()),
+        int((_magnitudes(matrix) == 0x7E).sum()),  # 448
         float(matrix.scales.min()),
         float(matrix.scales.max()),
     )
 
 
+def _magnitudes(matrix: QuantTensor) -> torch.Tensor:
+    """The bytes without their signs."""
+    return matrix.values.view(torch.uint8) & 0x7F
+
+
 def _block_sums(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [N, K], not negative -> FP64 [ceil(N/128), ceil(K/128)]; 128 of a row are added in
-    FP32.
-    """
+    """FP32 [N, K], not negative -> FP64 [ceil(N/128), ceil(K/128)]; rows are added in FP32."""
     rows, columns = x.shape
     grid = num_blocks(rows), num_blocks(columns)
     missing = (0, grid[1] * BLOCK - columns, 0, grid[0] * BLOCK - rows)
@@ -243,19 +233,11 @@ def _block_sums(x: torch.Tensor) -> torch.Tensor:
     return padded.view(grid[0], BLOCK, grid[1], BLOCK).sum(3).sum(1, dtype=torch.float64)
 
 
-def _relative(errors: float, squares: float) -> float:
-    return (errors / squares) ** 0.5 if squares else 0.0
-
-
-def _sum(a: Any, b: Any) -> Any:
-    return None if a is None or b is None else a + b
-
-
 LONGEST = 4096
-"""Tokens of a sequence that the plan of training is for, where the context is not shorter."""
+"""Tokens of the longest sequence by default, where the context is not shorter."""
 
 OnMatrix = Callable[[int, int], None]
-"""Called after each matrix with how many are done, and of how many."""
+"""Called after each matrix with the number that are done, and of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,38 +252,36 @@ class FormatFigures:
 
 @dataclass(frozen=True, slots=True)
 class MatrixFigures:
-    """One of the checkpoint's matrices that is E4M3, or that the flow makes so."""
+    """A matrix of the checkpoint that is E4M3, or that the flow publishes in E4M3."""
 
     name: str
     layer: int
     linear: str
-    """The linear that it is part of: "qkv_proj", "o_proj" ..."""
+    """The linear that it belongs to: "qkv_proj", "o_proj" ..."""
     shape: tuple[int, ...]
     figures: Fp8Figures
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What was found."""
-
     folder: Path
     config: ModelConfig
     parameters: int
     files: int
-    """Of tensors."""
+    """The number of files with tensors."""
     formats: tuple[FormatFigures, ...]
     stored: bool
-    """Whether the matrices lie there in E4M3; else they are measured as ``preset`` publishes
+    """Whether the matrices are stored in E4M3; otherwise they are measured as ``preset`` publishes
     them.
     """
     preset: str
     scales: str
-    """Of the flow: "power_of_two" or "fp32"."""
+    """"power_of_two" or "fp32"."""
     matrices: tuple[MatrixFigures, ...]
     """In the order of the forward pass; none where the flow has no E4M3."""
     presets: tuple[PresetFigures, ...]
     back_end: str
-    """Whose bytes ``presets`` counts: "cpu" or "cuda"."""
+    """What ``presets`` counts bytes for: "cpu" or "cuda"."""
     gpu: GpuFigures | None
 
     @property
@@ -310,18 +290,17 @@ class Inspection:
 
     @property
     def linears(self) -> list[str]:
-        """Names of linears that have E4M3 matrices, as they first come."""
+        """Names of linears that have E4M3 matrices, in the order of the forward pass."""
         return list(dict.fromkeys(matrix.linear for matrix in self.matrices))
 
     def by_layer(self) -> dict[int, dict[str, Fp8Figures]]:
         """Figures of each linear of each layer."""
-        found: dict[int, dict[str, list[Fp8Figures]]] = {}
-        for matrix in self.matrices:
-            found.setdefault(matrix.layer, {}).setdefault(matrix.linear, []).append(matrix.figures)
-        return {
-            layer: {linear: together(figures) for linear, figures in linears.items()}
-            for layer, linears in found.items()
-        }
+        found: dict[int, dict[str, Fp8Figures]] = {}
+        for one in self.matrices:
+            layer = found.setdefault(one.layer, {})
+            before = layer.get(one.linear)
+            layer[one.linear] = one.figures if before is None else before + one.figures
+        return found
 
     def worst(self, count: int) -> list[MatrixFigures]:
         """The matrices with the highest error, where it is known."""
@@ -338,15 +317,11 @@ class Inspection:
             "formats": [asdict(found) for found in self.formats],
             "flow": {"preset": self.preset, "scales": self.scales, "stored": self.stored},
             "matrices": [
-                {
-                    "name": matrix.name,
-                    "shape": list(matrix.shape),
-                    **matrix.figures.as_json(),
-                }
-                for matrix in self.matrices
+                {"name": one.name, "shape": list(one.shape), **one.figures.as_json()}
+                for one in self.matrices
             ],
             "presets": [asdict(preset) for preset in self.presets],
-            "gpu": None if self.gpu is None else _gpu_json(self.gpu),
+            "gpu": self.gpu and self.gpu.as_json(),
         }
 
 
@@ -357,25 +332,26 @@ def inspect_folder(
     longest: int | None = None,
     on_matrix: OnMatrix | None = None,
 ) -> Inspection:
-    """Look at a model folder; matrices are measured as ``precision`` publishes them, or as they lie
-    there in E4M3.
+    """Inspect a model folder; matrices are measured as ``precision`` publishes them, or as they are
+    stored in E4M3.
 
-    Raises ModelError for a folder that cannot be read, ConfigError for a GPU that is not known and
-    for options of the flow that the model does not have.
+    Raises ModelError for a folder that cannot be read, ConfigError for an unknown GPU and for
+    options of the flow that the model does not have.
     """
     config = read_any_config(folder)
-    flow = build_flow(precision, decoder_shape(config))
+    shape = decoder_shape(config)
+    flow = build_flow(precision, shape)
     back_end = "cuda" if gpu is not None else "cpu"
     sizes = support(back_end).sizes
-    found = (
-        None
-        if gpu is None
-        else gpu_figures(config, flow, sizes, gpu, longest or min(config.max_positions, LONGEST))
-    )
+    memory = None
+    if gpu is not None:
+        longest = longest or min(config.max_positions, LONGEST)
+        memory = gpu_figures(config, flow, sizes, gpu, longest)
     tensors = Checkpoint.open(folder, config)
     sites = e4m3_sites(config, flow)
     if tensors.in_e4m3:
-        sites = {name: site for name, site in _all_sites(config).items() if name in tensors.in_e4m3}
+        everywhere = e4m3_sites(config, build_flow(PrecisionConfig(preset="fp8"), shape))
+        sites = {name: site for name, site in everywhere.items() if name in tensors.in_e4m3}
     return Inspection(
         folder,
         config,
@@ -386,38 +362,30 @@ def inspect_folder(
         precision.preset,
         precision.scales,
         tuple(_measure(tensors, sites, on_matrix)),
-        tuple(preset_figures(config, sizes)),
+        _preset_figures(config, sizes),
         back_end,
-        found,
+        memory,
     )
 
 
 def _measure(
     tensors: Tensors, sites: dict[str, Site], on_matrix: OnMatrix | None
-) -> list[MatrixFigures]:
-    measured = []
-    for name, site in sites.items():
+) -> Iterator[MatrixFigures]:
+    for done, (name, site) in enumerate(sites.items(), 1):
         stored = tensors.quantised(name)
         if stored is None:
             values = tensors.tensor(name)
             figures = measure_published(values, publish_part(site, values))
-            shape = tuple(values.shape)
         else:
-            figures, shape = measure_stored(stored), tuple(stored.values.shape)
+            values, figures = stored.values, measure_stored(stored)
         _, layer, linear = site.name.split(".", 2)
-        measured.append(MatrixFigures(name, int(layer), linear, shape, figures))
+        yield MatrixFigures(name, int(layer), linear, tuple(values.shape), figures)
         if on_matrix is not None:
-            on_matrix(len(measured), len(sites))
-    return measured
-
-
-def _all_sites(config: ModelConfig) -> dict[str, Site]:
-    """Every matrix that the preset ``fp8`` has in E4M3."""
-    return e4m3_sites(config, build_flow(PrecisionConfig(preset="fp8"), decoder_shape(config)))
+            on_matrix(done, len(sites))
 
 
 def _formats(tensors: Checkpoint) -> tuple[FormatFigures, ...]:
-    """By format, the one with most numbers first; scales are counted apart."""
+    """By format, the one with most numbers first; scales are counted separately."""
     found: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors.tensors.values():
         found.setdefault(tensor.format, []).append(tensor.mapped)
@@ -430,18 +398,3 @@ def _formats(tensors: Checkpoint) -> tuple[FormatFigures, ...]:
         for form, each in found.items()
     ]
     return tuple(sorted(made, key=lambda one: -one.numbers))
-
-
-def _gpu_json(gpu: GpuFigures) -> dict[str, Any]:
-    training = gpu.training
-    return {
-        "name": gpu.gpu,
-        "bytes": gpu.total,
-        "longest": gpu.longest,
-        "generating": dict(gpu.generating),
-        "cached_tokens": gpu.cached_tokens,
-        "training": None
-        if training is None
-        else {"rollout": dict(training.rollout), "training": dict(training.training)},
-        "problem": gpu.problem,
-    }

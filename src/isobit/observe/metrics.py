@@ -1,12 +1,12 @@
-"""Where the metrics of a run are written: ``metrics.jsonl``, TensorBoard and Weights & Biases.
+"""Writes the metrics of a run to ``metrics.jsonl``, TensorBoard and Weights & Biases.
 
 A line of ``metrics.jsonl`` is one object with ``step`` and the metrics of that step, or of the
 evaluation after it; one that is not finite is null.  Every line is flushed when it is written.  The
 names are those of ``isobit.records.metrics``.
 
-This is the only file that imports wandb, an extra (``pip install wandb``).  A run keeps its id
-there in ``wandb_id`` in its directory, so that a resumed run goes on in the same place; metrics of
-steps that are repeated after a kill are already there, and wandb leaves them as they are.
+This is the only module that imports wandb, an extra (``pip install wandb``).  A run's directory
+keeps the wandb id of the run in ``wandb_id``, so that a resumed run continues there; wandb ignores
+the metrics of steps that are repeated after a kill.
 """
 
 import math
@@ -41,9 +41,7 @@ class Tracker(Protocol):
 
 class MetricsWriter:
     """Appends metrics to ``metrics.jsonl`` and a TensorBoard folder, and sends them to a tracker if
-    there is one; a context manager.
-
-    Without the package tensorboard a line is printed by ``say``, and no events are written.
+    there is one; a context manager.  Without the package tensorboard, ``say`` prints a note.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class MetricsWriter:
             self._tracker.close(failed=error is not None)
 
     def writes(self, step: int, metrics: Metrics) -> list[Callable[[], None]]:
-        """The calls that write one line, one event a metric, and to the tracker; each flushes, and
-        one that has raised StorageError may be called again.
+        """The calls that write the line, the events and to the tracker; each flushes, and one that
+        raised StorageError may be called again.
         """
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         made: list[Callable[[], None]] = [
@@ -103,17 +101,14 @@ DEFAULT_PROJECT = "isobit"
 
 
 def check_package(tracking: TrackingConfig) -> None:
-    """Refuse a tracker whose package is missing, without a word to anybody.  Raises ConfigError."""
+    """Raise ConfigError for a tracker whose package is missing; contacts no service."""
     if tracking.wandb is not False:
         _package()
 
 
 def check_tracking(tracking: TrackingConfig) -> None:
-    """Refuse, before anything is loaded or written, a tracker whose package is missing or that
-    nobody is logged in to.
-
-    Raises ConfigError.  On a terminal wandb asks for the key; with WANDB_MODE=offline it needs
-    none.
+    """Raise ConfigError, before anything is loaded or written, for a tracker whose package or login
+    is missing.  On a terminal wandb asks for the key; with WANDB_MODE=offline it needs none.
     """
     if tracking.wandb is not False:
         wandb = _package()
@@ -130,13 +125,12 @@ def open_tracker(tracking: TrackingConfig, root: Path, settings: dict[str, Any])
     """
     if tracking.wandb is False:
         return None
-    return WandbTracker(
-        DEFAULT_PROJECT if tracking.wandb is True else tracking.wandb, root, settings
-    )
+    project = DEFAULT_PROJECT if tracking.wandb is True else tracking.wandb
+    return WandbTracker(project, root, settings)
 
 
 class WandbTracker:
-    """One run of a project at Weights & Biases (a ``Tracker``)."""
+    """A run of a project at Weights & Biases."""
 
     def __init__(self, project: str, root: Path, settings: dict[str, Any]) -> None:
         wandb = _package()
@@ -153,7 +147,7 @@ class WandbTracker:
             raise _refusal(error) from error
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Figures of one step; a second call for the same step adds to the first."""
+        """Log the metrics of a step; a second call for the same step adds to the first."""
         self._run.log(metrics, step=step)
 
     def close(self, failed: bool) -> None:
@@ -165,8 +159,7 @@ def _refusal(error: Exception) -> ConfigError:
     reason = str(error).rstrip(".")
     return ConfigError(
         f"tracking.wandb is set, but Weights & Biases cannot start ({reason}): run `wandb login`, "
-        "set WANDB_MODE=offline, or leave "
-        "tracking.wandb out"
+        "set WANDB_MODE=offline, or leave tracking.wandb out"
     )
 
 
@@ -182,7 +175,7 @@ def _package() -> Any:
 
 
 def _run_id(path: Path) -> str:
-    """The id that this run has at Weights & Biases: a new one the first time."""
+    """The id of this run at Weights & Biases, created the first time."""
     if not path.exists():
         path.write_text(uuid4().hex[:12], encoding="utf-8")
     return path.read_text(encoding="utf-8")

@@ -1,15 +1,13 @@
-"""The model card of an exported folder, ``README.md``: what the model is, what it was trained from
-and on, how well it did before and after, whether its log-probabilities were exact, which formats it
-works in, and the SHA-256 of every file.
+"""The model card of an exported folder, ``README.md``.
 
-The metrics are those of ``metrics.jsonl`` up to the exported step.  Names come from recipes, and go
-into the page so that they can be neither markup nor a key of the front matter.
+Its metrics are those of ``metrics.jsonl`` up to the exported step.  Names come from recipes, and
+are escaped so that they can be neither markup nor a key of the front matter.
 """
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import isobit
@@ -18,7 +16,7 @@ from isobit.models.decoder import parameter_count
 from isobit.models.hub import is_hub_name
 from isobit.observe.report.page import visible
 from isobit.observe.report.panels import evaluation_sets
-from isobit.observe.report.source import RunRecord, entry_at
+from isobit.observe.report.source import RunRecord
 from isobit.precision.flow import PrecisionFlow, describe_flow
 
 CARD_FILE = "README.md"
@@ -26,41 +24,54 @@ CARD_FILE = "README.md"
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What the card is made of."""
-
     name: str
-    """Of the folder."""
+    """The name of the folder."""
     source: str
     """What was exported: a path, or a model of the hub."""
     config: ModelConfig
     in_fp8: bool
     flow: PrecisionFlow | None
-    """That the FP8 bytes are published in; None of BF16, and of bytes that were there."""
+    """The flow that FP8 bytes are published in; None for BF16, and for bytes that were stored."""
     not_whole: Sequence[str]
     """Matrices that are BF16 because no stock loader reads their last blocks."""
     digests: Mapping[str, str]
     """SHA-256 by file."""
     record: RunRecord | None
-    """Of a run."""
+    """The run, where one was exported."""
     step: int | None
-    """Of the run that the weights are of."""
+    """The step of the run whose weights were exported."""
 
 
 def model_card(facts: CardFacts) -> str:
+    record = facts.record
     sections = [
         "---\n" + "\n".join(_front_matter(facts)) + "\n---",
         f"# {_plain(facts.name)}",
         _opening(facts),
-        *(_training(facts.record, facts.step) if facts.record else ()),
-        *_formats(facts),
-        *_loading(facts),
-        *_files(facts),
     ]
+    if record is not None:
+        if facts.step is not None:
+            until = {at: row for at, row in record.figures.items() if at <= facts.step}
+            record = replace(record, figures=until)
+        sections += ["## Training", _table(("", ""), _settings(record))]
+        sections += [*_evaluations(record), *_exactness(record)]
+    sections += _formats(facts)
+    kind = "SequenceClassification" if facts.config.score_head else "CausalLM"
+    sections += [
+        "## Loading",
+        "```python\n"
+        f"from transformers import AutoModelFor{kind}, AutoTokenizer\n\n"
+        f'model = AutoModelFor{kind}.from_pretrained("FOLDER")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
+        "```",
+    ]
+    files = [(_code(name), _code(digest)) for name, digest in sorted(facts.digests.items())]
+    sections += ["## Files", _table(("file", "SHA-256"), files)]
     return "\n\n".join(sections) + "\n"
 
 
 def _front_matter(facts: CardFacts) -> Iterator[str]:
-    """YAML, whose strings are JSON's."""
+    """YAML, in which JSON's strings are valid."""
     yield "library_name: transformers"
     yield f"pipeline_tag: {'text-classification' if facts.config.score_head else 'text-generation'}"
     base = facts.record.setting("config", "model") if facts.record else facts.source
@@ -86,19 +97,8 @@ def _opening(facts: CardFacts) -> str:
     return f"{what}: the model of a run of {kind} {when}, written by Isobit {isobit.__version__}."
 
 
-def _training(record: RunRecord, step: int | None) -> list[str]:
-    """How it was trained, and what came of it."""
-    rows = {at: figures for at, figures in record.figures.items() if step is None or at <= step}
-    return [
-        "## Training",
-        _table(("", ""), _settings(record)),
-        *_evaluations(rows),
-        *_exactness(rows),
-    ]
-
-
 def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """What the recipe says of model, data and algorithm."""
+    """Model, data and algorithm, as the recipe names them."""
     yield "start", _place(record.setting("config", "model"))
     if record.setting("config", "from_scratch") is not None:
         yield "weights", "random at the start; the model above gave its tokenizer"
@@ -110,7 +110,11 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
         if found:
             yield title, ", ".join(_data_names(found))
     if _is_rl(record):
-        yield "reward", _place(_reward(record.setting("config", "reward")))
+        own = record.setting("config", "reward", "function") or record.setting(
+            "config", "reward", "model"
+        )
+        parts = record.setting("config", "reward", "parts") or {}
+        yield "reward", _place(", ".join([*([str(own)] if own else []), *map(str, parts)]))
         yield "algorithm", _code(record.setting("config", "algorithm", "name"))
     else:
         yield "objective", _code(record.setting("config", "objective"))
@@ -127,7 +131,7 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _data_names(entry: Any) -> list[str]:
-    """Where data come from, of one source or of several by name."""
+    """The origin of one source of data, or of several by name."""
     if not isinstance(entry, dict):
         return []
     if "type" in entry:
@@ -139,30 +143,21 @@ def _data_names(entry: Any) -> list[str]:
     return [f"{_plain(key)}: {''.join(_data_names(value))}" for key, value in entry.items()]
 
 
-def _reward(entry: Any) -> str:
-    parts = entry_at(entry, "parts") or {}
-    own = entry_at(entry, "function") or entry_at(entry, "model")
-    return ", ".join([*([str(own)] if own else []), *map(str, parts)])
-
-
-def _evaluations(rows: Mapping[int, Mapping[str, float | None]]) -> list[str]:
+def _evaluations(record: RunRecord) -> list[str]:
     """Each evaluation set at the first and the last measurement."""
-    names = list(dict.fromkeys(name for figures in rows.values() for name in figures))
     lines = []
     for figure in ("accuracy", "loss"):
-        for name in evaluation_sets(names, figure):
+        for name in evaluation_sets(record.names, figure):
             key = f"eval/{name}/{figure}"
-            measured = [at for at, figures in rows.items() if figures.get(key) is not None]
+            measured = [at for at, row in record.figures.items() if row.get(key) is not None]
             if not measured:
                 continue
             first, last = measured[0], measured[-1]
-            after = _figure(rows[last], name, figure) if last > first else "\N{EN DASH}"
-            before = _figure(rows[first], name, figure)
+            before, after = (_figure(record.figures[at], name, figure) for at in (first, last))
+            after = after if last > first else "\N{EN DASH}"
             lines.append((_plain(f"{name} {figure}"), before, after, str(last)))
-    if not lines:
-        return []
     header = ("evaluation", "first", "last", "measured after step")
-    return [_table(header, lines)]
+    return [_table(header, lines)] if lines else []
 
 
 def _figure(row: Mapping[str, float | None], name: str, figure: str) -> str:
@@ -171,66 +166,38 @@ def _figure(row: Mapping[str, float | None], name: str, figure: str) -> str:
     if figure == "loss" or not 0 <= value <= 1:
         return f"{value:.4f}"
     low, high = (row.get(f"eval/{name}/{side}") for side in ("low", "high"))
-    interval = (
-        f" (95%: {100 * low:.1f} to {100 * high:.1f})"
-        if low is not None and high is not None
-        else ""
-    )
-    return f"{100 * value:.1f}%{interval}"
+    if low is None or high is None:
+        return f"{100 * value:.1f}%"
+    return f"{100 * value:.1f}% (95%: {100 * low:.1f} to {100 * high:.1f})"
 
 
-def _exactness(rows: Mapping[int, Mapping[str, float | None]]) -> list[str]:
-    """How many log-probabilities were compared, and how many differed."""
-
-    def total(metric: str) -> float:
-        return sum(row.get(metric) or 0.0 for row in rows.values())
-
-    compared = total("log_prob_diff/tokens_compared")
-    if not compared:
-        return []
-    differing = total("log_prob_diff/tokens_differing")
-    return [
-        f"Of {compared:,.0f} log-probabilities recorded while sampling, {differing:,.0f} differed "
-        "from those of the training forward, compared bit for bit."
-    ]
+def _exactness(record: RunRecord) -> Iterator[str]:
+    if compared := record.total("log_prob_diff/tokens_compared"):
+        differing = record.total("log_prob_diff/tokens_differing")
+        yield (
+            f"Of {compared:,.0f} log-probabilities recorded while sampling, {differing:,.0f} "
+            "differed from those of the training forward, compared bit for bit."
+        )
 
 
-def _formats(facts: CardFacts) -> list[str]:
-    if not facts.in_fp8 and not facts.not_whole:
-        return []
-    parts = ["## Formats"]
+def _formats(facts: CardFacts) -> Iterator[str]:
+    if facts.in_fp8 or facts.not_whole:
+        yield "## Formats"
     if facts.in_fp8:
         use = "scores" if facts.config.score_head else "samples"
-        parts.append(
+        yield (
             "A matrix `X.weight` is E4M3 with a scale for each block of 128x128 in "
             f"`X.weight_scale_inv`, which multiplies: the bytes that Isobit {use} with."
         )
     if facts.not_whole:
-        parts.append(
+        yield (
             f"{len(facts.not_whole)} matrices have sizes that are no multiples of 128, or are "
             "fused with one that has. Stock loaders refuse those in FP8, so they are written in "
             "BF16, as the numbers that their FP8 bytes stand for."
         )
-    if facts.flow is not None:
-        parts += ["The precision flow:", "```\n" + "\n".join(describe_flow(facts.flow)) + "\n```"]
-    return parts
-
-
-def _loading(facts: CardFacts) -> list[str]:
-    kind = "SequenceClassification" if facts.config.score_head else "CausalLM"
-    return [
-        "## Loading",
-        "```python\n"
-        f"from transformers import AutoModelFor{kind}, AutoTokenizer\n\n"
-        f'model = AutoModelFor{kind}.from_pretrained("FOLDER")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
-        "```",
-    ]
-
-
-def _files(facts: CardFacts) -> list[str]:
-    rows = [(_code(name), _code(digest)) for name, digest in sorted(facts.digests.items())]
-    return ["## Files", _table(("file", "SHA-256"), rows)]
+    if facts.flow is not None and (facts.in_fp8 or facts.not_whole):
+        yield "The precision flow:"
+        yield "```\n" + "\n".join(describe_flow(facts.flow)) + "\n```"
 
 
 def _is_rl(record: RunRecord) -> bool:
@@ -243,20 +210,18 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _code(value: Any) -> str:
-    """A name as code, on one line and within its cell."""
+    """A name as code that stays on one line and within its cell."""
     return f"`{_one_line(value).replace('`', chr(0x27))}`"
 
 
 def _place(value: Any) -> str:
-    """Where something is, as code; of an absolute path the last part, as the others are nobody
-    else's business.
-    """
+    """A path or name as code; only the last part of an absolute path, as the rest is private."""
     text = str(value)
     return _code(text.rstrip("/").rpartition("/")[2] if text.startswith("/") else text)
 
 
 def _plain(value: Any) -> str:
-    """A name as text: what Markdown or HTML would read as markup is escaped."""
+    """A name as text, in which Markdown and HTML are escaped."""
     return re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", _one_line(value))
 
 

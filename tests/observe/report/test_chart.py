@@ -61,11 +61,7 @@ def test_numbers_have_the_digits_a_reader_can_use(value: float | None, text: str
 def test_other_texts_of_numbers() -> None:
     assert number_text(0.956, percent=True) == "95.6%"
     assert [tick_text(value) for value in (20_000.0, 3e6, 3 * 0.1)] == ["20k", "3M", "0.3"]
-    assert [duration_text(seconds) for seconds in (8.25, 61.0, 7300.0)] == [
-        "8.2 s",
-        "1 min 1 s",
-        "2 h 1 min",
-    ]
+    assert list(map(duration_text, (8.25, 61.0, 7300.0))) == ["8.2 s", "1 min 1 s", "2 h 1 min"]
 
 
 def test_long_runs_keep_every_extreme() -> None:
@@ -74,19 +70,13 @@ def test_long_runs_keep_every_extreme() -> None:
         for step in range(1, 501)
     }
     buckets = buckets_of(figures, ["loss"])
-    assert len(buckets) <= MAX_POINTS and [
-        step for bucket in buckets for step in bucket.steps
-    ] == list(range(1, 501))
+    assert len(buckets) <= MAX_POINTS
+    assert [step for bucket in buckets for step in bucket.steps] == list(range(1, 501))
     loss = points_of(figures, Curve("loss", "loss"), buckets)
     assert max(point.high or 0.0 for point in loss) == 100.0
     assert math.isclose(max(point.value or 0.0 for point in loss), (100.0 + 3.0) / 4)
-    assert (
-        sum(
-            point.value or 0.0
-            for point in points_of(figures, Curve("differing", "differing", take="max"), buckets)
-        )
-        == 1.0
-    )
+    differing = points_of(figures, Curve("differing", "differing", take="max"), buckets)
+    assert sum(point.value or 0.0 for point in differing) == 1.0
 
 
 def test_all_geometry_lies_inside_the_plot() -> None:
@@ -120,12 +110,8 @@ def test_a_constant_is_said_rather_than_drawn() -> None:
 
 
 def test_intervals_of_evaluations_are_a_band() -> None:
-    panel = Panel(
-        "held_out",
-        "accuracy",
-        (Curve("accuracy", "accuracy", between=("low", "high")),),
-        percent=True,
-    )
+    curve = Curve("accuracy", "accuracy", between=("low", "high"))
+    panel = Panel("held_out", "accuracy", (curve,), percent=True)
     chart = draw(panel, {step: {"accuracy": 0.5, "low": 0.4, "high": 0.6} for step in range(5)})
     assert chart is not None and chart.marks[0].band.count("L") == 9
     assert chart.rows[0] == ("0", "50.0%", "40.0%", "60.0%")

@@ -36,34 +36,14 @@ def test_a_real_run_has_every_part(make_config: Callable[..., RunConfig]) -> Non
     train(config)
     page = Page(write_report(config.output))
     assert_self_contained(page)
-    headings = (
-        "Reward",
-        "Response length",
-        "Entropy",
-        "Differing tokens",
-        "Log-probability difference",
-        "Largest difference",
-        "The same in every step",
-        "Clip fraction",
-    )
-    headings += (
-        "Gradient norm",
-        "Learning rate",
-        "Time a step",
-        "Throughput",
-        "Precision flow",
-        "Completions",
-        "Configuration",
-    )
-    for heading in (
-        *headings,
-        "held_out",
-        "pass@2",
-        "finished, 2 of 2 steps",
-        "qkv_proj",
-        "training.samples_per_prompt",
+    for words in (
+        "Reward; Response length; Entropy; Differing tokens; Log-probability difference",
+        "Largest difference; The same in every step; Clip fraction; Gradient norm; Learning rate",
+        "Time a step; Throughput; Precision flow; Completions; Configuration; held_out; pass@2",
+        "finished, 2 of 2 steps; qkv_proj; training.samples_per_prompt",
     ):
-        assert heading in page.text, heading
+        for heading in words.split("; "):
+            assert heading in page.text, heading
     assert "rollout E4M3, training BF16" in page.text, "a site whose sides differ says so"
     assert [
         value for name, value in page.attributes if name == "data-p" and value.endswith("nats")
@@ -99,16 +79,10 @@ def test_what_the_model_and_the_data_wrote_is_text(write_run: WriteRun) -> None:
     evil = (
         "<script>alert(1)</script>\x1b[31m\u202e\x00\ud800\" onmouseover='x' {{ 7 * 7 }} {% raw %}"
     )
-    line = completion_line(1, tokens=3, text=evil) | {
-        "prompt": evil,
-        "prompt_id": evil,
-        "source": evil,
-    }
-    plain = {
-        name: value
-        for name, value in (line | {"prompt_id": "b"}).items()
-        if name not in ("token_texts", "log_probs")
-    }
+    line = completion_line(1, tokens=3, text=evil)
+    line |= dict.fromkeys(("prompt", "prompt_id", "source"), evil)
+    tokens = {"token_texts", "log_probs"}
+    plain = {name: value for name, value in line.items() if name not in tokens} | {"prompt_id": "b"}
     run = manifest(
         config={"model": evil, "data": {evil: evil}}, versions={evil: evil}, started=evil
     )
@@ -199,8 +173,8 @@ def test_the_configuration_has_what_was_changed_first(
     changed, _, others = page.text.partition("keys that have their defaults")
     assert "training.learning_rate" in changed and "0.5" in changed
     assert "training.weight_decay" in others and "training.weight_decay" not in changed
-    foreign = view_settings({"training": {"learning_rate": 0.5, "unknown": 1}})
-    assert not foreign.changed and len(foreign.others) == 2
+    changed, others = view_settings({"training": {"learning_rate": 0.5, "unknown": 1}})
+    assert not changed and len(others) == 2
 
 
 def test_an_evaluation_without_a_step(write_run: WriteRun) -> None:

@@ -111,7 +111,7 @@ TROUBLE = {
 def test_all_that_went_wrong_is_named_with_its_number(write_run: WriteRun) -> None:
     config = {"rollout": {"max_new_tokens": 24}}
     lines = [step_line(step) | TROUBLE for step in (1, 2)]
-    said = notices(read_run(write_run(lines, [], manifest(config=config))))
+    said = list(notices(read_run(write_run(lines, [], manifest(config=config)))))
     assert [line.split(" ")[0] for line in said] == ["14", "6", "4", "2", "100%", "50%"]
     assert "in a flow where none should" in said[0]
     assert "no weight changed in 2 of 2 steps" in said[3]
@@ -122,4 +122,4 @@ def test_a_run_without_trouble_has_no_notice(write_run: WriteRun) -> None:
     lines = [
         step_line(step) | dict.fromkeys(TROUBLE, 0.0) | {"updates/taken": 1} for step in (1, 2)
     ]
-    assert notices(read_run(write_run(lines, [], manifest()))) == []
+    assert not list(notices(read_run(write_run(lines, [], manifest()))))

@@ -18,16 +18,8 @@ def test_training_samples_are_spread_and_evaluated_problems_come_first_and_last(
         for row in range(20)
     ]
     of_training, of_held_out = choose_samples([*train, *held_out])
-    assert [problem.answers[0].step for problem in of_training.problems] == [
-        1,
-        15,
-        29,
-        43,
-        58,
-        72,
-        86,
-        100,
-    ]
+    steps = [problem.answers[0].step for problem in of_training.problems]
+    assert steps == [1, 15, 29, 43, 58, 72, 86, 100]
     assert (of_training.shown, of_training.logged) == (MOST_PROMPTS, 100)
     assert [[answer.step for answer in problem.answers] for problem in of_held_out.problems] == [
         [0, 100]
@@ -74,11 +66,9 @@ def test_an_answer_says_how_it_compares_with_its_group_and_the_dataset() -> None
     assert problem.answers[0].above == "+0.5 to its group's mean"
     worse = choose_samples([line | {"reward": 0.0}])[0].problems[0].answers[0]
     assert (worse.verdict, worse.above) == ("bad", "\u22120.5 to its group's mean")
-    alone = choose_samples([completion_line(1) | {"group_rewards": "x", "reward": 0.5}])
-    assert (alone[0].problems[0].answers[0].verdict, alone[0].problems[0].answers[0].above) == (
-        "",
-        "",
-    )
+    (source,) = choose_samples([completion_line(1) | {"group_rewards": "x", "reward": 0.5}])
+    alone = source.problems[0].answers[0]
+    assert (alone.verdict, alone.above) == ("", "")
 
 
 def test_what_is_not_shown_with_its_tokens_is_listed_in_short() -> None:
@@ -91,14 +81,8 @@ def test_what_is_not_shown_with_its_tokens_is_listed_in_short() -> None:
 
 
 def test_a_completion_without_tokens_is_shown_as_text() -> None:
-    line = {
-        "step": 1,
-        "source": "train",
-        "prompt_id": "train/1",
-        "prompt": "p",
-        "completion": "c" * 5000,
-        "reward": None,
-    }
+    line = {"step": 1, "source": "train", "prompt_id": "train/1", "prompt": "p"}
+    line |= {"completion": "c" * 5000, "reward": None}
     answer = choose_samples([line])[0].problems[0].answers[0]
     assert not answer.tokens and answer.reward == "failed"
     assert answer.text.endswith("[1000 more characters]")
@@ -121,22 +105,13 @@ def test_a_layer_of_its_own_stays_apart_and_differences_are_marked() -> None:
         site | ({"forward": "bf16"} if site["name"].startswith("layers.0") else {})
         for site in SITES
     ]
-    precision = {
-        "preset": "x",
-        "exact": False,
-        "differing_sites": ["layers.0.qkv_proj"],
-        "rollout": rollout,
-        "training": SITES,
-    }
+    precision = {"preset": "x", "exact": False, "differing_sites": ["layers.0.qkv_proj"]}
+    precision |= {"rollout": rollout, "training": SITES}
     flow = view_flow(record(manifest(precision=precision)))
     assert flow is not None and flow.verdict == f"1 of {len(SITES)} sites differ between the sides"
     assert [stage.title for stage in flow.stages] == ["", "layer 0", "layers 1 to 2, each", ""]
-    assert [[site.differs for site in stage.sites] for stage in flow.stages] == [
-        [False],
-        [True, True],
-        [False, False],
-        [False],
-    ]
+    differing = [[site.differs for site in stage.sites] for stage in flow.stages]
+    assert differing == [[False], [True, True], [False, False], [False]]
 
 
 def test_no_manifest_no_flow() -> None:

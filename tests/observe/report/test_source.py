@@ -30,17 +30,8 @@ def test_a_step_gathers_its_lines_and_a_later_one_wins(write_run: Callable[..., 
 
 
 def test_only_numbers_and_null_are_figures(write_run: Callable[..., Path]) -> None:
-    record = read_run(
-        write_run(
-            [
-                {"step": 1, "a": None, "b": True, "c": "1", "d": [1], "e": 2},
-                {"a": 1},
-                {"step": "1"},
-            ],
-            [],
-            manifest(),
-        )
-    )
+    first = {"step": 1, "a": None, "b": True, "c": "1", "d": [1], "e": 2}
+    record = read_run(write_run([first, {"a": 1}, {"step": "1"}], [], manifest()))
     assert record.figures == {1: {"a": None, "e": 2}}
 
 

@@ -1,12 +1,6 @@
-"""``isobit report``: a run's directory, or several, as one HTML page that needs nothing but a
-browser.
+"""``isobit report``: the directory of a run, or of several, as one HTML page without scripts.
 
-    source     the run's files, also where some are missing or torn
-    panels     which charts the page has, after the table of metrics; notices; the figures on top
-    chart      metrics over steps as the geometry of an SVG chart, with a table of the same numbers
-    samples    completions, token by token with their log-probabilities, and the precision flow
-    page       all of it through the templates: one run, several runs, a run under way
-
-The page holds no script and refuses to load anything (a Content-Security-Policy of its own); every
-text passes through the template's escaping, since prompts, completions and names are data.
+``source`` reads a run's files, ``panels`` selects charts, notices and headline figures, ``chart``
+computes an SVG chart, ``samples`` selects completions and the precision flow, and ``page`` renders
+the templates.
 """

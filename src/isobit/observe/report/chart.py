@@ -1,18 +1,15 @@
-"""A chart as geometry: what a panel shows, its points, and the paths of an SVG of 360 x 182.
+"""Metrics over steps as an SVG chart of 360 x 182: ticks, paths and a table of the same numbers.
 
-A long run is put together into at most ``MAX_POINTS`` points of equally many steps.  A point shows
-the mean of its steps, or the highest or lowest of them where that is what the metric is, and a band
-keeps their lowest and highest value: nothing that happened in one step disappears.  A step without
-a value leaves a gap.  Every chart comes with a table of its numbers, and one whose value never
-changes is said in words instead.
-
-The axes are x = steps, or layers, and y = the panel's unit.  The markup stands in the templates.
+A run of more than ``MAX_POINTS`` steps is drawn in buckets of equally many steps.  A point shows
+the mean, the highest or the lowest value of its bucket, and a band shows the bucket's range, so
+that the extreme of a single step stays visible.  A step without a value leaves a gap.  The x axis
+is steps or layers; the markup is in the templates.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, product
 from statistics import fmean
 from typing import Literal
 
@@ -20,17 +17,15 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def round_ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
-    """At most ``most`` multiples of 1, 2 or 5 times a power of ten within ``low`` to ``high``;
-    whole numbers only if asked for.
+    """At most ``most`` multiples of 1, 2 or 5 times a power of ten within ``low`` to ``high``; with
+    ``whole``, whole numbers only.
     """
     if not high > low:
         return [low]
     power = math.floor(math.log10((high - low) / most))
     power = max(power, 0) if whole else power
-    steps = [factor * 10.0**exponent for exponent in (power, power + 1) for factor in (1, 2, 5)] + [
-        10.0 ** (power + 2)
-    ]
-    for step in steps:
+    for exponent, factor in product((power, power + 1, power + 2), (1, 2, 5)):
+        step = factor * 10.0**exponent
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         if last - first + 1 <= most:
             return [index * step for index in range(first, last + 1)]
@@ -38,14 +33,14 @@ def round_ticks(low: float, high: float, most: int, whole: bool = False) -> list
 
 
 def axis_range(low: float, high: float) -> tuple[float, float]:
-    """The range of an axis that shows ``low`` to ``high``: a little room on both sides, none below
+    """The range of an axis that shows ``low`` to ``high``: a margin on both sides, but none below
     zero where nothing is negative.
     """
     if low == high == 0.0:
         return 0.0, 1.0
-    room = 0.06 * (high - low) or 0.1 * abs(high)
-    bottom = low - room
-    return (0.0 if low >= 0.0 > bottom or 0.0 <= low < 0.4 * high else bottom), high + room
+    margin = 0.06 * (high - low) or 0.1 * abs(high)
+    bottom = low - margin
+    return (0.0 if low >= 0.0 > bottom or 0.0 <= low < 0.4 * high else bottom), high + margin
 
 
 def number_text(value: float | None, percent: bool = False) -> str:
@@ -68,7 +63,7 @@ def number_text(value: float | None, percent: bool = False) -> str:
 
 def tick_text(value: float, percent: bool = False) -> str:
     """A tick's number: 20k rather than 20,000."""
-    value = float(f"{value:.10g}")  # 0.30000000000000004 is the third tick of 0.1
+    value = float(f"{value:.10g}")  # the third tick of 0.1 is 0.30000000000000004
     if percent:
         return f"{100 * value:g}%".replace("-", MINUS)
     if abs(value) >= 10_000:
@@ -92,27 +87,23 @@ Figures = Mapping[int, Mapping[str, float | None]]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Steps that share a point."""
+    """The steps that one point shows."""
 
     steps: tuple[int, ...]
 
     @property
     def middle(self) -> float:
-        """Where the point stands on the axis of steps."""
         return (self.steps[0] + self.steps[-1]) / 2
 
     @property
     def text(self) -> str:
-        return (
-            str(self.steps[0])
-            if len(self.steps) == 1
-            else f"{self.steps[0]}\N{EN DASH}{self.steps[-1]}"
-        )
+        first, last = self.steps[0], self.steps[-1]
+        return str(first) if first == last else f"{first}\N{EN DASH}{last}"
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One figure over the steps of a bucket; None where no step has it."""
+    """A figure in one bucket; None where no step has it."""
 
     value: float | None
     low: float | None = None
@@ -121,13 +112,14 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric to draw, and two others that its band lies between, if there are any."""
+    """A metric to draw."""
 
     metric: str
     label: str
     take: Literal["mean", "max", "min"] = "mean"
     """What a point shows of its steps."""
     between: tuple[str, str] | None = None
+    """The metrics that bound its band; by default the band is the range within a bucket."""
 
 
 def buckets_of(figures: Figures, metrics: Iterable[str]) -> list[Bucket]:
@@ -139,30 +131,27 @@ def buckets_of(figures: Figures, metrics: Iterable[str]) -> list[Bucket]:
 
 
 def points_of(figures: Figures, curve: Curve, buckets: Sequence[Bucket]) -> list[Point]:
-    return [_point(figures, curve, bucket) for bucket in buckets]
-
-
-def _point(figures: Figures, curve: Curve, bucket: Bucket) -> Point:
-    values = _values(figures, curve.metric, bucket)
-    if not values:
-        return Point(None)
-    value = {"mean": fmean, "max": max, "min": min}[curve.take](values)
-    if curve.between is not None:
-        lows, highs = (_values(figures, metric, bucket) for metric in curve.between)
-        return Point(value, fmean(lows), fmean(highs)) if lows and highs else Point(value)
-    return Point(value, min(values), max(values)) if len(values) > 1 else Point(value)
-
-
-def _values(figures: Figures, metric: str, bucket: Bucket) -> list[float]:
-    found = (figures[step].get(metric) for step in bucket.steps)
-    return [value for value in found if value is not None]
+    points = []
+    for bucket in buckets:
+        values, *sides = (
+            [value for step in bucket.steps if (value := figures[step].get(metric)) is not None]
+            for metric in (curve.metric, *(curve.between or ()))
+        )
+        band = ()
+        if sides:
+            band = map(fmean, sides) if all(sides) else ()
+        elif len(values) > 1:
+            band = min(values), max(values)
+        take = {"mean": fmean, "max": max, "min": min}[curve.take]
+        points.append(Point(take(values), *band) if values else Point(None))
+    return points
 
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 348, 10, 160
 """The edges of the plot inside the SVG."""
 
 _FEW_POINTS = 40
-"""Up to that many points are marked by dots."""
+"""Curves of up to this many points have a dot at each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +164,9 @@ class Panel:
     note: str = ""
     percent: bool = False
     axis: str = "step"
-    """What a point stands at: a step of a run, or a layer."""
+    """The x axis: steps, or layers."""
     compared: bool = False
-    """Whether the curves are the same figure of several runs: none of them stands for all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A place on an axis and its text."""
-
-    at: float
-    text: str
+    """Whether the curves are one figure of several runs, none of which is the headline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +175,7 @@ class Mark:
 
     label: str
     place: int
-    """Of the panel's curves, from 1: its colour, whichever of the others are drawn."""
+    """Its number among the panel's curves, from 1, which is its colour."""
     line: str = ""
     band: str = ""
     dots: tuple[tuple[float, float], ...] = ()
@@ -202,12 +183,13 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Everything that the template draws."""
+    """What the template draws."""
 
     panel: Panel
     marks: tuple[Mark, ...]
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
+    x_ticks: tuple[tuple[float, str], ...]
+    """Position in the SVG and text."""
+    y_ticks: tuple[tuple[float, str], ...]
     hits: tuple[tuple[str, str], ...]
     """The area of each point as a path, and the text to show over it."""
     columns: tuple[str, ...]
@@ -216,171 +198,120 @@ class Chart:
     description: str
     """The chart in a sentence."""
     points_note: str
-    """What a point of several steps shows; empty where each has its own."""
+    """What a point of several steps shows; empty where each step has its own point."""
     constant: str
-    """The one value of every step and curve, said instead of drawn; empty where there are
-    several.
-    """
+    """The value that every step and curve has, stated instead of drawn; empty if values differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Maps steps and values to places."""
+    """Maps steps and values to positions in the SVG."""
 
     steps: tuple[float, float]
     values: tuple[float, float]
-    constant: float | None
-    """The one value that there is."""
-
-    def value_ticks(self) -> list[float]:
-        """Only its value on the axis of a figure that never changes: any other tick would be made
-        up.
-        """
-        return round_ticks(*self.values, most=5) if self.constant is None else [self.constant]
 
     def x(self, step: float) -> float:
         low, high = self.steps
         return round(LEFT + (step - low) / (high - low) * (RIGHT - LEFT), 1)
 
-    def y(self, value: float) -> float:
+    def y(self, value: float | None) -> float:
         low, high = self.values
-        return round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)
+        return round(BOTTOM - ((value or 0.0) - low) / (high - low) * (BOTTOM - TOP), 1)
 
 
 def draw(panel: Panel, figures: Figures) -> Chart | None:
     """The chart of a panel; None where the run has none of its figures."""
     buckets = buckets_of(figures, [curve.metric for curve in panel.curves])
-    curves = [(curve, points_of(figures, curve, buckets)) for curve in panel.curves]
-    curves = [
-        (curve, points)
-        for curve, points in curves
-        if any(point.value is not None for point in points)
-    ]
-    places = [panel.curves.index(curve) + 1 for curve, _ in curves]
+    everything = [(curve, points_of(figures, curve, buckets)) for curve in panel.curves]
+    curves = [one for one in everything if any(point.value is not None for point in one[1])]
     if not curves:
         return None
-    frame = _frame(buckets, [points for _, points in curves])
+    numbers = {n for _, points in curves for p in points for n in (p.value, p.low, p.high)}
+    values = [number for number in numbers if number is not None]
+    first, last = buckets[0].steps[0], buckets[-1].steps[-1]
+    margin = 0.5 if first == last else 0.0
+    frame = _Frame((first - margin, last + margin), axis_range(min(values), max(values)))
+    # Any other tick on the axis of a figure that never changes would be made up.
+    ticks = values if len(values) == 1 else round_ticks(*frame.values, most=5)
     columns, rows = _table(panel, buckets, curves)
+    texts = [", ".join(map(" ".join, zip(columns, row, strict=True))) for row in rows]
+    newest = curves[0][0]
+    latest = [v for row in figures.values() if (v := row.get(newest.metric)) is not None][-1]
     return Chart(
         panel=panel,
         marks=tuple(
-            _mark(frame, buckets, *curve, place)
-            for curve, place in zip(curves, places, strict=True)
+            _mark(frame, buckets, curve, points, place)
+            for place, (curve, points) in enumerate(everything, 1)
+            if (curve, points) in curves
         ),
         x_ticks=tuple(
-            Tick(frame.x(step), tick_text(step))
+            (frame.x(step), tick_text(step))
             for step in round_ticks(*frame.steps, most=6, whole=True)
         ),
-        y_ticks=tuple(
-            Tick(frame.y(value), tick_text(value, panel.percent)) for value in frame.value_ticks()
-        ),
-        hits=tuple(
-            (strip, _words(columns, row))
-            for strip, row in zip(_strips(frame, buckets), rows, strict=True)
-        ),
+        y_ticks=tuple((frame.y(value), tick_text(value, panel.percent)) for value in ticks),
+        hits=tuple(zip(_strips(frame, buckets), texts, strict=True)),
         columns=columns,
         rows=rows,
-        latest=_latest(panel, figures, curves[0][0], several=len(curves) > 1),
-        description=(
-            f"{panel.title}, {panel.unit}, over {len(buckets)} points; last: "
-            f"{_words(columns, rows[-1])}"
-        ),
+        latest=(f"{newest.label} " if len(curves) > 1 else "") + number_text(latest, panel.percent),
+        description=f"{panel.title}, {panel.unit}, over {len(buckets)} points; last: {texts[-1]}",
         points_note=_points_note(panel, len(buckets[0].steps)),
-        constant=""
-        if frame.constant is None or len(buckets) == 1
-        else number_text(frame.constant, panel.percent),
-    )
-
-
-def _frame(buckets: Sequence[Bucket], curves: Sequence[Sequence[Point]]) -> _Frame:
-    first, last = buckets[0].steps[0], buckets[-1].steps[-1]
-    seen = (
-        number
-        for points in curves
-        for point in points
-        for number in (point.value, point.low, point.high)
-    )
-    values = [number for number in seen if number is not None]
-    room = 0.5 if first == last else 0.0
-    return _Frame(
-        (first - room, last + room),
-        axis_range(min(values), max(values)),
-        values[0] if len(set(values)) == 1 else None,
+        constant=number_text(values[0], panel.percent)
+        if len(values) == 1 and len(buckets) > 1
+        else "",
     )
 
 
 def _mark(
-    frame: _Frame,
-    buckets: Sequence[Bucket],
-    curve: Curve,
-    points: Sequence[Point],
-    place: int,
+    frame: _Frame, buckets: Sequence[Bucket], curve: Curve, points: Sequence[Point], place: int
 ) -> Mark:
-    few = len(points) <= _FEW_POINTS
-    runs = _runs(buckets, points)
-    spans = [[(x, point) for x, point in run if point.low is not None] for run in runs]
+    pieces: list[list[tuple[float, Point]]] = [[]]
+    """Points without a gap between them, with their positions on the x axis."""
+    for bucket, point in zip(buckets, points, strict=True):
+        if point.value is None:
+            pieces.append([])
+        else:
+            pieces[-1].append((frame.x(bucket.middle), point))
+    pieces = [piece for piece in pieces if piece]
+    lines = [[(x, frame.y(point.value)) for x, point in piece] for piece in pieces]
+    spans = [[(x, point) for x, point in piece if point.low is not None] for piece in pieces]
+    bands = [
+        [(x, frame.y(p.high)) for x, p in span] + [(x, frame.y(p.low)) for x, p in reversed(span)]
+        for span in spans
+        if len(span) > 1
+    ]
     return Mark(
         label=curve.label,
         place=place,
-        line="".join(
-            _polyline([(frame.x(x), frame.y(point.value or 0.0)) for x, point in run])
-            for run in runs
-            if len(run) > 1
-        ),
-        band="".join(_band(frame, span) for span in spans if len(span) > 1),
-        dots=tuple((frame.x(x), frame.y(p.value or 0.0)) for run in runs for x, p in run)
-        if few or len(runs) > 1
+        line="".join(_polyline(line) for line in lines if len(line) > 1),
+        band="".join(_polyline(band) + "Z" for band in bands),
+        dots=tuple(chain.from_iterable(lines))
+        if len(points) <= _FEW_POINTS or len(pieces) > 1
         else (),
     )
-
-
-def _runs(buckets: Sequence[Bucket], points: Sequence[Point]) -> list[list[tuple[float, Point]]]:
-    """Points without a gap between them, with their steps."""
-    runs: list[list[tuple[float, Point]]] = [[]]
-    for bucket, point in zip(buckets, points, strict=True):
-        if point.value is None:
-            runs.append([])
-        else:
-            runs[-1].append((bucket.middle, point))
-    return [run for run in runs if run]
 
 
 def _polyline(places: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x} {y}" for x, y in places)
 
 
-def _band(frame: _Frame, span: Sequence[tuple[float, Point]]) -> str:
-    above = [(frame.x(x), frame.y(point.high or 0.0)) for x, point in span]
-    below = [(frame.x(x), frame.y(point.low or 0.0)) for x, point in reversed(span)]
-    return _polyline([*above, *below]) + "Z"
-
-
 def _strips(frame: _Frame, buckets: Sequence[Bucket]) -> list[str]:
     """For each point, the strip of the plot that is nearest to it."""
-    borders = [
-        float(LEFT),
-        *((frame.x(a.middle) + frame.x(b.middle)) / 2 for a, b in pairwise(buckets)),
-        float(RIGHT),
-    ]
+    middles = [frame.x(bucket.middle) for bucket in buckets]
+    borders = [float(LEFT), *((a + b) / 2 for a, b in pairwise(middles)), float(RIGHT)]
     return [f"M{left:.1f} {TOP}V{BOTTOM}H{right:.1f}V{TOP}Z" for left, right in pairwise(borders)]
 
 
 def _table(
     panel: Panel, buckets: Sequence[Bucket], curves: Sequence[tuple[Curve, Sequence[Point]]]
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """The numbers of the chart: a row a point, a column a curve and two more where it has a
-    range.
-    """
+    """A row per point; a column per curve, and two more where it has a range."""
     columns, cells = [panel.axis], [[bucket.text for bucket in buckets]]
     for curve, points in curves:
-        columns.append(curve.label)
-        cells.append([number_text(point.value, panel.percent) for point in points])
+        found = [(curve.label, [point.value for point in points])]
         if any(point.low is not None for point in points):
-            columns += ["low", "high"]
-            cells += [
-                [number_text(number, panel.percent) for number in side]
-                for side in zip(*((p.low, p.high) for p in points), strict=True)
-            ]
+            found += [("low", [p.low for p in points]), ("high", [p.high for p in points])]
+        columns += [name for name, _ in found]
+        cells += [[number_text(one, panel.percent) for one in values] for _, values in found]
     return tuple(columns), tuple(zip(*cells, strict=True))
 
 
@@ -391,18 +322,5 @@ def _points_note(panel: Panel, steps: int) -> str:
     shown = {"mean": "mean", "max": "highest", "min": "lowest"}[takes.pop()]
     if takes:  # of several kinds
         shown = "mean, highest or lowest"
-    band = (
-        "." if any(curve.between for curve in panel.curves) else "; band: their lowest to highest."
-    )
-    return f"A point is the {shown} of {steps} {panel.axis}s{band}"
-
-
-def _words(columns: Sequence[str], row: Sequence[str]) -> str:
-    return ", ".join(f"{name} {text}" for name, text in zip(columns, row, strict=True))
-
-
-def _latest(panel: Panel, figures: Figures, curve: Curve, several: bool) -> str:
-    """The last value of the first curve, by its name where there are others."""
-    values = [value for row in figures.values() if (value := row.get(curve.metric)) is not None]
-    text = number_text(values[-1], panel.percent)
-    return f"{curve.label} {text}" if several else text
+    band = "" if any(curve.between for curve in panel.curves) else "; band: their lowest to highest"
+    return f"A point is the {shown} of {steps} {panel.axis}s{band}."

@@ -1,8 +1,8 @@
-"""What the report says of a run: notices, charts and the figures on top of the page.
+"""What the report shows of a run: notices, charts, and the figures at the top of the page.
 
 The charts are those of the table of metrics (``isobit.records.metrics``): a row that names a chart
-is drawn there, in the section of its row.  A metric that names none, or that the table lacks, gets
-a chart of its own among the others, folded away.
+is drawn there, in the section of its row.  A metric without a chart gets its own, in a section that
+is folded.
 """
 
 import re
@@ -15,41 +15,29 @@ from isobit.observe.report.source import RunRecord
 from isobit.records.metrics import METRICS, TABLE, Metric, chosen_name, find_metric
 
 TRUNCATED = 0.05
-"""Share of the last step's completions that the length limit may end without a word."""
+"""A larger share of the last step's completions at the length limit is a notice."""
 LEVEL = 0.5
-"""Share of level groups over all steps from which they are named."""
+"""A larger share of zero-variance groups over all steps is a notice."""
 
 
-def notices(record: RunRecord) -> list[str]:
-    """A sentence each, the gravest first."""
-    return [*_differing_notice(record), *_counts(record), *_last_step(record), *record.problems]
-
-
-def total(record: RunRecord, metric: str) -> float:
-    """The sum of a figure over all steps."""
-    return sum(row.get(metric) or 0.0 for row in record.figures.values())
-
-
-def _differing_notice(record: RunRecord) -> Iterator[str]:
-    differing = total(record, "log_prob_diff/tokens_differing")
+def notices(record: RunRecord) -> Iterator[str]:
+    """Sentences, the most serious first."""
+    differing = record.total("log_prob_diff/tokens_differing")
     if differing and record.setting("precision", "exact"):
         yield (
             f"{differing:,.0f} log-probabilities differ between rollout and training, in a flow "
             "where none should: isobit verify --bisect names the place"
         )
-
-
-def _counts(record: RunRecord) -> Iterator[str]:
-    steps = [row for row in record.figures.values() if "updates/skipped" in row]
-    without = sum(row.get("updates/taken") == 0 for row in steps)
-    if failed := total(record, "reward/failed"):
+    if failed := record.total("reward/failed"):
         yield (
             f"{failed:,.0f} rewards failed, and their completions were left out; the console says "
             "of each step which error came first"
         )
-    if skipped := total(record, "updates/skipped"):
+    if skipped := record.total("updates/skipped"):
         yield f"{skipped:,.0f} updates were skipped: loss or gradient norm was not finite"
-    if without_signal := total(record, "updates/without_signal"):
+    steps = [row for row in record.figures.values() if "updates/skipped" in row]
+    if without_signal := record.total("updates/without_signal"):
+        without = sum(row.get("updates/taken") == 0 for row in steps)
         yield (
             f"{without_signal:,.0f} updates had nothing to learn from, since all rewards of each "
             f"prompt were equal; no weight changed in {without:,} of {len(steps):,} steps"
@@ -60,35 +48,32 @@ def _counts(record: RunRecord) -> Iterator[str]:
             f"{100 * mean:.0f}% of all groups were level: no two of their rewards differ, and "
             "nothing is learnt from them; the problems are too easy or too hard for this model"
         )
-
-
-def _last_step(record: RunRecord) -> Iterator[str]:
-    rows = [row for row in record.figures.values() if "response_length/truncated" in row]
-    cut = (rows[-1].get("response_length/truncated") or 0.0) if rows else 0.0
-    if cut > TRUNCATED:
+    cut = record.values("response_length/truncated")
+    if cut and cut[-1] > TRUNCATED:
         limit = record.setting("config", "rollout", "max_new_tokens")
+        of_limit = f" of {limit} tokens" if isinstance(limit, int) else ""
         yield (
-            f"{100 * cut:.0f}% of the last step's completions were cut off by the length limit"
-            + (f" of {limit} tokens" if isinstance(limit, int) else "")
-            + " (rollout.max_new_tokens)"
+            f"{100 * cut[-1]:.0f}% of the last step's completions were cut off by the length limit"
+            f"{of_limit} (rollout.max_new_tokens)"
         )
+    yield from record.problems
 
 
 MOST_OTHERS = 24
-"""Charts of metrics that no chart of the table has."""
+"""Charts of metrics that the table draws nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Charts under a heading; ``note`` says what was left out."""
+    """Charts under a heading."""
 
     title: str
     charts: tuple[Chart, ...]
     constants: tuple[Chart, ...] = ()
-    """Of figures that never change: their one value is said instead of drawn."""
+    """Of figures that never change, whose value is stated instead of drawn."""
     note: str = ""
+    """What was left out."""
     folded: bool = False
-    """Whether it is shown on demand only."""
 
 
 def evaluation_sets(names: Sequence[str], figure: str = "accuracy") -> list[str]:
@@ -100,9 +85,33 @@ def evaluation_sets(names: Sequence[str], figure: str = "accuracy") -> list[str]
 def build_sections(record: RunRecord) -> list[Section]:
     """The sections that have anything to show."""
     panels = panels_of(record)
-    sections = [section_of(title, _draw(record, chosen)) for title, chosen in panels.items()]
-    found = [*sections, _others(record, panels)]
+    shown = {
+        name
+        for chosen in panels.values()
+        for panel in chosen
+        for curve in panel.curves
+        for name in (curve.metric, *(curve.between or ()))
+    }
+    names = [name for name in record.names if name not in shown]
+    others = [Panel(name, "", (Curve(name, name.rpartition("/")[2]),)) for name in names]
+    left_out = len(names) - MOST_OTHERS
+    note = f"{left_out} more figures are in metrics.jsonl only" if left_out > 0 else ""
+
+    def drawn(panels: Sequence[Panel]) -> list[Chart | None]:
+        return [draw(panel, record.figures) for panel in panels]
+
+    found = [section_of(title, drawn(chosen)) for title, chosen in panels.items()]
+    found.append(section_of("Other figures", drawn(others[:MOST_OTHERS]), note, folded=True))
     return [section for section in found if section.charts or section.constants]
+
+
+def section_of(
+    title: str, charts: Sequence[Chart | None], note: str = "", folded: bool = False
+) -> Section:
+    """The charts that there are, and those that never change apart."""
+    moving = tuple(chart for chart in charts if chart and not chart.constant)
+    constants = tuple(chart for chart in charts if chart and chart.constant)
+    return Section(title, moving, constants, note, folded)
 
 
 def panels_of(record: RunRecord) -> dict[str, list[Panel]]:
@@ -113,13 +122,14 @@ def panels_of(record: RunRecord) -> dict[str, list[Panel]]:
         if row.chart and not name.endswith("/pass@1"):
             section = next(title for title, rows in TABLE.items() if row in rows)
             _add_curve(sections[section], record, row, name)
-    if not _compares(record):
-        del sections["Rollout against training"]
+    rows = record.figures.values()
+    if not any(row.get("log_prob_diff/tokens_compared") or "mismatch/k1" in row for row in rows):
+        del sections["Rollout against training"]  # the figures of no comparison are zeros
     return sections
 
 
 def _add_curve(panels: list[Panel], record: RunRecord, row: Metric, name: str) -> None:
-    """Draw a metric in the panel of its title, which may be there already."""
+    """Draw a metric in the panel of its title, which may exist already."""
     title = re.sub("SET|NAME", lambda _: chosen_name(name), row.chart)
     place = next((place for place, panel in enumerate(panels) if panel.title == title), None)
     curve = Curve(name, row.label or name.rpartition("/")[2], _TAKEN.get(row.reduce, "mean"))
@@ -128,76 +138,27 @@ def _add_curve(panels: list[Panel], record: RunRecord, row: Metric, name: str) -
         note = panels[place].note if row.name.startswith("eval/") else ""
         panels[place] = replace(panels[place], curves=curves, note=note)
     elif row.name == "eval/SET/accuracy":
-        panels.append(_accuracy_panel(record, title, name))
+        percent = all(0.0 <= value <= 1.0 for value in record.values(name))
+        sides = f"{name.removesuffix('accuracy')}low", f"{name.removesuffix('accuracy')}high"
+        unit, note = "accuracy" if percent else "mean reward", "band: 95% interval over problems"
+        panels.append(Panel(title, unit, (Curve(name, "accuracy", between=sides),), note, percent))
     else:
         unit = "" if row.unit.startswith("-") else row.unit
-        panels.append(Panel(title, unit, (curve,), _plain(row.help), unit == "share"))
+        plain = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", row.help).replace("`", "")
+        panels.append(Panel(title, unit, (curve,), plain, unit == "share"))
 
 
 _ORDER = {name: place for place, name in enumerate(METRICS)}
 _TAKEN: Mapping[str, Literal["max", "min"]] = {"max": "max", "min": "min", "sum": "max"}
-"""What a point shows of several steps, where that is not their mean: nothing counted disappears."""
+"""What a point shows of several steps, if not the mean: no counted event is averaged away."""
 MOST_CURVES = 7
-"""As many as there are colours."""
-
-
-def _accuracy_panel(record: RunRecord, title: str, name: str) -> Panel:
-    values = [value for row in record.figures.values() if (value := row.get(name)) is not None]
-    percent = all(0.0 <= value <= 1.0 for value in values)
-    sides = f"{name.removesuffix('accuracy')}low", f"{name.removesuffix('accuracy')}high"
-    unit, note = "accuracy" if percent else "mean reward", "band: 95% interval over problems"
-    return Panel(title, unit, (Curve(name, "accuracy", between=sides),), note, percent)
-
-
-def _plain(text: str) -> str:
-    """Markdown without its links and code marks."""
-    return re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text).replace("`", "")
-
-
-def _compares(record: RunRecord) -> bool:
-    """Whether any log-probability was compared: the figures of none are zeros that say nothing."""
-    rows = record.figures.values()
-    return any(row.get("log_prob_diff/tokens_compared") or "mismatch/k1" in row for row in rows)
-
-
-def section_of(
-    title: str, charts: Sequence[Chart], note: str = "", folded: bool = False
-) -> Section:
-    """Charts under a heading; of those that never change, the values."""
-    moving = tuple(chart for chart in charts if not chart.constant)
-    constants = tuple(chart for chart in charts if chart.constant)
-    return Section(title, moving, constants, note, folded)
-
-
-def _draw(record: RunRecord, panels: Sequence[Panel]) -> tuple[Chart, ...]:
-    return tuple(chart for panel in panels if (chart := draw(panel, record.figures)) is not None)
-
-
-def _others(record: RunRecord, panels: Mapping[str, Sequence[Panel]]) -> Section:
-    """A chart for every metric that has none yet."""
-    shown = {
-        name
-        for chosen in panels.values()
-        for panel in chosen
-        for curve in panel.curves
-        for name in (curve.metric, *(curve.between or ()))
-    }
-    names = [name for name in record.names if name not in shown]
-    charts = _draw(
-        record,
-        [Panel(name, "", (Curve(name, name.rpartition("/")[2]),)) for name in names[:MOST_OTHERS]],
-    )
-    left_out = len(names) - MOST_OTHERS
-    note = f"{left_out} more figures are in metrics.jsonl only" if left_out > 0 else ""
-    return section_of("Other figures", charts, note, folded=True)
-
-
+"""The number of colours."""
 _MOST_SETS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure on top of the page."""
+    """A figure at the top of the page."""
 
     label: str
     value: str
@@ -205,10 +166,10 @@ class Tile:
 
 
 def tiles_of(record: RunRecord) -> list[Tile]:
-    """Losses first where examples are learnt, then what evaluations found, then the rest."""
+    """Losses of fine-tuning first, then evaluations, then the rest."""
     losses = evaluation_sets(record.names, "loss")[:_MOST_SETS]
     return [
-        *(_change(record, f"eval/{name}/loss", f"{name} loss") for name in losses),
+        *(_change(record, name) for name in losses),
         *(_accuracy(record, name) for name in evaluation_sets(record.names)[:_MOST_SETS]),
         *_differing(record, "log_prob_diff", "log-probabilities"),
         *_differing(record, "routing_diff", "routings"),
@@ -217,12 +178,12 @@ def tiles_of(record: RunRecord) -> list[Tile]:
     ]
 
 
-def _change(record: RunRecord, metric: str, label: str) -> Tile:
-    values = [value for row in record.figures.values() if (value := row.get(metric)) is not None]
+def _change(record: RunRecord, name: str) -> Tile:
+    values = record.values(f"eval/{name}/loss")
     if not values:
-        return Tile(label, number_text(None), "no evaluation has a figure")
+        return Tile(f"{name} loss", number_text(None), "no evaluation has a figure")
     before = "measured once" if len(values) == 1 else f"from {number_text(values[0])}"
-    return Tile(label, number_text(values[-1]), before)
+    return Tile(f"{name} loss", number_text(values[-1]), before)
 
 
 def _accuracy(record: RunRecord, name: str) -> Tile:
@@ -230,27 +191,22 @@ def _accuracy(record: RunRecord, name: str) -> Tile:
     if not rows:
         return Tile(f"{name} accuracy", number_text(None), "no evaluation has a figure")
     first, last = rows[0], rows[-1]
-    accuracy = [row[f"eval/{name}/accuracy"] or 0.0 for row in (first, last)]
-    percent = all(0.0 <= value <= 1.0 for value in accuracy)
+    before, after = (row[f"eval/{name}/accuracy"] or 0.0 for row in (first, last))
+    percent = 0.0 <= before <= 1.0 and 0.0 <= after <= 1.0
     low, high = (last.get(f"eval/{name}/{side}") for side in ("low", "high"))
     problems = last.get(f"eval/{name}/problems")
-    parts = [
-        "" if len(rows) == 1 else f"from {number_text(accuracy[0], percent)}",
-        f"95% interval {number_text(low, percent)} to {number_text(high, percent)}"
-        if low is not None and high is not None
-        else "",
-        "" if problems is None else f"{number_text(problems)} problems",
-    ]
-    return Tile(
-        f"{name} accuracy" if percent else f"{name} mean reward",
-        number_text(accuracy[1], percent),
-        "; ".join(part for part in parts if part),
-    )
+    parts = [] if len(rows) == 1 else [f"from {number_text(before, percent)}"]
+    if low is not None and high is not None:
+        parts.append(f"95% interval {number_text(low, percent)} to {number_text(high, percent)}")
+    if problems is not None:
+        parts.append(f"{number_text(problems)} problems")
+    label = f"{name} accuracy" if percent else f"{name} mean reward"
+    return Tile(label, number_text(after, percent), "; ".join(parts))
 
 
 def _differing(record: RunRecord, kind: str, noun: str) -> Iterator[Tile]:
-    compared = total(record, f"{kind}/tokens_compared")
-    differing = total(record, f"{kind}/tokens_differing")
+    compared = record.total(f"{kind}/tokens_compared")
+    differing = record.total(f"{kind}/tokens_differing")
     if compared:
         yield Tile(
             f"{noun} that differ",
@@ -262,8 +218,7 @@ def _differing(record: RunRecord, kind: str, noun: str) -> Iterator[Tile]:
 def _last(record: RunRecord) -> Iterator[Tile]:
     """The first and the last step's reward, or loss where there is none."""
     for metric, label in (("reward/mean", "training reward"), ("loss", "training loss")):
-        values = [v for row in record.figures.values() if (v := row.get(metric)) is not None]
-        if values:
+        if values := record.values(metric):
             detail = f"mean of the last step; {number_text(values[0])} in the first"
             yield Tile(label, number_text(values[-1]), detail)
             return
@@ -271,7 +226,7 @@ def _last(record: RunRecord) -> Iterator[Tile]:
 
 def _time(record: RunRecord) -> Iterator[Tile]:
     phases = {
-        name: total(record, f"time/{name}_s")
+        name: record.total(f"time/{name}_s")
         for name in ("rollout", "training", "grading", "evaluation")
     }
     if sum(phases.values()):

@@ -1,18 +1,14 @@
-"""A run's directory as the report reads it: whatever is there, and a list of what is missing or
-damaged.
-
-A run that was killed leaves a torn last line and no summary; the report says so and shows the rest.
-The configuration is split into what was changed from the defaults and what was not.
+"""Reads a run's directory for the report: whatever is there, and a list of what is missing or
+damaged.  A run that was killed leaves a torn last line and no summary.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.store.directory import RunDirectory, is_held
@@ -21,7 +17,7 @@ from isobit.util.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run has left so far."""
+    """What a run has written so far."""
 
     root: Path
     manifest: Mapping[str, Any]
@@ -32,27 +28,32 @@ class RunRecord:
     finished: bool
     """Whether the summary is there, which a run writes last."""
     ending: Mapping[str, Any]
-    """``ending.json``: how it ended before its time; empty where it did not, or nobody said."""
+    """``ending.json``: how a run that was stopped early ended; otherwise empty."""
     is_running: bool
     """Whether a process of this machine holds the run's lock."""
     problems: tuple[str, ...]
-    """What is missing or damaged, a sentence each."""
+    """What is missing or damaged, one sentence each."""
 
     def setting(self, *path: str) -> Any:
         """The entry of the manifest at that path; None where there is none."""
-        return entry_at(self.manifest, *path)
+        entry: Any = self.manifest
+        for key in path:
+            entry = entry.get(key) if isinstance(entry, dict) else None
+        return entry
 
     @property
     def names(self) -> list[str]:
         """Every figure that the run has written, in the order of its first appearance."""
         return list(dict.fromkeys(name for figures in self.figures.values() for name in figures))
 
+    def values(self, metric: str) -> list[float]:
+        """A figure of each step that has it, in the order of the steps."""
+        rows = self.figures.values()
+        return [value for row in rows if (value := row.get(metric)) is not None]
 
-def entry_at(entry: Any, *path: str) -> Any:
-    """Follow ``path`` through nested objects; None where it ends early."""
-    for key in path:
-        entry = entry.get(key) if isinstance(entry, dict) else None
-    return entry
+    def total(self, metric: str) -> float:
+        """The sum of a figure over all steps."""
+        return sum(self.values(metric))
 
 
 def read_run(root: Path) -> RunRecord:
@@ -77,18 +78,10 @@ def read_run(root: Path) -> RunRecord:
         figures=_figures(_read_lines(directory.metrics, problems)),
         completions=tuple(_read_lines(directory.completions, problems)),
         finished=directory.summary.is_file(),
-        ending=_read_ending(root / "ending.json"),
+        ending=_read_object(root / "ending.json", []),
         is_running=is_held(root),
         problems=tuple(problems),
     )
-
-
-def _read_ending(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -109,11 +102,15 @@ def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """The objects of a JSONL file; lines that are none are counted and left out."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-        lines = text.removesuffix("\n").split("\n") if text else []  # U+2028 is within a line
     except OSError:
         problems.append(f"{path.name} is missing: the page lacks what it holds")
         return []
-    objects = [content for line in lines if isinstance(content := _parse(line), dict)]
+    lines = text.removesuffix("\n").split("\n") if text else []  # a line may contain U+2028
+    objects: list[dict[str, Any]] = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            if isinstance(content := json.loads(line), dict):
+                objects.append(content)
     if len(objects) < len(lines):
         problems.append(
             f"{path.name}: {len(lines) - len(objects)} of {len(lines)} lines cannot be read and "
@@ -122,62 +119,43 @@ def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return objects
 
 
-def _parse(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _figures(lines: list[dict[str, Any]]) -> dict[int, dict[str, float | None]]:
-    """Training and evaluation figures of a step together; a later line replaces figures of an
-    earlier one.
+    """The finite numbers and nulls of each step, training and evaluation together; a later line
+    replaces figures of an earlier one.
     """
     steps: dict[int, dict[str, float | None]] = {}
     for line in lines:
-        step = line.get("step")
+        step = line.pop("step", None)
         if isinstance(step, int):
-            numbers = {
-                name: value for name, value in line.items() if name != "step" and _is_figure(value)
-            }
-            steps.setdefault(step, {}).update(numbers)
+            row = steps.setdefault(step, {})
+            for name, value in line.items():
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if value is None or (is_number and math.isfinite(value)):
+                    row[name] = value
     return dict(sorted(steps.items()))
 
 
-def _is_figure(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    )
-
-
 _MOST_CHARACTERS = 400
-"""Of a value."""
+"""Shown of a value."""
 
 Row = tuple[str, str]
 """A dotted key and its value as JSON."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """A resolved configuration."""
-
-    changed: tuple[Row, ...]
-    """Keys whose values are not the defaults; empty where nobody knows the defaults."""
-    others: tuple[Row, ...]
-
-
-def view_settings(config: Any) -> Settings:
-    """The configuration of a manifest, which may be of another version and then has only others."""
-    rows = tuple(flatten(config)) if isinstance(config, dict) else ()
+def view_settings(config: Any) -> tuple[list[Row], list[Row]]:
+    """The keys of a manifest's configuration that differ from the defaults, and all others.  The
+    configuration may be another version's, whose defaults are not known: then none has changed.
+    """
+    rows = list(flatten(config)) if isinstance(config, dict) else []
     changed = dict(flatten(_without_defaults(config)))
-    return Settings(
-        tuple(row for row in rows if row[0] in changed),
-        tuple(row for row in rows if row[0] not in changed),
+    return (
+        [row for row in rows if row[0] in changed],
+        [row for row in rows if row[0] not in changed],
     )
 
 
 def flatten(entry: Mapping[str, Any], above: str = "") -> Iterator[Row]:
-    """Dotted names and values, one a leaf."""
+    """Dotted names and values, one row per leaf."""
     for key, value in entry.items():
         path = f"{above}{key}"
         if isinstance(value, dict) and value:
@@ -192,7 +170,7 @@ def _without_defaults(config: Any) -> dict[str, Any]:
     for schema in (RunConfig, SftConfig):
         try:
             made = schema.model_validate(config)
-        except (ValidationError, ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError, RecursionError):  # ValidationError is a ValueError
             continue
         return made.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return {}
