@@ -121,6 +121,8 @@ def test_the_harness_measures_what_isobit_does(place: Path) -> None:
     (place / "tasks").mkdir()
     (place / task.splitlines()[0].removeprefix("# ")).write_text(task)
     command = block("sh", "--tasks sums").replace("--limit 500", "--limit 100")
+    # In BF16 the two round differently, which decides near-ties of this model.
+    command = command.replace("runs/quickstart/model", "runs/quickstart/model,dtype=float32")
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=place,
@@ -135,7 +137,7 @@ def test_the_harness_measures_what_isobit_does(place: Path) -> None:
         "starter",
         data={"eval": {"sums": {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 100}}},
         reward="isobit.starter.tasks:correct_answer",
-        precision="bf16",
+        precision="fp32",
         rollout={"max_new_tokens": 32},
     )
     assert float(row[1]) == pytest.approx(ours["sums"].accuracy)

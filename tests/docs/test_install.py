@@ -144,7 +144,7 @@ def test_an_image_is_built_from_what_there_is(image: Path) -> None:
         copied |= set(rest.split()[:-1])
     assert {name for name in copied if not (ROOT / name).exists()} == set()
     assert copied <= allowed, "what .dockerignore leaves out cannot be copied"
-    assert {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml", "src"} <= copied
+    assert {"README.md", *PROJECT["license-files"], "pyproject.toml", "src"} <= copied
     script = " ".join(rest for word, rest in parts if word == "RUN")
     (constraints,) = re.findall(r"--constraint (\S+)", script)
     assert constraints in copied
