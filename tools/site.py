@@ -86,7 +86,7 @@ def modules(room: str) -> list[str]:
 
 def reference_page(room: str) -> str:
     """Markdown that mkdocstrings fills: a heading a module, with its public names."""
-    parts = [f"# {room}\n"]
+    parts = [f"---\nsearch: {{ boost: 0.5 }}\n---\n# {room}\n"]  # behind the written pages
     parts += [
         f"::: {module}\n    options:\n      show_submodules: false\n" for module in modules(room)
     ]
@@ -97,7 +97,7 @@ def public_page() -> str:
     """The names of ``import isobit`` and the packages, each with a sentence."""
     names = "\n".join(
         f"| [`{name}`][{full}] | {described(full)} |"
-        for name, full in sorted(public_names().items())
+        for name, full in sorted(public_names().items(), key=lambda one: (one[0][0].isupper(), one))
     )
     packages = "\n".join(
         f"| [`isobit.{room}`]({room}.md) | {first_sentence(source_of(f'isobit.{room}'))} |"
@@ -115,6 +115,8 @@ def on_config(config: Any) -> Any:
     pages = [{room: f"reference/{room}.md"} for room in rooms()]
     config.nav.append({"Reference": ["reference/index.md", *pages]})
     config.repo_url, config.repo_name = REPOSITORY, PROJECT["name"]
+    code = (PACKAGE / "__init__.py").read_text(encoding="utf-8")
+    config.copyright = "Isobit " + re.findall(r'^__version__ = "(.+)"$', code, re.MULTILINE)[0]
     return config
 
 
