@@ -275,7 +275,6 @@ ROWS: dict[int, Row] = {
         "the run ends with the first error; nothing is learnt from zeros",
         (
             "rewards/test_grading.py::test_too_many_failures_stop_the_run_with_the_first_error",
-            "rewards/test_grading.py::test_too_many_failures_stop_the_run_with_the_first_error",
             "faults/test_resume.py::test_a_run_that_failed_goes_on_once_its_reward_is_mended",
         ),
     ),
