@@ -22,7 +22,7 @@ scores: the normal interval, m +- z s / sqrt(n), reaches below 0 where most part
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Self
@@ -129,6 +129,10 @@ class EvalResult:
     """Share of the samples that the length limit ended."""
     has_shares: bool = True
     """Whether every reward lies between 0 and 1, so that their mean can be an accuracy."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Unusual answers by kind, as the graders counted them."""
+    first_error: str | None = None
+    """Of the samples whose reward failed."""
 
     def figures(self) -> dict[str, Any]:
         """All fields, for JSON, and ``mean_reward``; ``accuracy`` is null where rewards are no
