@@ -414,7 +414,9 @@ def _equal(gold: str, answer: str, seconds: float) -> bool | None:
     return False
 
 
+@lru_cache(maxsize=4096)
 def _compare(gold: str, answer: str) -> bool | None:
+    """None where the reference cannot be parsed. The completions of a group repeat answers."""
     expected = read(gold)
     if expected is None:
         return None
