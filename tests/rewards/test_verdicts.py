@@ -1,5 +1,5 @@
-"""What is right and what is wrong: a table of references and completions, each with the verdict that
-a person gave it, in the forms of GSM8K, MATH, multiple choice and others.
+"""A table of references and completions, each with the verdict that a person gave it, in the forms
+of GSM8K, MATH, multiple choice and others.
 
 Keys of ``verdicts.jsonl``: ``form``, ``reference``, ``completion``, ``verdict`` (1, 0, "missing" or
 "unreadable"), and where they are not the default ``grader`` and ``options``.

@@ -38,9 +38,9 @@ parentheses exceed the parser's stack. Regular expressions check them in one pas
 import logging
 import math
 import re
-from importlib.util import find_spec, module_from_spec
 from fractions import Fraction
 from functools import lru_cache
+from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
 
@@ -125,7 +125,9 @@ IN_EXPONENT = re.compile(
 
 
 NOT_EQUAL = re.compile(r"(?<=[A-Za-z)}])\s*!=")
-SCIENCE = re.compile(r"(?<![\w.])(\d{1,20}\.\d{1,20}[eE][+-]?\d{1,3}|\d{1,20}[eE][+-]?\d{2,3})(?!\w)")
+SCIENCE = re.compile(
+    r"(?<![\w.])(\d{1,20}\.\d{1,20}[eE][+-]?\d{1,3}|\d{1,20}[eE][+-]?\d{2,3})(?!\w)"
+)
 MIXED = re.compile(r"(?<![\w./}])(\d{1,20})\s+(\d{1,20})/(\d{1,20})(?![\w./])")
 
 
@@ -250,7 +252,8 @@ def _agree(gold: Any, given: Any) -> bool:
 def _library() -> ModuleType:
     """A copy of ``math_verify.grader`` of our own, whose numbers ``_agree``."""
     spec = find_spec("math_verify.grader")
-    assert spec is not None and spec.loader is not None, "math_verify was imported"
+    assert spec is not None, "it was imported"
+    assert spec.loader is not None, "it was imported"
     grader = module_from_spec(spec)
     spec.loader.exec_module(grader)
     equal = grader.sympy_numeric_eq

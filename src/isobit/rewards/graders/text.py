@@ -20,7 +20,7 @@ grading pool's deadline bounds.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from math import isnan
 from typing import Any
@@ -33,7 +33,8 @@ OPENING, CLOSING = "<answer>", "</answer>"
 BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,10}\{|\\.|[{}]", re.DOTALL)
 """A box, an escaped character, which is no brace of LaTeX's, or a brace."""
 BETWEEN_BOXES = re.compile(
-    r"(?:[\s$,;.&]|\\[,;:! \\()\[\]]|\\q?quad|\\(?:text|textrm|mathrm)\s?\{\s*(?:and|or|,)\s*\}|and|or)*"
+    r"(?:[\s$,;.&]|\\[,;:! \\()\[\]]|\\q?quad|and|or"
+    r"|\\(?:text|textrm|mathrm)\s?\{\s*(?:and|or|,)\s*\})*"
 )
 JOINS = re.compile(r"[,;&]|and|or")
 MOST_BETWEEN = 60
@@ -105,7 +106,7 @@ def _texts(value: Any) -> Iterator[str]:
             return
         case str():
             yield from _texts_of_json(value.strip())
-        case bool() | int():
+        case int():
             yield str(value)
         case float():
             if not isnan(value):
@@ -113,8 +114,7 @@ def _texts(value: Any) -> Iterator[str]:
         case {"ground_truth": inner}:  # as in verl's files
             yield from _texts(inner)
         case list() | tuple() | set() | frozenset():
-            for one in value:
-                yield from _texts(one)
+            yield from (text for one in value for text in _texts(one))
         case _ if type(value).__name__ not in ("NAType", "NaTType") and value == value:
             yield from _texts(str(value))
 
@@ -147,12 +147,13 @@ def _decimal(number: float) -> str:
 
 MARKED = re.compile(r"(?<!#)####(?!#)[ \t]{0,20}(\S[^\n]{0,500})")
 WORDED = re.compile(
-    r"\banswer\b(?:[\w \t]{0,40}?\bis\b\W{0,3}?:?|[*_ \t]{0,6}[:=])[*_\s]{0,6}(\S[^\n]{0,500})",
+    r"\banswer\b(?:(?:\s(?:to|for|of|here|then|therefore)\b[\w \t]{0,40}?)?\sis\b\s?:?"
+    r"|[*_ \t]{0,6}[:=]|\*\*(?=\s{0,3}\n))[*_\s]{0,6}(?=(\S[^\n]{0,500}))",
     re.IGNORECASE,
 )
 BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*")
 LAST_NUMBER = re.compile(
-    r"(?<![A-Za-z\d.,])-?(?:[1-9]\d{0,2}(?:,\d{3}){1,10}(?!\d)|\d{1,60})(?:\.\d{1,60})?"
+    r"(?<![A-Za-z\d.])-?(?:[1-9]\d{0,2}(?:,\d{3}){1,10}(?!\d)|\d{1,60})(?:\.\d{1,60})?"
     r"(?:/\d{1,60})?(?!\d)"
 )
 SENTENCE_END = re.compile(r"\.(?:\s|\Z)")
@@ -167,12 +168,17 @@ QUANTITY = re.compile(
 )
 NUMBER_IN_PROSE = re.compile(r"(?<![\w.,])-?\d[\d,]{0,60}(?:\.\d{1,60})?")
 NO_UNIT = frozenset(
-    "am pm pi sqrt sin cos tan log ln exp mod and or not no to if when about at than less more least "
-    "most between plus minus times over percent hundred thousand million billion trillion dozen "
-    "half halves third thirds quarter quarters fourth fourths fifth fifths".split()
+    word
+    for line in (
+        "am pm pi sqrt sin cos tan log ln exp mod and or not no to if when about at than less more",
+        "least most between plus minus times over percent dozen hundred thousand million billion",
+        "trillion half halves third thirds quarter quarters fourth fourths fifth fifths",
+    )
+    for word in line.split()
 )
 """Words after a number that change it."""
-SHORT_UNITS = frozenset("cm mm km kg mg ml lb oz ft in yd mi hr mph kph kmh".split())
+SHORT_UNITS = re.compile(r"[cmk]m|[km]g|ml|lb|oz|ft|in|yd|mi|hr|mph|kph|kmh")
+LONGEST_PROSE = 10_000
 MOST_WORDS = 12
 """Words of a reference for mathematics that is compared as text; a longer text is a solution."""
 
@@ -196,6 +202,9 @@ def read_reference(text: str, mathematics: bool) -> tuple[str, ...]:
 
 
 def _read_prose(text: str) -> tuple[str, ...]:
+    """The answer in a text that is mathematics, or says it in words."""
+    if len(text) > LONGEST_PROSE:
+        return ()
     words = _prose_words(text)
     spans = [next(filter(None, span.groups())).strip() for span in SPAN.finditer(text)]
     outside = SPAN.sub("\0", text)
@@ -206,9 +215,9 @@ def _read_prose(text: str) -> tuple[str, ...]:
     if spans and len(_prose_words(outside)) > 2 and len(set(spans)) == 1:
         return (spans[0],)
     numbers = NUMBER_IN_PROSE.findall(text)
-    if len(words) > 2 and len(numbers) == 1 and not (NO_UNIT & set(text.lower().split())):
-        if not set(text) & set("\\=<>^/"):
-            return (numbers[0].rstrip(","), text)
+    is_formula = NO_UNIT & set(text.lower().split()) or set(text) & set("\\=<>^/")
+    if len(words) > 2 and len(numbers) == 1 and not is_formula:
+        return (numbers[0].rstrip(","), text)
     return () if len(words) > MOST_WORDS or len(text) > 500 else (text,)
 
 
@@ -232,9 +241,11 @@ def without_unit(text: str) -> str | None:
         return None if number == text else number.rstrip(",")
     words = re.findall(r"[a-z]+", unit.lower())
     attached = text.strip().find(unit) == text.strip().find(number) + len(number)
-    if NO_UNIT & set(words) or not all(len(word) > 2 or word in SHORT_UNITS for word in words[:1]):
+    if NO_UNIT & set(words) or not all(
+        len(word) > 2 or SHORT_UNITS.fullmatch(word) for word in words[:1]
+    ):
         return None
-    return None if attached and words[0] not in SHORT_UNITS else number.rstrip(",")
+    return None if attached and not SHORT_UNITS.fullmatch(words[0]) else number.rstrip(",")
 
 
 def answer_of(
