@@ -166,9 +166,14 @@ class EvalResult:
         return cls(**{**content, **restored})
 
 
-def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
+def result_of(
+    groups: Sequence[Group],
+    samples: int,
+    counts: Mapping[str, int] | None = None,
+    first_error: str | None = None,
+) -> EvalResult:
     """The figures of graded groups of ``samples`` completions each; at least one of them has a
-    reward.
+    reward. ``counts`` and ``first_error`` are the graders'.
     """
     graded = [[reward for reward in group.rewards if reward is not None] for group in groups]
     scores = [fmean(rewards) for rewards in graded if rewards]
@@ -183,6 +188,8 @@ def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
         response_length=lengths["response_length/mean"],
         truncated=lengths["response_length/truncated"],
         has_shares=all(0 <= reward <= 1 for rewards in graded for reward in rewards),
+        counts=counts or {},
+        first_error=first_error,
     )
 
 

@@ -8,7 +8,7 @@ The figures are described in ``isobit.observe.evaluation``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,8 +66,8 @@ class Evaluator:
             for request, made in zip(requests, completions, strict=True)
         ]
         grades = grading(groups)
-        figures = result_of(groups, requests[0].samples)
-        return replace(figures, counts=grades.counts, first_error=grades.first_error), groups
+        samples = requests[0].samples
+        return result_of(groups, samples, grades.counts, grades.first_error), groups
 
 
 def evaluation_requests(

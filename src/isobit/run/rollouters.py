@@ -26,6 +26,7 @@ commands: the trainers learn while a batch is sampled, so a batch that was given
 last moment between two steps with it.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -127,10 +128,14 @@ def evaluate(
     value = rollouters.receive_result()
     append_lines(grading, value["gradings"])
     found: dict[str, tuple[EvalResult, list[Group]]] = {}
-    for name, requests in evaluator.requests.items():
+    gradings = [json.loads(line) for line in value["gradings"]]  # one of each set, in their order
+    for (name, requests), graded in zip(evaluator.requests.items(), gradings, strict=True):
         prompts = {request.prompt.id: request.prompt for request in requests}
         groups = groups_of(value["sets"][name], prompts.__getitem__)
-        found[name] = result_of(groups, requests[0].samples), groups
+        figures = result_of(
+            groups, requests[0].samples, graded.get("counts"), graded.get("first_error")
+        )
+        found[name] = figures, groups
     return found
 
 
