@@ -2,7 +2,8 @@
 of GSM8K, MATH, multiple choice and others.
 
 Keys of ``verdicts.jsonl``: ``form``, ``reference``, ``completion``, ``verdict`` (1, 0, "missing" or
-"unreadable"), and where they are not the default ``grader`` and ``options``.
+"unreadable"); where they are not the default, ``grader`` and ``options``; and the public ``report``
+that a row comes from (docs/field_reports.md).
 """
 
 import json

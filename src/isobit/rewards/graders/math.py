@@ -329,7 +329,10 @@ def score(
         count("math_verify: no marked answer" if unmarked else "math_verify: length")
         return 0.0
     verdicts = [_by_digits(gold, given) for gold in golds]
-    if any(verdicts) or (None in verdicts and _by_library(golds, verdicts, given, seconds)):
+    if any(verdicts):
+        return 1.0
+    is_talk = unmarked and excess(plain(given)) is not None
+    if None in verdicts and not is_talk and _by_library(golds, verdicts, given, seconds):
         return 1.0
     if unmarked:
         count("math_verify: no marked answer")
