@@ -272,9 +272,7 @@ def describe_result(name: str, result: EvalResult) -> str:
         f", pass@{k} {100 * value:.1f}%" for k, value in result.pass_at.items() if k > 1
     )
     text += f", length {result.response_length:.1f}"
-    if result.failed:
-        text += f", {result.failed} rewards failed"
-        text += f" (the first was {result.first_error})" if result.first_error else ""
+    text += f", {result.failed} rewards failed" if result.failed else ""
     met = ", ".join(f"{number:,} {kind}" for kind, number in result.counts.items())
     return text + (f"; graders met: {met}" if met else "")
 

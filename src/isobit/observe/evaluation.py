@@ -130,9 +130,7 @@ class EvalResult:
     has_shares: bool = True
     """Whether every reward lies between 0 and 1, so that their mean can be an accuracy."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Unusual answers by kind, as the graders counted them."""
-    first_error: str | None = None
-    """Of the samples whose reward failed."""
+    """Unusual answers by kind, as the graders counted them, and failed rewards."""
 
     def figures(self) -> dict[str, Any]:
         """All fields, for JSON, and ``mean_reward``; ``accuracy`` is null where rewards are no
@@ -167,13 +165,10 @@ class EvalResult:
 
 
 def result_of(
-    groups: Sequence[Group],
-    samples: int,
-    counts: Mapping[str, int] | None = None,
-    first_error: str | None = None,
+    groups: Sequence[Group], samples: int, counts: Mapping[str, int] | None = None
 ) -> EvalResult:
     """The figures of graded groups of ``samples`` completions each; at least one of them has a
-    reward. ``counts`` and ``first_error`` are the graders'.
+    reward. ``counts`` are the graders'.
     """
     graded = [[reward for reward in group.rewards if reward is not None] for group in groups]
     scores = [fmean(rewards) for rewards in graded if rewards]
@@ -189,7 +184,6 @@ def result_of(
         truncated=lengths["response_length/truncated"],
         has_shares=all(0 <= reward <= 1 for rewards in graded for reward in rewards),
         counts=counts or {},
-        first_error=first_error,
     )
 
 

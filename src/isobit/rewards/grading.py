@@ -58,6 +58,10 @@ class GradeStats:
     def failed_fraction(self) -> float:
         return self.failed / max(1, self.graded + self.failed)
 
+    def all_counts(self) -> dict[str, int]:
+        """``counts``, and how many rewards failed by kind."""
+        return self.counts | {f"failed: {kind}": n for kind, n in self.failures.items()}
+
     def __add__(self, other: "GradeStats") -> "GradeStats":
         return GradeStats(
             self.graded + other.graded,

@@ -66,8 +66,7 @@ class Evaluator:
             for request, made in zip(requests, completions, strict=True)
         ]
         grades = grading(groups)
-        samples = requests[0].samples
-        return result_of(groups, samples, grades.counts, grades.first_error), groups
+        return result_of(groups, requests[0].samples, grades.all_counts()), groups
 
 
 def evaluation_requests(

@@ -38,6 +38,7 @@ from isobit.observe.evaluation import EvalResult, result_of
 from isobit.parallel.world import World, broadcast_from, is_raised_on_all, run_and_gather
 from isobit.records.kept_groups import groups_of
 from isobit.records.text import Group
+from isobit.rewards.grading import GradeStats
 from isobit.run.evaluate import Evaluation, Evaluator
 from isobit.run.grading import RecordedGrading
 from isobit.util.errors import ConfigError, Interrupted
@@ -132,10 +133,8 @@ def evaluate(
     for (name, requests), graded in zip(evaluator.requests.items(), gradings, strict=True):
         prompts = {request.prompt.id: request.prompt for request in requests}
         groups = groups_of(value["sets"][name], prompts.__getitem__)
-        figures = result_of(
-            groups, requests[0].samples, graded.get("counts"), graded.get("first_error")
-        )
-        found[name] = figures, groups
+        stats = GradeStats(0, 0, graded["failures"], None, graded.get("counts", {}))
+        found[name] = result_of(groups, requests[0].samples, stats.all_counts()), groups
     return found
 
 

@@ -281,6 +281,7 @@ LIBRARY = _library()
 
 PLACES = 6
 SPACED_DIGITS = re.compile(r"(?<=\d)[ \t\n]+(?=\d)")
+ONLY_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mbox)\s?\{([^{}]*)\}")
 LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;!: ]|\\q?quad|\s|\$")
 NUMBER = re.compile(
     r"([+-]?)(?:(\d{1,60})|(\d{0,60}\.\d{1,60})|(\d{1,60})/(\d{1,60})|\\frac\{(\d{1,60})\}\{(\d{1,60})\})",
@@ -369,6 +370,8 @@ def _tidy(text: str) -> str:
     """``text`` without layout, white space and a full stop; white space between digits stays."""
     if len(text) > LONGEST:
         return text
+    words = ONLY_TEXT.fullmatch(text.strip())
+    text = words[1] if words else text
     text = SPACED_DIGITS.sub("\0", text.replace("{,}", ","))
     text = LAYOUT.sub("", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
     return text.removesuffix(".").replace("\0", " ")

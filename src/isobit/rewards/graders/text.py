@@ -161,11 +161,13 @@ SPAN = re.compile(
     r"(?<!\\)\$\$([^$]{1,500})\$\$|(?<!\\)\$([^$\n]{1,500})(?<!\\)\$"
     r"|\\\(((?:[^\\]|\\[^)]){1,500})\\\)|\\\[((?:[^\\]|\\[^\]]){1,500})\\\]"
 )
+GLUE = re.compile(r"(?<![\\A-Za-z{])\s(?:and|or|to|of|is|the|for|in|at|each)(?![A-Za-z}])")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,40}")
 QUANTITY = re.compile(
     r"(?:[$€£¥]|\\\$)?\s?(-?\d[\d,]{0,60}(?:\.\d{1,60})?)(?:\s?[€£¥]|\s?\\?\$)?"
     r"(?:\s{0,3}-?\s?([A-Za-z][A-Za-z°/²³^*.\s-]{0,60}\d?))?"
 )
+COUNTED = re.compile(r"\d\s[a-z]{3}|[$€£]\s?\d")
 NUMBER_IN_PROSE = re.compile(r"(?<![\w.,])-?\d[\d,]{0,60}(?:\.\d{1,60})?")
 NO_UNIT = frozenset(
     word
@@ -177,6 +179,9 @@ NO_UNIT = frozenset(
     for word in line.split()
 )
 """Words after a number that change it."""
+NO_COUNT = NO_UNIT | {"except", "real", "number", "numbers", "integer", "integers", "odd", "even"}
+NO_COUNT |= {"multiple", "multiples", "prime", "primes"}
+"""Words of a sentence whose only number is not what it says."""
 SHORT_UNITS = re.compile(r"[cmk]m|[km]g|ml|lb|oz|ft|in|yd|mi|hr|mph|kph|kmh")
 LONGEST_PROSE = 10_000
 MOST_WORDS = 12
@@ -207,6 +212,8 @@ def _read_prose(text: str) -> tuple[str, ...]:
         return ()
     words = _prose_words(text)
     spans = [next(filter(None, span.groups())).strip() for span in SPAN.finditer(text)]
+    if any(GLUE.search(span) for span in spans):  # two sums of money
+        spans = []
     outside = SPAN.sub("\0", text)
     if spans and BETWEEN_BOXES.fullmatch(outside.replace("\0", "")):
         return (", ".join(spans),)
@@ -215,8 +222,8 @@ def _read_prose(text: str) -> tuple[str, ...]:
     if spans and len(_prose_words(outside)) > 2 and len(set(spans)) == 1:
         return (spans[0],)
     numbers = NUMBER_IN_PROSE.findall(text)
-    is_formula = NO_UNIT & set(text.lower().split()) or set(text) & set("\\=<>^/")
-    if len(words) > 2 and len(numbers) == 1 and not is_formula:
+    is_more = NO_COUNT & set(text.lower().split()) or set(text) & set("\\=<>^/")
+    if len(words) > 2 and len(numbers) == 1 and COUNTED.search(text) and not is_more:
         return (numbers[0].rstrip(","), text)
     return () if len(words) > MOST_WORDS or len(text) > 500 else (text,)
 
