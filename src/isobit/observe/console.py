@@ -272,7 +272,9 @@ def describe_result(name: str, result: EvalResult) -> str:
         f", pass@{k} {100 * value:.1f}%" for k, value in result.pass_at.items() if k > 1
     )
     text += f", length {result.response_length:.1f}"
-    return text + (f", {result.failed} rewards failed" if result.failed else "")
+    text += f", {result.failed} rewards failed" if result.failed else ""
+    met = ", ".join(f"{number:,} {kind}" for kind, number in result.counts.items())
+    return text + (f"; graders met: {met}" if met else "")
 
 
 def wrapped(text: str, width: int) -> str:

@@ -22,7 +22,7 @@ scores: the normal interval, m +- z s / sqrt(n), reaches below 0 where most part
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Self
@@ -129,6 +129,8 @@ class EvalResult:
     """Share of the samples that the length limit ended."""
     has_shares: bool = True
     """Whether every reward lies between 0 and 1, so that their mean can be an accuracy."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Unusual answers by kind, as the graders counted them, and failed rewards."""
 
     def figures(self) -> dict[str, Any]:
         """All fields, for JSON, and ``mean_reward``; ``accuracy`` is null where rewards are no
@@ -162,9 +164,11 @@ class EvalResult:
         return cls(**{**content, **restored})
 
 
-def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
+def result_of(
+    groups: Sequence[Group], samples: int, counts: Mapping[str, int] | None = None
+) -> EvalResult:
     """The figures of graded groups of ``samples`` completions each; at least one of them has a
-    reward.
+    reward. ``counts`` are the graders'.
     """
     graded = [[reward for reward in group.rewards if reward is not None] for group in groups]
     scores = [fmean(rewards) for rewards in graded if rewards]
@@ -179,6 +183,7 @@ def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
         response_length=lengths["response_length/mean"],
         truncated=lengths["response_length/truncated"],
         has_shares=all(0 <= reward <= 1 for rewards in graded for reward in rewards),
+        counts=counts or {},
     )
 
 

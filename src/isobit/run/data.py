@@ -26,7 +26,7 @@ from typing import Any
 
 from isobit.config.data import DataConfig, DataSource
 from isobit.config.recipes import Recipe, RunConfig
-from isobit.config.reward import WHOLE
+from isobit.config.reward import WHOLE, RewardConfig
 from isobit.data.prompts import (
     TooLong,
     build_prompts,
@@ -37,6 +37,7 @@ from isobit.data.prompts import (
 from isobit.models.folder import DescribedModel
 from isobit.records.text import Prompt
 from isobit.rewards.graders import GRADERS
+from isobit.rewards.grading import check_references
 from isobit.util.files import file_sha256
 from isobit.util.user_code import source_sha256
 
@@ -53,6 +54,8 @@ class RlData:
     """The problems of each evaluation set."""
     too_long: Mapping[str, TooLong] = field(default_factory=dict)
     """What was too long in each set, and what became of it."""
+    references: Sequence[str] = ()
+    """Lines on references that no grader can use."""
 
     def figures(self) -> dict[str, Any]:
         """How many there are of each, for the manifest."""
@@ -95,8 +98,12 @@ class RlData:
         )
 
 
-def load_prompts(data: DataConfig, model: DescribedModel) -> RlData:
-    """Read and tokenise all sets.  Raises DataError for what cannot be used."""
+def load_prompts(
+    data: DataConfig, model: DescribedModel, reward: RewardConfig | None = None
+) -> RlData:
+    """Read and tokenise all sets, and see whether ``reward`` can use their references.  Raises
+    DataError for what cannot be used, and RewardError as ``check_references`` does.
+    """
     too_long: dict[str, TooLong] = {}
 
     def prompts_of(name: str, source: DataSource) -> list[Prompt]:
@@ -107,7 +114,13 @@ def load_prompts(data: DataConfig, model: DescribedModel) -> RlData:
     train = prompts_of("train", data.train)
     sets = {name: prompts_of(name, source) for name, source in data.eval.items()}
     prompts, dropped = drop_evaluated(train, sets.values())
-    return RlData(prompts, dropped, sets, {n: one for n, one in too_long.items() if one.describe()})
+    told = {name: one for name, one in too_long.items() if one.describe()}
+    lines = check_references(reward, {"data.train": prompts, **_named(sets)})
+    return RlData(prompts, dropped, sets, told, lines)
+
+
+def _named(sets: Mapping[str, Sequence[Prompt]]) -> dict[str, Sequence[Prompt]]:
+    return {f"data.eval.{name}": prompts for name, prompts in sets.items()}
 
 
 _TOKENIZER = (

@@ -23,7 +23,7 @@ from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.evaluation import EvalResult, result_of
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group, Prompt, json_line
-from isobit.rewards.grading import Graders, GradeStats, Grading
+from isobit.rewards.grading import Graders, GradeStats, Grading, check_references
 from isobit.rollout.engine import Progress, Request, RolloutEngine, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
@@ -65,8 +65,8 @@ class Evaluator:
             Group(request.prompt, request.visit, made)
             for request, made in zip(requests, completions, strict=True)
         ]
-        grading(groups)
-        return result_of(groups, requests[0].samples), groups
+        grades = grading(groups)
+        return result_of(groups, requests[0].samples, grades.all_counts()), groups
 
 
 def evaluation_requests(
@@ -126,6 +126,9 @@ def _evaluate_folder(
     }
     if world.rank == 0 and (said := describe_too_long(too_long)):
         say(f"isobit: {said.removeprefix('; ')}")
+    for line in check_references(config.reward, sets):
+        if world.rank == 0:
+            say(f"isobit: {line}")
     requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
     if world.rank > 0:
         for asked in requests.values():
