@@ -345,6 +345,8 @@ class FakeHub(BaseHTTPRequestHandler):
         elif self.path == "/api/repos/create":
             self.created.append(json.loads(body))
             self.answer({"url": f"http://{self.headers['Host']}/me/mine", "id": "me/mine"})
+        elif self.path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
         elif "/preupload/" in self.path:
             names = [file["path"] for file in json.loads(body)["files"]]
             modes = [
@@ -358,7 +360,8 @@ class FakeHub(BaseHTTPRequestHandler):
                     self.files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "deletedFile":
                     self.files.pop(line["value"]["path"])
-            self.answer({"commitUrl": "http://hub/me/mine/commit/1", "commitOid": "1" * 40})
+            url = f"http://{self.headers['Host']}/me/mine/commit/{'1' * 40}"
+            self.answer({"commitUrl": url, "commitOid": "1" * 40})
         else:
             self.answer({}, 404)
 
@@ -393,7 +396,7 @@ def test_a_model_is_uploaded_with_its_card(
     fake_hub: type[FakeHub], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*PUSH, "--private"]) == 0
-    assert fake_hub.created[0]["name"] == "mine" and fake_hub.created[0]["private"] is True
+    assert fake_hub.created[0]["name"] == "mine" and fake_hub.created[0]["visibility"] == "private"
     assert "/me/mine: " in capsys.readouterr().out
     export(find_source("starter", None, print), tmp_path / "mine")
     assert fake_hub.files == {

@@ -339,7 +339,7 @@ def write_completions(
     ]
     lists = {"token_ids": pa.list_(pa.int32()), "log_probs": pa.list_(pa.float32())}
     types = {"step": pa.int64(), "visit": pa.int64(), "sample": pa.int32(), "tokens": pa.int32()}
-    types |= {"reward": pa.float64(), "advantage": pa.float64()} | lists
+    types |= {"reward": pa.float64()} | lists
     types |= {"reward_parts": pa.map_(pa.string(), pa.float64())}
     schema = pa.schema([(name, types.get(name, pa.string())) for name in ROW_COLUMNS])
     unfinished = path.with_name(f".{path.name}")
@@ -351,7 +351,7 @@ def write_completions(
 
 ROW_COLUMNS = (
     *("step", "source", "prompt_id", "visit", "sample", "prompt", "completion", "answer"),
-    *("reward", "reward_parts", "advantage", "finish_reason", "tokens", "token_ids", "log_probs"),
+    *("reward", "reward_parts", "finish_reason", "tokens", "token_ids", "log_probs"),
 )
 """Columns of a Parquet file of completions."""
 
@@ -374,7 +374,6 @@ def completion_rows(step: int, source: str, groups: Sequence[Group]) -> Iterator
                 "answer": None if answer is None else str(answer),
                 "reward": group.rewards[place] if group.rewards else None,
                 "reward_parts": {name: found[place] for name, found in group.reward_parts.items()},
-                "advantage": group.advantages[place] if group.advantages else None,
                 "finish_reason": completion.finish_reason,
                 "tokens": completion.length,
                 "token_ids": list(completion.token_ids),
