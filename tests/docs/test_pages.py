@@ -71,6 +71,44 @@ def test_the_cells_of_the_notebook_page_run(
     assert len(names["steps"]) >= 2  # pyright: ignore[reportArgumentType]
 
 
+def small_notebook() -> dict[str, Any]:
+    text = (ROOT / "recipes" / "tens.ipynb").read_text(encoding="utf-8")
+    full = "STEPS, LIMIT = 50, 300"
+    assert full in text
+    return json.loads(text.replace(full, "STEPS, LIMIT = 2, 4"))
+
+
+def test_the_notebook_runs_cell_by_cell(
+    small_checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    for cell in small_notebook()["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "a cell", "exec"), names)
+    assert re.search(r"^0 of [1-9]\d* log-probabilities differ$", capsys.readouterr().out, re.M)
+
+
+def test_the_notebook_is_kept_with_small_outputs_of_a_run_that_learnt() -> None:
+    path = ROOT / "recipes" / "tens.ipynb"
+    assert path.stat().st_size < 30_000
+    outputs = [out for cell in json.loads(path.read_text())["cells"] for out in cell.get("outputs", [])]
+    text = "".join("".join(out.get("text", "")) for out in outputs)
+    before, after = re.search(r"held out: ([\d.]+)% right before, ([\d.]+)% after", text).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    assert float(before) < 20 and float(after) > 70
+
+
+def test_the_notebook_runs_in_a_kernel(small_checkout: Path) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.from_dict(small_notebook())
+    where = {"metadata": {"path": str(small_checkout)}}
+    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where)
+    client.execute()
+    texts = [out.text for cell in notebook.cells for out in cell.get("outputs", []) if "text" in out]
+    assert any("log-probabilities differ" in text for text in texts)
+
+
 def test_the_runs_of_the_tutorial_work(small_checkout: Path) -> None:
     """Each block whose first line is a comment with a file's name is that file."""
     page = ROOT / "docs" / "tutorial.md"
