@@ -5,6 +5,7 @@ page.
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,10 +92,12 @@ def test_the_notebook_runs_cell_by_cell(
 def test_the_notebook_is_kept_with_small_outputs_of_a_run_that_learnt() -> None:
     path = ROOT / "recipes" / "tens.ipynb"
     assert path.stat().st_size < 30_000
-    outputs = [out for cell in json.loads(path.read_text())["cells"] for out in cell.get("outputs", [])]
-    text = "".join("".join(out.get("text", "")) for out in outputs)
-    before, after = re.search(r"held out: ([\d.]+)% right before, ([\d.]+)% after", text).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    assert float(before) < 20 and float(after) > 70
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    text = "".join("".join(output.get("text", "")) for output in outputs)
+    found = re.search(r"held out: ([\d.]+)% right before, ([\d.]+)% after", text)
+    assert found is not None
+    assert float(found[1]) < 20 and float(found[2]) > 70
 
 
 def test_the_notebook_runs_in_a_kernel(small_checkout: Path) -> None:
@@ -105,7 +108,8 @@ def test_the_notebook_runs_in_a_kernel(small_checkout: Path) -> None:
     where = {"metadata": {"path": str(small_checkout)}}
     client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where)
     client.execute()
-    texts = [out.text for cell in notebook.cells for out in cell.get("outputs", []) if "text" in out]
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    texts = [output.text for output in outputs if "text" in output]
     assert any("log-probabilities differ" in text for text in texts)
 
 
