@@ -109,9 +109,7 @@ def _parser() -> ArgumentParser:
         required=True,
         help="what is written: a folder, or a model of the hub as hf://user/name",
     )
-    parser.add_argument(
-        "--private", action="store_true", help="make a new model of the hub a private one"
-    )
+    parser.add_argument("--private", action="store_true", help="of a new model of the hub")
     parser.add_argument(
         "--format",
         choices=("bf16", "fp8"),
