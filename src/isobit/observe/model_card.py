@@ -117,9 +117,10 @@ def _base_model(facts: CardFacts) -> str | None:
 def _older_card(folder: Path | None) -> ModelCardData:
     """What the card of the model says that this one was made from; nothing where it has none."""
     try:
-        return ModelCard.load((folder or Path()) / CARD_FILE).data if folder else ModelCardData()
+        found = ModelCard.load(folder / CARD_FILE).data if folder else None
     except Exception:  # no card, or one that is not YAML: then nothing is known
-        return ModelCardData()
+        found = None
+    return found if isinstance(found, ModelCardData) else ModelCardData()
 
 
 def _hub_datasets(entry: Any) -> list[str] | None:
