@@ -86,7 +86,9 @@ def test_the_notebook_runs_cell_by_cell(
     for cell in small_notebook()["cells"]:
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), "a cell", "exec"), names)
-    assert re.search(r"^0 of [1-9]\d* log-probabilities differ$", capsys.readouterr().out, re.M)
+    printed = capsys.readouterr().out
+    assert re.search(r"^held out: [\d.]+% right before, [\d.]+% after$", printed, re.MULTILINE)
+    assert re.search(r"^0 of \d+ log-probabilities differ$", printed, re.MULTILINE)
 
 
 def test_the_notebook_is_kept_with_small_outputs_of_a_run_that_learnt() -> None:
