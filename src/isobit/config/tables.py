@@ -1,8 +1,8 @@
 """The tables that are neither ``algorithm``, ``data`` nor ``reward``."""
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from isobit.config.base import (
     MAX_BATCH,
@@ -67,6 +67,14 @@ class CheckpointConfig(Strict):
     """Also keep the checkpoint with the highest value of this evaluation figure, for example
     ``eval/held_out/accuracy``; of ``isobit sft``'s ``eval/NAME/loss`` the lowest.
     """
+    on_save: str | tuple[str, ...] | None = None
+    """What is run after each complete checkpoint and model: a Python function by
+    ``path/to/file.py:function`` or ``module:function``, which is given the folder's path, or a
+    command as a list, in which ``{folder}`` is the path (by default it comes last). It is a process
+    of its own, whose output is in ``on_save.log``; a failure is printed, and the run goes on.
+    """
+    on_save_limit_s: float = Field(default=3600.0, gt=0, le=MAX_WAIT_S)
+    """Seconds after which ``on_save`` is killed, which counts as a failure."""
 
 
 Launcher = Literal["local", "ray"]
@@ -252,9 +260,42 @@ class RolloutConfig(Strict):
     """Size of the KV cache; by default 2 on a CPU, and on a GPU what is free or planned."""
 
 
+TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
+
+
 class TrackingConfig(Strict):
+    """Services that get the figures and sample completions of a run as well, and how many of its
+    completions are kept.
+    """
+
+    to: tuple[TrackerName, ...] = ()
+    """Any of wandb, mlflow, trackio and swanlab, each with ``pip install`` of its name. TensorBoard
+    events are always written; ``tensorboard`` adds the sample completions to them as text.
+    """
+    project: str = Field(default="isobit", min_length=1, max_length=128)
+    """The project of a service, or MLflow's experiment."""
+    name: str | None = Field(default=None, min_length=1, max_length=128)
+    """The run's name there; by default that of its directory."""
+    tags: tuple[str, ...] = ()
     wandb: bool | str = False
-    """``true`` for the project ``isobit``, or a project's name; needs ``pip install wandb``."""
+    """The same as ``to = ["wandb"]``; a text is its project's name."""
+    completions: Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["all"] = 0
+    """How many completions of each step, and of each set of an evaluation, are written to the
+    folder ``completions`` as Parquet: a number, or ``all``. The best and the worst of four groups
+    are in ``completions.jsonl`` in any case.
+    """
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _of_one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    def services(self) -> dict[TrackerName, str]:
+        """The project by service."""
+        projects: dict[TrackerName, str] = dict.fromkeys(self.to, self.project)
+        if self.wandb is not False:
+            projects["wandb"] = self.wandb if isinstance(self.wandb, str) else self.project
+        return projects
 
 
 Recompute = Literal["none", "mlp", "full"]

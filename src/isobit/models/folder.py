@@ -7,7 +7,7 @@ A folder holds a language model (``...ForCausalLM``) or a reward model
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -187,9 +187,12 @@ class DescribedModel:
         return _sampling(rollout, self.stop_token_ids)
 
 
-def write_model(model: LoadedModel, target: Path) -> None:
+def write_model(
+    model: LoadedModel, target: Path, finish: Callable[[Path], None] = lambda folder: None
+) -> None:
     """Write the policy and its tokenizer as the Hugging Face folder ``target``, replacing an older
-    one as a whole. All ranks call it; rank 0 writes. Raises StorageError on all if it cannot.
+    one as a whole; ``finish`` may add files before that. All ranks call it; rank 0 writes. Raises
+    StorageError on all if it cannot.
     """
     policy = model.policy
 
@@ -199,6 +202,7 @@ def write_model(model: LoadedModel, target: Path) -> None:
                 return
             with disk_errors(target.parent, "the trained model"), new_folder(target) as partial:
                 write_folder(partial, policy.config, contents, tokenizer_from=model.folder)
+                finish(partial)
 
     write_on_all(policy.world, write)
 

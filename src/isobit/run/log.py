@@ -251,7 +251,7 @@ class RlLog(TrainingLog[EvalResult]):
             "train",
         )
         self._add_metrics(step, metrics)
-        self._add_completions(step, "train", groups)
+        self._add_completions(step, {"train": groups})
         if self._digests is not None:
             self._add_line(self._digests, digests.line())
         self._write()
