@@ -114,8 +114,9 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "those in which a [grader](graders.md) met something unusual (out of bounds or "
                "time, no code), once for each reward that counted it",
                "near 0; a rise means that the policy looks for gaps in the grader", "sum"),
-        Metric("reward/level_groups", "groups", "zero-variance groups: no two valid rewards differ",
-               "well below `prompts_per_step`", "sum"),
+        Metric("reward/level_groups", "groups",
+               "zero-variance groups: no two valid rewards differ; what `algorithm.truncated` "
+               "excludes does not count", "well below `prompts_per_step`", "sum"),
         Metric("reward/level_share", "share", "their share of the step's groups",
                "below 0.5; else the data is too easy or too hard", chart="Zero-variance groups"),
         Metric("response_length/mean", "tokens", "mean length of a response", "changes slowly",
@@ -171,6 +172,10 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "those with nothing to learn from: every advantage is 0, and no KL, entropy or "
                'value term; left out unless `training.without_signal = "take"`',
                "0; see `check.on_no_signal`", "sum"),
+        Metric("no_signal/NAME", "completions",
+               "in a step none of whose updates has a signal: completions that teach nothing, by "
+               "the reason NAME (failed, excluded, masked, empty, alone, zero, level, ..)", "none",
+               "sum"),
         Metric("updates/skipped", "updates",
                "those not taken because loss or gradient norm was not finite",
                "0; `training.max_skipped_updates` in a row stop the run", "sum", runs=_ALL),

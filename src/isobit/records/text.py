@@ -140,6 +140,8 @@ class Group:
     """Each of several rewards by name, before its weight; empty where there is one reward."""
     baseline: float | None = None
     """The reward of the prompt's greedy completion, where the algorithm asks for one."""
+    baseline_length: int = 0
+    """Tokens of that completion."""
     advantages: list[float | None] = field(default_factory=list)
     """The mean over each completion's tokens, once a step has judged the group; None for one that
     is not learnt from.

@@ -5,8 +5,9 @@ dictionaries by the names of ``isobit.records.metrics``; what that table lacks i
 run that learns nothing for several steps says so, and can stop (``check.on_no_signal``).
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isobit.config.tables import CheckConfig
@@ -31,6 +32,7 @@ from isobit.run.pending import GradedBatch
 from isobit.store.resume import Start
 from isobit.store.state import StateDigest, StepDigests, state_digest
 from isobit.training.comparison import Comparison
+from isobit.training.judge import describe_untaught
 from isobit.training.step import StepMetrics
 from isobit.util.errors import MismatchError, NoSignalError
 from isobit.util.files import LineFile
@@ -47,19 +49,25 @@ class SignalWatch:
         self._config = config
         self.steps = 0
         """The last steps that had no signal."""
+        self.untaught: Counter[str] = Counter()
+        """Their completions, by why they taught nothing."""
 
-    def count(self, has_signal: bool) -> None:
-        self.steps = 0 if has_signal else self.steps + 1
+    def count(self, has_signal: bool, untaught: Mapping[str, int]) -> None:
+        if has_signal:
+            self.steps, self.untaught = 0, Counter()
+        else:
+            self.steps, self.untaught = self.steps + 1, self.untaught + Counter(untaught)
 
-    def notes(self, metrics: Metrics) -> list[str]:
-        """What to print after a step with these figures: nothing, or one line where it is time.
+    def notes(self) -> list[str]:
+        """What to print after a step: nothing, or one line where it is time.
 
         Raises NoSignalError instead where the run is to stop; every rank does.
         """
         patience = self._config.no_signal_steps
         if self._config.on_no_signal == "ignore" or self.steps == 0 or self.steps % patience:
             return []
-        problem = f"{_described(self.steps)} had no signal: {_of_rewards(metrics)}"
+        steps = "the last step" if self.steps == 1 else f"the last {self.steps} steps"
+        problem = f"{steps} had no signal: {describe_untaught(self.untaught, advise=True)}"
         if self._config.on_no_signal == "warn":
             return [f"{problem} (check.on_no_signal)"]
         raise raised_on_all(
@@ -68,21 +76,6 @@ class SignalWatch:
                 f'{patience}; with "warn" the run goes on'
             )
         )
-
-
-def _described(steps: int) -> str:
-    return "the last step" if steps == 1 else f"the last {steps} steps"
-
-
-def _of_rewards(metrics: Metrics) -> str:
-    mean = metrics.get("reward/mean")
-    if mean is None:
-        return "every reward failed, so that there is nothing to learn from"
-    return (
-        f"all rewards of each prompt are equal (the mean is {mean:g}), so that there is nothing to "
-        "learn from. Is the reward the right one, and are some answers right and others wrong? "
-        "completions.jsonl has both"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +123,8 @@ class RlSummary(RunSummary):
     """Updates that had nothing to learn from."""
     steps_without_signal: int = 0
     """Steps all of whose updates had nothing to learn from."""
+    untaught: Mapping[str, int] = field(default_factory=dict)
+    """The completions of these steps, by why they taught nothing (``no_signal/NAME``)."""
 
 
 def summarise_set(before: EvalResult, after: EvalResult) -> RlSetSummary:
@@ -171,11 +166,10 @@ def _describe_signal(summary: RlSummary) -> list[str]:
     if without == 0:
         return []
     if without < steps:
-        return [f"no signal in {without:,} of {steps:,} steps: all rewards of a prompt were equal"]
-    return [
-        "warning: no step had a signal: all rewards of each prompt were equal, and nothing was "
-        "learnt; see whether the reward reads the answers (completions.jsonl)"
-    ]
+        why = describe_untaught(summary.untaught)
+        return [f"no signal in {without:,} of {steps:,} steps: {why}"]
+    why = describe_untaught(summary.untaught, advise=True)
+    return [f"warning: no step had a signal, and nothing was learnt: {why}"]
 
 
 def _routing_summary(summary: RlSummary) -> str:
@@ -198,6 +192,7 @@ class RlLog(TrainingLog[EvalResult]):
         self._run = run
         self._comparison = Comparison()
         self._watch = SignalWatch(run.config.check)
+        self._untaught: Counter[str] = Counter()
         self._digests: LineFile | None = None
         self._left: StateDigest | None = None
         super().__init__(run, start, console, clock)
@@ -263,16 +258,17 @@ class RlLog(TrainingLog[EvalResult]):
         self._totals["without_signal"] += int(metrics["updates/without_signal"])
         self._totals["steps_without_signal"] += not trained.has_signal
         steps, left = self._run.config.training.steps, self._time_left.after(step)
-        self._watch.count(trained.has_signal)
+        self._untaught.update(trained.untaught)
+        self._watch.count(trained.has_signal, trained.untaught)
         self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
         self._console.notes(_notes(grades, trained, self._watch.steps))
         return metrics
 
-    def check_step(self, metrics: Metrics, trained: StepMetrics) -> None:
+    def check_step(self, trained: StepMetrics) -> None:
         """Print what is wrong with a step: steps without signal, differing log-probabilities.
         Raises NoSignalError or MismatchError where the run is to stop at that.
         """
-        self._console.notes(self._watch.notes(metrics))
+        self._console.notes(self._watch.notes())
         self._console.notes(
             check_step(
                 self._run.config.check,
@@ -319,6 +315,7 @@ class RlLog(TrainingLog[EvalResult]):
             skipped_updates=self._totals["skipped"],
             updates_without_signal=self._totals["without_signal"],
             steps_without_signal=self._totals["steps_without_signal"],
+            untaught=dict(self._untaught),
             failed_rewards=self._totals["failed"],
             train_seconds=sum(seconds.get(phase, 0.0) for phase in self._phases_of_step),
             rollout_seconds=seconds["rollout"],
@@ -342,12 +339,16 @@ class RlLog(TrainingLog[EvalResult]):
             **super().state(),
             "comparison": asdict(self._comparison),
             "last_steps_without_signal": self._watch.steps,
+            "last_untaught": dict(self._watch.untaught),
+            "untaught": dict(self._untaught),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
         self._comparison = Comparison(**state["comparison"])
         self._watch.steps = state.get("last_steps_without_signal", 0)
+        self._watch.untaught = Counter(state.get("last_untaught", {}))
+        self._untaught = Counter(state.get("untaught", {}))
 
 
 def describe_step(
@@ -405,5 +406,5 @@ def _notes(grades: GradeStats, trained: StepMetrics, without_signal: int) -> lis
         notes.append(f"graders met: {met}")
     if without_signal == 1:  # the first of several: later ones say it in their line
         done = "the weights moved by momentum alone" if trained.updates else "no weight changed"
-        notes.append(f"no signal: all rewards of each prompt are equal; {done}")
+        notes.append(f"no signal: {describe_untaught(trained.untaught)}; {done}")
     return notes

@@ -20,7 +20,8 @@ What a forward says of a sequence does not depend on how it is packed, so for a 
 learning sequences are packed anew, by length.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from statistics import fmean
@@ -100,6 +101,72 @@ def scores_by_frozen(
     )
 
 
+UNTAUGHT: Mapping[str, tuple[str, str]] = {
+    "failed": ("without a valid reward", "the first error of the reward is noted above"),
+    "excluded": (
+        'cut off by the length limit (algorithm.truncated = "exclude")',
+        "raise rollout.max_new_tokens",
+    ),
+    "masked": (
+        'cut off by the length limit (algorithm.truncated = "mask")',
+        "raise rollout.max_new_tokens",
+    ),
+    "empty": ("empty", "see completions.jsonl, and which tokens end a completion"),
+    "alone": (
+        "with the only valid reward of their prompt, where it takes two",
+        "see why the other rewards are missing",
+    ),
+    "no_baseline": (
+        "of prompts whose greedy completion has no valid reward",
+        "see why that reward is missing",
+    ),
+    "left_out": ("left out by the algorithm", "see its method credit"),
+    "rejected": ("given the weight 0 by corrections", "widen their bounds"),
+    "zero": (
+        "with reward 0, as all others of their prompt",
+        "see whether the reward reads the answers (completions.jsonl); if it does, the model never "
+        "gets one right: fine-tune it first (docs/tutorial.md)",
+    ),
+    "cancelled": (
+        "with the same total reward as all others of their prompt, though its parts differ",
+        "see reward.parts.NAME.weight",
+    ),
+    "level": (
+        "with the same reward as all others of their prompt: rewards are equal",
+        "see whether the reward tells right answers from wrong ones (completions.jsonl)",
+    ),
+    "as_greedy": (
+        "with the reward of their prompt's greedy completion",
+        "see whether the reward tells right answers from wrong ones (completions.jsonl)",
+    ),
+    "no_advantage": ("with an advantage of 0", "see their rewards in completions.jsonl"),
+}
+"""Why a completion taught nothing, by name: the rest of a sentence, and what to do."""
+
+
+def describe_untaught(untaught: Mapping[str, float], advise: bool = False) -> str:
+    """Why completions, counted by the names of ``UNTAUGHT``, taught nothing; with ``advise`` also
+    what to do about most of them.
+    """
+    found = [(name, untaught[name]) for name in UNTAUGHT if untaught.get(name)]
+    total = sum(count for _, count in found)
+    if not found:
+        return "no completions"
+    parts = [f"{count:,.0f} {UNTAUGHT[name][0]}" for name, count in found]
+    if len(found) == 1:
+        text = f"{total:,.0f} completions, all {UNTAUGHT[found[0][0]][0]}"
+    else:
+        text = f"{total:,.0f} completions, {', '.join(parts[:-1])} and {parts[-1]}"
+    most = max(found, key=lambda pair: pair[1])[0]
+    return f"{text}; {UNTAUGHT[most][1]}" if advise else text
+
+
+def teaches(sequence: TokenSequence) -> bool:
+    """Whether an advantage, times the weight of the corrections, is not 0."""
+    advantages, weights = sequence.advantages, sequence.importance
+    return bool((advantages if weights is None else advantages * weights).any())
+
+
 @dataclass(frozen=True, slots=True)
 class Judge:
     """Judges the completions of each step, under one configuration."""
@@ -140,12 +207,86 @@ class Judge:
             replace(
                 group,
                 rewards=[
-                    self._reward(completion, reward)
+                    None if reward is None else reward + self._punishment(completion.length)
+                    for completion, reward in zip(group.completions, group.rewards, strict=True)
+                ],
+                baseline=None
+                if group.baseline is None
+                else group.baseline + self._punishment(group.baseline_length),
+            )
+            for group in self.counted(groups)
+        ]
+
+    def counted(self, groups: Sequence[Group]) -> list[Group]:
+        """Graded groups in which what the length limit cut has no reward, where that excludes
+        it.
+        """
+        if self.config.truncated != "exclude":
+            return list(groups)
+        return [
+            replace(
+                group,
+                rewards=[
+                    None if completion.finish_reason == "length" else reward
                     for completion, reward in zip(group.completions, group.rewards, strict=True)
                 ],
             )
             for group in groups
         ]
+
+    def telling(self, groups: Sequence[Group]) -> list[bool]:
+        """Whether the rewards of each graded group give any completion that is learnt from an
+        advantage, by the algorithm's ``credit`` and before penalties for length or KL.
+
+        Where the algorithm needs values, which a forward gives, whether two valid rewards differ.
+        """
+        counted = self.counted(groups)
+        if self.algorithm.needs_values:
+            return [not group.is_level for group in counted]
+        credit = self.algorithm.credit(counted)
+        return [
+            any(
+                columns is not None and self._is_learnt(completion) and _is_nonzero(columns)
+                for completion, columns in zip(group.completions, given, strict=True)
+            )
+            for group, given in zip(counted, credit, strict=True)
+        ]
+
+    def untaught(self, groups: Sequence[Group], judged: Sequence[Group]) -> Counter[str]:
+        """Of graded groups, and what ``judged`` made of them: the completions that teach nothing,
+        by the reason, a name of ``UNTAUGHT``.
+        """
+        reasons = (
+            self._why_untaught(before, after, place)
+            for before, after in zip(groups, judged, strict=True)
+            for place in range(len(before.completions))
+        )
+        return Counter(reason for reason in reasons if reason is not None)
+
+    def _why_untaught(self, graded: Group, judged: Group, place: int) -> str | None:
+        completion = judged.completions[place]
+        valid = [reward for reward in judged.rewards if reward is not None]
+        if graded.rewards[place] is None:
+            return "failed"
+        if completion.finish_reason == "length" and self.config.truncated != "keep":
+            return {"exclude": "excluded", "mask": "masked"}[self.config.truncated]
+        if not completion.length:
+            return "empty"
+        if judged.advantages[place] is None:
+            if self.algorithm.needs_greedy and graded.baseline is None:
+                return "no_baseline"
+            return "alone" if len(valid) < 2 else "left_out"
+        if teaches(completion.sequence):
+            return None
+        if completion.sequence.advantages.any():
+            return "rejected"
+        if self.algorithm.needs_greedy:
+            return "as_greedy" if any(valid) else "zero"
+        if not judged.is_level:
+            return "no_advantage"
+        if any(len({*part} - {None}) > 1 for part in judged.reward_parts.values()):
+            return "cancelled"
+        return "level" if any(valid) else "zero"
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the columns that a forward gives; completions without a reward or a
@@ -177,8 +318,7 @@ class Judge:
         """
         completions, advantages = list(group.completions), list[float | None]()
         for index, (completion, columns) in enumerate(zip(completions, credit, strict=True)):
-            masked = completion.finish_reason == "length" and self.config.truncated == "mask"
-            if columns is None or masked or not completion.length:
+            if columns is None or not self._is_learnt(completion):
                 advantages.append(None)
                 continue
             sequence = completion.sequence.with_columns(**columns)
@@ -202,13 +342,17 @@ class Judge:
             for sequence, column in zip(sequences, columns, strict=True)
         ]
 
-    def _reward(self, completion: Completion, reward: float | None) -> float | None:
-        if completion.finish_reason == "length" and self.config.truncated == "exclude":
-            return None
-        if reward is None or self.config.overlong_buffer is None:
-            return reward
-        return reward + overlong_punishment(
-            completion.length,
+    def _is_learnt(self, completion: Completion) -> bool:
+        """Whether a completion with an advantage is learnt from."""
+        masked = completion.finish_reason == "length" and self.config.truncated == "mask"
+        return completion.length > 0 and not masked
+
+    def _punishment(self, length: int) -> float:
+        """What a completion of so many tokens loses, 0 or below."""
+        if self.config.overlong_buffer is None:
+            return 0.0
+        return overlong_punishment(
+            length,
             self.max_new_tokens,
             self.config.overlong_buffer,
             self.config.overlong_penalty,
@@ -307,6 +451,11 @@ def _changed(
         )
         for group, chosen in zip(groups, wanted, strict=True)
     ]
+
+
+def _is_nonzero(columns: Columns) -> bool:
+    given = columns["advantages"]
+    return bool(given) if isinstance(given, (int, float)) else any(given)
 
 
 def _array(entries: torch.Tensor | None) -> np.ndarray | None:

@@ -25,12 +25,13 @@ the family's losses (``isobit.algorithms.policy_gradient``) is exactly 0 where
     c[i] * A[i] = 0     for every token, and
     the loss has no other term: no KL, no entropy bonus, no value head
 
-That is so where all rewards of each prompt are equal.  AdamW would move the weights all the same,
-by the momentum of earlier updates: by the rewards of other prompts, seen long ago.  A router's own
+That is so where all rewards of each prompt are equal, or where nothing is left to learn from; why,
+``Judge.untaught`` says of each completion.  AdamW would move the weights all the same, by the
+momentum of earlier updates: by the rewards of other prompts, seen long ago.  A router's own
 losses (``isobit.training.figures``) say nothing of rewards and are no signal.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
 from typing import TypeVar
@@ -47,7 +48,7 @@ from isobit.records.text import Group
 from isobit.training.calibration import Calibration
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.figures import UpdateMetrics
-from isobit.training.judge import Judge, sequences_learnt_from
+from isobit.training.judge import Judge, sequences_learnt_from, teaches
 from isobit.training.out_of_memory import within_memory
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.trainer import FORWARD, Repeat, Trainer
@@ -62,12 +63,7 @@ def has_signal(sequences: Sequence[TokenSequence], algorithm: Algorithm) -> bool
     """
     if not sequences:
         return False
-    return getattr(algorithm, "has_other_terms", True) or any(map(_teaches, sequences))
-
-
-def _teaches(sequence: TokenSequence) -> bool:
-    advantages, weights = sequence.advantages, sequence.importance
-    return bool((advantages if weights is None else advantages * weights).any())
+    return getattr(algorithm, "has_other_terms", True) or any(map(teaches, sequences))
 
 
 Result = TypeVar("Result")
@@ -84,6 +80,7 @@ class StepMetrics:
     samples: int  # fresh ones that were trained on
     excluded_samples: int  # without a valid reward, alone in their group, masked, or empty
     tokens: int  # of prompts and responses that were put through the updates
+    untaught: Mapping[str, int]  # where no update had a signal: completions by ``UNTAUGHT``
     has_signal: bool  # whether any update had
     repeat: Repeat | None = None  # of a micro-batch, where that was due
 
@@ -126,8 +123,7 @@ class Learner:
         """Learn from what ``judge_groups`` made of the graded groups of step number ``step``,
         counted from 1.
 
-        A part that has nothing to learn from (no two rewards of any of its groups differ) makes no
-        update, or with ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what
+        A part that has nothing to learn from (``has_signal``) makes no update, or with ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what
         ``Trainer.update`` and ``within_memory`` raise.
         """
         version = self.trainer.policy.version
@@ -147,13 +143,15 @@ class Learner:
         else:
             comparison, mismatch = compared.comparison(), compared.mismatch()
         learnt = len(sequences_learnt_from(fresh))
-        level = sum(group.is_level for group in groups)
+        level = sum(group.is_level for group in self.judge.counted(groups))
+        untaught = {} if any(signals) else self.judge.untaught(groups, fresh)
         return StepMetrics(
             metrics={
                 **_update_metrics(updates),
                 **_correction_metrics(parts),
                 **self._clip_metrics(),
                 **_repeat_metrics(repeat),
+                **{f"no_signal/{name}": count for name, count in untaught.items()},
                 "reward/level_groups": level,
                 "reward/level_share": level / len(groups),
                 "updates/without_signal": self.trainer.config.epochs * signals.count(False),
@@ -167,6 +165,7 @@ class Learner:
             excluded_samples=sum(len(group.completions) for group in groups) - learnt,
             tokens=self.trainer.config.epochs
             * sum(one.length for part in compress(parts, taken) for one in part),
+            untaught=untaught,
             has_signal=any(signals),
             repeat=repeat,
         )

@@ -13,6 +13,7 @@ from typing import Literal
 from isobit.observe.report.chart import Chart, Curve, Panel, draw, duration_text, number_text
 from isobit.observe.report.source import RunRecord
 from isobit.records.metrics import METRICS, TABLE, Metric, chosen_name, find_metric
+from isobit.training.judge import UNTAUGHT, describe_untaught
 
 TRUNCATED = 0.05
 """A larger share of the last step's completions at the length limit is a notice."""
@@ -38,9 +39,11 @@ def notices(record: RunRecord) -> Iterator[str]:
     steps = [row for row in record.figures.values() if "updates/skipped" in row]
     if without_signal := record.total("updates/without_signal"):
         without = sum(row.get("updates/taken") == 0 for row in steps)
+        untaught = {name: record.total(f"no_signal/{name}") for name in UNTAUGHT}
+        why = f" ({describe_untaught(untaught, advise=True)})" if any(untaught.values()) else ""
         yield (
-            f"{without_signal:,.0f} updates had nothing to learn from, since all rewards of each "
-            f"prompt were equal; no weight changed in {without:,} of {len(steps):,} steps"
+            f"{without_signal:,.0f} updates had nothing to learn from; no weight changed in "
+            f"{without:,} of {len(steps):,} steps{why}"
         )
     shares = [v for row in steps if (v := row.get("reward/level_share")) is not None]
     if shares and (mean := sum(shares) / len(shares)) > LEVEL:
