@@ -1,6 +1,6 @@
 """Metrics of graded groups: rewards, lengths, and evaluations with 95% intervals.
 
-Accuracy is the mean reward over problems.  Greedy decoding takes one sample a problem; above
+The mean reward over problems is called an accuracy where every reward is 0 or 1.  Greedy decoding takes one sample a problem; above
 temperature 0 a problem's score is the mean of its n samples (mean@n), and a sample counts as right
 for pass@k where its reward is at least 1.  A sample whose reward failed is left out and counted; a
 problem all of whose samples failed is left out of every metric.
@@ -112,7 +112,7 @@ class EvalResult:
     """The result of evaluating one set."""
 
     accuracy: float
-    """Mean over problems of the mean reward of their samples."""
+    """Mean over problems of the mean reward of their samples; see ``is_accuracy``."""
     interval: Interval | None
     """95%, over problems; None for a single problem with a fractional score."""
     problems: int
@@ -127,15 +127,20 @@ class EvalResult:
     """Mean, in tokens."""
     truncated: float
     """Share of the samples that the length limit ended."""
-    has_shares: bool = True
-    """Whether every reward lies between 0 and 1, so that their mean can be an accuracy."""
+    is_accuracy: bool = True
+    """Whether every reward is 0 or 1, so that their mean is the share of right answers."""
+    right: float | None = None
+    """Mean over problems of the share of their samples that are right (``RIGHT``); None where
+    ``is_accuracy``, which it then is.
+    """
 
     def figures(self) -> dict[str, Any]:
-        """All fields, for JSON, and ``mean_reward``; ``accuracy`` is null where rewards are no
-        shares.
+        """All fields, for JSON, and ``mean_reward``; ``accuracy`` is null where rewards are not all
+        0 or 1.
         """
-        accuracy = self.accuracy if self.has_shares else None
-        return {"mean_reward": self.accuracy, **asdict(self), "accuracy": accuracy}
+        accuracy, right = (self.accuracy, self.accuracy) if self.is_accuracy else (None, self.right)
+        changed = {"accuracy": accuracy, "right": right}
+        return {"mean_reward": self.accuracy, **asdict(self), **changed}
 
     def scalars(self, name: str) -> Metrics:
         """The figures for the metrics file, under ``eval/NAME/``."""
@@ -147,6 +152,7 @@ class EvalResult:
             "problems": self.problems,
             "failed": self.failed,
         }
+        figures |= {} if self.right is None else {"right": self.right}
         figures |= {"response_length": self.response_length, "truncated": self.truncated}
         figures |= {f"pass@{k}": value for k, value in self.pass_at.items()}
         return {f"eval/{name}/{figure}": value for figure, value in figures.items()}
@@ -169,6 +175,8 @@ def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
     graded = [[reward for reward in group.rewards if reward is not None] for group in groups]
     scores = [fmean(rewards) for rewards in graded if rewards]
     lengths = length_metrics(groups)
+    is_accuracy = all(reward in (0.0, 1.0) for rewards in graded for reward in rewards)
+    shares = [fmean(reward >= RIGHT for reward in rewards) for rewards in graded if rewards]
     return EvalResult(
         accuracy=fmean(scores),
         interval=mean_interval(scores),
@@ -178,7 +186,8 @@ def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
         pass_at=_pass_at(graded, samples),
         response_length=lengths["response_length/mean"],
         truncated=lengths["response_length/truncated"],
-        has_shares=all(0 <= reward <= 1 for rewards in graded for reward in rewards),
+        is_accuracy=is_accuracy,
+        right=None if is_accuracy else fmean(shares),
     )
 
 

@@ -73,8 +73,12 @@ class Metric:
 TABLE: Mapping[str, tuple[Metric, ...]] = {
     "Evaluation": (
         Metric("eval/SET/accuracy", "reward",
-               "mean of the problems' scores; of pairs, the share that is ranked right", "rises",
-               runs=_ALL, chart="SET"),
+               "mean of the problems' scores, an accuracy where every reward is 0 or 1; of pairs, "
+               "the share that is ranked right", "rises", runs=_ALL, chart="SET"),
+        Metric("eval/SET/right", "share",
+               "mean of the problems' shares of right samples (reward at least 1); only where some "
+               "reward is neither 0 nor 1", "rises with `accuracy`; else partial credit is exploited",
+               runs=_TEXT, chart="SET exactly right"),
         Metric("eval/SET/low", "reward",
                "lower end of the 95% interval over problems: Wilson's where every score is 0 or "
                "1, else the bootstrap's", "overlapping intervals do not tell two runs apart",

@@ -16,9 +16,11 @@ from isobit.observe.console import (
     WARNING,
     Console,
     Part,
+    describe_gain,
     describe_moment,
     describe_result,
     metric_parts,
+    shares_right,
     time_left,
 )
 from isobit.observe.evaluation import EvalResult, length_metrics, reward_metrics
@@ -81,7 +83,8 @@ class SignalWatch:
 @dataclass(frozen=True, slots=True)
 class RlSetSummary:
     """One evaluation set before and after the run; accuracies are mean rewards, intervals cover
-    95%.
+    95%.  ``right`` are the shares that are exactly right at both ends, None where every reward was
+    0 or 1, so that the accuracies are these shares.
     """
 
     problems: int
@@ -89,6 +92,7 @@ class RlSetSummary:
     accuracy_after: float
     interval_before: tuple[float, float] | None
     interval_after: tuple[float, float] | None
+    right: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,12 @@ class RlSummary(RunSummary):
 def summarise_set(before: EvalResult, after: EvalResult) -> RlSetSummary:
     """The figures of one set at both ends of a run."""
     return RlSetSummary(
-        after.problems, before.accuracy, after.accuracy, before.interval, after.interval
+        after.problems,
+        before.accuracy,
+        after.accuracy,
+        before.interval,
+        after.interval,
+        shares_right(before, after),
     )
 
 
@@ -138,12 +147,8 @@ def describe_summary(summary: RlSummary) -> list[str]:
     """What a finished run of reinforcement learning prints last."""
     lines = []
     for name, figures in summary.evaluations.items():
-        before, after = figures.accuracy_before, figures.accuracy_after
-        if all(0 <= value <= 1 for value in (before, after)):
-            points = f"{100 * (after - before):+.1f} points"
-            change = f"accuracy {100 * before:.1f}% -> {100 * after:.1f}% ({points})"
-        else:
-            change = f"mean reward {before:.3f} -> {after:.3f}"
+        ends = figures.accuracy_before, figures.accuracy_after
+        change = describe_gain(ends, figures.right, points=True)
         lines.append(f"{name}: {change} on {figures.problems} problems")
     return [
         *lines,
