@@ -1,9 +1,10 @@
 """Metrics of graded groups: rewards, lengths, and evaluations with 95% intervals.
 
-The mean reward over problems is called an accuracy where every reward is 0 or 1.  Greedy decoding takes one sample a problem; above
-temperature 0 a problem's score is the mean of its n samples (mean@n), and a sample counts as right
-for pass@k where its reward is at least 1.  A sample whose reward failed is left out and counted; a
-problem all of whose samples failed is left out of every metric.
+The mean reward over problems is called an accuracy where every reward is 0 or 1.  Greedy decoding
+takes one sample a problem; above temperature 0 a problem's score is the mean of its n samples
+(mean@n), and a sample counts as right for pass@k where its reward is at least 1.  A sample whose
+reward failed is left out and counted; a problem all of whose samples failed is left out of every
+metric.
 
 The problem is the unit of sampling: several samples of one problem are averaged first, so that they
 do not count as independent evidence (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640,

@@ -77,8 +77,9 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "the share that is ranked right", "rises", runs=_ALL, chart="SET"),
         Metric("eval/SET/right", "share",
                "mean of the problems' shares of right samples (reward at least 1); only where some "
-               "reward is neither 0 nor 1", "rises with `accuracy`; else partial credit is exploited",
-               runs=_TEXT, chart="SET exactly right"),
+               "reward is neither 0 nor 1",
+               "rises with `accuracy`; else partial credit is exploited", runs=_TEXT,
+               chart="SET exactly right"),
         Metric("eval/SET/low", "reward",
                "lower end of the 95% interval over problems: Wilson's where every score is 0 or "
                "1, else the bootstrap's", "overlapping intervals do not tell two runs apart",
@@ -241,6 +242,11 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                line=Line("differing {log_prob_diff/tokens_differing:.0f} of "
                          "{log_prob_diff/tokens_compared:.0f}",
                          ((3, "{log_prob_diff/tokens_differing:.0f} differ"),))),
+        Metric("log_prob_diff/share", "share",
+               "of the response tokens that a step learns from, those compared: with several "
+               "updates a step those of the first, which alone has the weights that sampled; only "
+               "where below 1", "1 / `training.updates_per_batch`",
+               line=Line("compared {log_prob_diff/share:.0%}", ((3, ""),))),
         Metric("routing_diff/tokens_compared", "tokens",
                "tokens of a mixture of experts whose digests of all chosen experts were compared",
                "as above", "sum"),

@@ -30,7 +30,7 @@ from isobit.proof.check import check_state, check_step
 from isobit.records.metrics import METRICS, Metrics, listed
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
-from isobit.run.pending import GradedBatch
+from isobit.run.pending import COMPARED, GradedBatch
 from isobit.store.resume import Start
 from isobit.store.state import StateDigest, StepDigests, state_digest
 from isobit.training.comparison import Comparison
@@ -127,6 +127,10 @@ class RlSummary(RunSummary):
     """Updates that had nothing to learn from."""
     steps_without_signal: int = 0
     """Steps all of whose updates had nothing to learn from."""
+    tokens_learnt: int = 0
+    """Response tokens of the steps' own completions that were learnt from, once each."""
+    compared: str = ""
+    """Which of them were compared, where not all were."""
     untaught: Mapping[str, int] = field(default_factory=dict)
     """The completions of these steps, by why they taught nothing (``no_signal/NAME``)."""
 
@@ -154,8 +158,7 @@ def describe_summary(summary: RlSummary) -> list[str]:
         *lines,
         *_describe_signal(summary),
         *summary.describe_memory(),
-        f"{summary.preset}: {summary.tokens_differing:,} of {summary.tokens_compared:,} "
-        f"log-probabilities{_routing_summary(summary)} differ in rollout and training",
+        f"{summary.preset}: {_describe_comparison(summary)}",
         f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, "
         f"{summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",
@@ -177,6 +180,19 @@ def _describe_signal(summary: RlSummary) -> list[str]:
     return [f"warning: no step had a signal, and nothing was learnt: {why}"]
 
 
+def _describe_comparison(summary: RlSummary) -> str:
+    compared, learnt = summary.tokens_compared, summary.tokens_learnt
+    if not compared:
+        return "no log-probability was compared, since no completion was learnt from"
+    text = (
+        f"{summary.tokens_differing:,} of {compared:,} log-probabilities"
+        f"{_routing_summary(summary)} differ in rollout and training"
+    )
+    if compared < learnt:
+        text += f"; compared were {compared / learnt:.0%}, {summary.compared}"
+    return text
+
+
 def _routing_summary(summary: RlSummary) -> str:
     if not summary.routings_compared:
         return ""
@@ -191,7 +207,7 @@ class RlLog(TrainingLog[EvalResult]):
     """The log of reinforcement learning: figures, lines and sample completions of its steps."""
 
     phases = ("rollout", "grading", "training")
-    counts = ("tokens", "failed", "skipped", "without_signal", "steps_without_signal")
+    counts = ("tokens", "learnt", "failed", "skipped", "without_signal", "steps_without_signal")
 
     def __init__(self, run: "RlRun", start: Start, console: Console, clock: Clock) -> None:
         self._run = run
@@ -242,7 +258,7 @@ class RlLog(TrainingLog[EvalResult]):
                 "reward/counted": sum(grades.counts.values()),
                 **self._optional_figures(collected),
                 **trained.metrics,
-                **trained.comparison.metrics(),
+                **trained.comparison.metrics(trained.tokens_learnt),
                 **trained.mismatch,
                 **_speed_metrics(engine, trained.tokens, seconds),
                 **self._run.turns.figures(),
@@ -258,6 +274,7 @@ class RlLog(TrainingLog[EvalResult]):
         self._left = digests.left
         self._comparison += trained.comparison
         self._totals["tokens"] += engine.generated_tokens
+        self._totals["learnt"] += trained.tokens_learnt
         self._totals["failed"] += grades.failed
         self._totals["skipped"] += len(trained.skip_reasons)
         self._totals["without_signal"] += int(metrics["updates/without_signal"])
@@ -288,6 +305,15 @@ class RlLog(TrainingLog[EvalResult]):
         """Those that a step takes one after the other: rollouters work beside the trainers."""
         return self.phases if self._run.rollouters is None else BESIDE
 
+    @property
+    def _compared(self) -> str:
+        """Which log-probabilities are compared, where not all are."""
+        config = self._run.config
+        if config.asynchrony.lag:
+            return f"of {COMPARED} completions of each batch (async.lag)"
+        updates = config.training.updates_per_batch
+        return f"those of the first of {updates} updates a batch (training.updates_per_batch)"
+
     def _optional_figures(self, collected: GradedBatch) -> Metrics:
         """Of what a run may do without."""
         figures: Metrics = {}
@@ -317,6 +343,8 @@ class RlLog(TrainingLog[EvalResult]):
             routings_compared=self._comparison.routings_compared,
             routings_differing=self._comparison.routings_differing,
             tokens_generated=self._totals["tokens"],
+            tokens_learnt=self._totals["learnt"],
+            compared=self._compared,
             skipped_updates=self._totals["skipped"],
             updates_without_signal=self._totals["without_signal"],
             steps_without_signal=self._totals["steps_without_signal"],
@@ -369,6 +397,7 @@ def describe_step(
         parts = {"reward/mean": Part("no reward", BAD), **parts}
     if not metrics["log_prob_diff/tokens_compared"]:
         del parts["log_prob_diff/tokens_differing"]
+        parts.pop("log_prob_diff/share", None)
     if "entropy" not in metrics:
         why = "no signal" if metrics["updates/without_signal"] else "no update"
         parts["entropy"] = Part(why, WARNING)

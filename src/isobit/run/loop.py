@@ -26,8 +26,8 @@ Who waits for whom:
 With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group that would teach nothing, since
 no completion that is learnt from has an advantage (``Judge.telling``), is replaced by the group of
 a further prompt, until the step has as many groups as it should or has refilled often enough; then
-such groups fill the rest.  Where the algorithm wants a baseline from it (ReMax), each prompt is also
-completed once greedily; that completion is graded and not learnt from.
+such groups fill the rest.  Where the algorithm wants a baseline from it (ReMax), each prompt is
+also completed once greedily; that completion is graded and not learnt from.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

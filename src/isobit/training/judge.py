@@ -265,7 +265,6 @@ class Judge:
 
     def _why_untaught(self, graded: Group, judged: Group, place: int) -> str | None:
         completion = judged.completions[place]
-        valid = [reward for reward in judged.rewards if reward is not None]
         if graded.rewards[place] is None:
             return "failed"
         if completion.finish_reason == "length" and self.config.truncated != "keep":
@@ -273,20 +272,28 @@ class Judge:
         if not completion.length:
             return "empty"
         if judged.advantages[place] is None:
-            if self.algorithm.needs_greedy and graded.baseline is None:
-                return "no_baseline"
-            return "alone" if len(valid) < 2 else "left_out"
+            return self._why_left_out(graded, judged)
         if teaches(completion.sequence):
             return None
         if completion.sequence.advantages.any():
             return "rejected"
+        return self._why_no_advantage(judged)
+
+    def _why_left_out(self, graded: Group, judged: Group) -> str:
+        if self.algorithm.needs_greedy and graded.baseline is None:
+            return "no_baseline"
+        valid = sum(reward is not None for reward in judged.rewards)
+        return "alone" if valid < 2 else "left_out"
+
+    def _why_no_advantage(self, judged: Group) -> str:
+        is_zero = not any(judged.rewards)
         if self.algorithm.needs_greedy:
-            return "as_greedy" if any(valid) else "zero"
+            return "zero" if is_zero else "as_greedy"
         if not judged.is_level:
             return "no_advantage"
         if any(len({*part} - {None}) > 1 for part in judged.reward_parts.values()):
             return "cancelled"
-        return "level" if any(valid) else "zero"
+        return "zero" if is_zero else "level"
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the columns that a forward gives; completions without a reward or a

@@ -80,6 +80,7 @@ class StepMetrics:
     samples: int  # fresh ones that were trained on
     excluded_samples: int  # without a valid reward, alone in their group, masked, or empty
     tokens: int  # of prompts and responses that were put through the updates
+    tokens_learnt: int  # response tokens of the fresh samples
     untaught: Mapping[str, int]  # where no update had a signal: completions by ``UNTAUGHT``
     has_signal: bool  # whether any update had
     repeat: Repeat | None = None  # of a micro-batch, where that was due
@@ -123,7 +124,8 @@ class Learner:
         """Learn from what ``judge_groups`` made of the graded groups of step number ``step``,
         counted from 1.
 
-        A part that has nothing to learn from (``has_signal``) makes no update, or with ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what
+        A part that has nothing to learn from (``has_signal``) makes no update, or with
+        ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what
         ``Trainer.update`` and ``within_memory`` raise.
         """
         version = self.trainer.policy.version
@@ -142,7 +144,7 @@ class Learner:
             comparison, mismatch = updates[0].comparison, updates[0].mismatch
         else:
             comparison, mismatch = compared.comparison(), compared.mismatch()
-        learnt = len(sequences_learnt_from(fresh))
+        learnt = sequences_learnt_from(fresh)
         level = sum(group.is_level for group in self.judge.counted(groups))
         untaught = {} if any(signals) else self.judge.untaught(groups, fresh)
         return StepMetrics(
@@ -161,8 +163,9 @@ class Learner:
             updates=tuple(updates),
             comparison=comparison,
             mismatch=mismatch,
-            samples=learnt,
-            excluded_samples=sum(len(group.completions) for group in groups) - learnt,
+            samples=len(learnt),
+            excluded_samples=sum(len(group.completions) for group in groups) - len(learnt),
+            tokens_learnt=sum(one.response_length for one in learnt),
             tokens=self.trainer.config.epochs
             * sum(one.length for part in compress(parts, taken) for one in part),
             untaught=untaught,
