@@ -236,6 +236,13 @@ def _print_result(result: "VerifyResult") -> None:
         f"log-probabilities{counts.describe_routings()} differ, "
         f"by {counts.max_abs_diff:.3g} at most"
     )
+    redrawn, other = result.redrawn
+    if redrawn:
+        print(
+            f"{other:,} of {redrawn:,} completions that several scenarios draw by the same "
+            "settings differ between them"
+            + (": the noise or the logits depend on the batch" if other else "")
+        )
     if result.operations:
         rows = sum(one.rows for one in result.operations)
         differs = first_operation(result)
