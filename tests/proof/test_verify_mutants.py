@@ -131,10 +131,12 @@ def test_ties_of_experts_broken_the_other_way_in_rollout(
     """
 
     def route(x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
+        found = experts.route(x, router, top_k, renormalise)
         if not in_rollout():
-            return experts.route(x, router, top_k, renormalise)
-        found = experts.route(x, router.flip(0), top_k, renormalise)
-        return Routing(router.shape[0] - 1 - found.experts, found.weights, found.logits.flip(1))
+            return found
+        last_first = found.logits.flip(1).argsort(dim=1, descending=True, stable=True)[:, :top_k]
+        chosen = (router.shape[0] - 1 - last_first).to(found.experts.dtype)
+        return Routing(chosen, found.weights, found.logits)
 
     policy = random_policy(MIXTURE, PrecisionConfig(preset="fp8"), seed=0)
     before = policy.checksum()

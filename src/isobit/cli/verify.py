@@ -231,11 +231,6 @@ def _print_result(result: "VerifyResult") -> None:
     from isobit.proof.verify import first_operation
 
     counts = result.comparison
-    print(
-        f"{result.preset}: {counts.tokens_differing:,} of {counts.tokens_compared:,} "
-        f"log-probabilities{counts.describe_routings()} differ, "
-        f"by {counts.max_abs_diff:.3g} at most"
-    )
     redrawn, other = result.redrawn
     if redrawn:
         print(
@@ -243,6 +238,11 @@ def _print_result(result: "VerifyResult") -> None:
             "settings differ between them"
             + (": the noise or the logits depend on the batch" if other else "")
         )
+    print(
+        f"{result.preset}: {counts.tokens_differing:,} of {counts.tokens_compared:,} "
+        f"log-probabilities{counts.describe_routings()} differ, "
+        f"by {counts.max_abs_diff:.3g} at most"
+    )
     if result.operations:
         rows = sum(one.rows for one in result.operations)
         differs = first_operation(result)
