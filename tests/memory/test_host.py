@@ -146,14 +146,9 @@ def test_a_warning_about_the_model_itself_names_another_key_too() -> None:
 
 def test_a_warning_about_the_moments_names_the_key_of_their_format_and_the_margin() -> None:
     """Seen before: "optimiser moments is the largest item, and model sets it"."""
-    parts = estimate_memory(
-        replace(QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=32),
-        build_flow(PrecisionConfig(), decoder_shape(QWEN3)),
-        RolloutConfig(),
-        TrainingConfig(),
-        512,
-        sizes,
-    )
+    large = replace(QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=32)
+    flow = build_flow(PrecisionConfig(), decoder_shape(large))
+    parts = estimate_memory(large, flow, RolloutConfig(), TrainingConfig(), 512, sizes)
     warning = parts.warning(1 << 30)
     assert warning is not None and "optimiser moments is the largest item" in warning
     assert 'set training.moments to "bf16" or "fp8"' in warning and "model" not in warning
