@@ -268,7 +268,7 @@ def judged(judge: Judge, groups: Sequence[Group]) -> list[Group]:
 
 
 STOP, CUT = "stop", "length"
-LEVEL_PARTS = {"reward_parts": {"a": [0.0, 1.0], "b": [1.0, 0.0]}}
+LEVEL_PARTS = {"a": [0.0, 1.0], "b": [1.0, 0.0]}
 WHY: list[tuple[AlgorithmConfig, Group, dict[str, int]]] = [
     (GrpoConfig(truncated="mask"), graded([(1.0, 3, CUT), (0.0, 3, CUT)]), {"masked": 2}),
     (GrpoConfig(truncated="exclude"), graded([(1.0, 3, CUT), (0.0, 3, CUT)]), {"excluded": 2}),
@@ -281,7 +281,7 @@ WHY: list[tuple[AlgorithmConfig, Group, dict[str, int]]] = [
     (GrpoConfig(), graded([(None, 3, STOP)] * 2), {"failed": 2}),
     (GrpoConfig(), graded([(0.0, 3, STOP)] * 2), {"zero": 2}),
     (GrpoConfig(), graded([(0.5, 3, STOP)] * 2), {"level": 2}),
-    (GrpoConfig(), graded([(1.0, 3, STOP)] * 2, **LEVEL_PARTS), {"cancelled": 2}),
+    (GrpoConfig(), graded([(1.0, 3, STOP)] * 2, reward_parts=LEVEL_PARTS), {"cancelled": 2}),
     (GrpoConfig(), graded([(1.0, 0, "aborted"), (1.0, 0, "aborted")]), {"empty": 2}),
     (ReMaxConfig(), graded([(1.0, 3, STOP)] * 2, baseline=1.0), {"as_greedy": 2}),
     (ReMaxConfig(), graded([(0.0, 3, STOP)] * 2, baseline=0.0), {"zero": 2}),

@@ -140,14 +140,14 @@ def points_of(figures: Figures, curve: Curve, buckets: Sequence[Bucket]) -> list
             [value for step in bucket.steps if (value := figures[step].get(metric)) is not None]
             for metric in (curve.metric, *(curve.between or ()))
         )
-        band = ()
-        if sides:
-            band = map(fmean, sides) if all(sides) else ()
-        elif len(values) > 1:
-            band = min(values), max(values)
+        low = high = None
+        if sides and all(sides):
+            low, high = map(fmean, sides)
+        elif not sides and len(values) > 1:
+            low, high = min(values), max(values)
         take = {"mean": fmean, "max": max, "min": min}[curve.take]
         is_known = any(curve.metric in figures[step] for step in bucket.steps)
-        points.append(Point(take(values), *band) if values else Point(None, is_known=is_known))
+        points.append(Point(take(values) if values else None, low, high, is_known))
     return points
 
 
