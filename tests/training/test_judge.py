@@ -25,8 +25,8 @@ from isobit.config.algorithm import (
 from isobit.models.frozen import FrozenPolicy
 from isobit.records.batch import TokenScores
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import Group
-from isobit.training.judge import UNTAUGHT, Judge, describe_untaught, sequences_learnt_from
+from isobit.records.text import UNTAUGHT, Group, describe_untaught
+from isobit.training.judge import Judge, sequences_learnt_from
 from isobit.training.step import has_signal
 from isobit.training.trainer import Trainer
 from tests.sequences import answer_of, group_of

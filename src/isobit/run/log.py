@@ -28,13 +28,13 @@ from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.proof.check import check_state, check_step
 from isobit.records.metrics import METRICS, Metrics, listed
+from isobit.records.text import describe_untaught
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.pending import COMPARED, GradedBatch
 from isobit.store.resume import Start
 from isobit.store.state import StateDigest, StepDigests, state_digest
 from isobit.training.comparison import Comparison
-from isobit.training.judge import describe_untaught
 from isobit.training.step import StepMetrics
 from isobit.util.errors import MismatchError, NoSignalError
 from isobit.util.files import LineFile

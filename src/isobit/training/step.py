@@ -32,7 +32,7 @@ losses (``isobit.training.figures``) say nothing of rewards and are no signal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TypeVar
 
@@ -80,10 +80,11 @@ class StepMetrics:
     samples: int  # fresh ones that were trained on
     excluded_samples: int  # without a valid reward, alone in their group, masked, or empty
     tokens: int  # of prompts and responses that were put through the updates
-    tokens_learnt: int  # response tokens of the fresh samples
-    untaught: Mapping[str, int]  # where no update had a signal: completions by ``UNTAUGHT``
     has_signal: bool  # whether any update had
     repeat: Repeat | None = None  # of a micro-batch, where that was due
+    tokens_learnt: int = 0  # response tokens of the fresh samples
+    untaught: Mapping[str, int] = field(default_factory=dict)
+    """Where no update had a signal: the completions by why, a name of ``UNTAUGHT``."""
 
     @property
     def skip_reasons(self) -> tuple[str, ...]:

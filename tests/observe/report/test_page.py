@@ -307,6 +307,15 @@ def test_a_notice_has_the_reason_of_a_step_without_a_signal(
     assert said in text.text and "16 completions, all" in text.text
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo", "reinforce_pp", "remax"])
+def test_level_groups_are_a_notice_only_where_groups_are_compared(
+    name: str, write_run: WriteRun
+) -> None:
+    line = {**step_line(1), "reward/level_share": 1.0, "updates/skipped": 0}
+    root = write_run([line], [], manifest(config={"algorithm": {"name": name}}))
+    assert ("groups were level" in Page(write_report(root)).text) == (name == "grpo")
+
+
 def test_runs_of_one_name_are_told_apart_and_equal_recipes_are_said_to_be(
     write_run: WriteRun, tmp_path: Path
 ) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from isobit.config.rules import ONE_SAMPLE
 from isobit.observe.report.chart import Chart, Curve, Panel, draw, duration_text, number_text
 from isobit.observe.report.source import RunRecord
 from isobit.records.metrics import METRICS, TABLE, Metric, chosen_name, find_metric
-from isobit.training.judge import UNTAUGHT, describe_untaught
+from isobit.records.text import UNTAUGHT, describe_untaught
 
 TRUNCATED = 0.05
 """A larger share of the last step's completions at the length limit is a notice."""
@@ -46,7 +47,8 @@ def notices(record: RunRecord) -> Iterator[str]:
             f"{without:,} of {len(steps):,} steps{why}"
         )
     shares = [v for row in steps if (v := row.get("reward/level_share")) is not None]
-    if shares and (mean := sum(shares) / len(shares)) > LEVEL:
+    compares = record.setting("config", "algorithm", "name") not in ONE_SAMPLE
+    if compares and shares and (mean := sum(shares) / len(shares)) > LEVEL:
         yield (
             f"{100 * mean:.0f}% of all groups were level: no two of their rewards differ, and "
             "nothing is learnt from them; the problems are too easy or too hard for this model"
