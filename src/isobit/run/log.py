@@ -309,6 +309,8 @@ class RlLog(TrainingLog[EvalResult]):
     def _compared(self) -> str:
         """Which log-probabilities are compared, where not all are."""
         config = self._run.config
+        if self._comparison.tokens_compared >= self._totals["learnt"]:
+            return ""
         if config.asynchrony.lag:
             return f"of {COMPARED} completions of each batch (async.lag)"
         updates = config.training.updates_per_batch
