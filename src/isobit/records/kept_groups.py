@@ -169,5 +169,5 @@ def _group(
         list(content["rewards"]),
         {name: list(rewards) for name, rewards in content["reward_parts"].items()},
         content["baseline"],
-        content["baseline_length"],
+        content.get("baseline_length", 0),
     )
