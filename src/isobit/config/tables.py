@@ -166,6 +166,10 @@ class EvaluationConfig(Strict):
     """Samples of each prompt at a temperature above 0, for mean@n and pass@k."""
     max_new_tokens: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
     """By default ``rollout.max_new_tokens``."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample among the likeliest tokens that together have this probability; by default
+    ``rollout.top_p``.
+    """
 
 
 Preset = Literal["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
@@ -351,8 +355,10 @@ class OptimisationConfig(Strict):
 
 
 class TrainingConfig(OptimisationConfig):
-    samples_per_prompt: int = Field(default=16, gt=1, le=MAX_BATCH)
-    """Completions of each prompt, which form a group."""
+    samples_per_prompt: int = Field(default=16, gt=0, le=MAX_BATCH)
+    """Completions of each prompt, which form a group. 1 is for ``reinforce_pp``, ``ppo`` and
+    ``remax``, which do not compare them with each other.
+    """
     updates_per_batch: int = Field(default=1, gt=0, le=MAX_BATCH)
     """Divide a step's batch by prompt into this many parts, with one update each."""
     epochs: int = Field(default=1, gt=0, le=1000)

@@ -1,9 +1,10 @@
 """Metrics of graded groups: rewards, lengths, and evaluations with 95% intervals.
 
-Accuracy is the mean reward over problems.  Greedy decoding takes one sample a problem; above
-temperature 0 a problem's score is the mean of its n samples (mean@n), and a sample counts as right
-for pass@k where its reward is at least 1.  A sample whose reward failed is left out and counted; a
-problem all of whose samples failed is left out of every metric.
+The mean reward over problems is called an accuracy where every reward is 0 or 1.  Greedy decoding
+takes one sample a problem; above temperature 0 a problem's score is the mean of its n samples
+(mean@n), and a sample counts as right for pass@k where its reward is at least 1.  A sample whose
+reward failed is left out and counted; a problem all of whose samples failed is left out of every
+metric.
 
 The problem is the unit of sampling: several samples of one problem are averaged first, so that they
 do not count as independent evidence (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640,
@@ -112,7 +113,7 @@ class EvalResult:
     """The result of evaluating one set."""
 
     accuracy: float
-    """Mean over problems of the mean reward of their samples."""
+    """Mean over problems of the mean reward of their samples; see ``is_accuracy``."""
     interval: Interval | None
     """95%, over problems; None for a single problem with a fractional score."""
     problems: int
@@ -127,17 +128,22 @@ class EvalResult:
     """Mean, in tokens."""
     truncated: float
     """Share of the samples that the length limit ended."""
-    has_shares: bool = True
-    """Whether every reward lies between 0 and 1, so that their mean can be an accuracy."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Unusual answers by kind, as the graders counted them, and failed rewards."""
+    is_accuracy: bool = True
+    """Whether every reward is 0 or 1, so that their mean is the share of right answers."""
+    right: float | None = None
+    """Mean over problems of the share of their samples that are right (``RIGHT``); None where
+    ``is_accuracy``, which it then is.
+    """
 
     def figures(self) -> dict[str, Any]:
-        """All fields, for JSON, and ``mean_reward``; ``accuracy`` is null where rewards are no
-        shares.
+        """All fields, for JSON, and ``mean_reward``; ``accuracy`` is null where rewards are not all
+        0 or 1.
         """
-        accuracy = self.accuracy if self.has_shares else None
-        return {"mean_reward": self.accuracy, **asdict(self), "accuracy": accuracy}
+        accuracy, right = (self.accuracy, self.accuracy) if self.is_accuracy else (None, self.right)
+        changed = {"accuracy": accuracy, "right": right}
+        return {"mean_reward": self.accuracy, **asdict(self), **changed}
 
     def scalars(self, name: str) -> Metrics:
         """The figures for the metrics file, under ``eval/NAME/``."""
@@ -149,6 +155,7 @@ class EvalResult:
             "problems": self.problems,
             "failed": self.failed,
         }
+        figures |= {} if self.right is None else {"right": self.right}
         figures |= {"response_length": self.response_length, "truncated": self.truncated}
         figures |= {f"pass@{k}": value for k, value in self.pass_at.items()}
         return {f"eval/{name}/{figure}": value for figure, value in figures.items()}
@@ -173,6 +180,8 @@ def result_of(
     graded = [[reward for reward in group.rewards if reward is not None] for group in groups]
     scores = [fmean(rewards) for rewards in graded if rewards]
     lengths = length_metrics(groups)
+    is_accuracy = all(reward in (0.0, 1.0) for rewards in graded for reward in rewards)
+    shares = [fmean(reward >= RIGHT for reward in rewards) for rewards in graded if rewards]
     return EvalResult(
         accuracy=fmean(scores),
         interval=mean_interval(scores),
@@ -182,8 +191,9 @@ def result_of(
         pass_at=_pass_at(graded, samples),
         response_length=lengths["response_length/mean"],
         truncated=lengths["response_length/truncated"],
-        has_shares=all(0 <= reward <= 1 for rewards in graded for reward in rewards),
         counts=counts or {},
+        is_accuracy=is_accuracy,
+        right=None if is_accuracy else fmean(shares),
     )
 
 

@@ -18,7 +18,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import parameter_count
 from isobit.models.hub import is_hub_name
 from isobit.observe.report.page import visible
-from isobit.observe.report.panels import evaluation_sets
+from isobit.observe.report.panels import evaluation_sets, is_accuracy
 from isobit.observe.report.source import RunRecord
 from isobit.precision.flow import PrecisionFlow, describe_flow
 from isobit.util.files import file_sha256
@@ -235,17 +235,19 @@ def _evaluations(record: RunRecord) -> list[str]:
             if not measured:
                 continue
             first, last = measured[0], measured[-1]
-            before, after = (_figure(record.figures[at], name, figure) for at in (first, last))
+            before, after = (_figure(record, at, name, figure) for at in (first, last))
             after = after if last > first else "\N{EN DASH}"
-            lines.append((_plain(f"{name} {figure}"), before, after, str(last)))
+            label = figure if figure == "loss" or is_accuracy(record, name) else "mean reward"
+            lines.append((_plain(f"{name} {label}"), before, after, str(last)))
     header = ("evaluation", "first", "last", "measured after step")
     return [_table(header, lines)] if lines else []
 
 
-def _figure(row: Mapping[str, float | None], name: str, figure: str) -> str:
+def _figure(record: RunRecord, step: int, name: str, figure: str) -> str:
+    row = record.figures[step]
     value = row[f"eval/{name}/{figure}"]
     assert value is not None
-    if figure == "loss" or not 0 <= value <= 1:
+    if figure == "loss" or not is_accuracy(record, name):
         return f"{value:.4f}"
     low, high = (row.get(f"eval/{name}/{side}") for side in ("low", "high"))
     if low is None or high is None:

@@ -78,10 +78,12 @@ def evaluation_requests(
     """What an engine is asked for on each set, by name: ``rollout`` with what ``evaluation`` says
     otherwise.
     """
-    limit = evaluation.max_new_tokens or rollout.max_new_tokens
-    sampling = model.sampling(
-        rollout.model_copy(update={"temperature": evaluation.temperature, "max_new_tokens": limit})
-    )
+    changed = {
+        "temperature": evaluation.temperature,
+        "max_new_tokens": evaluation.max_new_tokens or rollout.max_new_tokens,
+        "top_p": rollout.top_p if evaluation.top_p is None else evaluation.top_p,
+    }
+    sampling = model.sampling(rollout.model_copy(update=changed))
     return {
         name: [Request(prompt, 0, evaluation.samples, sampling) for prompt in prompts]
         for name, prompts in sets.items()

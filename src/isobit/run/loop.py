@@ -23,16 +23,17 @@ Who waits for whom:
 - With ``cluster.rollouters`` some of the processes only sample: while the trainers learn batch t,
   they roll out, grade and compare batch t + k (``isobit.run.rollouters``).
 
-With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a zero-variance group, whose rewards are
-all equal and which has no gradient, is replaced by the group of a further prompt, until the step
-has as many groups as it should or has refilled often enough; then zero-variance groups fill the
-rest.  Where the algorithm wants a baseline from it (ReMax), each prompt is also completed once
-greedily; that completion is graded and not learnt from.
+With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group that would teach nothing, since
+no completion that is learnt from has an advantage (``Judge.telling``), is replaced by the group of
+a further prompt, until the step has as many groups as it should or has refilled often enough; then
+such groups fill the rest.  Where the algorithm wants a baseline from it (ReMax), each prompt is
+also completed once greedily; that completion is graded and not learnt from.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import compress
 from typing import Any
 
 from isobit.config.recipes import RunConfig
@@ -97,9 +98,9 @@ def take_step(run: RlRun, step: int) -> StepDigests:
         digests = StepDigests.of(step, batch.groups, state_digest(run))
     for _ in range(requested):
         run.pending.add(receive_batch(run))
-    metrics = run.log.step(step, batch, run.pending.take_engine(), trained, digests)
+    run.log.step(step, batch, run.pending.take_engine(), trained, digests)
     run.end_step(step)
-    run.log.check_step(metrics, trained)
+    run.log.check_step(trained)
     run.evaluate_if_due(step)
     run.save_if_due(step)
     return digests
@@ -131,11 +132,14 @@ def collect(run: RlRun) -> GradedBatch:
     batch = rollout(run, wanted)
     if not settings.dynamic_sampling:
         return batch
-    refills = 0
-    while refills < settings.max_refills and (missing := wanted - len(batch.telling)) > 0:
+    judge, refills = run.learner.judge, 0
+    telling = judge.telling(batch.groups)
+    while refills < settings.max_refills and (missing := wanted - sum(telling)) > 0:
         batch += rollout(run, missing)
         refills += 1
-    kept = [*batch.telling, *batch.level][:wanted]
+        telling = judge.telling(batch.groups)
+    others = [not tells for tells in telling]
+    kept = [*compress(batch.groups, telling), *compress(batch.groups, others)][:wanted]
     dropped = len(batch.groups) - len(kept)
     return replace(batch, groups=kept, refills=refills, dropped_groups=dropped)
 
@@ -166,7 +170,7 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
     with run.clock("grading"), run.console.busy("grading"):
         grades = run.grading(groups, homes)
     for group, alone in zip(groups[:count], groups[count:], strict=False):
-        group.baseline = alone.rewards[0]
+        group.baseline, group.baseline_length = alone.rewards[0], alone.completions[0].length
     return GradedBatch(groups[:count], grades, stats)
 
 
