@@ -254,6 +254,22 @@ def stop_token_ids(
     return tuple(sorted(stops))
 
 
+def tokenizer_size(folder: Path) -> int | None:
+    """The largest id of a folder's tokenizer, plus 1; None for a folder without a tokenizer.
+    Raises ``ModelError`` as ``load_tokenizer`` does.
+    """
+    files = [folder / name for name in (*TOKENIZER_FILES, "added_tokens.json")]
+    found = tuple(
+        (path, path.stat().st_mtime_ns, path.stat().st_size) for path in files if path.is_file()
+    )
+    return _largest_id(folder, found) + 1 if found else None
+
+
+@lru_cache(16)
+def _largest_id(folder: Path, _files: tuple[tuple[Path, int, int], ...]) -> int:
+    return max(load_tokenizer(folder).get_vocab().values(), default=-1)
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder: Path) -> None:
     """Raise ``ModelError`` if a token has no row in an embedding of ``vocab_size`` rows."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda pair: pair[1], default=("", -1))

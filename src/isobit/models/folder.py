@@ -16,7 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config.base import Device
 from isobit.config.tables import PrecisionConfig, RolloutConfig, named_precision
-from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
+from isobit.data.tokenizer import (
+    check_vocabulary,
+    load_tokenizer,
+    stop_token_ids,
+    tokenizer_size,
+)
 from isobit.kernels import backend
 from isobit.models.checkpoint import Checkpoint, read_json
 from isobit.models.config import ModelConfig
@@ -89,7 +94,7 @@ def read_any_config(folder: Path) -> ModelConfig:
     config = read_json(path)
     read_fp8_format(config, str(path))
     config.pop("quantization_config", None)  # how the weights are stored, not what they compute
-    return ModelConfig.from_hf(config, str(path))
+    return ModelConfig.from_hf(config, str(path)).with_tokenizer(tokenizer_size(folder))
 
 
 def load_policy(
@@ -146,7 +151,8 @@ def reward_config(folder: Path, pad_token_id: int | None) -> ModelConfig:
     stored = read_any_config(folder)
     if stored.score_head:
         return stored
-    return replace(stored, score_head=True, pad_token_id=pad_token_id)
+    stored = replace(stored, score_head=True, pad_token_id=pad_token_id)
+    return stored.with_tokenizer(None)
 
 
 @dataclass(frozen=True, slots=True)

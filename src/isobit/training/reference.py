@@ -144,10 +144,10 @@ def _described(
             f"reference.model is {name!r}, whose tokenizer has other tokens than the policy's: it "
             "cannot score what the policy writes; name a model with the same tokenizer"
         )
-    if shape.vocab_size < wanted.vocab_size:
+    if shape.num_drawn < wanted.num_drawn:
         raise ConfigError(
-            f"reference.model is {name!r}, whose vocabulary has {shape.vocab_size:,} entries, but "
-            f"the policy, which may draw any of its own, has {wanted.vocab_size:,}; name a model "
+            f"reference.model is {name!r}, whose vocabulary has {shape.num_drawn:,} entries, but "
+            f"the policy, which may draw any of its own, has {wanted.num_drawn:,}; name a model "
             "with as many"
         )
     if shape.max_positions < longest:
