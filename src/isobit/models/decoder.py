@@ -271,9 +271,7 @@ def build_decoder(config: ModelConfig) -> Decoder:
         residual=f"layers.{config.num_layers - 1}.mlp_residual",
     )
     embedding = Embedding(config.vocab_size, config.hidden_size)
-    head = Head(
-        config.vocab_size, config.hidden_size, config.tied_embeddings, config.num_drawn
-    )
+    head = Head(config.vocab_size, config.hidden_size, config.tied_embeddings, config.num_drawn)
     if config.score_head:
         return Decoder(
             embedding, layers, norm, None, ScalarHead("score", config.hidden_size, "score.weight")

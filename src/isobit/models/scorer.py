@@ -245,10 +245,11 @@ class ScoredPass:
 
 
 def _check_targets(policy: Scorable, batch: PackedBatch) -> None:
-    """Raises ModelError for a target outside of the distribution."""
-    head = policy.decoder.head
-    largest = int(batch.targets.max()) if batch.targets.numel() else 0
-    if head is not None and largest >= head.num_drawn:
+    """Raises ModelError for a target outside of the distribution, in a batch on the host."""
+    head, targets = policy.decoder.head, batch.targets
+    if head is None or targets.device.type != "cpu" or not targets.numel():
+        return
+    if (largest := int(targets.max())) >= head.num_drawn:
         raise ModelError(
             f"token {largest} is to be scored, but the distribution holds 0 to "
             f"{head.num_drawn - 1}, the tokens of the tokenizer; it comes from another model or "

@@ -144,12 +144,6 @@ def _described(
             f"reference.model is {name!r}, whose tokenizer has other tokens than the policy's: it "
             "cannot score what the policy writes; name a model with the same tokenizer"
         )
-    if shape.num_drawn < wanted.num_drawn:
-        raise ConfigError(
-            f"reference.model is {name!r}, whose vocabulary has {shape.num_drawn:,} entries, but "
-            f"the policy, which may draw any of its own, has {wanted.num_drawn:,}; name a model "
-            "with as many"
-        )
     if shape.max_positions < longest:
         raise ConfigError(
             f"reference.model is {name!r}, whose context is {shape.max_positions:,} tokens, but "
