@@ -103,7 +103,7 @@ def drawn_by(policy: Policy, sampling: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("preset", EXACT)
 def test_rollout_and_training_have_the_same_bits(preset: Preset) -> None:
-    result = verify_policy(made(WIDE, preset, tied=False), VerifyOptions(5, 2, 6))
+    result = verify_policy(made(WIDE, preset, tied=False), VerifyOptions(8, 2, 6))
     assert result.exit_code == 0 and not result.missing, result.missing
     assert result.comparison.tokens_differing == 0
 
@@ -116,7 +116,7 @@ def test_a_side_that_counts_them_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         return original(replace(self, num_drawn=self.vocab_size), *arguments)
 
     monkeypatch.setattr(Head, "token_log_probs", over_all_rows)
-    result = verify_policy(made(WIDE, "fp8"), VerifyOptions(5, 2, 6))
+    result = verify_policy(made(WIDE, "fp8"), VerifyOptions(8, 2, 6))
     assert result.exit_code != 0 and result.comparison.tokens_differing > 0
 
 
@@ -160,7 +160,7 @@ def test_a_run_that_drew_every_row_is_not_resumed_in_silence() -> None:
     config = RunConfig.model_construct()
     now, bits = {"model.tokens": "the first 99"}, {"bits": {}}
     for saved in ({}, {"model.tokens": ALL_TOKENS}):
-        with pytest.raises(ConfigError, match=r"model\.tokens: every row of lm_head in the run"):
+        with pytest.raises(ConfigError, match=r"model\.tokens: 'every row of lm_head' in the run"):
             compare(Recorded(saved, bits), config, now, bits, [])
     assert not compare(Recorded({}, bits), config, {"model.tokens": ALL_TOKENS}, bits, [])
     assert not compare(Recorded(now, bits), config, now, bits, [])
