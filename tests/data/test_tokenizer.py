@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from isobit.config.data import JsonlExamples, SftDataConfig
@@ -283,3 +283,47 @@ def test_marks_are_seen_by_nobody_and_sizes_are_bounds() -> None:
     longest = max(made.get_vocab(), key=len)
     assert most_characters(3, made) == 3 * len(longest)
     assert len(token_ids(["1" * (most_characters(3, made) + 1)], made)[0]) > 3
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["bos", "bos and eos"])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1+1=", "<bos>1+1="),
+        ("<bos>1+1=", "<bos>1+1="),
+        ("<bos><bos>1+1=", "<bos><bos>1+1="),
+        ("<eos>1+1=", "<bos><eos>1+1="),
+        ("1<bos>", "<bos>1<bos>"),
+        ("<bos>", "<bos>"),
+        ("", "<bos>"),
+    ],
+)
+def test_a_sequence_begins_once(text: str, expected: str, behind: bool) -> None:
+    """A text that has the special tokens of its ends gets no second ones, in every flow that reads
+    text without a template: prompts, examples and both answers of a pair.
+    """
+    made = build_tokenizer(64)
+    if behind:
+        around = processors.TemplateProcessing(
+            single="<bos> $A <eos>", special_tokens=[("<bos>", BOS_ID), ("<eos>", EOS_ID)]
+        )
+        made.backend_tokenizer.post_processor = around
+    end = "<eos>" if behind else ""
+    (ids,) = token_ids([text], made, add_special_tokens=True)
+    assert made.decode(ids) == expected + end
+    if behind and text:
+        (ids,) = token_ids([f"{text}<eos>"], made, add_special_tokens=True)
+        assert made.decode(ids) == expected + end
+    if not text:
+        return
+    (prompt,) = prompts_of_rows("p", [Row(text, {}, "row")], made, chat=False)
+    assert made.decode(list(prompt.token_ids)) == expected + end
+    (both,) = conversation_ids([(Row(text, {}, "row"), "2")], made, chat=False)
+    assert made.decode(list(both)) == f"{expected}2<eos>"
+
+
+def test_a_quoted_beginning_is_no_beginning() -> None:
+    """A message that spells it without a template: it is text, and the sequence begins by itself."""
+    made = build_tokenizer(64)
+    (prompt,) = prompts_of_rows("p", [Row("<bos>1+1=", {}, "row")], made, chat=True)
+    assert prompt.token_ids.count(BOS_ID) == 1 and made.decode(list(prompt.token_ids[1:])) != "1+1="

@@ -103,9 +103,8 @@ def drawn_by(policy: Policy, sampling: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("preset", EXACT)
 def test_rollout_and_training_have_the_same_bits(preset: Preset) -> None:
-    result = verify_policy(made(WIDE, preset, tied=False), VerifyOptions(8, 2, 6))
-    assert result.exit_code == 0 and not result.missing, result.missing
-    assert result.comparison.tokens_differing == 0
+    result = verify_policy(made(WIDE, preset, tied=False), VerifyOptions(5, 2, 6))
+    assert result.comparison.tokens_differing == 0 < result.comparison.tokens_compared
 
 
 def test_a_side_that_counts_them_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +115,8 @@ def test_a_side_that_counts_them_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         return original(replace(self, num_drawn=self.vocab_size), *arguments)
 
     monkeypatch.setattr(Head, "token_log_probs", over_all_rows)
-    result = verify_policy(made(WIDE, "fp8"), VerifyOptions(8, 2, 6))
-    assert result.exit_code != 0 and result.comparison.tokens_differing > 0
+    result = verify_policy(made(WIDE, "fp8"), VerifyOptions(5, 2, 6))
+    assert result.exit_code == 1 and result.comparison.tokens_differing > 0
 
 
 def test_a_token_outside_the_distribution_is_not_scored() -> None:

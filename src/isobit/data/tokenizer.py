@@ -134,7 +134,7 @@ def token_ids(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False
 ) -> list[list[int]]:
     """The tokens of each text, which may be marked; with the tokenizer's special tokens around it
-    if ``add_special_tokens``.
+    if ``add_special_tokens``, except those that the text itself begins or ends with.
     """
     found: list[list[int]] = [[] for _ in texts]
     plain = [place for place, text in enumerate(texts) if not is_marked(text)]
@@ -150,7 +150,19 @@ def token_ids(
             found[place] = ids
     for place in set(range(len(texts))) - set(plain):
         found[place] = _marked_ids(texts[place], tokenizer, add_special_tokens)
-    return found
+    return [_once(ids, tokenizer) for ids in found] if add_special_tokens else found
+
+
+def _once(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """``ids`` without the special tokens that were added to a text that already has them, as text
+    that a chat template has rendered.
+    """
+    before, behind = _around(tokenizer)
+    if (size := len(before)) and ids[:size] == ids[size : 2 * size] == before:
+        ids = ids[size:]
+    if (size := len(behind)) and ids[-size:] == ids[-2 * size : -size] == behind:
+        ids = ids[:-size]
+    return ids
 
 
 def _marked_ids(
@@ -170,6 +182,7 @@ def _marked_ids(
     return [*before, *ids, *behind]
 
 
+@lru_cache(16)
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The tokens that a tokenizer adds before and after a text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
