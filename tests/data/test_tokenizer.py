@@ -323,7 +323,7 @@ def test_a_sequence_begins_once(text: str, expected: str, behind: bool) -> None:
 
 
 def test_a_quoted_beginning_is_no_beginning() -> None:
-    """A message that spells it without a template: it is text, and the sequence begins by itself."""
+    """A message that spells it, without a template, is text, and the sequence begins by itself."""
     made = build_tokenizer(64)
     (prompt,) = prompts_of_rows("p", [Row("<bos>1+1=", {}, "row")], made, chat=True)
     assert prompt.token_ids.count(BOS_ID) == 1 and made.decode(list(prompt.token_ids[1:])) != "1+1="
