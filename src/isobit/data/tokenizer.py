@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from isobit.util.errors import ModelError
+from isobit.records.text import Completion
+from isobit.util.errors import ConfigError, ModelError
 
 MAX_LINES = 1_000_000
 """Executed lines of a template for one conversation; a thousand messages take some 50,000."""
@@ -98,6 +99,7 @@ def _counted_lines() -> Iterator[None]:
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around quoted text, which Unicode guarantees to be no characters."""
 _MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}")
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _AT_ONCE = 256
 """Texts that a tokenizer gets at once: it encodes them on all cores, but keeps what it knows of
 each token until all are done.
@@ -241,18 +243,19 @@ def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size: int | None = None
 ) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's end of sequence and those of
-    ``generation_config.json``, ascending. Chat models often name an end of turn in only one of
-    them.
+    ``generation_config.json``, or, where it names none, of ``config.json``, ascending. Chat models
+    often name an end of turn in only one of them.
 
-    Raises ``ModelError`` if neither names any, if the file is damaged, and for a token outside an
+    Raises ``ModelError`` if none names any, if a file is damaged, and for a token outside an
     embedding of ``vocab_size`` rows.
     """
-    stops: set[int] = set()
-    if isinstance(tokenizer.eos_token_id, int):
-        stops.add(tokenizer.eos_token_id)
     path = folder / "generation_config.json"
-    if path.is_file():
-        stops.update(_generation_stops(path))
+    named = named_stops(path)
+    if not named:
+        path = folder / "config.json"
+        named = named_stops(path)
+    own = tokenizer.eos_token_id
+    stops = {*named, *([own] if isinstance(own, int) else [])}
     beyond = [token for token in stops if token < 0 or (vocab_size or token + 1) <= token]
     if beyond:
         raise ModelError(
@@ -262,9 +265,59 @@ def stop_token_ids(
     if not stops:
         raise ModelError(
             f"{folder} names no end-of-sequence token, in neither its tokenizer nor "
-            "generation_config.json; set eos_token_id there"
+            "generation_config.json nor config.json; set eos_token_id there"
         )
     return tuple(sorted(stops))
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes first behind what an assistant says; None
+    where there is none, or no such conversation.
+    """
+    said = "isobit-0"
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": said}]
+    try:
+        _, found, behind = rendered(turns, tokenizer, add_generation_prompt=False).rpartition(said)
+    except Exception:  # templates raise through jinja2; a run that renders prompts names the fault
+        return None
+    ids = token_ids([behind], tokenizer)[0] if found else []
+    return next((token for token in ids if token in special_token_ids(tokenizer)), None)
+
+
+def describe_end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, chat: bool, stops: Sequence[int]
+) -> list[str]:
+    """A line if the chat template ends the assistant's turn with a token that ends no
+    completion.
+    """
+    end = end_of_turn(tokenizer) if chat and tokenizer.chat_template else None
+    if end is None or end in stops:
+        return []
+    named = tokenizer.convert_ids_to_tokens([end])[0]
+    known = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(list(stops))))
+    return [
+        f"warning: the chat template ends the assistant's turn with {named!r} (token {end}), which "
+        f"ends no completion: they end with {known}. Make it one with rollout.stop_tokens = "
+        f"{json.dumps([named], ensure_ascii=False)}, and for other engines with eos_token_id in "
+        "generation_config.json"
+    ]
+
+
+def further_stops(
+    tokenizer: PreTrainedTokenizerBase, named: Sequence[str | int]
+) -> tuple[int, ...]:
+    """The ids of ``rollout.stop_tokens``. Raises ``ConfigError`` for what is no token."""
+    known, ids = tokenizer.get_vocab(), set[int]()
+    for one in named:
+        token = known.get(one) if isinstance(one, str) else one
+        if token is None or token not in known.values():
+            raise ConfigError(
+                f"rollout.stop_tokens names {one!r}, which is no token of the tokenizer; name a "
+                "token as the tokenizer spells it, or its id; for a text of several tokens there "
+                "is rollout.stop_strings"
+            )
+        ids.add(token)
+    return tuple(sorted(ids))
 
 
 def tokenizer_size(folder: Path) -> int | None:
@@ -299,9 +352,10 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _generation_stops(path: Path) -> list[int]:
+def named_stops(path: Path) -> list[int]:
+    """The ``eos_token_id`` of a JSON file; none where there is no file. Raises ``ModelError``."""
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {str(error)[:200]}") from error
     value = config.get("eos_token_id") if isinstance(config, dict) else None
@@ -313,12 +367,49 @@ def _generation_stops(path: Path) -> list[int]:
     return ids
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """The text of ``token_ids`` without special tokens, exactly as the tokens spell it. Incomplete
-    characters, which the length limit can leave at the end, become U+FFFD.
+@lru_cache(16)
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that ``decode`` hides."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset({token for token, one in added if one.special} | {*tokenizer.all_special_ids})
+
+
+@lru_cache(16)
+def byte_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens of a tokenizer with byte fallback that stand for one byte, as ``<0x0A>``."""
+    known = tokenizer.get_vocab().items()
+    return frozenset(token for text, token in known if _BYTE.fullmatch(text))
+
+
+def describe_hidden(
+    completions: Sequence[Completion],
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+) -> str | None:
+    """A line if completions hold special tokens, their last stop aside; None if none does."""
+    found: list[int] = []
+    for one in completions:
+        ids = one.token_ids
+        ids = ids[:-1] if ids and ids[-1] in stop_token_ids else ids
+        found += [token for token in ids if token in special_token_ids(tokenizer)][:1]
+    if not found:
+        return None
+    first = tokenizer.convert_ids_to_tokens(found)[0]
+    return (
+        f"{len(found):,} of {len(completions):,} completions ({len(found) / len(completions):.0%}) "
+        f"hold a special token, such as {first!r}, which rewards do not see: "
+        'rollout.special_tokens = "show" shows them'
+    )
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], special: bool = False
+) -> str:
+    """The text of ``token_ids`` exactly as the tokens spell it, with special tokens if ``special``.
+    Incomplete characters, which the length limit can leave at the end, become U+FFFD.
     """
     text = tokenizer.decode(
-        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
     )
     assert isinstance(text, str), "one sequence decodes to one text"
     return text

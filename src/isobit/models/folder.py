@@ -18,6 +18,7 @@ from isobit.config.base import Device
 from isobit.config.tables import PrecisionConfig, RolloutConfig, named_precision
 from isobit.data.tokenizer import (
     check_vocabulary,
+    further_stops,
     load_tokenizer,
     stop_token_ids,
     tokenizer_size,
@@ -170,7 +171,7 @@ class SamplingModel:
         return self.policy.config.max_positions
 
     def sampling(self, rollout: RolloutConfig) -> SamplingParams:
-        return _sampling(rollout, self.stop_token_ids)
+        return _sampling(self, rollout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class DescribedModel:
     stop_token_ids: tuple[int, ...]
 
     def sampling(self, rollout: RolloutConfig) -> SamplingParams:
-        return _sampling(rollout, self.stop_token_ids)
+        return _sampling(self, rollout)
 
 
 def write_model(model: LoadedModel, target: Path) -> None:
@@ -274,13 +275,16 @@ def _tokenizer(
     return tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
 
 
-def _sampling(rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+def _sampling(model: SamplingModel | DescribedModel, rollout: RolloutConfig) -> SamplingParams:
+    """Raises ConfigError for a stop token that the tokenizer does not have."""
+    further = further_stops(model.tokenizer, rollout.stop_tokens)
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=tuple(sorted({*model.stop_token_ids, *further})),
         stop_strings=rollout.stop_strings,
+        special_tokens=rollout.special_tokens == "show",
     )

@@ -5,11 +5,12 @@ dictionaries by the names of ``isobit.records.metrics``; what that table lacks i
 run that learns nothing for several steps says so, and can stop (``check.on_no_signal``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobit.config.tables import CheckConfig
+from isobit.data.tokenizer import describe_hidden
 from isobit.observe.console import (
     BAD,
     WARNING,
@@ -25,6 +26,7 @@ from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.proof.check import check_state, check_step
 from isobit.records.metrics import METRICS, Metrics, listed
+from isobit.records.text import Completion
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.pending import GradedBatch
@@ -198,6 +200,7 @@ class RlLog(TrainingLog[EvalResult]):
         self._run = run
         self._comparison = Comparison()
         self._watch = SignalWatch(run.config.check)
+        self._has_noted_hidden = False
         self._digests: LineFile | None = None
         self._left: StateDigest | None = None
         super().__init__(run, start, console, clock)
@@ -266,7 +269,17 @@ class RlLog(TrainingLog[EvalResult]):
         self._watch.count(trained.has_signal)
         self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
         self._console.notes(_notes(grades, trained, self._watch.steps))
+        self._note_hidden([one for group in groups for one in group.completions])
         return metrics
+
+    def _note_hidden(self, completions: Sequence[Completion]) -> None:
+        """Say once that rewards do not see all that was sampled."""
+        sampling = self._run.sampling
+        if self._has_noted_hidden or sampling.special_tokens:
+            return
+        note = describe_hidden(completions, self._run.model.tokenizer, sampling.stop_token_ids)
+        self._has_noted_hidden = note is not None
+        self._console.notes([] if note is None else [note])
 
     def check_step(self, metrics: Metrics, trained: StepMetrics) -> None:
         """Print what is wrong with a step: steps without signal, differing log-probabilities.
