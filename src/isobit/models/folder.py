@@ -141,7 +141,7 @@ def read_reward_masters(
             yield name, values
     if not stored.score_head:
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randn((1, config.hidden_size), generator=generator)
+        drawn = torch.randn((1, config.hidden_size), generator=generator, dtype=torch.float32)
         yield "score.weight", drawn / math.sqrt(config.hidden_size + 1)
 
 
