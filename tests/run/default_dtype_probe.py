@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-torch.set_default_dtype(getattr(torch, sys.argv[1]))  # before anything is imported that has constants
+torch.set_default_dtype(
+    getattr(torch, sys.argv[1])
+)  # before anything is imported that has constants
 
 from isobit.config.recipes import RunConfig, SftConfig  # noqa: E402
 from isobit.config.tables import PrecisionConfig  # noqa: E402

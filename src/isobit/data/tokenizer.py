@@ -281,7 +281,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     except Exception:  # templates raise through jinja2; a run that renders prompts names the fault
         return None
     ids = token_ids([behind], tokenizer)[0] if found else []
-    return next((token for token in ids if token in special_token_ids(tokenizer)), None)
+    ends = special_token_ids(tokenizer) - {tokenizer.unk_token_id}
+    return next((token for token in ids if token in ends), None)
 
 
 def describe_end_of_turn(
