@@ -152,13 +152,13 @@ def test_the_end_of_a_turn_is_the_first_special_token_behind_the_answer(
     assert not describe_end_of_turn(made, False, (EOS_ID,)), "no template is used"
 
 
-def test_further_stops_are_tokens_by_text_or_id() -> None:
+def test_further_stops_are_tokens() -> None:
     made = with_special("<|im_end|>")
-    im_end = len(made) - 1
-    assert further_stops(made, ("<|im_end|>", 7, im_end)) == (7, im_end)
-    for wrong in ("<|eot_id|>", "ab", len(made), -1):
+    assert further_stops(made, ("<|im_end|>", "7", "7")) == (made.get_vocab()["7"], len(made) - 1)
+    assert further_stops(made, ()) == ()
+    for wrong in ("<|eot_id|>", "ab", ""):
         with pytest.raises(ConfigError, match="which is no token of the tokenizer"):
-            further_stops(made, (wrong,))
+            further_stops(made, ("7", wrong))
 
 
 def test_hidden_special_tokens_are_counted_and_the_stop_is_none_of_them() -> None:

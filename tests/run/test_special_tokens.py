@@ -112,7 +112,7 @@ def test_a_further_stop_token_ends_a_completion(folder: Path) -> None:
     ended = [one for one in made if one.token_ids[-1] == COMMA]
     assert ended and all(one.finish_reason == "stop" for one in ended)
     assert not any(COMMA in one.token_ids[:-1] for one in made)
-    assert not any("," in one.text for one in completions(folder, stop_tokens=[COMMA]))
+    assert not any("," in one.text for one in completions(folder, stop_tokens=[","]))
 
 
 def test_an_unknown_stop_token_is_refused_before_the_run(

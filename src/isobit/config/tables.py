@@ -1,6 +1,6 @@
 """The tables that are neither ``algorithm``, ``data`` nor ``reward``."""
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -240,9 +240,9 @@ class RolloutConfig(Strict):
     """Sample among tokens of at least this share of the largest probability; 0 is off."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion, besides the end token."""
-    stop_tokens: tuple[str | Annotated[int, Field(ge=0, le=MAX_VOCAB_SIZE)], ...] = ()
-    """Tokens that end a completion, by text or id, besides those of the folder's ``eos_token_id``:
-    for example the end of turn of a chat template that the model was not made for.
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens, as the tokenizer spells them, that end a completion besides the folder's
+    ``eos_token_id``: for example the end of turn of a chat template that is new to the model.
     """
     special_tokens: Literal["hide", "show"] = "hide"
     """Whether the text of a completion, which rewards read, shows its special tokens. The one that

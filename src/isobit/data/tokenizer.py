@@ -304,21 +304,17 @@ def describe_end_of_turn(
     ]
 
 
-def further_stops(
-    tokenizer: PreTrainedTokenizerBase, named: Sequence[str | int]
-) -> tuple[int, ...]:
+def further_stops(tokenizer: PreTrainedTokenizerBase, named: Sequence[str]) -> tuple[int, ...]:
     """The ids of ``rollout.stop_tokens``. Raises ``ConfigError`` for what is no token."""
-    known, ids = tokenizer.get_vocab(), set[int]()
-    for one in named:
-        token = known.get(one) if isinstance(one, str) else one
-        if token is None or token not in known.values():
+    known = tokenizer.get_vocab()
+    for text in named:
+        if text not in known:
             raise ConfigError(
-                f"rollout.stop_tokens names {one!r}, which is no token of the tokenizer; name a "
-                "token as the tokenizer spells it, or its id; for a text of several tokens there "
-                "is rollout.stop_strings"
+                f"rollout.stop_tokens names {text!r}, which is no token of the tokenizer; name one "
+                "as the tokenizer spells it, or give a text of several tokens to "
+                "rollout.stop_strings"
             )
-        ids.add(token)
-    return tuple(sorted(ids))
+    return tuple(sorted({known[text] for text in named}))
 
 
 def tokenizer_size(folder: Path) -> int | None:
