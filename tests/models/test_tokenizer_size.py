@@ -141,6 +141,18 @@ def test_the_number_is_read_from_the_folder_and_files_keep_all_rows(tmp_path: Pa
     assert table.shape[0] == 160 and table[150].eq(1.5).all()
 
 
+def test_the_largest_id_counts_and_not_the_number_of_tokens(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["model"]["vocab"]["<|im_end|>"] = 119
+    content["added_tokens"].append({"id": 119, "content": "<|im_end|>", **flags, "special": True})
+    path.write_text(json.dumps(content))
+    assert tokenizer_size(folder) == 120, "the files have changed, and the answer with them"
+    assert read_config(folder).num_drawn == 120
+
+
 def test_a_folder_without_tokenizer_draws_every_row(tmp_path: Path) -> None:
     save_policy(random_policy(TINY, "fp32", seed=0), tmp_path / "model")
     assert read_config(tmp_path / "model").tokenizer_size is None
