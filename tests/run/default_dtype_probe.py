@@ -6,6 +6,7 @@ import json
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ RUNS = {
 
 
 def main() -> None:
-    found = {"arithmetic": arithmetic_sha256()}
+    found: dict[str, Any] = {"arithmetic": arithmetic_sha256()}
     for name, sections in RUNS.items():
         base = {
             **COMMON,

@@ -281,8 +281,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     except Exception:  # templates raise through jinja2; a run that renders prompts names the fault
         return None
     ids = token_ids([behind], tokenizer)[0] if found else []
-    ends = special_token_ids(tokenizer) - {tokenizer.unk_token_id}
-    return next((token for token in ids if token in ends), None)
+    unknown = tokenizer.unk_token_id
+    ends = (one for one in ids if one in special_token_ids(tokenizer) and one != unknown)
+    return next(ends, None)
 
 
 def describe_end_of_turn(
@@ -399,14 +400,12 @@ def describe_hidden(
     )
 
 
-def decode(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], special: bool = False
-) -> str:
-    """The text of ``token_ids`` exactly as the tokens spell it, with special tokens if ``special``.
-    Incomplete characters, which the length limit can leave at the end, become U+FFFD.
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of ``token_ids`` without special tokens, exactly as the tokens spell it. Incomplete
+    characters, which the length limit can leave at the end, become U+FFFD.
     """
     text = tokenizer.decode(
-        list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     assert isinstance(text, str), "one sequence decodes to one text"
     return text

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from isobit.data.tokenizer import byte_token_ids, decode, special_token_ids
+from isobit.data.tokenizer import byte_token_ids, special_token_ids
 from isobit.kernels.noise import sample_key
 from isobit.memory.cache_size import pages_for
 from isobit.records.sequence import TokenSequence
@@ -55,6 +55,19 @@ if TYPE_CHECKING:
 
 
 _INCOMPLETE = "\ufffd"
+
+
+def decode(
+    tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int], special: bool = False
+) -> str:
+    """The text of ``token_ids`` as users and rewards see it: spaces as they are, and special tokens
+    if ``special``.
+    """
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+    )
+    assert isinstance(text, str)
+    return text
 
 
 def cut(text: str, stop_strings: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.proof.check import check_state, check_step
 from isobit.records.metrics import METRICS, Metrics, listed
-from isobit.records.text import Completion
+from isobit.records.text import Group
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.pending import GradedBatch
@@ -269,14 +269,14 @@ class RlLog(TrainingLog[EvalResult]):
         self._watch.count(trained.has_signal)
         self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
         self._console.notes(_notes(grades, trained, self._watch.steps))
-        self._note_hidden([one for group in groups for one in group.completions])
         return metrics
 
-    def _note_hidden(self, completions: Sequence[Completion]) -> None:
+    def note_hidden(self, groups: Sequence[Group]) -> None:
         """Say once that rewards do not see all that was sampled."""
         sampling = self._run.sampling
         if self._has_noted_hidden or sampling.special_tokens:
             return
+        completions = [one for group in groups for one in group.completions]
         note = describe_hidden(completions, self._run.model.tokenizer, sampling.stop_token_ids)
         self._has_noted_hidden = note is not None
         self._console.notes([] if note is None else [note])
