@@ -6,22 +6,26 @@
 #   make docs         write the figures and pictures of the documentation, and build it as a site, in site/
 #   make figures      write the figures and pictures alone, and tighten tools/structure/gates.toml to them
 #   make schema       write docs/*.schema.json, docs/configuration.md and the tables of docs/metrics.md
-#   make lock         write requirements.lock: every dependency of constraints.txt with its hashes
+#   make lock         write requirements.lock, constraints.txt with hashes, and constraints-hopper.txt
 #   make clean        remove the environment and the caches (never runs/)
 #
 # PYTHON        the interpreter to use, 3.11 to 3.13
 # TORCH_INDEX   an index of CPU builds of torch, for example https://download.pytorch.org/whl/cpu; empty is pip's own index
+# GPU           GPU=1 installs the pair of torch and DeepGEMM for Hopper GPUs (docs/install.md)
 # TEST_WORKERS  processes of the test suite, of a thread each: one more than cores, since some tests wait
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+GPU ?=
 TEST_WORKERS ?= 3
 
 VENV := .venv
+comma := ,
 PIP := $(VENV)/bin/python -m pip
-READY := $(VENV)/.ready
+READY := $(VENV)/.ready$(if $(GPU),-hopper)
+CONSTRAINTS := constraints$(if $(GPU),-hopper).txt
 RUN := runs/quickstart
-PIP_INSTALL := $(PIP) install --disable-pip-version-check --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP_INSTALL := $(PIP) install --disable-pip-version-check --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: help setup quickstart test lint figures docs schema lock clean
 
@@ -30,14 +34,14 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else f"$(PYTHON) is Python {sys.version.split()[0]}; Isobit needs 3.11 to 3.13: make PYTHON=python3.12 ...")'
 	@echo "== setting up $(VENV) with $$($(PYTHON) --version); the first time takes some minutes and about 1.5 GB of disk"
 	$(PYTHON) -m venv $(VENV)
 	@# pycosat, which reasoning-gym needs for one task, comes as C source only.
 	$(PIP_INSTALL) --quiet pycosat 2>/dev/null || { echo "== pycosat cannot be compiled here; reasoning-gym's zebra_puzzles will be missing"; $(PIP_INSTALL) --quiet ./packaging/pycosat; }
-	$(PIP_INSTALL) --progress-bar off --editable '.[dev]'
-	@touch $@
+	$(PIP_INSTALL) --progress-bar off --editable '.[dev$(if $(GPU),$(comma)hopper)]'
+	@rm -f $(VENV)/.ready*; touch $@
 
 quickstart: $(READY)
 	@if [ -e $(RUN) ]; then moved=$(RUN)-$$(date +%Y%m%d-%H%M%S); mv $(RUN) $$moved; echo "== the previous run is now in $$moved"; fi
@@ -73,6 +77,9 @@ lock: $(READY)
 	$(PIP_INSTALL) --quiet uv
 	$(VENV)/bin/uv pip compile pyproject.toml --extra dev --extra docs --constraint constraints.txt --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --quiet --custom-compile-command "make lock" --output-file requirements.lock
+	@# torch 2.11, which the extra pins, brings its own Triton and older setuptools.
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt | $(VENV)/bin/uv pip compile pyproject.toml --extra dev --extra docs --extra hopper --constraint - \
+		--universal --python-version 3.11 --strip-extras --no-annotate --quiet --custom-compile-command "make lock" --output-file constraints-hopper.txt
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

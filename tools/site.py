@@ -1,49 +1,92 @@
 """What the documentation's site has beyond docs/: pages that lie elsewhere in the repository, and a
-reference page for each room of the package.  MkDocs calls these functions (``mkdocs.yml``, hooks).
+reference page for each package.  MkDocs calls these functions (``mkdocs.yml``, hooks).
 
 Pages are written for GitHub, so their links are paths in the repository.  Here a link to a page of
-the site is turned to where the site has it; a link to anything else keeps its words alone.
+the site leads to where the site has it, and a link to anything else to the repository on the web.
 """
 
 import ast
 import re
+import tomllib
+from functools import cache
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "isobit"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
 ADDED = {
+    "README.md": "README.md",
+    "docs/README.md": "documentation.md",
     "recipes/README.md": "recipes.md",
     "src/isobit/starter/README.md": "starter.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "SECURITY.md": "SECURITY.md",
     "CHANGELOG.md": "CHANGELOG.md",
 }
-"""Path in the repository -> path on the site."""
+"""Path in the repository -> path on the site, whose home is README.md."""
 ORIGINS = {uri: path for path, uri in ADDED.items()}
-LINK = re.compile(r"(?<!!)\[(?P<words>[^\]]+)\]\((?P<target>[^)\s]+)\)")
+ASSETS = ("iframe-worker.js", "site.css")
+LINK = re.compile(r"(?P<image>!?)\[(?P<words>[^\]]+)\]\((?P<target>[^)\s]+)\)")
 FRONT_MATTER = re.compile(r"\A---\n.*?^---\n", re.DOTALL | re.MULTILINE)
 
 
 def rooms() -> list[str]:
-    """The rooms of the package that have Python in them, and the modules of its root."""
+    """The packages that have Python in them, and the modules of the root."""
     found = [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
     found += [path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"]
     return sorted(found)
 
 
+@cache
+def public_names() -> dict[str, str]:
+    """Name of ``import isobit`` -> where it is defined."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    return {
+        one.name: f"{node.module}.{one.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("isobit.")
+        for one in node.names
+    }
+
+
+def source_of(module: str) -> ast.Module:
+    """The code of ``isobit.x.y``, which is not imported."""
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def first_sentence(node: Any) -> str:
+    """Of a docstring, on one line, for a cell of a table."""
+    text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=[.:])\s", text.replace("``", "`"))[0].rstrip(":").replace("|", r"\|")
+
+
+def described(full: str) -> str:
+    """The first sentence on a public name, by the class or function that it is."""
+    module, _, name = full.rpartition(".")
+    for node in source_of(module).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return first_sentence(node)
+    return ""
+
+
 def modules(room: str) -> list[str]:
-    """Every module of a room, its own first."""
+    """Every module of a package: its own, those with public names, the others."""
     folder = PACKAGE / room
     paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{room}.py"]
     parts = [path.relative_to(PACKAGE.parent).with_suffix("").parts for path in paths]
-    return sorted({".".join(p[:-1] if p[-1] == "__init__" else p) for p in parts})
+    names = {".".join(p[:-1] if p[-1] == "__init__" else p) for p in parts}
+    public = {full.rpartition(".")[0] for full in public_names().values()}
+    return sorted(names, key=lambda name: (name.count(".") > 1, name not in public, name))
 
 
 def reference_page(room: str) -> str:
     """Markdown that mkdocstrings fills: a heading a module, with its public names."""
-    parts = [f"# {room}\n"]
+    parts = [f"---\nsearch: {{ boost: 0.5 }}\n---\n# {room}\n"]  # behind the written pages
     parts += [
         f"::: {module}\n    options:\n      show_submodules: false\n" for module in modules(room)
     ]
@@ -51,35 +94,42 @@ def reference_page(room: str) -> str:
 
 
 def public_page() -> str:
-    """The names of ``import isobit``, each with where it is described."""
-    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    names = sorted(
-        (one.name, f"{node.module}.{one.name}")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("isobit.")
-        for one in node.names
+    """The names of ``import isobit`` and the packages, each with a sentence."""
+    names = "\n".join(
+        f"| [`{name}`][{full}] | {described(full)} |"
+        for name, full in sorted(public_names().items(), key=lambda one: (one[0][0].isupper(), one))
     )
-    lines = "\n".join(f"| `isobit.{name}` | [{full}][] |" for name, full in names)
+    packages = "\n".join(
+        f"| [`isobit.{room}`]({room}.md) | {first_sentence(source_of(f'isobit.{room}'))} |"
+        for room in rooms()
+    )
     return (
         "# Reference\n\nThe public names, which `import isobit` loads when they are first used; "
-        "[Python](../api.md) shows them at work. Everything else is described by room.\n\n"
-        f"| name | described as |\n|---|---|\n{lines}\n"
+        f"[Python](../api.md) shows them at work.\n\n| name | |\n|---|---|\n{names}\n\n"
+        f"## Packages\n\n| package | |\n|---|---|\n{packages}\n"
     )
 
 
 def on_config(config: Any) -> Any:
-    """Put the reference behind the written pages."""
+    """Put the reference behind the written pages, and say where the repository is."""
     pages = [{room: f"reference/{room}.md"} for room in rooms()]
     config.nav.append({"Reference": ["reference/index.md", *pages]})
+    config.repo_url, config.repo_name = REPOSITORY, PROJECT["name"]
+    code = (PACKAGE / "__init__.py").read_text(encoding="utf-8")
+    config.copyright = "Isobit " + re.findall(r'^__version__ = "(.+)"$', code, re.MULTILINE)[0]
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages from elsewhere, the recipes themselves, and the reference."""
+    """Add the pages from elsewhere, the recipes themselves, the reference, and the home page."""
     from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]
 
+    files.remove(files.get_file_from_path("README.md"))  # which is documentation.md there
     for path, uri in ADDED.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    for name in ASSETS:
+        path = ROOT / "packaging" / name
+        files.append(File.generated(config, f"assets/{name}", abs_src_path=str(path)))
     for path in sorted((ROOT / "recipes").iterdir()):
         if path.suffix in {".toml", ".py", ".jsonl"}:
             files.append(File.generated(config, f"recipes/{path.name}", abs_src_path=str(path)))
@@ -99,6 +149,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return LINK.sub(lambda link: turned(link, uri, there), FRONT_MATTER.sub("", markdown))
 
 
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Without the mark by which a page asks the repository's host for its stars."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def turned(link: re.Match[str], uri: str, there: set[str]) -> str:
     """A link of the page at ``uri``, which names a path in the repository, as the site has it."""
     target, _, anchor = link["target"].partition("#")
@@ -107,7 +162,10 @@ def turned(link: re.Match[str], uri: str, there: set[str]) -> str:
     origin = PurePosixPath(ORIGINS.get(uri, f"docs/{uri}"))
     path = normpath(str(origin.parent / target))
     found = ADDED.get(path, path.removeprefix("docs/"))
-    if found not in there:
-        return link["words"]
-    where = relpath(found, str(PurePosixPath(uri).parent))
-    return f"[{link['words']}]({where}{'#' + anchor if anchor else ''})"
+    if found in there:
+        where = relpath(found, str(PurePosixPath(uri).parent))
+    elif (ROOT / path).exists():
+        where = f"{REPOSITORY}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}"
+    else:
+        return link[0]
+    return f"{link['image']}[{link['words']}]({where}{'#' + anchor if anchor else ''})"

@@ -11,6 +11,7 @@ import pytest
 from isobit.cli.main import main
 from isobit.config.load import build, read_toml
 from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.schema import all_keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -121,6 +122,14 @@ def test_recipes_on_a_page_are_valid(page: Path, tmp_path: Path) -> None:
         (tmp_path / "recipe.toml").write_text(text)
         schema = SftConfig if "completion" in text else RunConfig
         build(schema, read_toml(tmp_path / "recipe.toml"), page.name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_of_commands_on_a_page_exist(page: Path) -> None:
+    keys = {key.path for schema in (RunConfig, SftConfig) for key in all_keys(schema)}
+    named = re.findall(r"--([a-z]+(?:\.[a-z][a-z_0-9]*)+)", page.read_text(encoding="utf-8"))
+    own = re.compile(r"(reward\.options|data\.(train|eval))\.")  # names that a recipe chooses
+    assert {name for name in named if not own.match(name)} <= keys
 
 
 def test_the_index_names_every_page() -> None:

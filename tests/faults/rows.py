@@ -274,7 +274,6 @@ ROWS: dict[int, Row] = {
         "every reward of a batch fails",
         "the run ends with the first error; nothing is learnt from zeros",
         (
-            "rewards/test_grading.py::test_all_failing_stops_the_run_at_any_limit",
             "rewards/test_grading.py::test_too_many_failures_stop_the_run_with_the_first_error",
             "faults/test_resume.py::test_a_run_that_failed_goes_on_once_its_reward_is_mended",
         ),
@@ -457,7 +456,7 @@ ROWS: dict[int, Row] = {
             "models/test_safetensors.py::test_a_header_of_more_than_the_limit_is_not_parsed",
             "models/test_checkpoint.py::test_config_and_tensors_that_disagree",
             "models/test_checkpoint.py::test_every_other_format_is_refused_by_name",
-            "models/test_checkpoint.py::test_what_is_not_finite_is_refused_by_name",
+            "models/test_checkpoint.py::test_what_is_not_finite_as_a_master_is_refused_by_name",
             "models/test_checkpoint_files.py::test_index_and_files_that_disagree",
             "models/test_mutations.py::test_safetensors",
             "models/test_config.py::test_no_mutation_gives_a_traceback_or_another_shape_in_silence",

@@ -178,7 +178,7 @@ def test_the_plan_says_pairs_and_counts_no_lm_head(make_config: MakeConfig) -> N
         (
             {"reward": {"function": "isobit.starter.tasks:correct_answer", "in_process": True}},
             ConfigError,
-            'objective is "preference": a reward model completes nothing',
+            'objective is "preference": a reward model gives no completions',
         ),
         (
             {"data": {"train": {"type": "jsonl", "path": "x.jsonl", "messages": "talk"}}},

@@ -10,6 +10,7 @@ from tools import site
 from tools.pictures import FOLDER, PICTURES
 
 ROOT = Path(__file__).parents[2]
+WEB = site.REPOSITORY
 
 
 def nav_pages(entry: object) -> list[str]:
@@ -30,17 +31,42 @@ def test_the_navigation_names_every_page_and_no_other() -> None:
 def test_every_room_has_a_page_of_reference_with_all_its_modules() -> None:
     assert {"rollout", "training", "kernels", "util"} <= set(site.rooms())
     page = site.reference_page("rollout")
-    assert page.startswith("# rollout\n")
+    assert "\n# rollout\n" in page
     assert "::: isobit.rollout\n" in page
     assert "::: isobit.rollout.native\n" in page
     for path in (site.PACKAGE / "rollout").rglob("*.py"):
         assert path.stem == "__init__" or f".{path.stem}\n" in page
 
 
-def test_the_public_page_names_what_the_package_does() -> None:
+def test_the_public_page_names_what_the_package_does_functions_first() -> None:
     page = site.public_page()
-    assert "| `isobit.train` | [isobit.api.train][] |" in page
-    assert "| `isobit.Policy` | [isobit.models.policy.Policy][] |" in page
+    assert re.search(r"^\| \[`train`\]\[isobit\.api\.train\] \| \w.+ \|$", page, re.MULTILINE)
+    assert re.search(r"^\| \[`Policy`\]\[isobit\.models\.policy\.Policy\] \|", page, re.MULTILINE)
+    assert page.index("[`verify`]") < page.index("[`Completion`]")
+    assert re.search(r"^\| \[`isobit\.rollout`\]\(rollout\.md\) \| \w.+ \|$", page, re.MULTILINE)
+
+
+def test_modules_with_public_names_come_first_in_their_package() -> None:
+    public = {full.rpartition(".")[0] for full in site.public_names().values()}
+    models = site.modules("models")
+    assert models[0] == "isobit.models"
+    ours = [name for name in models if name in public]
+    assert len(ours) > 2 and models[1 : 1 + len(ours)] == ours
+
+
+def test_nothing_is_fetched_from_elsewhere() -> None:
+    """The shim that searches from disk is in the repository; ``offline`` would name a copy of it on
+    the web where the configuration names none.
+    """
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    (shim,) = config["extra"]["polyfills"]
+    assert "iframe-worker" in shim, "what the plugin `offline` looks for"
+    for path in [shim, *config["extra_css"]]:
+        assert path.removeprefix("assets/") in site.ASSETS
+        assert (ROOT / "packaging" / path.removeprefix("assets/")).stat().st_size > 0
+    assert config["theme"]["font"] is False
+    page = '<a href="x" class="md-source" data-md-component="source">'
+    assert site.on_post_page(page, None, None) == '<a href="x" class="md-source">'
 
 
 @pytest.mark.parametrize(
@@ -48,22 +74,30 @@ def test_the_public_page_names_what_the_package_does() -> None:
     [
         ("tutorial.md", "[m](metrics.md)", "[m](metrics.md)"),
         ("tutorial.md", "[m](../src/isobit/starter/README.md)", "[m](starter.md)"),
-        ("README.md", "[r](../recipes/README.md#top)", "[r](recipes.md#top)"),
+        ("documentation.md", "[r](../recipes/README.md#top)", "[r](recipes.md#top)"),
         ("recipes.md", "[q](quickstart.toml)", "[q](recipes/quickstart.toml)"),
         ("CONTRIBUTING.md", "[g](docs/glossary.md)", "[g](glossary.md)"),
-        ("performance.md", "[rows](../benchmarks/results)", "rows"),
+        (
+            "performance.md",
+            "[r](../benchmarks/results)",
+            f"[r]({WEB}/tree/main/benchmarks/results)",
+        ),
+        ("README.md", "[docs](docs/README.md)", "[docs](documentation.md)"),
+        ("documentation.md", "[s](../SECURITY.md)", "[s](SECURITY.md)"),
+        ("README.md", "[m](docs/metrics.md#top)", "[m](metrics.md#top)"),
+        ("README.md", "[l](LICENSE)", f"[l]({WEB}/blob/main/LICENSE)"),
+        ("README.md", "![p](docs/pictures/loop.svg)", "![p](pictures/loop.svg)"),
+        ("exactness.md", "![p](pictures/loop.svg)", "![p](pictures/loop.svg)"),
+        ("memory.md", "[gone](nowhere.md)", "[gone](nowhere.md)"),
         ("exactness.md", "[a](https://arxiv.org/abs/1)", "[a](https://arxiv.org/abs/1)"),
         ("memory.md", "[below](#here)", "[below](#here)"),
     ],
 )
 def test_links_of_the_repository_are_turned_to_the_site(uri: str, link: str, turned: str) -> None:
-    there = {"metrics.md", "starter.md", "recipes.md", "recipes/quickstart.toml", "glossary.md"}
+    there = {*site.ADDED.values(), "metrics.md", "glossary.md"}
+    there |= {"recipes/quickstart.toml", "pictures/loop.svg"}
     (found,) = site.LINK.finditer(link)
     assert site.turned(found, uri, there) == turned
-
-
-def test_pictures_are_not_taken_for_links() -> None:
-    assert site.LINK.search("![a picture](pictures/loop.svg)") is None
 
 
 @pytest.mark.parametrize("name", PICTURES)
