@@ -89,7 +89,7 @@ def test_large_files_are_announced_with_their_size_and_then_the_seconds(
 def test_the_best_is_written_and_kept(
     make_config: MakeConfig, write_reward: Callable[[str], str]
 ) -> None:
-    reward = write_reward("return float(completion.token_ids[0] % 5)")
+    reward = write_reward("return float(completion.token_ids[0] % 7)")
     config = make_config(
         reward,
         training={"steps": 5, "learning_rate": 1e-2},

@@ -252,6 +252,14 @@ class RolloutConfig(Strict):
     """Sample among tokens of at least this share of the largest probability; 0 is off."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion, besides the end token."""
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens, as the tokenizer spells them, that end a completion besides the folder's
+    ``eos_token_id``: for example the end of turn of a chat template that is new to the model.
+    """
+    special_tokens: Literal["hide", "show"] = "hide"
+    """Whether the text of a completion, which rewards read, shows its special tokens. The one that
+    ends it is never shown.
+    """
     max_sequences: int = Field(default=256, gt=0, le=MAX_BATCH)
     """Sequences decoded at once."""
     max_batched_tokens: int | None = Field(default=None, gt=0, le=MAX_COUNT)

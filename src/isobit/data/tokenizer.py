@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from isobit.util.errors import ModelError
+from isobit.records.text import Completion
+from isobit.util.errors import ConfigError, ModelError
 
 MAX_LINES = 1_000_000
 """Executed lines of a template for one conversation; a thousand messages take some 50,000."""
@@ -98,6 +99,7 @@ def _counted_lines() -> Iterator[None]:
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around quoted text, which Unicode guarantees to be no characters."""
 _MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}")
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _AT_ONCE = 256
 """Texts that a tokenizer gets at once: it encodes them on all cores, but keeps what it knows of
 each token until all are done.
@@ -134,7 +136,7 @@ def token_ids(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False
 ) -> list[list[int]]:
     """The tokens of each text, which may be marked; with the tokenizer's special tokens around it
-    if ``add_special_tokens``.
+    if ``add_special_tokens``, except those that the text itself begins or ends with.
     """
     found: list[list[int]] = [[] for _ in texts]
     plain = [place for place, text in enumerate(texts) if not is_marked(text)]
@@ -150,7 +152,19 @@ def token_ids(
             found[place] = ids
     for place in set(range(len(texts))) - set(plain):
         found[place] = _marked_ids(texts[place], tokenizer, add_special_tokens)
-    return found
+    return [_once(ids, tokenizer) for ids in found] if add_special_tokens else found
+
+
+def _once(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """``ids`` without the special tokens that were added to a text that already has them, as text
+    that a chat template has rendered.
+    """
+    before, behind = _around(tokenizer)
+    if (size := len(before)) and ids[:size] == ids[size : 2 * size] == before:
+        ids = ids[size:]
+    if (size := len(behind)) and ids[-size:] == ids[-2 * size : -size] == behind:
+        ids = ids[:-size]
+    return ids
 
 
 def _marked_ids(
@@ -170,6 +184,7 @@ def _marked_ids(
     return [*before, *ids, *behind]
 
 
+@lru_cache(16)
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The tokens that a tokenizer adds before and after a text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -228,18 +243,19 @@ def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size: int | None = None
 ) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's end of sequence and those of
-    ``generation_config.json``, ascending. Chat models often name an end of turn in only one of
-    them.
+    ``generation_config.json``, or, where it names none, of ``config.json``, ascending. Chat models
+    often name an end of turn in only one of them.
 
-    Raises ``ModelError`` if neither names any, if the file is damaged, and for a token outside an
+    Raises ``ModelError`` if none names any, if a file is damaged, and for a token outside an
     embedding of ``vocab_size`` rows.
     """
-    stops: set[int] = set()
-    if isinstance(tokenizer.eos_token_id, int):
-        stops.add(tokenizer.eos_token_id)
     path = folder / "generation_config.json"
-    if path.is_file():
-        stops.update(_generation_stops(path))
+    named = named_stops(path)
+    if not named:
+        path = folder / "config.json"
+        named = named_stops(path)
+    own = tokenizer.eos_token_id
+    stops = {*named, *([own] if isinstance(own, int) else [])}
     beyond = [token for token in stops if token < 0 or (vocab_size or token + 1) <= token]
     if beyond:
         raise ModelError(
@@ -249,9 +265,73 @@ def stop_token_ids(
     if not stops:
         raise ModelError(
             f"{folder} names no end-of-sequence token, in neither its tokenizer nor "
-            "generation_config.json; set eos_token_id there"
+            "generation_config.json nor config.json; set eos_token_id there"
         )
     return tuple(sorted(stops))
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes first behind what an assistant says; None
+    where there is none, or no such conversation.
+    """
+    said = "isobit-0"
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": said}]
+    try:
+        _, found, behind = rendered(turns, tokenizer, add_generation_prompt=False).rpartition(said)
+    except Exception:  # templates raise through jinja2; a run that renders prompts names the fault
+        return None
+    ids = token_ids([behind], tokenizer)[0] if found else []
+    unknown = tokenizer.unk_token_id
+    ends = (one for one in ids if one in special_token_ids(tokenizer) and one != unknown)
+    return next(ends, None)
+
+
+def describe_end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, chat: bool, stops: Sequence[int]
+) -> list[str]:
+    """A line if the chat template ends the assistant's turn with a token that ends no
+    completion.
+    """
+    end = end_of_turn(tokenizer) if chat and tokenizer.chat_template else None
+    if end is None or end in stops:
+        return []
+    named = tokenizer.convert_ids_to_tokens([end])[0]
+    known = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(list(stops))))
+    return [
+        f"warning: the chat template ends the assistant's turn with {named!r} (token {end}), which "
+        f"ends no completion: they end with {known}. Make it one with rollout.stop_tokens = "
+        f"{json.dumps([named], ensure_ascii=False)}, and for other engines with eos_token_id in "
+        "generation_config.json"
+    ]
+
+
+def further_stops(tokenizer: PreTrainedTokenizerBase, named: Sequence[str]) -> tuple[int, ...]:
+    """The ids of ``rollout.stop_tokens``. Raises ``ConfigError`` for what is no token."""
+    known = tokenizer.get_vocab()
+    for text in named:
+        if text not in known:
+            raise ConfigError(
+                f"rollout.stop_tokens names {text!r}, which is no token of the tokenizer; name one "
+                "as the tokenizer spells it, or give a text of several tokens to "
+                "rollout.stop_strings"
+            )
+    return tuple(sorted({known[text] for text in named}))
+
+
+def tokenizer_size(folder: Path) -> int | None:
+    """The largest id of a folder's tokenizer, plus 1; None for a folder without a tokenizer.
+    Raises ``ModelError`` as ``load_tokenizer`` does.
+    """
+    files = [folder / name for name in (*TOKENIZER_FILES, "added_tokens.json")]
+    found = tuple(
+        (path, path.stat().st_mtime_ns, path.stat().st_size) for path in files if path.is_file()
+    )
+    return _largest_id(folder, found) + 1 if found else None
+
+
+@lru_cache(16)
+def _largest_id(folder: Path, _files: tuple[tuple[Path, int, int], ...]) -> int:
+    return max(load_tokenizer(folder).get_vocab().values(), default=-1)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder: Path) -> None:
@@ -270,9 +350,10 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _generation_stops(path: Path) -> list[int]:
+def named_stops(path: Path) -> list[int]:
+    """The ``eos_token_id`` of a JSON file; none where there is no file. Raises ``ModelError``."""
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {str(error)[:200]}") from error
     value = config.get("eos_token_id") if isinstance(config, dict) else None
@@ -282,6 +363,41 @@ def _generation_stops(path: Path) -> list[int]:
             f"{path}: eos_token_id must be a token id or a list of them, found {repr(value)[:200]}"
         )
     return ids
+
+
+@lru_cache(16)
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that ``decode`` hides."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset({token for token, one in added if one.special} | {*tokenizer.all_special_ids})
+
+
+@lru_cache(16)
+def byte_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens of a tokenizer with byte fallback that stand for one byte, as ``<0x0A>``."""
+    known = tokenizer.get_vocab().items()
+    return frozenset(token for text, token in known if _BYTE.fullmatch(text))
+
+
+def describe_hidden(
+    completions: Sequence[Completion],
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+) -> str | None:
+    """A line if completions hold special tokens, their last stop aside; None if none does."""
+    found: list[int] = []
+    for one in completions:
+        ids = one.token_ids
+        ids = ids[:-1] if ids and ids[-1] in stop_token_ids else ids
+        found += [token for token in ids if token in special_token_ids(tokenizer)][:1]
+    if not found:
+        return None
+    first = tokenizer.convert_ids_to_tokens(found)[0]
+    return (
+        f"{len(found):,} of {len(completions):,} completions ({len(found) / len(completions):.0%}) "
+        f"hold a special token, such as {first!r}, which rewards do not see: "
+        'rollout.special_tokens = "show" shows them'
+    )
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:

@@ -66,6 +66,8 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    special_tokens: bool = False
+    """Whether texts show special tokens."""
 
     @property
     def log_prob_temperature(self) -> float:

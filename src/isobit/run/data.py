@@ -9,6 +9,7 @@ another reward, other data or another tokenizer the rest of a run would silently
     data.eval.NAME.content        likewise
     model.config                  bytes of config.json, unless the model starts from scratch
     model.tokenizer               all files of the tokenizer
+    model.tokens                  which rows of lm_head are in the distribution
     model.generation              generation_config.json
     reward.function.source        the user's own code (``isobit.util.user_code``); of the parts of a
                                   reward it is reward.parts.NAME.function.source

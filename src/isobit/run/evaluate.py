@@ -18,6 +18,7 @@ from isobit.config.rules import check_greedy, check_has_sets, check_reward, chec
 from isobit.config.tables import EvaluationConfig, RolloutConfig
 from isobit.data.prompts import TooLong, build_prompts, describe_too_long, prompts_of_rows
 from isobit.data.sources import load_rows, row_of
+from isobit.data.tokenizer import describe_end_of_turn, describe_hidden
 from isobit.models.folder import DescribedModel, SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.evaluation import EvalResult, result_of
@@ -132,6 +133,8 @@ def _evaluate_folder(
         if world.rank == 0:
             say(f"isobit: {line}")
     requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
+    if world.rank == 0:
+        _say_end_of_turn(model, config.rollout, data.chat)
     if world.rank > 0:
         for asked in requests.values():
             generate(engine, asked)
@@ -146,6 +149,14 @@ def _evaluate_folder(
         return graders.collect(groups, models=models)
 
     evaluation = Evaluator(engine, requests).run(progress, grading)
+    stops = model.sampling(config.rollout).stop_token_ids
+    made = [
+        one for _, groups in evaluation.values() for group in groups for one in group.completions
+    ]
+    if config.rollout.special_tokens == "hide" and (
+        note := describe_hidden(made, model.tokenizer, stops)
+    ):
+        say(f"isobit: {note}")
     return {name: result for name, (result, _) in evaluation.items()}
 
 
@@ -181,10 +192,17 @@ def rollout_folder(
     )
     made = prompts_of_rows("prompt", rows, model.tokenizer, chat, context_tokens=model.context)
     requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]
+    if world.rank == 0:
+        _say_end_of_turn(model, rollout, chat)
     engine = NativeEngine(model.policy, rollout, model.tokenizer, seed)
     complete = _in_order(made, take) if take is not None else None
     completions = generate(engine, requests, progress, complete)
     return [Group(prompt, 0, group) for prompt, group in zip(made, completions, strict=True)]
+
+
+def _say_end_of_turn(model: SamplingModel, rollout: RolloutConfig, chat: bool) -> None:
+    for line in describe_end_of_turn(model.tokenizer, chat, model.sampling(rollout).stop_token_ids):
+        say(f"isobit: {line}")
 
 
 def _in_order(

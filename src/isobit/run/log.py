@@ -6,11 +6,12 @@ run that learns nothing for several steps says so, and can stop (``check.on_no_s
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isobit.config.tables import CheckConfig
+from isobit.data.tokenizer import describe_hidden
 from isobit.observe.console import (
     BAD,
     WARNING,
@@ -28,7 +29,7 @@ from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.proof.check import check_state, check_step
 from isobit.records.metrics import METRICS, Metrics, listed
-from isobit.records.text import describe_untaught
+from isobit.records.text import Group, describe_untaught
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.pending import COMPARED, GradedBatch
@@ -214,6 +215,7 @@ class RlLog(TrainingLog[EvalResult]):
         self._comparison = Comparison()
         self._watch = SignalWatch(run.config.check)
         self._untaught: Counter[str] = Counter()
+        self._has_noted_hidden = False
         self._digests: LineFile | None = None
         self._left: StateDigest | None = None
         super().__init__(run, start, console, clock)
@@ -285,6 +287,16 @@ class RlLog(TrainingLog[EvalResult]):
         self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
         self._console.notes(_notes(grades, trained, self._watch.steps))
         return metrics
+
+    def note_hidden(self, groups: Sequence[Group]) -> None:
+        """Say once that rewards do not see all that was sampled."""
+        sampling = self._run.sampling
+        if self._has_noted_hidden or sampling.special_tokens:
+            return
+        completions = [one for group in groups for one in group.completions]
+        note = describe_hidden(completions, self._run.model.tokenizer, sampling.stop_token_ids)
+        self._has_noted_hidden = note is not None
+        self._console.notes([] if note is None else [note])
 
     def check_step(self, trained: StepMetrics) -> None:
         """Print what is wrong with a step: steps without signal, differing log-probabilities.

@@ -99,6 +99,7 @@ def take_step(run: RlRun, step: int) -> StepDigests:
     for _ in range(requested):
         run.pending.add(receive_batch(run))
     run.log.step(step, batch, run.pending.take_engine(), trained, digests)
+    run.log.note_hidden(batch.groups)
     run.end_step(step)
     run.log.check_step(trained)
     run.evaluate_if_due(step)

@@ -173,4 +173,4 @@ class ComparedTokens:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([torch.empty(0), *parts])
+    return torch.cat([torch.empty(0, dtype=torch.float32), *parts])

@@ -68,7 +68,9 @@ def score_sequences(
     for members, found in zip(bins, map_on_all(world, bins, columns), strict=True):
         for place, index in enumerate(members):
             log_probs, values, routings = (of and of[place] for of in found)
-            made[index] = TokenScores(log_probs, torch.empty(0), values, routings)
+            made[index] = TokenScores(
+                log_probs, torch.empty(0, dtype=torch.float32), values, routings
+            )
     return [made[index] for index in range(len(sequences))]
 
 

@@ -447,6 +447,9 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise RewardError(f"{pattern!r} is no regular expression: {error}") from error
 
 
+_LONGEST_TAG = 64
+_OPENED = re.compile(r"<[A-Za-z][\w.-]*>\s*\Z")
+"""An open tag at the end of a prompt."""
 THINK_AND_ANSWER = (
     r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>"
     r"\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*"
@@ -455,8 +458,12 @@ THINK_AND_ANSWER = (
 
 
 def format_score(prompt: Prompt, completion: Completion, pattern: str = THINK_AND_ANSWER) -> float:
-    """1.0 if all of the completion matches ``pattern``, in which a dot matches any character.
-    Raises ``RewardError`` for an invalid regular expression.
+    """1.0 if all of the completion matches ``pattern``, in which a dot matches any character. A tag
+    that the prompt ends with, such as the ``<think>`` of a chat template's generation prompt, is
+    its beginning: the completion may match with it or by itself. Raises ``RewardError`` for an
+    invalid regular expression.
     """
-    del prompt  # every grader gets one
-    return float(compiled(pattern).fullmatch(completion.text) is not None)
+    expression, text = compiled(pattern), completion.text
+    opened = _OPENED.search(prompt.text[-_LONGEST_TAG:])
+    texts = (text,) if opened is None else (opened[0] + text, text)
+    return float(any(expression.fullmatch(one) is not None for one in texts))
