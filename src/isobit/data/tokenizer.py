@@ -16,20 +16,24 @@ Text without control tokens is encoded whole. What a template writes keeps its m
 text that the user has rendered (``data.chat`` = false).
 """
 
+import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from isobit.records.text import Completion
 from isobit.util.errors import ConfigError, ModelError
 
 MAX_LINES = 1_000_000
@@ -40,22 +44,100 @@ _FILE = "<template>"
 """The file name of jinja's compiled templates."""
 
 
+CLOCK = "strftime_now"
+"""The function by which chat templates read the clock."""
+_NOW: ContextVar[datetime | None] = ContextVar("now", default=None)
+"""What the clock of a template shows; None for the machine's."""
+
+
 def rendered(
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    date: datetime | None = None,
+    continues: str | None = None,
 ) -> str:
-    """The text of a conversation. Raises whatever the template raises, and ``TemplateError`` for
-    one that is invalid or does not end.
+    """The text of a conversation, as ``apply_chat_template`` of transformers gives it.
+
+    ``continues`` names the field of the last message that the model is to go on with. Raises
+    whatever the template raises, and ``TemplateError`` for one that is invalid or does not end.
     """
-    templates: Any = tokenizer.chat_template  # one, or several by name
-    for template in templates.values() if isinstance(templates, dict) else (templates,):
-        _check(str(template))
-    with _counted_lines():
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+    for template in _templates(tokenizer):
+        _check(template)
+    listed: Any = None if tools is None else [dict(tool) for tool in tools]
+    template = tokenizer.get_chat_template(None, listed)
+    # transformers gives templates a clock that shows the time of the rendering
+    _compile_jinja_template(template).globals[CLOCK] = _strftime_now
+    before = _NOW.set(date)
+    try:
+        with _counted_lines():
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=listed,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and continues is None,
+                continue_final_message=continues or False,
+                **variables,
+            )
+    finally:
+        _NOW.reset(before)
     return str(text)
+
+
+def _strftime_now(layout: str) -> str:
+    return (_NOW.get() or datetime.now()).strftime(layout)
+
+
+def _templates(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """One, or several that have names; none."""
+    found: Any = tokenizer.chat_template
+    if isinstance(found, dict):
+        return tuple(map(str, found.values()))
+    return (str(found),) if found else ()
+
+
+@lru_cache(16)
+def _names(template: str) -> frozenset[str]:
+    return frozenset(
+        text for _, kind, text in Environment(autoescape=True).lex(template) if kind == "name"
+    )
+
+
+def mentions(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether a chat template reads the variable ``name``."""
+    try:
+        return any(name in _names(template) for template in _templates(tokenizer))
+    except TemplateError:  # of which rendering says more
+        return True
+
+
+_TEMPLATES = ("tokenizer_config.json", "*chat_template*", "additional_chat_templates/*")
+
+
+def reads_clock(folder: Path) -> bool:
+    """Whether a chat template of a model folder may write the date. No tokenizer is loaded."""
+    files = (path for pattern in _TEMPLATES for path in folder.glob(pattern) if path.is_file())
+    return any(CLOCK.encode() in path.read_bytes() for path in files)
+
+
+_TAKEN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
+    "documents"
+}
+
+
+def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ``ValueError`` for a variable that no chat template reads, or that is no variable."""
+    for name in variables:
+        if name in _TAKEN or name == "messages":
+            raise ValueError(f"{name!r} is no variable of a template: rendering sets it itself")
+        if not mentions(tokenizer, name):
+            known = sorted({name for one in _templates(tokenizer) for name in _names(one)})
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"the chat template reads no variable {name!r}{hint}")
 
 
 @lru_cache(16)
@@ -117,6 +199,27 @@ def quoted(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """``text`` with marks around what the tokenizer would take for a control token."""
     control = _spelling(tokenizer).control
     return text if control is None else control.sub(lambda found: f"{BEGIN}{found[0]}{END}", text)
+
+
+def quoted_values(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A message, or anything in one, with ``quoted`` text."""
+    if isinstance(value, str):
+        return quoted(value, tokenizer)
+    if isinstance(value, Mapping):
+        return {
+            quoted_values(name, tokenizer): quoted_values(one, tokenizer)
+            for name, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [quoted_values(one, tokenizer) for one in value]
+    return value
+
+
+def written_twice(text: str) -> list[str]:
+    """The control tokens in a marked text that stand in quoted text and outside of it."""
+    parts = _MARKED.split(text)
+    outside = "".join(parts[::2])
+    return sorted({part for part in parts[1::2] if part in outside})
 
 
 def quoted_answer(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -377,27 +480,6 @@ def byte_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens of a tokenizer with byte fallback that stand for one byte, as ``<0x0A>``."""
     known = tokenizer.get_vocab().items()
     return frozenset(token for text, token in known if _BYTE.fullmatch(text))
-
-
-def describe_hidden(
-    completions: Sequence[Completion],
-    tokenizer: PreTrainedTokenizerBase,
-    stop_token_ids: Sequence[int],
-) -> str | None:
-    """A line if completions hold special tokens, their last stop aside; None if none does."""
-    found: list[int] = []
-    for one in completions:
-        ids = one.token_ids
-        ids = ids[:-1] if ids and ids[-1] in stop_token_ids else ids
-        found += [token for token in ids if token in special_token_ids(tokenizer)][:1]
-    if not found:
-        return None
-    first = tokenizer.convert_ids_to_tokens(found)[0]
-    return (
-        f"{len(found):,} of {len(completions):,} completions ({len(found) / len(completions):.0%}) "
-        f"hold a special token, such as {first!r}, which rewards do not see: "
-        'rollout.special_tokens = "show" shows them'
-    )
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:

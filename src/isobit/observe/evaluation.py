@@ -28,8 +28,11 @@ from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Self
 
+from transformers import PreTrainedTokenizerBase
+
+from isobit.data.tokenizer import special_token_ids
 from isobit.records.metrics import Metrics
-from isobit.records.text import Group
+from isobit.records.text import Completion, Group
 
 Interval = tuple[float, float]
 
@@ -208,3 +211,24 @@ def _pass_at(graded: Sequence[Sequence[float]], samples: int) -> dict[int, float
                 for rewards in enough
             )
     return figures
+
+
+def describe_hidden(
+    completions: Sequence[Completion],
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+) -> str | None:
+    """A line if completions hold special tokens, their last stop aside; None if none does."""
+    found: list[int] = []
+    for one in completions:
+        ids = one.token_ids
+        ids = ids[:-1] if ids and ids[-1] in stop_token_ids else ids
+        found += [token for token in ids if token in special_token_ids(tokenizer)][:1]
+    if not found:
+        return None
+    first = tokenizer.convert_ids_to_tokens(found)[0]
+    return (
+        f"{len(found):,} of {len(completions):,} completions ({len(found) / len(completions):.0%}) "
+        f"hold a special token, such as {first!r}, which rewards do not see: "
+        'rollout.special_tokens = "show" shows them'
+    )

@@ -17,12 +17,13 @@ from isobit.config import recipes
 from isobit.config.data import ExampleSource, SftDataConfig
 from isobit.config.tables import OptimisationConfig
 from isobit.data.examples import Example, Pair, build_examples, build_pairs
-from isobit.data.prompts import TooLong, describe_too_long, drop_evaluated, learnt_sha256
+from isobit.data.prompts import Noticed, TooLong, describe_too_long, drop_evaluated, learnt_sha256
 from isobit.models.folder import DescribedModel
 from isobit.observe.evaluation import EvalResult
 from isobit.records.batch import PackedBatch
 from isobit.records.metrics import Kind, Metrics
 from isobit.records.text import Prompt
+from isobit.run.data import rendering_notes
 from isobit.training.figures import UpdateMetrics
 from isobit.training.supervised import (
     PairFigures,
@@ -53,6 +54,8 @@ class SftData:
     """The held-out ones of each set."""
     too_long: Mapping[str, TooLong] = field(default_factory=dict)
     """What was too long in each set, and what became of it."""
+    notes: Sequence[str] = ()
+    """Lines on how prompts were rendered."""
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -111,11 +114,12 @@ def load_examples(
     tokenizer of another model.
     """
     build = _pairs if objective == "preference" else _examples
-    too_long: dict[str, TooLong] = {}
+    too_long, noticed = dict[str, TooLong](), dict[str, Noticed]()
 
     def read(name: str, source: ExampleSource) -> Sequence[Item]:
         counts = too_long[name] = TooLong(data.too_long)
-        return build(name, source, model, data, counts)
+        seen = noticed[name] = Noticed()
+        return build(name, source, model, data, counts, seen)
 
     sets = {name: read(name, source) for name, source in data.eval.items()}
     train = read("train", data.train)
@@ -124,7 +128,8 @@ def load_examples(
     by_id = {example.prompt.id: example for example in train}
     learnt = {prompt.id: by_id[prompt.id] for prompt in kept}
     found = {name: one for name, one in too_long.items() if one.describe()}
-    return SftData(objective, learnt, dropped, sets, found)
+    notes = rendering_notes(data, model.tokenizer, noticed)
+    return SftData(objective, learnt, dropped, sets, found, notes)
 
 
 def _examples(
@@ -133,6 +138,7 @@ def _examples(
     model: DescribedModel,
     data: SftDataConfig,
     too_long: TooLong,
+    noticed: Noticed,
 ) -> list[Example]:
     examples = build_examples(
         name,
@@ -142,6 +148,7 @@ def _examples(
         data,
         model.config.max_positions,
         too_long,
+        noticed,
     )
     _check_vocabulary(
         max(max((*example.prompt.token_ids, *example.completion_ids)) for example in examples),
@@ -156,9 +163,10 @@ def _pairs(
     model: DescribedModel,
     data: SftDataConfig,
     too_long: TooLong,
+    noticed: Noticed,
 ) -> list[Pair]:
     context = model.config.max_positions
-    pairs = build_pairs(name, source, model.tokenizer, data, context, too_long)
+    pairs = build_pairs(name, source, model.tokenizer, data, context, too_long, noticed)
     _check_vocabulary(max(chain.from_iterable(chain(*pair.learnt) for pair in pairs)), model)
     return pairs
 

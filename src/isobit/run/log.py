@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isobit.config.tables import CheckConfig
-from isobit.data.tokenizer import describe_hidden
 from isobit.observe.console import (
     BAD,
     WARNING,
@@ -24,7 +23,7 @@ from isobit.observe.console import (
     shares_right,
     time_left,
 )
-from isobit.observe.evaluation import EvalResult, length_metrics, reward_metrics
+from isobit.observe.evaluation import EvalResult, describe_hidden, length_metrics, reward_metrics
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.proof.check import check_state, check_step

@@ -44,6 +44,7 @@ from isobit.records.kept_groups import groups_value
 from isobit.records.text import Completion, Group
 from isobit.rollout.engine import EngineStats, Progress, Request
 from isobit.rollout.shared import generate_shared
+from isobit.run.data import with_date_of_run
 from isobit.run.grading import Interruption
 from isobit.run.log import RlSummary
 from isobit.run.pending import GradedBatch, batch_value, compared
@@ -221,6 +222,7 @@ def open_run(
     """A block with all steps of a run, which begins in ``config.output`` or is resumed there."""
     if config.cluster.rollouters and rollouters is None:
         check_parts(config, ALONE)
+    config = with_date_of_run(config, resume, world)
     shape = read_config(model_folder(config.model))
     extra = extra_bytes(config, shape)
     with (
@@ -243,6 +245,7 @@ def train_by_ranks(
         train(config, resume=resume, world=world, allowed=allowed)
         return
     check_parts(config, world)
+    config = with_date_of_run(config, resume, world)
     rollouters = Rollouters(world, config.cluster.rollouters)
     if rollouters.is_rollouter:
         sample_for_trainers(config, rollouters)

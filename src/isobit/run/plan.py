@@ -59,7 +59,7 @@ from isobit.precision.quant_tensor import BLOCK
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import Request
 from isobit.rollout.native import Limits, check_limits
-from isobit.run.data import RlData, digests
+from isobit.run.data import RlData, digests, with_date_of_run
 from isobit.run.lessons import SftData
 from isobit.store.checkpoint import folders_by_step
 from isobit.store.compatible import ALL_TOKENS
@@ -327,7 +327,7 @@ def plan_training(
     """
     if not resume:
         check_unused(config.output)
-    plan = read(config)
+    plan = read(with_date_of_run(config, resume))
     rewards = describe_rewards(config.reward)
     model = plan.model.config
     weight_bytes = plan.source.weight_bytes

@@ -115,7 +115,7 @@ class Run(ABC, Generic[Config, Data, Log]):
         self.turns: Turns = Turns()
         if device_plan is not None:
             self.turns = DeviceTurns(device_plan, self._engine, self.trainer)
-        self.reward_models = ModelRewards(config.reward, device)
+        self.reward_models = ModelRewards(config.reward, device, config.data.date)
         self.evaluator: Evaluator | None = None
         if self._engine is not None:
             check_requests(plan.requests, self._engine.check, self.model.context)

@@ -117,8 +117,8 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         return [
             describe_policy(self.config.model, policy),
             self.data.describe(self.config.training.prompts_per_step),
-            *self.data.references,
             *describe_text(self.config, policy.config, self.model.tokenizer, self.sampling),
+            *self.data.notes,
             *(f"  {line}" for line in describe_flow(policy.flow)),
             *self.turns.describe(),
         ]
@@ -164,7 +164,7 @@ def read_rl(config: RunConfig) -> RlPlan:
     if algorithm.needs_values:
         source = source.with_value_head()
     model = source.described
-    data = load_prompts(config.data, model, config.reward)
+    data = load_prompts(config, model)
     sampling = model.sampling(config.rollout)
     evaluation = evaluation_requests(data.sets, config.evaluation, config.rollout, model)
     rollouts = [Request(prompt, 0, 1, sampling) for prompt in data.prompts]
@@ -181,7 +181,7 @@ def read_rl(config: RunConfig) -> RlPlan:
         longest=longest,
         learning=(
             data.describe(training.prompts_per_step),
-            *data.references,
+            *data.notes,
             f"steps: {training.steps} of "
             f"{training.prompts_per_step * training.samples_per_prompt} samples, {updates} updates "
             f"each; sequences of at most {longest} tokens",
