@@ -14,7 +14,7 @@ from isobit.memory.host import MemoryEstimate
 from isobit.models import policy
 from isobit.run import plan as plan_module
 from isobit.run import plan as planning
-from isobit.run.plan import DryRun, plan_training
+from isobit.run.dry_run import DryRun, plan_training
 from isobit.run.setup import prepare_rl, read_rl
 from isobit.store.manifest import environment
 from isobit.util.errors import CheckpointError, ConfigError, RequestError

@@ -24,7 +24,7 @@ from isobit.records.batch import PackedBatch
 from isobit.run import plan
 from isobit.run import plan as plan_module
 from isobit.run import run as run_module
-from isobit.run.plan import DryRun, plan_training
+from isobit.run.dry_run import DryRun, plan_training
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.training.trainer import Trainer

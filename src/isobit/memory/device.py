@@ -53,6 +53,7 @@ from isobit.util.terminal import gib
 
 _MOST_TOKENS = 1 << 24
 _ROUND = 128  # tokens: the step of what is advised
+_DOUBLINGS = 6  # of the number of GPUs, at most, in what is advised
 
 Bytes = Mapping[str, int]
 MOMENTS = "optimiser moments"
@@ -254,8 +255,21 @@ class DevicePlanner:
         return (
             f"training a micro-batch of {tokens:,} tokens would take {gib(needed)} of the device's "
             f"memory, and {gib(max(self.total - RESERVE, 0))} can be planned with; {largest}; "
-            f"{self._alternative(training, tokens, longest)}"
+            f"{self._alternative(training, tokens, longest)}{self._more_gpus(training, longest)}"
         )
+
+    def _more_gpus(self, training: TrainingConfig, longest: int) -> str:
+        """The least number of GPUs, doubled, that holds a sequence with the settings as they are;
+        empty if no number does.
+        """
+        for processes in (self.processes << n for n in range(1, _DOUBLINGS + 1)):
+            most = replace(self, processes=processes).largest_microbatch(training, longest)
+            if most >= longest:
+                return (
+                    f"; or with cluster.processes = {processes} as it is, in micro-batches of up "
+                    f"to {max(most // _ROUND * _ROUND, longest):,} tokens on each GPU"
+                )
+        return ""
 
     def _alternative(self, training: TrainingConfig, tokens: int, longest: int) -> str:
         """The least change of recompute, moments or offload that makes so many tokens fit, or how
@@ -334,8 +348,25 @@ GiB, and the driver keeps about as much.
 """
 
 
-def gpu_memory(name: str) -> int:
-    """Bytes that a process can have. Raises ConfigError with the known names."""
-    if name not in GPUS:
-        raise ConfigError(f"the GPU {name!r} is not known; known are {', '.join(GPUS)}")
-    return GPUS[name]
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU that is planned for, and need not be there."""
+
+    name: str
+    total: int  # bytes that a process can have
+
+
+def read_card(text: str) -> Card:
+    """``h100``, ``h200``, or the GiB that a process has. Raises ConfigError for another word."""
+    if (total := GPUS.get(text.lower())) is not None:
+        return Card(text.upper(), total)
+    try:
+        gib_of_it = float(text)
+    except ValueError:
+        gib_of_it = 0.0
+    if not 0 < gib_of_it < 1 << 20:
+        raise ConfigError(
+            f"the GPU {text!r} is not known; known are {', '.join(GPUS)}, or name the GiB that a "
+            "process has of it, for example 79.2"
+        )
+    return Card(f"GPU of {gib_of_it:g} GiB", int(gib_of_it * _GIB))

@@ -19,7 +19,7 @@ how far an estimate is off (``MeasuredSpeed.error``).
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
