@@ -259,15 +259,23 @@ class DevicePlanner:
         )
 
     def _more_gpus(self, training: TrainingConfig, longest: int) -> str:
-        """The least number of GPUs, doubled, that holds a sequence with the settings as they are;
-        empty if no number does.
+        """The least number of GPUs, doubled, that holds a sequence with the settings as they are,
+        or else with the least change of them; empty if no number does.
         """
-        for processes in (self.processes << n for n in range(1, _DOUBLINGS + 1)):
-            most = replace(self, processes=processes).largest_microbatch(training, longest)
+        counts = [self.processes << n for n in range(1, _DOUBLINGS + 1)]
+        changes = _smaller_settings(training)
+        for change, count in [
+            *((changes[0], count) for count in counts),
+            *((change, count) for count in counts for change in changes[1:]),
+        ]:
+            changed = training.model_copy(update=change)
+            most = replace(self, processes=count).largest_microbatch(changed, longest)
             if most >= longest:
+                also = _settings(change, training)
                 return (
-                    f"; or with cluster.processes = {processes} as it is, in micro-batches of up "
-                    f"to {max(most // _ROUND * _ROUND, longest):,} tokens on each GPU"
+                    f"; or set cluster.processes = {count}{f' and {also}' if also else ''}: with "
+                    "so many GPUs micro-batches of up to "
+                    f"{max(most // _ROUND * _ROUND, longest):,} tokens fit"
                 )
         return ""
 
@@ -279,15 +287,7 @@ class DevicePlanner:
         offload = _offload_keys(self.frozen)
         if offload and away.largest_microbatch(training, longest) >= tokens:
             return f"{tokens:,} fit with {offload}"
-        levels: Sequence[Recompute] = get_args(Recompute)
-        changes = [
-            {"recompute": level, "moments": moments}
-            for moments, level in product(
-                (training.moments, *smaller_moments(training.moments)),
-                levels[levels.index(training.recompute) :],
-            )
-        ]
-        most = 0
+        changes, most = _smaller_settings(training), 0
         for change in changes[1:]:
             most = self.largest_microbatch(training.model_copy(update=change), longest)
             if most >= tokens:
@@ -299,7 +299,11 @@ class DevicePlanner:
                 f"the most that any setting holds are {most:,}, with "
                 f"{_settings(changes[-1], training)}; or take shorter sequences"
             )
-        return "no setting makes this model's training fit: take a smaller model or a larger device"
+        beside = "this GPU" if self.processes == 1 else f"{self.processes} GPUs"
+        return (
+            f"no setting makes this model's training fit on {beside}: take a smaller model or a "
+            "larger device"
+        )
 
 
 def _too_large_a_cache(
@@ -330,6 +334,18 @@ def _offload_keys(frozen: Sequence[FrozenModel]) -> str:
     """The settings that offload the frozen models on the device; empty if there are none."""
     tables = dict.fromkeys(model.table for model in frozen if model.stays)
     return " and ".join(f"{table}.offload = true" for table in tables)
+
+
+def _smaller_settings(training: TrainingConfig) -> list[dict[str, str]]:
+    """The settings of recompute and moments that take no more memory: first those that are set."""
+    levels: Sequence[Recompute] = get_args(Recompute)
+    return [
+        {"recompute": level, "moments": moments}
+        for moments, level in product(
+            (training.moments, *smaller_moments(training.moments)),
+            levels[levels.index(training.recompute) :],
+        )
+    ]
 
 
 def _settings(change: Mapping[str, str], training: TrainingConfig) -> str:

@@ -402,8 +402,8 @@ def describe_step(step: StepTime, steps: int | None, card: str, processes: int) 
     tokens = [f"{step.trained_per_s:,.0f} trained"]
     if step.generated:
         tokens.insert(0, f"{step.generated_per_s:,.0f} generated")
-    longest = " if every completion is as long as it may be" if step.generated else ""
-    notes = [
+    notes = ["if every completion is as long as it may be"] if step.generated else []
+    notes += [
         f"from rows measured on an {speed.card}, where estimates of whole steps came within "
         f"{speed.error:.0%}"
     ]
@@ -412,7 +412,7 @@ def describe_step(step: StepTime, steps: int | None, card: str, processes: int) 
     if processes > speed.ranks:
         notes.append(f"as {speed.ranks} GPUs scale, the most that were measured")
     return [
-        f"time, estimated: {_seconds(step.total)} a step ({each}){run}{longest}",
+        f"time, estimated: {_seconds(step.total)} a step ({each}){run}",
         f"  tokens a second: {', '.join(tokens)}",
         *(f"  {note}" for note in notes),
         "  loading, grading, evaluation and checkpoints come on top",

@@ -72,6 +72,7 @@ class DryRun:
         """
         plan, cluster = self.plan, self.plan.config.cluster
         lines = [
+            *([f"on {cluster.processes} x {self.card} it fits"] if self.card else []),
             *(
                 self.memory.describe()
                 if isinstance(self.memory, DevicePlan)
@@ -113,9 +114,9 @@ def plan_training(
     allowed: Sequence[str] = (),
     card: Card | None = None,
 ) -> DryRun:
-    """Check a training, which ``read_rl`` or ``read_sft`` plans, and work out what it takes, on this
-    machine or on GPUs like ``card``; with ``resume`` the run in its directory is to go on, though what is
-    ``allowed`` by name be other than it was.
+    """Check a training, which ``read_rl`` or ``read_sft`` plans, and work out what it takes, on
+    this machine or on GPUs like ``card``; with ``resume`` the run in its directory is to go on,
+    though what is ``allowed`` by name be other than it was.
 
     Raises an ``IsobitError`` that names what cannot be used.
     """
