@@ -385,4 +385,4 @@ def read_card(text: str) -> Card:
             f"the GPU {text!r} is not known; known are {', '.join(GPUS)}, or name the GiB that a "
             "process has of it, for example 79.2"
         )
-    return Card(f"GPU of {gib_of_it:g} GiB", int(gib_of_it * _GIB))
+    return Card(f"{gib_of_it:g}-GiB GPU", int(gib_of_it * _GIB))

@@ -144,7 +144,8 @@ def _fp8(found: Inspection) -> list[list[str]]:
 
 
 def _memory(found: Inspection, gpu: GpuFigures) -> list[str]:
-    count = f"{gpu.gpus} x {gpu.gpu}" if gpu.gpus > 1 else f"an {gpu.gpu}"
+    article = "an" if gpu.gpu.startswith("H") else "a"
+    count = f"{gpu.gpus} x {gpu.gpu}" if gpu.gpus > 1 else f"{article} {gpu.gpu}"
     lines = [f"on {count} with {gib(gpu.total)} free, in {found.preset}"]
     if gpu.generating:
         lines.append("  to generate alone (isobit rollout, eval):")
