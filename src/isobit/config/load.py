@@ -202,7 +202,8 @@ def foreign_answer(path: str, least: int, model: type[BaseModel]) -> str:
     for end in range(len(parts), least - 1, -1):
         for start in range(end):
             name, row = names.get(".".join(parts[start:end]), ("", None))
-            if row is not None and row.key.rpartition(".")[2] != parts[-1]:
+            ours = least == len(parts) and row is not None and row.key.endswith(f".{parts[-1]}")
+            if row is not None and not ours:  # the same name in another table is suggested
                 return row.answer(name, model)
     return ""
 

@@ -255,12 +255,13 @@ class DevicePlanner:
         return (
             f"training a micro-batch of {tokens:,} tokens would take {gib(needed)} of the device's "
             f"memory, and {gib(max(self.total - RESERVE, 0))} can be planned with; {largest}; "
-            f"{self._alternative(training, tokens, longest)}{self._more_gpus(training, longest)}"
+            f"{self._alternative(training, tokens, longest)}"
+            f"{self._more_gpus(training, tokens, longest)}"
         )
 
-    def _more_gpus(self, training: TrainingConfig, longest: int) -> str:
-        """The least number of GPUs, doubled, that holds a sequence with the settings as they are,
-        or else with the least change of them; empty if no number does.
+    def _more_gpus(self, training: TrainingConfig, tokens: int, longest: int) -> str:
+        """The least number of GPUs, doubled, that holds so many tokens with the settings as they
+        are, or else with the least change of them; empty if no number does.
         """
         counts = [self.processes << n for n in range(1, _DOUBLINGS + 1)]
         changes = _smaller_settings(training)
@@ -270,12 +271,11 @@ class DevicePlanner:
         ]:
             changed = training.model_copy(update=change)
             most = replace(self, processes=count).largest_microbatch(changed, longest)
-            if most >= longest:
+            if most >= tokens:
                 also = _settings(change, training)
                 return (
-                    f"; or set cluster.processes = {count}{f' and {also}' if also else ''}: with "
-                    "so many GPUs micro-batches of up to "
-                    f"{max(most // _ROUND * _ROUND, longest):,} tokens fit"
+                    f"; or set cluster.processes = {count}{f' and {also}' if also else ''}: on so "
+                    f"many GPUs micro-batches of up to {max(most // _ROUND * _ROUND, tokens):,} fit"
                 )
         return ""
 

@@ -264,7 +264,8 @@ def plan_device_memory(
     to go there.
     """
     config, training, shape = plan.config, plan.training, plan.model.config
-    flow, memory = build_flow(config.precision, decoder_shape(shape)), read_memory()
+    flow = build_flow(config.precision, decoder_shape(shape))
+    memory = read_memory() if card is None else None
     rollout = config.rollout if plan.generates else None
     sizes = support(device.type).sizes
     total = available_memory(device) if card is None else card.total
@@ -272,7 +273,7 @@ def plan_device_memory(
     planner = DevicePlanner(shape, flow, sizes, total, frozen, processes, learns, hosts)
     device_plan = planner.plan(rollout, training, plan.longest)
     host = {name: here * size for name, size in device_plan.host.items()}
-    if card is None and memory is not None and sum(host.values()) > memory.available:
+    if memory is not None and sum(host.values()) > memory.available:
         raise ConfigError(_too_much_offloaded(plan, host, memory.available))
     return device_plan
 
