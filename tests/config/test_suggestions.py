@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from isobit.algorithms.registry import ALGORITHMS
+from isobit.config.base import Strict
 from isobit.config.load import build, config_error, foreign_rows, parse_overrides
 from isobit.config.recipes import GenerationConfig, RunConfig, SftConfig
 from isobit.config.schema import RECIPES, all_keys, fields_by_key
@@ -71,7 +72,7 @@ def test_a_key_of_another_choice_is_answered_with_those_that_have_it() -> None:
     assert "data.train.path: unknown key; only jsonl, csv, parquet and hf have it" in message
 
 
-def answered(text: str, model: type[BaseModel] = RunConfig) -> str:
+def answered(text: str, model: type[Strict] = RunConfig) -> str:
     with pytest.raises(ConfigError) as refused:
         build(model, {"output": "x", "data": {}} | tomllib.loads(text), "recipe")
     return str(refused.value)

@@ -225,7 +225,8 @@ def test_an_estimate_on_another_card_or_of_a_reference_says_so(
     assert with_reference > plain and "scoring" in text
     assert time(precision="fp8-rollout")[0] > plain, "log-probabilities are computed again"
     together = time(cluster={"processes": 4})[0]
-    apart = time(cluster={"processes": 4, "rollouters": 2}, **{"async": {"lag": 1}})[0]
+    lagging: dict[str, Any] = {"async": {"lag": 1}}
+    apart = time(cluster={"processes": 4, "rollouters": 2}, **lagging)[0]
     assert max(together, apart) < plain
 
 
