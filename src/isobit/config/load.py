@@ -203,7 +203,9 @@ def foreign_answer(path: str, least: int, model: type[BaseModel]) -> str:
         for start in range(end):
             name, row = names.get(".".join(parts[start:end]), ("", None))
             ours = least == len(parts) and row is not None and row.key.endswith(f".{parts[-1]}")
-            if row is not None and not ours:  # the same name in another table is suggested
+            if (
+                row is not None and not ours and row.key != path
+            ):  # the same name in another table is suggested
                 return row.answer(name, model)
     return ""
 

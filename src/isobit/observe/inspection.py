@@ -70,7 +70,7 @@ class GpuFigures:
         plan = self.training
         phases = plan and {"rollout": dict(plan.rollout), "training": dict(plan.training)}
         return {
-            "name": self.gpu,
+            "name": self.gpu.lower(),
             "bytes": self.total,
             "longest": self.longest,
             "generating": dict(self.generating),
