@@ -2,11 +2,13 @@
 beside the plan on the card.
 
     python -m benchmarks.memory plan [--shape qwen3-8b] [--gib 139.2]
+    python -m benchmarks.memory speed
     python -m benchmarks.memory measure --precision fp8 --recompute full --tokens 16384
         --length 16384 [--moments fp8] [--offload-moments] [--kv-memory-gib 50] --out DIR
 
 plan     the tables of docs/memory.md: BF16 moments where they do not say others, micro-batches of
          4,096 and 16,384 tokens in sequences of as many.
+speed    writes the rows that an estimate of a run's time rests on (isobit.memory.speed).
 measure  a rollout with the planned KV cache and an update over two full micro-batches, by turns, as
          a run makes them; a plan that does not fit is refused.
 
@@ -17,16 +19,18 @@ counted by itself.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import cycle
+from pathlib import Path
 from typing import get_args
 
 import torch
 
-from benchmarks.cases import MODES, PassCase, make_requests
+from benchmarks.cases import MODES, ROLLOUT_CASES, STEP_CASES, PassCase, make_requests
 from benchmarks.common import (
     Commands,
     Row,
@@ -41,6 +45,8 @@ from benchmarks.common import (
 from isobit.config.tables import Moments, PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
 from isobit.memory.device import DevicePlanner
+from isobit.memory.speed import ROWS as SPEED_ROWS
+from isobit.memory.speed import SpeedShape, StepWork, estimate_step
 from isobit.memory.turns import DeviceTurns
 from isobit.models.config import model_shape
 from isobit.models.policy import random_policy
@@ -50,6 +56,7 @@ from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
 from isobit.util.terminal import Clock
 
+RESULTS = Path(__file__).with_name("results")
 GIB = 1 << 30
 H200_GIB = 139.2
 """Of the card's 139.8 GiB a process has less, once CUDA is there: 138.7 to 139.3 where it was
@@ -69,6 +76,7 @@ def make_commands() -> Commands:
     plan.add_argument(
         "--gib", type=float, default=H200_GIB, help="what the process has of the card's memory"
     )
+    commands.add("speed", lambda _: write_speed(), shape=False, out=False)
     command = commands.add("measure", measure)
     command.add_argument("--precision", choices=MODES, required=True)
     command.add_argument("--recompute", choices=LEVELS, required=True)
@@ -168,6 +176,111 @@ def measure(arguments: argparse.Namespace) -> None:
     writer = RowWriter(arguments.out, "native", case.mode, case.shape, measure_card(), versions())
     settings = arguments.moments, arguments.offload_moments, arguments.kv_memory_gib
     writer.write(kind="memory", **case.fields, **two_steps(case, *settings))
+
+
+def write_speed() -> None:
+    """Write the rows of ``isobit.memory.speed``."""
+    rows = speed_rows()
+    for more in ([], whole_steps()):  # the second are estimated from the first
+        rows += more
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        SPEED_ROWS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def speed_rows() -> list[Row]:
+    """Of native rollouts, passes, scoring and ranks, with the file and line that each is taken
+    from. Rollouts in which sequences were preempted are left out.
+    """
+    rows: list[Row] = []
+    for folder in ("training", "experts"):
+        for path in sorted((RESULTS / folder).glob("native-*.jsonl")):
+            for source, row in _lines(path):
+                rows += _speeds(source, row)
+    for pattern in ("rollout/native-*", "reward_model/reward-model-*", "parallel/ranks-*"):
+        for path in sorted(RESULTS.glob(f"{pattern}.jsonl")):
+            for source, row in _lines(path):
+                rows += _speeds(source, row)
+    return rows
+
+
+def whole_steps() -> Iterator[Row]:
+    """Steps of reinforcement learning, with what is estimated of them from the other rows."""
+    for path in [
+        *sorted((RESULTS / "end_to_end").glob("native-*.jsonl")),
+        *sorted((RESULTS / "parallel").glob("ranks-*.jsonl")),
+    ]:
+        for source, row in _lines(path):
+            if row["kind"] == "rl" or (row["kind"] == "step" and "rollout" in row["phases_s"]):
+                about = {key: row[key] for key in ("mode", "shape", "seconds")}
+                about |= {"source": source, "card": row["card"]["name"]}
+                yield {"phase": "whole", **about, "estimated_s": round(_whole_step(row), 1)}
+
+
+def _whole_step(row: Row) -> float:
+    """Seconds, estimated of a measured step."""
+    if row["kind"] == "rl":
+        case, ranks = STEP_CASES[row["case"]], 1
+    else:
+        of_case = STEP_CASES["2k"]
+        prompts, ranks = row["sequences"] // of_case.samples, row["ranks"]
+        case = replace(of_case, prompts=prompts, new_tokens=row["new_tokens"])
+    shape = SpeedShape.named(row["shape"], row["mode"])
+    planner = replace(card_planner(shape.config, row["mode"], int(H200_GIB * GIB)), processes=ranks)
+    training = _training(row["recompute"], row["tokens_per_microbatch"])
+    plan = planner.plan(RolloutConfig(max_new_tokens=case.new_tokens), training, case.length)
+    step = StepWork(
+        shape=shape,
+        sequences=case.sequences,
+        length=case.length,
+        recompute=row["recompute"],
+        trainers=ranks,
+        prompts=case.prompts,
+        prompt_tokens=case.prompt_tokens,
+        samples=case.samples,
+        new_tokens=case.new_tokens,
+        cached_tokens=plan.pages * plan.page_tokens,
+        samplers=ranks,
+    )
+    return estimate_step(step).total
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Row]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        yield f"{path.relative_to(RESULTS).as_posix()}:{number}", json.loads(line)
+
+
+def _speeds(source: str, row: Row) -> Iterator[Row]:
+    """The rows that a measured row gives, by phase."""
+    about = {"source": source, "card": row["card"]["name"], "mode": row["mode"]}
+    about["shape"] = row["shape"]
+    kind = row.get("kind")
+    if kind in ("pass", "step") and "length" in row:
+        tokens = row.get("step_tokens", row["length"] * row["sequences"])
+        size = {"tokens": tokens, "length": row["length"]}
+        phases = row.get("phases_s", {})
+        passes = phases["forward"] + phases["backward"] if phases else row["seconds"]
+        recompute = row["recompute"]
+        yield {"phase": "training", **about, **size, "recompute": recompute, "seconds": passes}
+        if phases:
+            size["head_tokens"] = tokens
+            yield {"phase": "forward", **about, **size, "seconds": phases["forward"]}
+    elif row["engine"] == "reward-model":
+        size = {"tokens": row["sequences"] * row["length"], "length": row["length"]}
+        yield {"phase": "forward", **about, **size, "head_tokens": 0, "seconds": row["seconds"]}
+    elif row["engine"] == "native" and not row["stats"]["preemptions"]:
+        case = ROLLOUT_CASES[row["case"]]
+        if case.new_tokens == 1:
+            size = {"tokens": case.counted_tokens, "length": case.prompt_tokens}
+            size["head_tokens"] = case.requests
+            yield {"phase": "forward", **about, **size, "seconds": row["seconds"]}
+        else:
+            yield {"phase": "rollout", **about, **asdict(case), "seconds": row["seconds"]}
+    elif kind == "training" and row["note"] == "copy engines":
+        yield {"phase": "round", **about, "ranks": row["ranks"], "seconds": row["round_s"]}
+    elif kind == "step" and row["ranks"] == 1:
+        tokens = row["sequences"] * row["new_tokens"]
+        other = row["phases_s"]["other"]
+        yield {"phase": "other", **about, "tokens": tokens, "seconds": other}
 
 
 def _training(recompute: Recompute, tokens: int, moments: Moments = "bf16") -> TrainingConfig:

@@ -5,7 +5,9 @@ that tests start.
 """
 
 import gc
+import json
 import os
+import shutil
 import signal
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -26,6 +28,7 @@ from hypothesis import HealthCheck, settings
 from isobit.config.tables import PrecisionConfig
 from isobit.config.recipes import RunConfig
 from isobit.kernels.spec.backend import SpecBackend
+from isobit.models.config import model_shape
 from isobit.models.saving import save_policy
 from isobit.models.policy import random_policy
 from isobit.starter import starter_folder
@@ -96,6 +99,22 @@ def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         policy.masters["score.weight"].mul_(50.0)  # scores that differ
     save_policy(policy, folder, tokenizer_from=starter_folder())
     return folder
+
+
+@pytest.fixture
+def config_alone(tmp_path: Path) -> Callable[[str], Path]:
+    """A folder of a named shape with a config.json and the starter's tokenizer, and no weights."""
+
+    def make(shape: str) -> Path:
+        folder = tmp_path / shape
+        folder.mkdir(exist_ok=True)
+        for file in starter_folder().iterdir():
+            if file.name.startswith(("tokenizer", "generation_config", "chat_template")):
+                shutil.copyfile(file, folder / file.name)
+        (folder / "config.json").write_text(json.dumps(model_shape(shape).to_hf()))
+        return folder
+
+    return make
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,13 +57,30 @@ def test_what_cannot_be_used_is_an_error_without_a_traceback(
 
 
 def test_tables_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "starter", "--gpu", "h100"]) == 0
+    words = ["inspect", "starter", "--gpu", "h100", "--weights"]
+    assert main(words) == 0
     text = capsys.readouterr().out
-    assert main(["inspect", "starter", "--gpu", "h100", "--json"]) == 0
+    assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "qwen3, 870,016 parameters" in text and found["parameters"] == 870_016
     assert "the 28 matrices in E4M3" in text and len(found["matrices"]) == 28
     assert "on an H100" in text and found["gpu"]["name"] == "h100"
+
+
+def test_a_gpu_is_planned_from_the_config_alone(
+    tmp_path: Path, config_alone: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["inspect", str(config_alone("qwen3-8b")), "--gpu", "h200", "--gpus", "2"]
+    assert main([*words, "--training.moments", "bf16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["matrices"] == [] and found["gpu"]["gpus"] == 2
+    assert found["gpu"]["time"]["generated_tokens_per_s"] > 1000
+    assert main([*words, "--training.recompute", "all"]) == 2
+    assert "training.recompute" in capsys.readouterr().err
+    assert main([*words, "--weights"]) == 2
+    assert "neither model.safetensors" in capsys.readouterr().err
+    assert main(["inspect", "starter", "--gpus", "2"]) == 2
+    assert "add --gpu h100" in capsys.readouterr().err
 
 
 def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from shlex import split
@@ -67,9 +69,8 @@ def test_a_dry_run_prints_the_run_the_flow_and_the_memory_and_touches_nothing(
     output = tmp_path / "run"
     assert main(["train", QUICKSTART, "--dry-run", "--output", str(output), *TINY]) == 0
     shown = capsys.readouterr().out
-    assert "samples_per_prompt = 2" in shown
     assert "4 training prompts; evaluation problems: 2 in held_out" in shown
-    assert "fp8: one function in rollout and training" in shown
+    assert "samples_per_prompt" not in shown and "one function" not in shown
     assert "masters" in shown and "KV pages" in shown and "nothing was written" in shown
     assert list(tmp_path.iterdir()) == []
 
@@ -86,6 +87,81 @@ def test_a_dry_run_tells_of_references_and_refuses_data_without_any(tmp_path, ca
     data.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     assert main(words) == 2
     assert "can use none of the 3 references of data.train" in capsys.readouterr().err
+
+
+def test_a_verbose_dry_run_ends_with_the_formats_and_the_recipe(tmp_path, capsys):
+    words = ["--output", str(tmp_path / "run"), "--dry-run", "--verbose", *TINY]
+    assert main(["train", QUICKSTART, *words]) == 0
+    shown = capsys.readouterr().out
+    places = [
+        shown.index(part)
+        for part in (
+            "masters",
+            "training prompts",
+            "one function in rollout",
+            "samples_per_prompt = 2",
+        )
+    ]
+    assert places == sorted(places)
+
+
+def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path, capsys):
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "file").touch()
+    words = ["--dry-run", "--output", str(output), *TINY]
+    assert main(["train", QUICKSTART, *words, "--gpu", "h200", "--gpus=2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("on 2 x H200 it fits\neach process's device, of 139 GiB:")
+    assert "time, estimated:" in shown and "rounds: " in shown
+    assert main(["train", QUICKSTART, "--gpu", "0.001", *words]) == 2
+    assert "can be planned with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--dry-run", "--gpu", "tpu"],
+            "the GPU 'tpu' is not known; known are h100, h200, or name",
+        ),
+        (
+            ["--dry-run", "--gpus", "2"],
+            "--gpus says how many, and not of which kind: add --gpu h100",
+        ),
+        (["--gpu", "h200"], "--gpu is for --dry-run"),
+        (["--dry-run", "--resume", "--gpu", "h200"], "--gpu plans a new run"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(tmp_path, capsys, words, said):
+    output = tmp_path / "run"
+    assert main(["train", QUICKSTART, "--output", str(output), *TINY, *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_plan_takes_no_triton(tmp_path, config_alone):
+    """On a machine that has neither a GPU nor the packages for one."""
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        f'model = "{config_alone("qwen3-8b")}"\noutput = "{tmp_path / "run"}"\n[data.train]\n'
+        'type = "jsonl"\npath = "starter:train.jsonl"\nlimit = 8\n[reward]\nin_process = true\n'
+        'function = "isobit.starter.tasks:correct_answer"\n[training]\nmoments = "bf16"\n'
+    )
+    program = (
+        "import sys\n"
+        "for name in ('triton', 'deep_gemm'): sys.modules[name] = None\n"
+        "from isobit.cli.main import main\n"
+        f"code = main(['train', {str(recipe)!r}, '--dry-run', '--gpu', 'h200'])\n"
+        "code |= main(['inspect', sys.argv[1], '--gpu', 'h100', '--gpus', '8'])\n"
+        "assert not any(name.startswith('isobit.kernels.hopper.gemm') for name in sys.modules)\n"
+        "sys.exit(code)"
+    )
+    words = [sys.executable, "-c", program, str(config_alone("qwen3-30b-a3b"))]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "on 1 x H200 it fits" in done.stdout and "on 8 x H100 with 78 GiB" in done.stdout
+    assert done.stdout.count("time, estimated:") >= 1
 
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, capsys):

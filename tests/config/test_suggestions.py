@@ -2,14 +2,18 @@
 added.
 """
 
+import tomllib
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from isobit.algorithms.registry import ALGORITHMS
-from isobit.config.load import config_error
+from isobit.config.base import Strict
+from isobit.config.load import build, config_error, foreign_rows, parse_overrides
+from isobit.config.recipes import GenerationConfig, RunConfig, SftConfig
 from isobit.config.schema import RECIPES, all_keys, fields_by_key
+from isobit.util.errors import ConfigError
 
 CHOICES = {
     "data": ("type", ("reasoning_gym", "jsonl", "csv", "parquet", "hf", "hub", "rows")),
@@ -66,3 +70,79 @@ def test_a_key_of_another_choice_is_answered_with_those_that_have_it() -> None:
     assert "corrections.0.level: unknown key; only tis, mis and k3 have it" in message
     message = refusal(RECIPES["train"], ["data", "train", "path"])
     assert "data.train.path: unknown key; only jsonl, csv, parquet and hf have it" in message
+
+
+def answered(text: str, model: type[Strict] = RunConfig) -> str:
+    with pytest.raises(ConfigError) as refused:
+        build(model, {"output": "x", "data": {}} | tomllib.loads(text), "recipe")
+    return str(refused.value)
+
+
+def test_every_name_of_another_framework_is_answered() -> None:
+    for row in (row for rows in foreign_rows().values() for row in rows):
+        for framework, names in row.names.items():
+            for name in names:
+                prefixes = ["", "actor_rollout_ref."] if framework == "verl" else [""]
+                for prefix in prefixes:
+                    message = answered(f"{prefix}{name} = 1")
+                    found = row.key or f"{name}): {row.say}"
+                    taken = f"{prefix}{name}".partition(".")[0] in RunConfig.model_fields
+                    assert found in message or taken, message
+
+
+def test_each_name_in_an_unknown_table_is_answered() -> None:
+    message = answered(
+        "[actor_rollout_ref.rollout]\nn = 8\nfoo = 1\n[actor_rollout_ref.actor.optim]\nlr = 1e-6\n"
+        "[lora]\nr = 16\nrank = 3"
+    )
+    for line in (
+        "actor_rollout_ref.rollout.n: unknown key; use training.samples_per_prompt (verl: rollout",
+        "actor_rollout_ref.rollout.foo: unknown key\n",
+        "actor_rollout_ref.actor.optim.lr: unknown key; use training.learning_rate (verl: ",
+        "lora.r: unknown key; not here (TRL: r): no LoRA",
+        "lora.rank: unknown key; not here (TRL: lora): no LoRA",
+    ):
+        assert line in message
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("beta = 0.1", "beta: unknown key; use algorithm.kl_coefficient (TRL: beta)"),
+        (
+            "[training]\nwarmup_ratio = 0.1",
+            "use training.warmup_updates (TRL: warmup_ratio): count",
+        ),
+        ("use_vllm = true", "use_vllm: unknown key; leave it out (TRL: use_vllm): there is one"),
+        ("[algorithm]\nepsilon = 0.2", "algorithm.epsilon: unknown key; use algorithm.clip_low"),
+        ("[training]\ntemperature = 1", "training.temperature: unknown key; did you mean rollout."),
+        ("[algorithm]\nname = 'grpo'\ngamma = 1", "only reinforce_pp and ppo have it"),
+        ("[training]\nstepz = 1", "training.stepz: unknown key; did you mean training.steps?"),
+        ("[rollout]\ntensor_model_parallel_size = 2", "share an engine with cluster.rollout_tp"),
+    ],
+)
+def test_names_are_answered_where_they_stand(text: str, answer: str) -> None:
+    assert answer in answered(text)
+
+
+def test_a_name_without_a_key_of_this_command_says_of_which() -> None:
+    message = answered("num_generations = 8", SftConfig)
+    assert "use training.samples_per_prompt (isobit train) (TRL: num_generations)" in message
+
+
+def test_a_flag_of_another_framework_without_a_value_is_answered() -> None:
+    with pytest.raises(ConfigError, match=r"--use_vllm has no value; leave it out \(TRL"):
+        parse_overrides(["--use_vllm"])
+    with pytest.raises(
+        ConfigError, match=r"--training.steps has no value; write --training.steps V"
+    ):
+        parse_overrides(["--training.steps"])
+
+
+def test_a_flag_with_dashes_is_answered_with_the_key_as_a_flag() -> None:
+    with pytest.raises(ConfigError) as refused:
+        build(GenerationConfig, {"top-k": 5, "max-sequences": 8, "lora-rank": 4}, "command line")
+    message = str(refused.value)
+    assert "top-k: unknown key; did you mean --rollout.top_k?" in message
+    assert "max-sequences: unknown key; did you mean --rollout.max_sequences?" in message
+    assert "lora-rank: unknown key; not here (OpenRLHF: lora_rank): no LoRA" in message

@@ -4,23 +4,49 @@ import re
 from pathlib import Path
 
 from isobit.config.algorithm import GrpoConfig
+from isobit.config.load import FRAMEWORKS, foreign_rows
 from isobit.config.recipes import RunConfig
 from isobit.config.schema import all_keys
 from isobit.config.tables import TrainingConfig
+from tools.metrics_page import with_names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\|[^|]*\|[^|]*\|([^|]*)\|$", re.MULTILINE)
 
 
-def test_every_key_of_the_tables_exists() -> None:
-    keys = {key.path for key in all_keys(RunConfig)} | {"corrections"}
-    named = {
-        word
-        for cell in ROW.findall(PAGE)
-        for word in re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)*)`", cell)
-    }
-    assert len(named) > 40
-    assert named <= keys, named - keys
+def test_every_key_of_the_names_exists_in_the_schema() -> None:
+    keys = {key.path for key in all_keys(RunConfig)}
+    rows = [row for section in foreign_rows().values() for row in section]
+    assert len(rows) >= 150
+    for row in rows:
+        assert row.names and (bool(row.key) or bool(row.say)), row
+        assert not row.key or row.key in keys, row.key
+        for name in re.findall(
+            r"(?:training|data|algorithm|rollout|cluster)\.[a-zA-Z_.]*\w", row.say
+        ):
+            assert name in keys or name == "data.max_tokens", name
+
+
+def test_every_name_stands_for_one_thing() -> None:
+    for framework in FRAMEWORKS:
+        names = [
+            name
+            for rows in foreign_rows().values()
+            for row in rows
+            for name in row.names.get(framework, ())
+        ]
+        assert len(names) == len(set(names)) and len(names) > 60, framework
+
+
+def test_the_tables_are_those_of_the_names() -> None:
+    assert with_names(PAGE) == PAGE, "make schema writes them anew"
+
+
+def test_the_keys_in_the_prose_exist() -> None:
+    keys = {key.path for key in all_keys(RunConfig)}
+    prose = re.sub(r"<!-- names.*?<!-- end -->", "", PAGE, flags=re.DOTALL)
+    tables = "training|algorithm|checkpoint|cluster"
+    named = set(re.findall(rf"`((?:{tables})\.[A-Za-z_.]+)`", prose))
+    assert len(named) > 3 and named <= keys, named - keys
 
 
 def test_the_defaults_that_are_told_are_ours() -> None:

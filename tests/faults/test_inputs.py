@@ -16,8 +16,8 @@ import pytest
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.models.folder import model_folder
+from isobit.run.dry_run import plan_training
 from isobit.run.loop import train
-from isobit.run.plan import plan_training
 from isobit.run.setup import read_rl
 from isobit.run.sft import read_sft, sft
 from isobit.starter import starter_folder

@@ -18,13 +18,12 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import DevicePlanner
-from isobit.memory.turns import DeviceTurns
+from isobit.memory.turns import DeviceTurns, HostMoments
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
-from isobit.training.host_moments import HostMoments
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 from isobit.util.terminal import Clock

@@ -12,7 +12,11 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from safetensors.torch import load_file
 
 from isobit.config.tables import PrecisionConfig
@@ -209,3 +213,32 @@ def test_a_snapshot_of_another_make(tmp_path: Path, cache: Path) -> None:
     assert len(files) > 3
     folder = model_folder("org/name") if put(cache, tmp_path / "own", files) else None
     assert folder is not None and (folder / INDEX_FILE).is_file()
+
+
+def test_a_plan_needs_the_description_alone(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights that are not there are not fetched, and those that are there are found."""
+    asked: list[Sequence[str]] = []
+    description = [file for file in starter_files() if not file.endswith(".safetensors")]
+
+    def download(repository: str, *, allow_patterns: Sequence[str], **options: Any) -> str:
+        if options.get("local_files_only"):
+            raise LocalEntryNotFoundError("nothing is cached")
+        asked.append(allow_patterns)
+        return str(put(cache, starter_folder(), description))
+
+    real = huggingface_hub.snapshot_download
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    folder = model_folder("org/name", weights=False)
+    assert (folder / "config.json").is_file() and len(asked) == 1
+    assert not any(fnmatch(WEIGHTS_FILE, pattern) for pattern in asked[0])
+    assert "fetching config and tokenizer of org/name" in capsys.readouterr().err
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", real)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert model_folder("org/name", weights=False) == folder
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids"):
+        model_folder("org/name")
+    put(cache, starter_folder(), starter_files())
+    assert model_folder("org/name", weights=False) == model_folder("org/name") == folder

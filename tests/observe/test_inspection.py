@@ -4,12 +4,14 @@ Inspections of folders, as a record and as text.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from isobit.config.recipes import InspectConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.backend import support
 from isobit.kernels.spec.quantise import quantise_blocks
@@ -191,6 +193,31 @@ def test_what_does_not_fit_a_gpu_is_said_and_the_rest_shown() -> None:
     assert fits.training is not None and not fits.problem
     with pytest.raises(ConfigError, match="'tpu' is not known; known are h100, h200"):
         figures_of(small, "tpu")
+
+
+def test_a_plan_reads_no_weights_and_follows_the_settings(
+    config_alone: Callable[[str], Path],
+) -> None:
+    folder = config_alone("qwen3-8b")
+    settings = InspectConfig.model_validate({"training": {"moments": "bf16", "recompute": "mlp"}})
+
+    def plan(gpus: int = 1, settings: InspectConfig = settings) -> GpuFigures:
+        found = inspect_folder(
+            folder, PrecisionConfig(), "h200", 8192, settings=settings, gpus=gpus, weights=False
+        )
+        assert not found.matrices and not found.formats
+        assert found.gpu is not None
+        text = describe_inspection(replace(found, folder=Path("model")))
+        assert max(map(len, text)) <= WIDTH and not any("stored" in line for line in text)
+        json.dumps(found.as_json(), allow_nan=False)
+        return found.gpu
+
+    one, two = plan(), plan(2)
+    assert one.training is not None and two.training is not None
+    assert one.time is not None and two.time is not None
+    assert two.training.peaks["training"] < one.training.peaks["training"]
+    assert two.time.total < one.time.total
+    assert "moments = 'bf16'" in plan(settings=InspectConfig()).problem
 
 
 def test_numbers_for_readers() -> None:

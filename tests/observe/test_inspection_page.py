@@ -14,7 +14,7 @@ from isobit.observe.inspection_page import MARKER, write_inspection
 from isobit.util.errors import ConfigError
 from tests.observe.pages import Page, assert_self_contained
 
-CONFIG = ModelConfig("qwen3", 64, 128, 128, 3, 4, 4, 32, 128, 1e-6, 1e4, False)
+CONFIG = ModelConfig("qwen3", 64, 128, 128, 3, 2, 2, 64, 128, 1e-6, 1e4, False)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_it_says_what_the_tables_say(folder: Path, tmp_path: Path) -> None:
     assert_self_contained(page)
     for words in (
         "Error", "Worst block", "Flushed", "Saturated", "Scales", "qkv_proj", "down_proj",
-        "fp8-rollout", "two functions", "Memory on an H200", "published weights",
+        "fp8-rollout", "two functions", "Memory on 1 x H200", "published weights",
         "model.layers.2.mlp.up_proj.weight", "layer 1, ",
     ):  # fmt: skip
         assert words in page.text, words

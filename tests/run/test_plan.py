@@ -5,16 +5,20 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from isobit.config.recipes import RunConfig
+from isobit.kernels.backend import support
+from isobit.memory.device import Card, DevicePlan, read_card
 from isobit.memory.host import MemoryEstimate
 from isobit.models import policy
+from isobit.run import dry_run
 from isobit.run import plan as plan_module
 from isobit.run import plan as planning
-from isobit.run.plan import DryRun, plan_training
+from isobit.run.dry_run import DryRun, plan_training
 from isobit.run.setup import prepare_rl, read_rl
 from isobit.store.manifest import environment
 from isobit.util.errors import CheckpointError, ConfigError, RequestError
@@ -49,7 +53,7 @@ def test_a_plan_agrees_with_the_run(make_config: MakeConfig) -> None:
 
 
 def test_the_text_holds_recipe_flow_data_and_memory(make_config: MakeConfig) -> None:
-    text = "\n".join(plan_run(make_config(precision="fp8-rollout")).describe(PLENTY))
+    text = "\n".join(plan_run(make_config(precision="fp8-rollout")).describe(PLENTY, True))
     assert "samples_per_prompt = 3" in text
     assert "16 training prompts; evaluation problems: 5 in held_out" in text
     assert (
@@ -58,6 +62,11 @@ def test_the_text_holds_recipe_flow_data_and_memory(make_config: MakeConfig) -> 
     )
     assert "KV pages" in text and "1,024 GiB free" in text
     assert "warning" not in text
+    assert (
+        text.index("KV pages") < text.index("training prompts") < text.index("samples_per_prompt")
+    )
+    short = "\n".join(plan_run(make_config()).describe(PLENTY))
+    assert "samples_per_prompt" not in short and "E4M3" not in short and "--verbose" in short
 
 
 def test_too_little_memory_is_a_warning_with_the_key(make_config: MakeConfig) -> None:
@@ -97,6 +106,7 @@ def test_a_used_directory_is_refused_unless_a_run_goes_on_in_it(make_config: Mak
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, total: int, main_memory: int = 1 << 40) -> None:
     monkeypatch.setattr(plan_module, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(support("cuda"), "device_model", lambda _: "NVIDIA H200")
     monkeypatch.setattr(planning, "available_memory", lambda _: total)
     monkeypatch.setattr(planning, "read_memory", lambda: Memory(1 << 40, main_memory))
 
@@ -158,3 +168,98 @@ def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
                     }
                 )
             )
+
+
+def plan_elsewhere(config: RunConfig, card: Card) -> DryRun:
+    return plan_training(config, read_rl, card=card)
+
+
+def test_a_gpu_that_is_not_here_is_planned_without_the_weights_and_this_machine(
+    make_config: MakeConfig,
+    config_alone: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("available_memory", "read_memory"):
+        monkeypatch.setattr(planning, name, None)
+    monkeypatch.setattr(planning, "choose_device", None)
+    monkeypatch.setattr(dry_run, "check_unused", None)
+    monkeypatch.setattr("isobit.store.disk.free_bytes", lambda _: 0)
+    training = {"moments": "bf16", "prompts_per_step": 8, "samples_per_prompt": 4}
+    for gpus in (1, 2, 8):
+        config = make_config(
+            model=str(config_alone("qwen3-8b")),
+            training=training,
+            cluster={"processes": gpus},
+            rollout={"max_new_tokens": 512},
+        )
+        config.output.mkdir(exist_ok=True)
+        (config.output / "file").touch()
+        plan = plan_elsewhere(config, read_card("h200"))
+        lines = plan.describe(None)
+        assert lines[0] == f"on {gpus} x H200 it fits"
+        assert isinstance(plan.memory, DevicePlan) and plan.memory.total == 139 << 30
+        assert plan.memory.processes == gpus
+        text = "\n".join(lines)
+        assert "time, estimated:" in text and "measured on an NVIDIA H200" in text
+        assert "weights not here" in text and re.search(r"disk: [\d.]+ GiB for", text)
+        assert ("the most that were measured" in text) == (gpus == 8)
+
+
+def test_an_estimate_on_another_card_or_of_a_reference_says_so(
+    make_config: MakeConfig, config_alone: Callable[[str], Path]
+) -> None:
+    def time(card: str = "h200", **changes: Any) -> tuple[float, str]:
+        training = {"moments": "fp8", "recompute": "full"}
+        model = str(config_alone("qwen3-0.6b"))
+        config = make_config(
+            model=model, training=training, rollout={"max_new_tokens": 512}, **changes
+        )
+        plan = plan_elsewhere(config, read_card(card))
+        assert plan.time is not None
+        return plan.time.total, "\n".join(plan.describe(None))
+
+    plain, text = time()
+    assert "no row is of a card like this one" not in text
+    assert "no row is of a card like this one (H100)" in time("h100")[1]
+    with_reference, text = time(algorithm={"name": "grpo", "kl_coefficient": 0.1})
+    assert with_reference > plain and "scoring" in text
+    assert time(precision="fp8-rollout")[0] > plain, "log-probabilities are computed again"
+    together = time(cluster={"processes": 4})[0]
+    lagging: dict[str, Any] = {"async": {"lag": 1}}
+    apart = time(cluster={"processes": 4, "rollouters": 2}, **lagging)[0]
+    assert max(together, apart) < plain
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ("qwen3-30b-a3b", r"on this GPU: .*; or set cluster\.processes = \d+"),
+        ("qwen2.5-32b", r"on this GPU: .*; or set cluster\.processes = \d+"),
+        ("qwen3-8b", r"fit with training\.moments = 'bf16'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_key_that_helps(
+    shape: str, said: str, make_config: MakeConfig, config_alone: Callable[[str], Path]
+) -> None:
+    folder = config_alone(shape)
+
+    def config(**changes: Any) -> RunConfig:
+        return make_config(model=str(folder), rollout={"max_new_tokens": 2048}, **changes)
+
+    with pytest.raises(ConfigError, match=said) as refused:
+        plan_elsewhere(config(), read_card("h200"))
+    found = re.search(r"set cluster\.processes = (\d+)( and (.*))?: on so many", str(refused.value))
+    if found is not None:
+        changes = dict(re.findall(r"training\.(\w+) = '(\w+)'", found[3] or ""))
+        cluster = {"processes": int(found[1])}
+        plan_elsewhere(config(cluster=cluster, training=changes), read_card("h200"))
+
+
+def test_a_model_that_a_gpu_does_not_compute_is_refused(
+    make_config: MakeConfig, config_alone: Callable[[str], Path]
+) -> None:
+    config = make_config(model=str(config_alone("qwen3-8b")), precision="fp32")
+    with pytest.raises(
+        ConfigError, match="--gpu H200 cannot run this: precision 'fp32' is the CPU"
+    ):
+        plan_elsewhere(config, read_card("h200"))

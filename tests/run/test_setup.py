@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isobit.config.recipes import RunConfig
+from isobit.run.dry_run import plan_training
 from isobit.run.loop import train
-from isobit.run.plan import plan_training
 from isobit.run.setup import read_rl
 from isobit.util.errors import (
     ConfigError,

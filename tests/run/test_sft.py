@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from isobit.config.load import build
 from isobit.config.recipes import SftConfig
 from isobit.config.tables import Preset
+from isobit.kernels.backend import support
 from isobit.memory.turns import DeviceTurns
 from isobit.models.folder import load_model, load_policy
 from isobit.models.scorer import Scorer
@@ -24,7 +25,7 @@ from isobit.records.batch import PackedBatch
 from isobit.run import plan
 from isobit.run import plan as plan_module
 from isobit.run import run as run_module
-from isobit.run.plan import DryRun, plan_training
+from isobit.run.dry_run import DryRun, plan_training
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.training.trainer import Trainer
@@ -119,6 +120,7 @@ def test_a_gpu_has_no_cache_where_nothing_is_generated(
 ) -> None:
     """A cache that would not fit is no reason to refuse a run that makes none."""
     monkeypatch.setattr(plan_module, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(support("cuda"), "device_model", lambda _: "NVIDIA H200")
     monkeypatch.setattr(plan, "available_memory", lambda _: 8 << 30)
     monkeypatch.setattr(run_module, "allocate_in_pages", lambda _: None)
     monkeypatch.setattr(

@@ -18,7 +18,7 @@ from isobit.config.tables import PrecisionConfig, Preset
 from isobit.data.examples import conversation_ids
 from isobit.data.sources import Row
 from isobit.models.frozen import load_reward_model
-from isobit.run.plan import plan_training
+from isobit.run.dry_run import plan_training
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import guess, problems, question, worked_out
 from isobit.training.out_of_memory import within_memory

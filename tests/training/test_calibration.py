@@ -27,8 +27,8 @@ from isobit.models.policy import Policy, random_policy
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
+from isobit.run.dry_run import plan_training
 from isobit.run.loop import train
-from isobit.run.plan import plan_training
 from isobit.run.setup import read_rl
 from isobit.training import calibration as module
 from isobit.training.calibration import Calibration, build_calibration, describe_shadow, shadow_of

@@ -23,8 +23,8 @@ from isobit.models.folder import DescribedModel, describe_model, load_policy, re
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
+from isobit.run.dry_run import plan_training
 from isobit.run.loop import train
-from isobit.run.plan import plan_training
 from isobit.run.setup import read_rl
 from isobit.training.reference import (
     Reference,

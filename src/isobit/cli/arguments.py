@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from isobit.config.base import MAX_SEED, MAX_STEPS, MAX_THREADS
+from isobit.config.base import MAX_PROCESSES, MAX_SEED, MAX_STEPS, MAX_THREADS
 from isobit.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,18 +104,18 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def flags_first(
-    arguments: Sequence[str], flags: Collection[str], valued: str | None = None
+    arguments: Sequence[str], flags: Collection[str], valued: Collection[str] = ()
 ) -> list[str]:
-    """The arguments with ``flags``, and ``valued`` with the word after it, moved to the front:
+    """The arguments with ``flags``, and ``valued`` ones with the word after, moved to the front:
     after the recipe the parser would take them for overrides.
     """
     first: list[str] = []
     rest: list[str] = []
     words = iter(arguments)
     for word in words:
-        if word == valued:
+        if word in valued:
             first += [word, *(value for value in [next(words, None)] if value is not None)]
-        elif word in flags or (valued is not None and word.startswith(f"{valued}=")):
+        elif word in flags or word.partition("=")[0] in valued:
             first.append(word)
         else:
             rest.append(word)
@@ -159,6 +159,20 @@ def add_threads(parser: ArgumentParser) -> None:
         type=count_of_threads,
         metavar="N",
         help="CPU threads; by default torch's choice",
+    )
+
+
+def add_gpu(parser: ArgumentParser, help: str) -> None:
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help=f"{help}h100, h200, or the GiB that a process has of it",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=whole(1, MAX_PROCESSES),
+        metavar="N",
+        help="with --gpu: how many of them train together",
     )
 
 

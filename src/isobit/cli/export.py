@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobit.cli.arguments import (
+    add_gpu,
     add_threads,
     check_directory,
     folder_parser,
@@ -155,16 +156,22 @@ def run_inspect(arguments: Sequence[str]) -> int:
     if options.out is not None:
         check_directory(options.out)
     settings = settings_from(InspectConfig, {"precision": options.precision}, overrides)
+    if options.gpus is not None and options.gpu is None:
+        raise ConfigError("--gpus says how many, and not of which kind: add --gpu h100 or h200")
     set_threads(options)
+    weights = options.gpu is None or options.weights or options.out is not None
 
     console = Console()
     with console.counting("matrices") as on_matrix:
         found = inspect_folder(
-            model_folder(options.folder),
+            model_folder(options.folder, weights),
             settings.precision,
             options.gpu,
             options.longest,
             on_matrix,
+            settings,
+            options.gpus or 1,
+            weights,
         )
     written = ""
     if options.out is not None:
@@ -185,11 +192,14 @@ def _inspect_parser() -> ArgumentParser:
         "Look at a model folder: its tensors and formats, the error of its weights in FP8 by "
         "layer, what each preset\nquantises, and the memory that it takes.  A folder in FP8 is "
         "shown as it is stored.",
-        "precision",
+        "precision, rollout and training",
         with_seed=False,
     )
+    add_gpu(parser, "what it takes there, from config.json alone: ")
     parser.add_argument(
-        "--gpu", metavar="NAME", help="h100 or h200: the memory that it takes there"
+        "--weights",
+        action="store_true",
+        help="with --gpu: read the weights too, as --out does and as without --gpu",
     )
     parser.add_argument(
         "--longest",

@@ -48,6 +48,7 @@ COMMANDS = {
 """Each command is a function ``run_NAME(arguments) -> exit code`` in ``isobit.cli``."""
 _FILES = {
     "sft": "train",
+    "diff": "replay",
     "inspect": "export",
     "report": "export",
     "schema": "export",

@@ -1,7 +1,8 @@
 """``isobit replay RUN [--step K]``: whether steps of a recorded run, done again, come out as they
-were recorded.
+were recorded; ``isobit diff RUN RUN``: whether two runs are equal, file by file, and where they
+first differ.
 
-Exit codes: 0 all equal, 1 something differs, 2 it cannot be replayed.
+Exit codes: 0 all equal, 1 something differs, 2 it cannot be replayed or compared.
 """
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -120,4 +121,43 @@ def _parser() -> ArgumentParser:
         metavar="N",
         help="one a GPU, whatever the run had; by default 1",
     )
+    return parser
+
+
+def run_diff(arguments: Sequence[str]) -> int:
+    """Compare, print what is equal and what differs, and return the exit code.  Raises IsobitError
+    for directories that cannot be compared.
+    """
+    return compare_as_rank(arguments, lambda words, _: _diff(words))
+
+
+def _diff(arguments: Sequence[str]) -> int:
+    options = _diff_parser().parse_args(arguments)
+    with starting():
+        from isobit.run.diff import diff
+    result = diff(options.one, options.other)
+    for line in (*result.notes, *result.equal, *map(str, result.differences)):
+        print(line)
+    if result.differences:
+        first = result.differences[0]
+        print(f"the runs differ, first {first.where}: {first.file}")
+    else:
+        print("the runs are equal")
+    return result.exit_code
+
+
+def _diff_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="isobit diff",
+        description=(
+            "Compare two run directories file by file: digests of the steps, rewards, completions, "
+            "metrics (but for times\nand memory), checkpoints and the trained model.  Names the "
+            "first step and file that differ, and exits 1 then;\n0 where all is equal, 2 where "
+            "they cannot be compared.  Nothing is written."
+        ),
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("one", metavar="RUN", type=Path, help="a directory that a run wrote")
+    parser.add_argument("other", metavar="RUN", type=Path, help="the one to compare it with")
     return parser

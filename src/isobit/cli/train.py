@@ -2,10 +2,12 @@
 
 ``--resume`` continues the run in the output directory from its newest usable checkpoint, or starts
 it if there is none, so that a script may always pass the flag. ``--dry-run`` prints what the run
-would use and take, and changes nothing. ``--KEY VALUE`` overrides any key of the recipe.
+would use and take, on this machine or on the GPUs that ``--gpu`` and ``--gpus`` name, and changes
+nothing. ``--KEY VALUE`` overrides any key of the recipe.
 """
 
 import json
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 from isobit.cli.arguments import (
     ALLOW,
     add_allow_change,
+    add_gpu,
     allowed_names,
     asks_for_help,
     flags_first,
@@ -24,10 +27,12 @@ from isobit.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from isobit.config.recipes import Recipe
+    from isobit.memory.device import Card
     from isobit.parallel.world import World
 
 RESUME = "--resume"
-FLAGS = ("--print-config", "--dry-run", RESUME)
+FLAGS = ("--print-config", "--dry-run", "--verbose", RESUME)
+VALUED = (ALLOW, "--gpu", "--gpus")
 _HELP = {
     "train": (
         "Train a policy as a TOML recipe says, and leave it with all figures in the output "
@@ -89,10 +94,21 @@ def _obey(
         action="store_true",
         help="check the run, print what it would use and take, and touch nothing",
     )
-    options = parser.parse_args(["--help"] if helps else flags_first(arguments, FLAGS, ALLOW))
+    add_gpu(parser, "with --dry-run: plan for such a GPU, which need not be here: ")
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="with --dry-run: also print the formats of all operations and the resolved recipe",
+    )
+    options = parser.parse_args(["--help"] if helps else flags_first(arguments, FLAGS, VALUED))
     allowed = allowed_names(options)
     if allowed and not options.resume:
         raise ConfigError(f"{ALLOW} is for {RESUME}: a new run has nothing to differ from")
+    card = _card(options)
+    if card is not None:  # the run would be on that machine, whatever the recipe says of this one
+        options.overrides += ["--device", "cuda"]
+        if options.gpus is not None:
+            options.overrides += ["--cluster.processes", str(options.gpus)]
     recipe = Path(options.recipe)
     if options.resume and recipe.is_dir():
         config = _config_of_run(command, recipe, options.overrides)
@@ -101,7 +117,7 @@ def _obey(
     if options.print_config:
         print(dump_config(config), end="")
     elif options.dry_run:
-        lines = _plan(config, options.resume, allowed)
+        lines = _plan(config, options, allowed, card)
         from isobit.observe.console import printable
 
         print(printable("\n".join(lines)))
@@ -128,21 +144,44 @@ def _config_of_run(command: str, directory: Path, overrides: Sequence[str]) -> "
     return build(RECIPES[command], values, str(path))
 
 
-def _plan(config: "Recipe", resume: bool, allowed: Sequence[str]) -> list[str]:
+def _card(options: Namespace) -> "Card | None":
+    """The GPU to plan for, if one is named. Raises ConfigError where there is nothing to plan."""
+    if options.gpu is None:
+        if options.gpus is not None:
+            raise ConfigError(
+                "--gpus says how many, and not of which kind: add --gpu h100 or --gpu h200"
+            )
+        return None
+    if not options.dry_run:
+        raise ConfigError(
+            "--gpu is for --dry-run, which plans a run on that GPU; a run takes the GPUs that are "
+            "here (device, cluster.processes)"
+        )
+    if options.resume:
+        raise ConfigError("--gpu plans a new run, and --resume goes on with one: leave one out")
+    with starting():
+        from isobit.memory.device import read_card
+    return read_card(options.gpu)
+
+
+def _plan(
+    config: "Recipe", options: Namespace, allowed: Sequence[str], card: "Card | None"
+) -> list[str]:
     from isobit.config.recipes import SftConfig
 
+    resume = options.resume
     with starting():
-        from isobit.run.plan import plan_training
+        from isobit.run.dry_run import plan_training
         from isobit.util.machine import read_memory
     if isinstance(config, SftConfig):
         with starting():
             from isobit.run.sft import read_sft
-        plan = plan_training(config, read_sft, resume, allowed)
+        plan = plan_training(config, read_sft, resume, allowed, card)
     else:
         with starting():
             from isobit.run.setup import read_rl
-        plan = plan_training(config, read_rl, resume, allowed)
-    return plan.describe(read_memory())
+        plan = plan_training(config, read_rl, resume, allowed, card)
+    return plan.describe(read_memory(), options.verbose)
 
 
 def _launch(command: str, config: "Recipe", arguments: Sequence[str]) -> None:

@@ -11,7 +11,9 @@ import copy
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -51,7 +53,8 @@ _IN_WORDS = {
 
 def config_error(error: ValidationError, model: type[BaseModel], source: str) -> ConfigError:
     """The error for what ``model`` refused; ``source`` says where the values came from."""
-    lines = [_explain(detail, model) for detail in error.errors(include_url=False)]
+    details = error.errors(include_url=False)
+    lines = list(dict.fromkeys(line for detail in details for line in _explain(detail, model)))
     if len(lines) == 1:
         return ConfigError(f"{source}: {lines[0]}")
     return ConfigError(
@@ -67,13 +70,34 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
+def _explain(detail: ErrorDetails, model: type[BaseModel]) -> list[str]:
+    """A line; of an unknown table with names that other frameworks have, one for each."""
     path, siblings = locate(model, detail["loc"])
+    if detail["type"] != "extra_forbidden":
+        return [_explain_value(detail, model, path)]
+    leaves = _leaves(path, detail["input"])
+    answers = {leaf: foreign_answer(leaf, path.count(".") + 1, model) for leaf in leaves}
+    known = {key.path: key for key in all_keys(model)}.get(_as_listed(path))
+    if (known is not None and known.users) or not any(answers.values()):
+        return [f"{path}: unknown key{_suggest(path, siblings, model)}"]
+    return [f"{leaf}: unknown key{answer and f'; {answer}'}" for leaf, answer in answers.items()]
+
+
+def _leaves(path: str, value: Any) -> list[str]:
+    """The paths of all values in an unknown table; the path alone of a value that is none."""
+    if not isinstance(value, Mapping) or not value:
+        return [path]
+    return [leaf for name, below in value.items() for leaf in _leaves(f"{path}.{name}", below)]
+
+
+def _as_listed(path: str) -> str:
+    return re.sub(r"\.\d+\b", "[]", path)
+
+
+def _explain_value(detail: ErrorDetails, model: type[BaseModel], path: str) -> str:
     context = detail.get("ctx", {})
     key = context.get("discriminator", "").strip("'")
     match detail["type"]:
-        case "extra_forbidden":
-            return f"{path}: unknown key{_suggest(path, siblings, model)}"
         case "missing":
             return f"{path}: missing; set it in the file or with --{path} VALUE"
         case "union_tag_not_found":
@@ -96,8 +120,9 @@ def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
     """The kinds that have the key, if another kind of the table has it; else a near key of the same
     table; else the key of that name in another table; else the keys of the table.
     """
-    table, _, name = path.rpartition(".")
-    known = {key.path: key for key in all_keys(model)}.get(re.sub(r"\.\d+\b", "[]", path))
+    dashes = "--" if "-" in path else ""  # a flag of a command line
+    table, _, name = path.replace("-", "_").rpartition(".")
+    known = {key.path: key for key in all_keys(model)}.get(_as_listed(path))
     if known is not None and known.users:
         *others, last = known.users
         return (
@@ -105,11 +130,87 @@ def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
         )
     hint = did_you_mean(name, siblings)
     if hint:
-        return hint.replace("did you mean ", f"did you mean {table}." if table else "did you mean ")
+        return hint.replace("mean ", f"mean {dashes}{table}." if table else f"mean {dashes}")
     elsewhere = [key.path for key in all_keys(model) if key.path.rpartition(".")[2] == name]
     if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
+        return f"; did you mean {dashes}{elsewhere[0]}?"
     return f"; {table or 'a run'} has {', '.join(siblings)}" if siblings else ""
+
+
+FRAMEWORKS = {"trl": "TRL", "verl": "verl", "nemo_rl": "NeMo RL", "openrlhf": "OpenRLHF"}
+"""Whose names are known, by the fields of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignRow:
+    """One thing under its names in other frameworks, and what to do here (``foreign.toml``)."""
+
+    names: Mapping[str, Sequence[str]]
+    """By framework."""
+    key: str = ""
+    """Ours; empty where there is none."""
+    say: str = ""
+    """What differs; without a key, why there is none."""
+    needed: bool = True
+    """False where nothing has to be set."""
+
+    def answer(self, name: str, model: type[BaseModel]) -> str:
+        """What an error says of a name in a recipe of ``model``."""
+        owners = [FRAMEWORKS[one] for one, names in self.names.items() if name in names]
+        whose = f" ({' and '.join(owners)}: {name})" if owners else ""
+        if self.key:
+            command = "" if self.key in {key.path for key in all_keys(model)} else " (isobit train)"
+            return f"use {self.key}{command}{whose}{self.say and f': {self.say}'}"
+        return f"{'not here' if self.needed else 'leave it out'}{whose}: {self.say}"
+
+
+@cache
+def foreign_rows() -> Mapping[str, Sequence[ForeignRow]]:
+    """The rows by the title of their section."""
+    tables = tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
+    return {
+        section["title"]: [
+            ForeignRow(
+                {one: row[one] for one in FRAMEWORKS if one in row},
+                row.get("key", ""),
+                row.get("say") or row.get("none") or row.get("nothing", ""),
+                "nothing" not in row,
+            )
+            for row in section["rows"]
+        ]
+        for section in tables["section"]
+    }
+
+
+@cache
+def _foreign_names() -> Mapping[str, tuple[str, ForeignRow]]:
+    """Each name, and the last part of each as far as it means one thing, with its row."""
+    found: dict[str, tuple[str, ForeignRow]] = {}
+    last: dict[str, list[tuple[str, ForeignRow]]] = {}
+    for row in (row for rows in foreign_rows().values() for row in rows):
+        for name in (name for names in row.names.values() for name in names):
+            found.setdefault(name, (name, row))
+            last.setdefault(name.rpartition(".")[2], []).append((name, row))
+    for part, meant in last.items():
+        if len({id(row) for _, row in meant}) == 1:
+            found.setdefault(part, meant[0])
+    return found
+
+
+def foreign_answer(path: str, least: int, model: type[BaseModel]) -> str:
+    """What to use for a key of another framework; empty if none has it. Tables around it may be
+    missing or be others, and of those below it the first ``least`` parts of the path must be named.
+    """
+    parts, names = path.replace("-", "_").split("."), _foreign_names()
+    for end in range(len(parts), least - 1, -1):
+        for start in range(end):
+            name, row = names.get(".".join(parts[start:end]), ("", None))
+            ours = least == len(parts) and row is not None and row.key.endswith(f".{parts[-1]}")
+            if (
+                row is not None and not ours and row.key != path
+            ):  # the same name in another table is suggested
+                return row.answer(name, model)
+    return ""
 
 
 LARGEST_FILE = 1 << 20
@@ -208,7 +309,8 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         if not equals:
             text = next(words, "--")
             if text.startswith("--"):
-                raise ConfigError(f"--{key} has no value; write --{key} VALUE")
+                answer = foreign_answer(key, key.count(".") + 1, RunConfig)
+                raise ConfigError(f"--{key} has no value; {answer or f'write --{key} VALUE'}")
         parts = tuple(key.split("."))
         if not all(parts):
             raise ConfigError(f"{word!r} is not a dotted key; write for example --training.steps 5")

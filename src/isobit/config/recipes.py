@@ -51,7 +51,11 @@ class ExportConfig(Strict):
 
 
 class InspectConfig(Strict):
+    """The settings of ``isobit inspect``; those of rollout and training count with ``--gpu``."""
+
     precision: PrecisionConfig = PrecisionConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    training: TrainingConfig = TrainingConfig()
 
 
 class ScoringConfig(ChatConfig):

@@ -53,6 +53,7 @@ from isobit.util.terminal import gib
 
 _MOST_TOKENS = 1 << 24
 _ROUND = 128  # tokens: the step of what is advised
+_DOUBLINGS = 6  # of the number of GPUs, at most, in what is advised
 
 Bytes = Mapping[str, int]
 MOMENTS = "optimiser moments"
@@ -255,7 +256,28 @@ class DevicePlanner:
             f"training a micro-batch of {tokens:,} tokens would take {gib(needed)} of the device's "
             f"memory, and {gib(max(self.total - RESERVE, 0))} can be planned with; {largest}; "
             f"{self._alternative(training, tokens, longest)}"
+            f"{self._more_gpus(training, tokens, longest)}"
         )
+
+    def _more_gpus(self, training: TrainingConfig, tokens: int, longest: int) -> str:
+        """The least number of GPUs, doubled, that holds so many tokens with the settings as they
+        are, or else with the least change of them; empty if no number does.
+        """
+        counts = [self.processes << n for n in range(1, _DOUBLINGS + 1)]
+        changes = _smaller_settings(training)
+        for change, count in [
+            *((changes[0], count) for count in counts),
+            *((change, count) for count in counts for change in changes[1:]),
+        ]:
+            changed = training.model_copy(update=change)
+            most = replace(self, processes=count).largest_microbatch(changed, longest)
+            if most >= tokens:
+                also = _settings(change, training)
+                return (
+                    f"; or set cluster.processes = {count}{f' and {also}' if also else ''}: on so "
+                    f"many GPUs micro-batches of up to {max(most // _ROUND * _ROUND, tokens):,} fit"
+                )
+        return ""
 
     def _alternative(self, training: TrainingConfig, tokens: int, longest: int) -> str:
         """The least change of recompute, moments or offload that makes so many tokens fit, or how
@@ -265,15 +287,7 @@ class DevicePlanner:
         offload = _offload_keys(self.frozen)
         if offload and away.largest_microbatch(training, longest) >= tokens:
             return f"{tokens:,} fit with {offload}"
-        levels: Sequence[Recompute] = get_args(Recompute)
-        changes = [
-            {"recompute": level, "moments": moments}
-            for moments, level in product(
-                (training.moments, *smaller_moments(training.moments)),
-                levels[levels.index(training.recompute) :],
-            )
-        ]
-        most = 0
+        changes, most = _smaller_settings(training), 0
         for change in changes[1:]:
             most = self.largest_microbatch(training.model_copy(update=change), longest)
             if most >= tokens:
@@ -285,7 +299,11 @@ class DevicePlanner:
                 f"the most that any setting holds are {most:,}, with "
                 f"{_settings(changes[-1], training)}; or take shorter sequences"
             )
-        return "no setting makes this model's training fit: take a smaller model or a larger device"
+        beside = "this GPU" if self.processes == 1 else f"{self.processes} GPUs"
+        return (
+            f"no setting makes this model's training fit on {beside}: take a smaller model or a "
+            "larger device"
+        )
 
 
 def _too_large_a_cache(
@@ -318,6 +336,18 @@ def _offload_keys(frozen: Sequence[FrozenModel]) -> str:
     return " and ".join(f"{table}.offload = true" for table in tables)
 
 
+def _smaller_settings(training: TrainingConfig) -> list[dict[str, str]]:
+    """The settings of recompute and moments that take no more memory: first those that are set."""
+    levels: Sequence[Recompute] = get_args(Recompute)
+    return [
+        {"recompute": level, "moments": moments}
+        for moments, level in product(
+            (training.moments, *smaller_moments(training.moments)),
+            levels[levels.index(training.recompute) :],
+        )
+    ]
+
+
 def _settings(change: Mapping[str, str], training: TrainingConfig) -> str:
     return " and ".join(
         f"training.{key} = {value!r}"
@@ -334,8 +364,25 @@ GiB, and the driver keeps about as much.
 """
 
 
-def gpu_memory(name: str) -> int:
-    """Bytes that a process can have. Raises ConfigError with the known names."""
-    if name not in GPUS:
-        raise ConfigError(f"the GPU {name!r} is not known; known are {', '.join(GPUS)}")
-    return GPUS[name]
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU that is planned for, and need not be there."""
+
+    name: str
+    total: int  # bytes that a process can have
+
+
+def read_card(text: str) -> Card:
+    """``h100``, ``h200``, or the GiB that a process has. Raises ConfigError for another word."""
+    if (total := GPUS.get(text.lower())) is not None:
+        return Card(text.upper(), total)
+    try:
+        gib_of_it = float(text)
+    except ValueError:
+        gib_of_it = 0.0
+    if not 0 < gib_of_it < 1 << 20:
+        raise ConfigError(
+            f"the GPU {text!r} is not known; known are {', '.join(GPUS)}, or name the GiB that a "
+            "process has of it, for example 79.2"
+        )
+    return Card(f"{gib_of_it:g}-GiB GPU", int(gib_of_it * _GIB))

@@ -356,6 +356,9 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen2.5-7b": ModelConfig(
         "qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 32768, 1e-6, 1e6, tied_embeddings=False
     ),
+    "qwen2.5-32b": ModelConfig(
+        *("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, 131072, 1e-5, 1e6), tied_embeddings=False
+    ),
     "qwen3-32b": _qwen3(hidden=5120, mlp=25600, layers=64, heads=64),
     "llama-3.2-1b": ModelConfig(
         *("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5),

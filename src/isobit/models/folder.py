@@ -214,10 +214,11 @@ def write_model(
     write_on_all(policy.world, write)
 
 
-def model_folder(name: str | Path) -> Path:
+def model_folder(name: str | Path, weights: bool = True) -> Path:
     """The folder of a path, of ``starter``, the shipped model, or of a model of the hub
-    (``org/name``, ``org/name@revision``), which is fetched if it is not cached. Raises ModelError
-    for a hub model that cannot be fetched; a path is not checked.
+    (``org/name``, ``org/name@revision``), which is fetched if it is not cached; without ``weights``
+    only its config and tokenizer are. Raises ModelError for a hub model that cannot be fetched; a
+    path is not checked.
     """
     if str(name) == "starter":
         return starter_folder()
@@ -225,7 +226,7 @@ def model_folder(name: str | Path) -> Path:
         raise ModelError(
             "the model's name is empty; name a folder, a model of the hub (org/name) or starter"
         )
-    return hub_folder(str(name)) if is_hub_name(str(name)) else Path(name)
+    return hub_folder(str(name), weights) if is_hub_name(str(name)) else Path(name)
 
 
 def load_model(

@@ -33,8 +33,9 @@ def is_hub_name(name: str) -> bool:
     )
 
 
-def hub_folder(name: str) -> Path:
-    """The folder of a model's snapshot in the hub's cache, fetched if it is not there.
+def hub_folder(name: str, weights: bool = True) -> Path:
+    """The folder of a model's snapshot in the hub's cache, fetched if it is not there; without
+    ``weights`` its config, tokenizer and index of shards are enough.
 
     Raises ModelError for a name that the hub does not know or does not give access to, for a model
     without safetensors, and for one that is not cached while offline.
@@ -42,7 +43,7 @@ def hub_folder(name: str) -> Path:
     match = _NAME.fullmatch(name)
     assert match is not None, name
     repository, revision = match["repository"], match["revision"]
-    folder = _cached(repository, revision)
+    folder = _cached(repository, revision, weights)
     if folder is not None:
         return folder
     from huggingface_hub import constants
@@ -53,15 +54,20 @@ def hub_folder(name: str) -> Path:
             f"{constants.HF_HUB_CACHE}, while HF_HUB_OFFLINE forbids to fetch it; name a folder, "
             "or fetch it once without HF_HUB_OFFLINE"
         )
-    say(f"isobit: fetching {name} from the hub to {constants.HF_HUB_CACHE}")
+    what = name if weights else f"config and tokenizer of {name}"
+    say(f"isobit: fetching {what} from the hub to {constants.HF_HUB_CACHE}")
     folder = _fetched(name, repository, revision, _DESCRIPTION)
+    if not weights:
+        return folder
     # the revision is now a commit, the folder's name: both turns see the same files
     return _fetched(name, repository, folder.name, shard_names(folder))
 
 
-def _cached(repository: str, revision: str | None) -> Path | None:
-    """The snapshot's folder if it is complete; an interrupted fetch leaves only a part of it."""
-    from huggingface_hub import snapshot_download
+def _cached(repository: str, revision: str | None, weights: bool) -> Path | None:
+    """The snapshot's folder if it is complete, but for the weights where they are not wanted and
+    the hub must not be asked; an interrupted fetch leaves only a part of it.
+    """
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -76,7 +82,7 @@ def _cached(repository: str, revision: str | None) -> Path | None:
     try:
         return folder if weight_files(folder) else None
     except ModelError:
-        return None
+        return None if weights or not constants.HF_HUB_OFFLINE else folder
 
 
 def _fetched(name: str, repository: str, revision: str | None, files: tuple[str, ...]) -> Path:

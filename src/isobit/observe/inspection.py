@@ -25,20 +25,24 @@ from typing import Any, get_args
 
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig, TrainingConfig
+from isobit.config.recipes import InspectConfig
+from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.backend import support
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within
-from isobit.memory.device import Bytes, DevicePlan, DevicePlanner, gpu_memory
+from isobit.memory.device import Bytes, DevicePlan, DevicePlanner, read_card
+from isobit.memory.speed import SpeedShape, StepTime, StepWork, estimate_step
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape, parameter_count
-from isobit.models.folder import read_any_config
+from isobit.models.folder import model_needs, read_any_config
 from isobit.models.saving import Tensors, e4m3_sites, publish_part
 from isobit.precision.flow import Graph, PrecisionFlow, Site, build_flow
 from isobit.precision.quant_tensor import BLOCK, QuantTensor, dequantise, num_blocks
 from isobit.util.errors import ConfigError
+
+_DEFAULTS = InspectConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +61,47 @@ class GpuFigures:
     training: DevicePlan | None
     problem: str
     """Why training does not fit; empty where it does."""
+    gpus: int = 1
+    """That train together."""
+    time: StepTime | None = None
+    """Of a step, where training fits."""
 
     def as_json(self) -> dict[str, Any]:
         plan = self.training
         phases = plan and {"rollout": dict(plan.rollout), "training": dict(plan.training)}
         return {
-            "name": self.gpu,
+            "name": self.gpu.lower(),
             "bytes": self.total,
             "longest": self.longest,
             "generating": dict(self.generating),
             "cached_tokens": self.cached_tokens,
             "training": phases,
             "problem": self.problem,
+            "gpus": self.gpus,
+            "time": self.time and self.time.as_json(),
         }
 
 
 def gpu_figures(
-    config: ModelConfig, flow: PrecisionFlow, sizes: Sizes, gpu: str, longest: int
+    config: ModelConfig,
+    flow: PrecisionFlow,
+    sizes: Sizes,
+    gpu: str,
+    longest: int,
+    settings: InspectConfig = _DEFAULTS,
+    gpus: int = 1,
 ) -> GpuFigures:
-    """Plan both phases without allocating anything.  Raises ConfigError for an unknown GPU."""
-    total = gpu_memory(gpu)
+    """Plan both phases on so many GPUs without allocating anything.  Raises ConfigError for an
+    unknown GPU, and for a model that it does not compute.
+    """
+    card = read_card(gpu)
+    total, training_config = card.total, settings.training
+    if (problem := support("cuda").model_problem(model_needs(config, flow.preset))) is not None:
+        raise ConfigError(f"--gpu {gpu} cannot run this: {problem}; leave --gpu out")
     weights = published_bytes(config, flow.one_sided("rollout"), sizes)
     rollout, generating, cached = None, {"published weights": weights}, 0
     if not config.score_head:
-        rollout = RolloutConfig()
+        rollout = settings.rollout
         forward = forward_bytes(config, flow, rollout, sizes)
         page = sizes.page_bytes(config, flow)
         free = total - RESERVE - weights - forward
@@ -90,13 +111,44 @@ def gpu_figures(
             pages = num_pages_within(config, rollout, sizes.page_tokens, page, free)
             generating |= {"forward and logits": forward, "KV pages": pages * page}
             cached = pages * sizes.page_tokens
-    training, problem = None, ""
+    training, time, problem = None, None, ""
     try:
-        planner = DevicePlanner(config, flow, sizes, total)
-        training = planner.plan(rollout, TrainingConfig(), longest)
+        planner = DevicePlanner(config, flow, sizes, total, processes=gpus)
+        training = planner.plan(rollout, training_config, longest)
+        time = estimate_step(_step_work(config, flow, settings, training, longest))
     except ConfigError as error:
         problem = str(error)
-    return GpuFigures(gpu, total, longest, generating, cached, training, problem)
+    return GpuFigures(card.name, total, longest, generating, cached, training, problem, gpus, time)
+
+
+def _step_work(
+    config: ModelConfig,
+    flow: PrecisionFlow,
+    settings: InspectConfig,
+    plan: DevicePlan,
+    longest: int,
+) -> StepWork:
+    """A step in which every sequence is as long as the longest."""
+    training, new = settings.training, min(settings.rollout.max_new_tokens, longest - 1)
+    samples = 1 if config.score_head else training.samples_per_prompt
+    sequences = training.prompts_per_step * samples
+    batches = -(-sequences // max(1, plan.tokens // longest))
+    return StepWork(
+        shape=SpeedShape(config, flow),
+        sequences=sequences,
+        length=longest,
+        recompute=training.recompute,
+        epochs=training.epochs,
+        trainers=plan.processes,
+        idle=1 - batches / (-(-batches // plan.processes) * plan.processes),
+        prompts=0 if config.score_head else training.prompts_per_step,
+        prompt_tokens=longest - new,
+        samples=samples,
+        new_tokens=new,
+        most_at_once=settings.rollout.max_sequences,
+        cached_tokens=plan.pages * plan.page_tokens,
+        samplers=plan.processes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,9 +383,12 @@ def inspect_folder(
     gpu: str | None = None,
     longest: int | None = None,
     on_matrix: OnMatrix | None = None,
+    settings: InspectConfig = _DEFAULTS,
+    gpus: int = 1,
+    weights: bool = True,
 ) -> Inspection:
     """Inspect a model folder; matrices are measured as ``precision`` publishes them, or as they are
-    stored in E4M3.
+    stored in E4M3.  Without ``weights`` only its config.json is read.
 
     Raises ModelError for a folder that cannot be read, ConfigError for an unknown GPU and for
     options of the flow that the model does not have.
@@ -346,7 +401,13 @@ def inspect_folder(
     memory = None
     if gpu is not None:
         longest = longest or min(config.max_positions, LONGEST)
-        memory = gpu_figures(config, flow, sizes, gpu, longest)
+        memory = gpu_figures(config, flow, sizes, gpu, longest, settings, gpus)
+    parameters, presets = parameter_count(config), _preset_figures(config, sizes)
+    about = precision.preset, precision.scales
+    if not weights:
+        return Inspection(
+            folder, config, parameters, 0, (), False, *about, (), presets, back_end, memory
+        )
     tensors = Checkpoint.open(folder, config)
     sites = e4m3_sites(config, flow)
     if tensors.in_e4m3:
@@ -355,14 +416,13 @@ def inspect_folder(
     return Inspection(
         folder,
         config,
-        parameter_count(config),
+        parameters,
         len({tensor.file.path for tensor in tensors.tensors.values()}),
         _formats(tensors),
         bool(tensors.in_e4m3),
-        precision.preset,
-        precision.scales,
+        *about,
         tuple(_measure(tensors, sites, on_matrix)),
-        _preset_figures(config, sizes),
+        presets,
         back_end,
         memory,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
+from isobit.memory.speed import describe_step
 from isobit.observe.inspection import Fp8Figures, GpuFigures, Inspection, together
 from isobit.observe.report.chart import Chart, Curve, Figures, Panel, draw
 from isobit.observe.report.page import render_page, write_page
@@ -23,10 +24,17 @@ MOST_MATRICES = 200
 
 
 def describe_inspection(found: Inspection) -> list[str]:
-    parts = [
-        [f"model {found.folder}", *(f"  {line}" for line in _describe_model(found))],
-        _table(("stored", "tensors", "numbers", "size"), _formats(found), f"in {_files(found)}"),
-        *_fp8(found),
+    parts = [[f"model {found.folder}", *(f"  {line}" for line in _describe_model(found))]]
+    if found.gpu is not None:
+        parts.append(_memory(found, found.gpu))
+    if found.formats:
+        parts += [
+            _table(
+                ("stored", "tensors", "numbers", "size"), _formats(found), f"in {_files(found)}"
+            ),
+            *_fp8(found),
+        ]
+    parts.append(
         [
             *_table(
                 ("preset", "E4M3 rollout", "E4M3 training", "KV cache", "weights", "functions"),
@@ -36,10 +44,8 @@ def describe_inspection(found: Inspection) -> list[str]:
                 f"E4M3: share of all parameters; weights: as published on {_back_end(found)}; "
                 "functions: of rollout and training"
             ),
-        ],
-    ]
-    if found.gpu is not None:
-        parts.append(_memory(found, found.gpu))
+        ]
+    )
     return [line for part in parts for line in ("", *part)][1:]
 
 
@@ -138,7 +144,9 @@ def _fp8(found: Inspection) -> list[list[str]]:
 
 
 def _memory(found: Inspection, gpu: GpuFigures) -> list[str]:
-    lines = [f"on an {gpu.gpu.upper()} with {gib(gpu.total)} free, in {found.preset}"]
+    article = "an" if gpu.gpu.startswith("H") else "a"
+    count = f"{gpu.gpus} x {gpu.gpu}" if gpu.gpus > 1 else f"{article} {gpu.gpu}"
+    lines = [f"on {count} with {gib(gpu.total)} free, in {found.preset}"]
     if gpu.generating:
         lines.append("  to generate alone (isobit rollout, eval):")
         lines += [f"    {name:<28}{gib(size):>12}" for name, size in gpu.generating.items()]
@@ -148,6 +156,8 @@ def _memory(found: Inspection, gpu: GpuFigures) -> list[str]:
         lines.append("  to generate: its weights and a forward do not fit")
     lines.append(f"  to train, sequences of up to {gpu.longest:,} tokens:")
     plan = [gpu.problem] if gpu.training is None else gpu.training.describe()
+    if gpu.time is not None:
+        plan = [*plan, *describe_step(gpu.time, None, gpu.gpu, gpu.gpus)]
     return [*lines, *(part for line in plan for part in _wrapped(line))]
 
 

@@ -87,15 +87,17 @@ def load_model_reward(
     return ModelReward(load_reward_model(folder, precision, device), chat=ChatConfig(date=date))
 
 
-def plan_reward_models(reward: RewardConfig | None) -> tuple[FrozenModel, ...]:
-    """The reward models of a recipe as a plan of the memory knows them.  Raises ModelError for a
-    folder that holds none.
+def plan_reward_models(
+    reward: RewardConfig | None, weights: bool = True
+) -> tuple[FrozenModel, ...]:
+    """The reward models of a recipe as a plan of the memory knows them; without ``weights`` those
+    of the hub are not fetched.  Raises ModelError for a folder that holds none.
     """
     return tuple(
         FrozenModel(
             NAME, shape, build_flow(precision, decoder_shape(shape)), "reward", reward.offload
         )
-        for _, folder, precision in _models(reward)
+        for _, folder, precision in _models(reward, weights)
         if reward is not None and (shape := read_reward_config(folder))
     )
 
@@ -156,11 +158,13 @@ class ModelRewards:
                 )
 
 
-def _models(reward: RewardConfig | None) -> list[tuple[str, Path, PrecisionConfig]]:
+def _models(
+    reward: RewardConfig | None, weights: bool = True
+) -> list[tuple[str, Path, PrecisionConfig]]:
     """Name, folder and flow of each part that is a model."""
     parts = {} if reward is None else reward.named()
     return [
-        (name, model_folder(part.model), PrecisionConfig(preset=part.model_precision))
+        (name, model_folder(part.model, weights), PrecisionConfig(preset=part.model_precision))
         for name, part in parts.items()
         if part.model is not None
     ]

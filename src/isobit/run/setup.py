@@ -155,12 +155,14 @@ def prepare_rl(
     return RlRun(read_rl(config), world, rollouters, learns)
 
 
-def read_rl(config: RunConfig) -> RlPlan:
-    """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
+def read_rl(config: RunConfig, *, weights: bool = True) -> RlPlan:
+    """Read everything but the weights, which without ``weights`` are not even fetched from the hub.
+    Raises an ``IsobitError`` for what cannot be used.
+    """
     check_run(config)
     check_package(config.tracking)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
-    source = describe_source(config.model)
+    source = describe_source(config.model, weights=weights)
     if algorithm.needs_values:
         source = source.with_value_head()
     model = source.described
@@ -171,7 +173,8 @@ def read_rl(config: RunConfig) -> RlPlan:
     longest = max(request.max_length(model.config.max_positions) for request in rollouts)
     training = config.training
     updates = training.updates_per_batch * training.epochs
-    frozen = describe_reference(config, model, longest), describe_shadow(config, model.config)
+    reference = describe_reference(config, model, longest, weights)
+    frozen = reference, describe_shadow(config, model.config)
     return RlPlan(
         config=config,
         source=source,
@@ -190,7 +193,7 @@ def read_rl(config: RunConfig) -> RlPlan:
         evaluation=evaluation,
         frozen=(
             *(one for one in frozen if one is not None),
-            *plan_reward_models(config.reward),
+            *plan_reward_models(config.reward, weights),
         ),
         extra_bytes=extra_bytes(config, model.config),
         head_rate=_head_rate(config),

@@ -117,11 +117,13 @@ def prepare_sft(config: SftConfig, world: World = ALONE) -> SftRun:
     return SftRun(read_sft(config), world)
 
 
-def read_sft(config: SftConfig) -> SftPlan:
-    """Read everything but the weights.  Raises an ``IsobitError`` for what cannot be used."""
+def read_sft(config: SftConfig, *, weights: bool = True) -> SftPlan:
+    """Read everything but the weights, which without ``weights`` are not even fetched from the hub.
+    Raises an ``IsobitError`` for what cannot be used.
+    """
     check_sft(config)
     check_package(config.tracking)
-    source = describe_source(config.model, config.from_scratch, config.objective)
+    source = describe_source(config.model, config.from_scratch, config.objective, weights)
     data = load_examples(config.data, source.described, config.objective)
     evaluation = {}
     if config.reward is not None:
@@ -145,7 +147,7 @@ def read_sft(config: SftConfig) -> SftPlan:
             f"{data.longest} tokens",
         ),
         evaluation=evaluation,
-        frozen=plan_reward_models(config.reward),
+        frozen=plan_reward_models(config.reward, weights),
     )
 
 

@@ -55,6 +55,15 @@ class DiskPlan:
 
     def describe(self) -> str:
         """A line with what the run writes and what is free."""
+        room = f"{gib(self.needed)} of {gib(self.free)} free in {self.root}"
+        return f"disk: {room} for {self._contents}"
+
+    def describe_needs(self) -> str:
+        """The line of another machine's disk."""
+        return f"disk: {gib(self.needed)} for {self._contents}"
+
+    @property
+    def _contents(self) -> str:
         parts = [f"the trained model of {gib(self.model_bytes)}"]
         if self.checkpoints:
             there = f", of which {self.on_disk} are there" if self.on_disk else ""
@@ -63,8 +72,7 @@ class DiskPlan:
                 f"checkpoints of {gib(self.checkpoint_bytes)}, at most {self.checkpoints} at "
                 f"once{there}",
             )
-        room = f"{gib(self.needed)} of {gib(self.free)} free in {self.root}"
-        return f"disk: {room} for {' and '.join(parts)}"
+        return " and ".join(parts)
 
     def check(self) -> None:
         """Raise StorageError where the disk has too little space."""

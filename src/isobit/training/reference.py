@@ -83,22 +83,23 @@ class Reference:
 _NAME = "reference model"
 
 
-def reference_folder(config: RunConfig) -> Path | None:
+def reference_folder(config: RunConfig, weights: bool = True) -> Path | None:
     """Where its weights are; None where there is no reference model."""
     if config.algorithm.kl_coefficient == 0:
         return None
-    return model_folder(config.reference.model or config.model)
+    return model_folder(config.reference.model or config.model, weights)
 
 
 def describe_reference(
-    config: RunConfig, policy: DescribedModel, longest: int
+    config: RunConfig, policy: DescribedModel, longest: int, weights: bool = True
 ) -> FrozenModel | None:
     """The reference model as a plan of the memory knows it, for a policy that learns from sequences
-    of up to ``longest`` tokens; None where there is none.
+    of up to ``longest`` tokens; None where there is none. Without ``weights`` those of a model of
+    the hub are not fetched.
 
     Raises ModelError for its folder, ConfigError for a model that the policy cannot be held to.
     """
-    folder = reference_folder(config)
+    folder = reference_folder(config, weights)
     if folder is None:
         return None
     shape = without_value_head(policy.config)

@@ -1,0 +1,429 @@
+"""An estimate of how fast a model samples and trains on a GPU, from measured rows.
+
+``speed.json`` holds the rows, each with the file and line of ``benchmarks/results`` that it is
+taken from and the card that it was measured on; ``python -m benchmarks.memory speed`` writes it.
+A duration is taken to be a sum over what a phase does,
+
+    products        operations of matrix products, by format
+    attention       operations over the keys, by format
+    routed          elements that are sent to experts
+    bytes           weights and keys that a decode step reads
+    layers          layers that a decode step launches, and
+    sparse layers   those of them with experts
+
+and the seconds that each of these takes are the ones that fit the rows best. Decode steps, forwards
+without a backward (prompts, and models that only score) and forwards with a backward have
+coefficients of their own. Whole steps of reinforcement learning, which nothing is fitted to, say
+how far an estimate is off (``MeasuredSpeed.error``).
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isobit.config.tables import PrecisionConfig, Recompute
+from isobit.kernels.backend import support
+from isobit.models.config import ModelConfig, model_shape
+from isobit.models.decoder import build_decoder, decoder_shape
+from isobit.precision.flow import Graph, PrecisionFlow, build_flow
+
+ROWS = Path(__file__).with_name("speed.json")
+Row = Mapping[str, Any]
+Work = Mapping[str, float]
+"""What a phase does, by the names above."""
+_AGAIN: Mapping[Recompute, float] = {"none": 0.0, "mlp": 0.25, "full": 0.5}
+"""The share of its elements that a layer sends to experts, or reads from them, once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedShape:
+    """A model in one flow, by what its time depends on."""
+
+    config: ModelConfig
+    flow: PrecisionFlow
+
+    @classmethod
+    def named(cls, name: str, precision: str) -> "SpeedShape":
+        config = model_shape(name)
+        chosen = PrecisionConfig.model_validate(precision)
+        return cls(config, build_flow(chosen, decoder_shape(config)))
+
+    def products(self, graph: Graph, first_of_mlp: bool = False) -> dict[str, float]:
+        """Operations of a forward per token by format, without lm_head; or those of the MLPs' first
+        linear alone, which ``recompute = "mlp"`` repeats.
+        """
+        found = {"e4m3": 0.0, "bf16": 0.0}
+        for site, numbers, share in self._matrices():
+            if not first_of_mlp or site.endswith(("gate_proj", "up_proj")):
+                found[_format(graph, site)] += 2 * numbers * share
+        return found
+
+    @property
+    def head(self) -> float:
+        """Operations of lm_head per token."""
+        config = self.config
+        return 0.0 if config.score_head else 2.0 * config.vocab_size * config.hidden_size
+
+    def attention(self, graph: Graph, length: float) -> dict[str, float]:
+        """Operations of a forward per token, in sequences of ``length``."""
+        config, found = self.config, {"e4m3": 0.0, "bf16": 0.0}
+        for layer in range(config.num_layers):
+            keys = min(length / 2, config.window(layer) or length)
+            form = "e4m3" if graph.attention_format(layer) == "e4m3" else "bf16"
+            found[form] += 4 * keys * config.num_heads * config.head_dim
+        return found
+
+    @property
+    def sparse_layers(self) -> int:
+        return sum(map(self.config.is_sparse, range(self.config.num_layers)))
+
+    @property
+    def routed(self) -> float:
+        """Elements per token that are sent to experts."""
+        experts = self.config.experts
+        top_k = 0 if experts is None else experts.top_k
+        return float(top_k * self.config.hidden_size * self.sparse_layers)
+
+    def weight_bytes(self, tokens: float) -> float:
+        """What a forward of so many tokens reads of the weights; of experts those that are met."""
+        total = self.head
+        for site, numbers, share in self._matrices():
+            met = 1 - (1 - share) ** tokens if share < 1 else 1.0
+            total += met * numbers * (1 if _format(self.flow.rollout, site) == "e4m3" else 2)
+        return total
+
+    def _matrices(self) -> tuple[tuple[str, int, float], ...]:
+        return _matrices_of(self.config)
+
+
+@cache
+def _matrices_of(config: ModelConfig) -> tuple[tuple[str, int, float], ...]:
+    """Site, numbers, and the share of them that a token meets."""
+    share = 1.0 if config.experts is None else config.experts.top_k / config.experts.count
+    return tuple(
+        (name.rpartition(".")[0], prod(master.shape), share if ".experts." in name else 1.0)
+        for name, master in build_decoder(config).masters().items()
+        if master.kind == "matrix"
+    )
+
+
+def _format(graph: Graph, site: str) -> str:
+    return "e4m3" if graph.site(site).forward == "e4m3" else "bf16"
+
+
+def forward_work(
+    shape: SpeedShape, graph: Graph, tokens: float, length: float, head_tokens: float
+) -> Work:
+    """A forward of ``tokens`` tokens in sequences of ``length``, with logits of some of them."""
+    work = {f"products {form}": tokens * one for form, one in shape.products(graph).items()}
+    work["products bf16"] += shape.head * head_tokens
+    for form, one in shape.attention(graph, length).items():
+        work[f"attention {form}"] = tokens * one
+    return work | {"routed": tokens * shape.routed}
+
+
+def training_work(shape: SpeedShape, tokens: float, length: float, recompute: Recompute) -> Work:
+    """Forward and backward, with what is computed again."""
+    graph, again = shape.flow.training, 1 if recompute == "full" else 0
+    repeated = shape.products(graph, first_of_mlp=True) if recompute == "mlp" else {}
+    work = {
+        f"products {form}": tokens * ((3 + again) * one + repeated.get(form, 0.0))
+        for form, one in shape.products(graph).items()
+    }
+    work["products bf16"] += 3 * shape.head * tokens
+    for form, one in shape.attention(graph, length).items():
+        work[f"attention {form}"] = tokens * (3 + again) * one
+    return work | {"routed": (1 + _AGAIN[recompute]) * tokens * shape.routed}
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The decode steps of sequences that all begin with ``prompt`` tokens and get ``new`` ones."""
+
+    steps: Mapping[int, float]
+    """By the number of sequences in them."""
+    keys: float
+    """Tokens in the cache, summed over the sequences of all steps."""
+
+    @classmethod
+    def of(cls, sequences: int, prompt: float, new: int, most: int, cached: float) -> "Decoding":
+        """With at most ``most`` sequences at once, and ``cached`` tokens in the cache: those that
+        it does not hold wait, and go on where they stopped.
+        """
+        tick = max(1, new // 64)
+        waiting, running = sequences, list[int]()
+        steps, keys = Counter[int](), 0.0
+        while waiting or running:
+            fresh = min(waiting, most - min(most, len(running)))
+            running += [0] * fresh
+            waiting -= fresh
+            active, held = 0, 0.0
+            for done in running[:most]:
+                held += prompt + done + tick
+                if active and held > cached:
+                    break
+                active += 1
+            steps[active] += tick
+            keys += tick * (active * (prompt + tick / 2) + sum(running[:active]))
+            running = [done + tick for done in running[:active]] + running[active:]
+            running = [done for done in running if done < new]
+        return cls(steps, keys)
+
+    def work(self, shape: SpeedShape) -> Work:
+        sizes, total = support("cuda").sizes, sum(self.steps.values())
+        tokens = sum(count * steps for count, steps in self.steps.items())
+        read = self.keys * sizes.page_bytes(shape.config, shape.flow) / sizes.page_tokens
+        read += sum(steps * shape.weight_bytes(count) for count, steps in self.steps.items())
+        products = shape.products(shape.flow.rollout)
+        work = {f"products {form}": tokens * one for form, one in products.items()}
+        work["products bf16"] += tokens * shape.head
+        layers = total * shape.config.num_layers
+        return work | {
+            "bytes": read,
+            "layers": layers,
+            "sparse layers": total * shape.sparse_layers,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds of a unit of each kind of work."""
+
+    seconds: Work
+    error: float
+    """The largest deviation from a row that was fitted, as a share of its time."""
+
+    def time(self, work: Work) -> float:
+        return sum(self.seconds.get(name, 0.0) * size for name, size in work.items())
+
+
+def _fit(rows: Sequence[tuple[Work, float]]) -> Rates:
+    """The rates, none below 0, with the least squares of the relative errors."""
+    names = sorted({name for work, _ in rows for name, size in work.items() if size})
+    table = torch.tensor(
+        [[work.get(name, 0.0) / taken for name in names] for work, taken in rows],
+        dtype=torch.float64,
+    )
+    scale, kept = table.max(0).values, list(range(len(names)))
+    ones = torch.ones(len(rows), 1, dtype=torch.float64)
+    while True:
+        part = table[:, kept] / scale[kept]
+        found = torch.linalg.lstsq(part, ones, driver="gelsd").solution[:, 0]
+        if bool((found >= 0).all()):
+            break
+        kept.pop(int(found.argmin()))
+    seconds = {names[i]: float(found[n] / scale[i]) for n, i in enumerate(kept)}
+    error = float((part @ found - 1).abs().max())
+    return Rates(seconds, error)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpeed:
+    """The rates of all phases, and the card of their rows."""
+
+    card: str
+    decode: Rates
+    forward: Rates
+    training: Rates
+    rank_factor: float
+    """How much longer a round of micro-batches takes on several GPUs than on one."""
+    ranks: int
+    """The most GPUs that were measured."""
+    other_s: float
+    """Seconds of the rest of a step per trained token."""
+    error: float
+    """The largest deviation of an estimate from a whole step that was measured, as a share."""
+
+
+@cache
+def measured_speed() -> MeasuredSpeed:
+    """What ``speed.json`` says."""
+    rows: dict[str, list[Row]] = {}
+    for row in json.loads(ROWS.read_text(encoding="utf-8")):
+        rows.setdefault(row["phase"], []).append(row)
+
+    def fit(phase: str, work: Callable[[Row, SpeedShape], tuple[Work, float]]) -> Rates:
+        return _fit([work(row, SpeedShape.named(row["shape"], row["mode"])) for row in rows[phase]])
+
+    forward = fit("forward", lambda row, shape: (_forward_of(row, shape), row["seconds"]))
+    ranks = {row["ranks"]: row["seconds"] for row in rows["round"]}
+    other = rows["other"][0]
+    return MeasuredSpeed(
+        card=" and ".join(sorted({row["card"] for phase in rows.values() for row in phase})),
+        decode=fit("rollout", lambda row, shape: _decode_of(row, shape, forward)),
+        forward=forward,
+        training=fit(
+            "training",
+            lambda row, shape: (
+                training_work(shape, row["tokens"], row["length"], row["recompute"]),
+                row["seconds"],
+            ),
+        ),
+        rank_factor=ranks[max(ranks)] / ranks[1],
+        ranks=max(ranks),
+        other_s=other["seconds"] / other["tokens"],
+        error=max(
+            (abs(row["estimated_s"] / row["seconds"] - 1) for row in rows.get("whole", ())),
+            default=0.0,
+        ),
+    )
+
+
+def _forward_of(row: Row, shape: SpeedShape) -> Work:
+    return forward_work(
+        shape, shape.flow.training, row["tokens"], row["length"], row["head_tokens"]
+    )
+
+
+def _decode_of(row: Row, shape: SpeedShape, forward: Rates) -> tuple[Work, float]:
+    """A rollout's decode steps: its prompts take what the forwards say."""
+    count, prompt, new = row["requests"], row["prompt_tokens"], row["new_tokens"]
+    prompts = forward_work(shape, shape.flow.rollout, count * prompt, prompt, count)
+    decoding = Decoding.of(count, prompt, new, count, float("inf"))
+    return decoding.work(shape), row["seconds"] - forward.time(prompts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What a step of training asks of the GPUs."""
+
+    shape: SpeedShape
+    sequences: int
+    """That are trained on."""
+    length: float
+    """Tokens of each, on average."""
+    recompute: Recompute = "none"
+    epochs: int = 1
+    trainers: int = 1
+    idle: float = 0.0
+    """Share of the trainers' time in which some of them have no micro-batch."""
+    prompts: int = 0
+    """That are sampled from; 0 of a step without a rollout."""
+    prompt_tokens: float = 0.0
+    samples: int = 1
+    new_tokens: int = 0
+    most_at_once: int = 256
+    cached_tokens: float = float("inf")
+    """The capacity of a sampler's KV cache."""
+    samplers: int = 1
+    beside: bool = False
+    """Whether the samplers are other GPUs than the trainers, and work at the same time."""
+    scored: tuple[SpeedShape, ...] = ()
+    """Models that score every token, the policy itself among them if it is asked once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step, and tokens a second of all GPUs together."""
+
+    rollout: float
+    scoring: float
+    training: float
+    other: float
+    beside: bool
+    generated: int
+    trained: float
+
+    @property
+    def total(self) -> float:
+        learning = self.scoring + self.training
+        both = max(self.rollout, learning) if self.beside else self.rollout + learning
+        return both + self.other
+
+    @property
+    def generated_per_s(self) -> float:
+        return self.generated / self.rollout if self.rollout else 0.0
+
+    @property
+    def trained_per_s(self) -> float:
+        return self.trained / self.training
+
+    def as_json(self) -> dict[str, float]:
+        return {
+            "step_s": self.total,
+            "rollout_s": self.rollout,
+            "scoring_s": self.scoring,
+            "training_s": self.training,
+            "generated_tokens_per_s": self.generated_per_s,
+            "trained_tokens_per_s": self.trained_per_s,
+        }
+
+
+def estimate_step(work: StepWork) -> StepTime:
+    """The time of a step if every completion has all its new tokens."""
+    speed, shape = measured_speed(), work.shape
+    rollout = 0.0
+    if work.prompts:
+        own = -(-work.prompts // work.samplers)
+        sequences, graph = own * work.samples, shape.flow.rollout
+        prompts = forward_work(
+            shape, graph, own * work.prompt_tokens, work.prompt_tokens, sequences
+        )
+        decoding = Decoding.of(
+            sequences, work.prompt_tokens, work.new_tokens, work.most_at_once, work.cached_tokens
+        )
+        rollout = speed.forward.time(prompts) + speed.decode.time(decoding.work(shape))
+    tokens = work.sequences * work.length
+    own_tokens = tokens / work.trainers
+    passes = training_work(shape, own_tokens * work.epochs, work.length, work.recompute)
+    training = speed.training.time(passes) / (1 - work.idle)
+    if work.trainers > 1:
+        training *= speed.rank_factor
+    scoring = sum(
+        speed.forward.time(
+            forward_work(one, one.flow.training, own_tokens, work.length, own_tokens)
+        )
+        for one in work.scored
+    )
+    return StepTime(
+        rollout,
+        scoring,
+        training,
+        speed.other_s * own_tokens,
+        work.beside,
+        work.prompts * work.samples * work.new_tokens,
+        tokens * work.epochs,
+    )
+
+
+def describe_step(step: StepTime, steps: int | None, card: str, processes: int) -> list[str]:
+    """Lines on a step's time, that of so many steps, and what the estimate rests on."""
+    speed = measured_speed()
+    parts = {"rollout": step.rollout, "scoring": step.scoring, "training": step.training}
+    each = ", ".join(f"{name} {_seconds(time)}" for name, time in parts.items() if time)
+    run = "" if steps is None else f"; {_hours(steps * step.total)} for {steps:,} steps"
+    tokens = [f"{step.trained_per_s:,.0f} trained"]
+    if step.generated:
+        tokens.insert(0, f"{step.generated_per_s:,.0f} generated")
+    notes = ["if every completion is as long as it may be"] if step.generated else []
+    notes += [
+        f"from rows measured on an {speed.card}, where estimates of whole steps came within "
+        f"{speed.error:.0%}"
+    ]
+    if card.lower() not in speed.card.lower():
+        notes.append(f"no row is of a card like this one ({card}), whose bandwidth may be another")
+    if processes > speed.ranks:
+        notes.append(f"as {speed.ranks} GPUs scale, the most that were measured")
+    return [
+        f"time, estimated: {_seconds(step.total)} a step ({each}){run}",
+        f"  tokens a second: {', '.join(tokens)}",
+        *(f"  {note}" for note in notes),
+        "  loading, grading, evaluation and checkpoints come on top",
+    ]
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.2g} s" if time < 10 else f"{time:,.0f} s"
+
+
+def _hours(time: float) -> str:
+    if time < 90:
+        return f"{time:.0f} seconds"
+    return f"{time / 60:.0f} minutes" if time < 5400 else f"{time / 3600:,.1f} hours"

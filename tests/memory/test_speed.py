@@ -1,0 +1,119 @@
+"""An estimate of a step's time rests on rows that are there, and comes near those it was not made
+from.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.memory import RESULTS, speed_rows, whole_steps
+from isobit.memory.speed import (
+    ROWS,
+    Decoding,
+    SpeedShape,
+    StepWork,
+    describe_step,
+    estimate_step,
+    measured_speed,
+)
+
+COMMITTED = json.loads(ROWS.read_text(encoding="utf-8"))
+STEP = StepWork(
+    shape=SpeedShape.named("qwen3-8b", "fp8"),
+    sequences=256,
+    length=2304,
+    prompts=32,
+    prompt_tokens=256,
+    samples=8,
+    new_tokens=2048,
+)
+
+
+def test_the_rows_are_those_of_the_benchmarks() -> None:
+    whole = [row for row in COMMITTED if row["phase"] == "whole"]
+    assert [row for row in COMMITTED if row["phase"] != "whole"] == speed_rows(), (
+        "python -m benchmarks.memory speed writes them anew"
+    )
+    for row, now in zip(whole, whole_steps(), strict=True):
+        estimated = now.pop("estimated_s")
+        assert row == now | {"estimated_s": pytest.approx(estimated, abs=0.11)}
+
+
+def test_each_row_names_its_source_and_card() -> None:
+    for row in COMMITTED:
+        file, _, line = row["source"].rpartition(":")
+        measured = json.loads((RESULTS / file).read_text().splitlines()[int(line) - 1])
+        assert (row["card"], row["mode"]) == (measured["card"]["name"], measured["mode"])
+        times = {measured["seconds"], measured.get("round_s")}
+        phases = measured.get("phases_s", {})
+        times |= {phases.get("forward"), phases.get("other")}
+        if "forward" in phases:
+            times.add(phases["forward"] + phases["backward"])
+        assert row["seconds"] in times
+
+
+def test_what_was_measured_is_met() -> None:
+    speed = measured_speed()
+    assert speed.card == "NVIDIA H200" and speed.ranks == 2
+    assert speed.decode.error < 0.06 and speed.forward.error < 0.03 and speed.training.error < 0.05
+    for rates in (speed.decode, speed.forward, speed.training):
+        assert all(seconds > 0 for seconds in rates.seconds.values())
+    errors = sorted(
+        abs(row["estimated_s"] / row["seconds"] - 1) for row in COMMITTED if row["phase"] == "whole"
+    )
+    assert errors[len(errors) // 2] < 0.06 and errors[-1] < 0.2
+    assert speed.error == errors[-1]
+
+
+def test_an_estimate_follows_its_work() -> None:
+    plain = estimate_step(STEP)
+    assert plain.total == plain.rollout + plain.training + plain.other and not plain.scoring
+    assert estimate_step(replace(STEP, recompute="mlp")).training > plain.training
+    assert estimate_step(replace(STEP, recompute="full")).training > plain.training
+    assert estimate_step(replace(STEP, epochs=2)).training == pytest.approx(2 * plain.training)
+    assert estimate_step(replace(STEP, idle=0.5)).training == pytest.approx(2 * plain.training)
+    assert estimate_step(replace(STEP, scored=(STEP.shape,))).scoring > 0
+    assert estimate_step(replace(STEP, cached_tokens=1e5)).rollout > plain.rollout
+    several = estimate_step(replace(STEP, trainers=2, samplers=2))
+    assert plain.training / 2 < several.training < plain.training
+    assert plain.rollout / 2 < several.rollout < plain.rollout
+    beside = estimate_step(replace(STEP, beside=True))
+    assert beside.total == max(plain.rollout, plain.training) + plain.other
+    slower = estimate_step(replace(STEP, shape=SpeedShape.named("qwen3-8b", "bf16")))
+    assert slower.rollout > plain.rollout and slower.training > plain.training
+    alone = estimate_step(replace(STEP, prompts=0))
+    assert alone.rollout == 0 and alone.generated_per_s == 0
+
+
+def test_lines_say_what_an_estimate_rests_on() -> None:
+    step = estimate_step(STEP)
+    text = "\n".join(describe_step(step, 100, "H200", 1))
+    assert "hours for 100 steps" in text and "generated" in text and "NVIDIA H200" in text
+    assert f"within {measured_speed().error:.0%}" in text and "no row" not in text
+    text = "\n".join(describe_step(step, None, "79-GiB GPU", 8))
+    assert "no row is of a card like this one (79-GiB GPU)" in text
+    assert "as 2 GPUs scale" in text and "steps" not in text.splitlines()[0]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, 300),
+    st.integers(1, 500),
+    st.integers(1, 1000),
+    st.integers(1, 64),
+    st.floats(1, 1e6),
+)
+def test_every_sequence_gets_its_tokens(
+    sequences: int, prompt: int, new: int, most: int, cached: float
+) -> None:
+    decoding = Decoding.of(sequences, prompt, new, most, cached)
+    tick = max(1, new // 64)
+    tokens = sum(count * steps for count, steps in decoding.steps.items())
+    assert sequences * new <= tokens < sequences * (new + tick)
+    assert max(decoding.steps) <= most
+    assert decoding.keys >= sequences * new * prompt
+    if cached >= most * (prompt + new + tick):
+        assert max(decoding.steps) == min(most, sequences), "nothing waits for the cache"
