@@ -63,7 +63,7 @@ def test_a_dry_run_asks_for_the_packages_that_the_run_needs(
     words = ["--output", str(tmp_path / "x"), "--tracking.wandb", "true", "--dry-run"]
     for command, recipe in (("train", "quickstart"), ("sft", "fine_tune")):
         said = error_of(capsys, command, f"recipes/{recipe}.toml", *words)
-        assert "pip install wandb, or leave tracking.wandb out" in said
+        assert "pip install wandb, or leave it out of tracking" in said
 
 
 def test_more_prompts_a_step_than_there_are_are_said(tmp_path: Path) -> None:

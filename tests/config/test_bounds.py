@@ -46,14 +46,22 @@ def leaves(annotation: Any) -> Iterator[Any]:
         yield from leaves(one)
 
 
+def bounds_within(annotation: Any) -> list[Any]:
+    """Of the alternatives of a union: ``Annotated[int, Field(ge=0, le=9)] | Literal["all"]``."""
+    found = [getattr(one, "metadata", []) for one in getattr(annotation, "__metadata__", ())]
+    inner = [bounds_within(one) for one in get_args(annotation)]
+    return [bound for bounds in (*found, *inner) for bound in bounds]
+
+
 def test_every_number_has_both_bounds() -> None:
     checked = 0
     for model in tables(ROOTS):
         for name, field in model.model_fields.items():
             if {int, float} & {one for one in leaves(field.annotation) if isinstance(one, type)}:
                 key = f"{model.__name__}.{name}"
-                assert any(isinstance(bound, Ge | Gt) for bound in field.metadata), key
-                assert any(isinstance(bound, Le | Lt) for bound in field.metadata), key
+                bounds = [*field.metadata, *bounds_within(field.annotation)]
+                assert any(isinstance(bound, Ge | Gt) for bound in bounds), key
+                assert any(isinstance(bound, Le | Lt) for bound in bounds), key
                 checked += 1
     assert checked > 150
 

@@ -169,7 +169,7 @@ def test_a_run_leaves_its_card_beside_its_model(make_config: Any) -> None:
     card = (config.output / "model" / "README.md").read_text()
     front = front_matter(card)
     assert front["license"] == "apache-2.0"
-    assert front["model-index"][0]["name"] == "run"
+    assert front["model-index"][0]["name"] == "starter-isobit"
     assert "reinforcement learning after 2 steps" in card
     assert "`isobit.starter.tasks:correct_answer`" in card
     digest = hashlib.sha256((config.output / "model/model.safetensors").read_bytes()).hexdigest()

@@ -12,9 +12,9 @@ from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.tables import RolloutConfig
 from isobit.run import data
 from isobit.run.data import with_date_of_run
+from isobit.run.dry_run import plan_training
 from isobit.run.evaluate import evaluate_folder, rollout_folder
 from isobit.run.loop import train
-from isobit.run.plan import plan_training
 from isobit.run.redo import replay
 from isobit.run.setup import read_rl
 from isobit.util.errors import ConfigError

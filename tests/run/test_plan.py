@@ -235,7 +235,7 @@ def test_an_estimate_on_another_card_or_of_a_reference_says_so(
     [
         ("qwen3-30b-a3b", r"on this GPU: .*; or set cluster\.processes = \d+"),
         ("qwen2.5-32b", r"on this GPU: .*; or set cluster\.processes = \d+"),
-        ("qwen3-8b", r"fit with training\.moments = 'bf16'"),
+        ("qwen3-8b", r"4,096 fit with training\.recompute = 'full'"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_key_that_helps(

@@ -81,7 +81,7 @@ def write_card(
     folder: Path, name: str, config: ModelConfig, record: RunRecord, step: int, start: Path
 ) -> None:
     """The card of a run's model in BF16, beside its files; ``start`` is the folder that the run
-    began from.
+    began from.  Its bytes do not depend on the run's directory or machine, like the model's.
     """
     digests = {file.name: file_sha256(file) for file in folder.iterdir() if file.is_file()}
     facts = CardFacts(name, name, config, False, None, (), digests, record, step, start)
@@ -195,8 +195,6 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
     ]
     yield "settings", _code(", ".join(settings))
     yield "precision", _code(record.setting("config", "precision", "preset"))
-    device = record.setting("device", "model") or record.setting("machine", "processor")
-    yield "machine", _code(device)
 
 
 def _rewards(record: RunRecord) -> Iterator[str]:

@@ -76,8 +76,7 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "mean of the problems' scores, an accuracy where every reward is 0 or 1; of pairs, "
                "the share that is ranked right", "rises", runs=_ALL, chart="SET"),
         Metric("eval/SET/right", "share",
-               "mean of the problems' shares of right samples (reward at least 1); only where some "
-               "reward is neither 0 nor 1",
+               "mean share of right samples (reward at least 1), where rewards are not all 0 or 1",
                "rises with `accuracy`; else partial credit is exploited", runs=_TEXT,
                chart="SET exactly right"),
         Metric("eval/SET/low", "reward",
@@ -120,8 +119,8 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "time, no code), once for each reward that counted it",
                "near 0; a rise means that the policy looks for gaps in the grader", "sum"),
         Metric("reward/level_groups", "groups",
-               "zero-variance groups: no two valid rewards differ; what `algorithm.truncated` "
-               "excludes does not count", "well below `prompts_per_step`", "sum"),
+               "zero-variance groups: no two valid rewards differ; excluded ones do not count",
+               "well below `prompts_per_step`", "sum"),
         Metric("reward/level_share", "share", "their share of the step's groups",
                "below 0.5; else the data is too easy or too hard", chart="Zero-variance groups"),
         Metric("response_length/mean", "tokens", "mean length of a response", "changes slowly",
@@ -178,9 +177,7 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                'value term; left out unless `training.without_signal = "take"`',
                "0; see `check.on_no_signal`", "sum"),
         Metric("no_signal/NAME", "completions",
-               "in a step none of whose updates has a signal: completions that teach nothing, by "
-               "the reason NAME (failed, excluded, masked, empty, alone, zero, level, ..)", "none",
-               "sum"),
+               "completions that teach nothing in a step without signal, by reason", "none", "sum"),
         Metric("updates/skipped", "updates",
                "those not taken because loss or gradient norm was not finite",
                "0; `training.max_skipped_updates` in a row stop the run", "sum", runs=_ALL),
@@ -243,9 +240,8 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                          "{log_prob_diff/tokens_compared:.0f}",
                          ((3, "{log_prob_diff/tokens_differing:.0f} differ"),))),
         Metric("log_prob_diff/share", "share",
-               "of the response tokens that a step learns from, those compared: with several "
-               "updates a step those of the first, which alone has the weights that sampled; only "
-               "where below 1", "1 / `training.updates_per_batch`",
+               "of a step's response tokens, those compared; only where below 1",
+               "1 / `training.updates_per_batch`",
                line=Line("compared {log_prob_diff/share:.0%}", ((3, ""),))),
         Metric("routing_diff/tokens_compared", "tokens",
                "tokens of a mixture of experts whose digests of all chosen experts were compared",

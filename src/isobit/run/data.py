@@ -155,7 +155,7 @@ def rendering_notes(
 
 
 Chat = TypeVar("Chat", bound=ChatConfig)
-AnyRecipe = TypeVar("AnyRecipe", RunConfig, SftConfig)
+AnyRecipe = TypeVar("AnyRecipe", bound=RunConfig | SftConfig)
 
 
 def now() -> datetime:

@@ -7,7 +7,8 @@ they differ.
     metrics.jsonl        every figure but those of the machine (``OF_THE_MACHINE``)
     checkpoints/         tensors byte by byte, and the state but for the log's seconds and the sizes
                          of files, of the steps that both runs have kept
-    model/               the trained policy, file by file
+    model/               the trained policy, file by file, but for its card, which restates figures
+                         that are compared already
 
 Two runs of one recipe, on the same data, with the same rewards and in one class of bits, are equal
 in all of these, whatever was killed, resumed or spread over processes in between.  ``run.json``
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 
 from isobit.models.safetensors import TensorFile
+from isobit.observe.model_card import CARD_FILE
 from isobit.store.checkpoint import STATE, folders_by_step
 from isobit.store.compatible import MAY_CHANGE, changed_keys, is_allowed
 from isobit.store.directory import RunDirectory, is_held, read_lines
@@ -299,14 +301,14 @@ def _model(left: RunDirectory, right: RunDirectory, is_part: bool) -> Outcome:
 
 
 def different_files(ours: Path, theirs: Path, is_part: bool = False) -> Iterator[str]:
-    """What differs in the files of two folders; where the second ``is_part`` of the first, other
-    files of the first do not count.
+    """What differs in the files of two folders, model cards aside; where the second ``is_part`` of
+    the first, other files of the first do not count.
     """
     names = {
         path.relative_to(folder)
         for folder in ([theirs] if is_part else [ours, theirs])
         for path in folder.rglob("*")
-        if path.is_file()
+        if path.is_file() and path.name != CARD_FILE
     }
     for name in sorted(names):
         pair = ours / name, theirs / name

@@ -30,7 +30,7 @@ what the recipe says.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -221,7 +221,7 @@ class Run(ABC, Generic[Config, Data, Log]):
     def _write_card(self, folder: Path) -> None:
         """The card of the model in a folder of the run's directory."""
         record, step = read_run(folder.parent), self.checkpoints.boundary.step
-        name = self.config.output.resolve().name
+        name = f"{PurePath(self.config.model).name.partition('@')[0]}-isobit"
         write_card(folder, name, self.model.policy.config, record, step, self.model.folder)
 
     # What surrounds a step.
