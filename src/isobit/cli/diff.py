@@ -5,8 +5,8 @@ Exit codes: 0 all equal, 1 something differs, 2 they cannot be compared.
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from pathlib import Path
 
+from isobit.cli.arguments import path_value
 from isobit.cli.main import compare_as_rank, starting
 
 
@@ -44,6 +44,6 @@ def _parser() -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("one", metavar="RUN", type=Path, help="a directory that a run wrote")
-    parser.add_argument("other", metavar="RUN", type=Path, help="the one to compare it with")
+    parser.add_argument("one", metavar="RUN", type=path_value, help="a directory that a run wrote")
+    parser.add_argument("other", metavar="RUN", type=path_value, help="the one to compare it with")
     return parser

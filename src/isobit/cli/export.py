@@ -6,13 +6,13 @@ the schema or the keys of the recipes.
 import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobit.cli.arguments import (
     add_threads,
     check_directory,
     folder_parser,
+    path_value,
     positive,
     precision_value,
     set_threads,
@@ -96,7 +96,9 @@ def _parser() -> ArgumentParser:
         help="the directory that `isobit train` or `sft` wrote, a model folder, a name of the hub, "
         "or `starter`",
     )
-    parser.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="what is written")
+    parser.add_argument(
+        "--to", metavar="FOLDER", type=path_value, required=True, help="what is written"
+    )
     parser.add_argument(
         "--format",
         choices=("bf16", "fp8"),
@@ -184,7 +186,9 @@ def _inspect_parser() -> ArgumentParser:
         metavar="N",
         help="with --gpu: tokens of the longest sequence in training; by default 4096",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="also write it as an HTML page")
+    parser.add_argument(
+        "--out", metavar="FILE", type=path_value, help="also write it as an HTML page"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     return parser
 
@@ -216,14 +220,14 @@ def _report_parser() -> ArgumentParser:
     parser.add_argument(
         "runs",
         metavar="RUN",
-        type=Path,
+        type=path_value,
         nargs="+",
         help="the directory that `isobit train` or `isobit sft` wrote (its `output`); up to seven",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
-        type=Path,
+        type=path_value,
         help="where to write the page; by default RUN/report.html, of several comparison.html",
     )
     parser.add_argument(

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import add_allow_change, allowed_names, positive, whole
+from isobit.cli.arguments import add_allow_change, allowed_names, path_value, positive, whole
 from isobit.cli.main import compare_as_rank, start_ranks, starting
 from isobit.config.base import MAX_PROCESSES
 from isobit.util.errors import IsobitError
@@ -86,7 +86,7 @@ def _parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "run", metavar="RUN", type=Path, help="the directory that `isobit train` wrote"
+        "run", metavar="RUN", type=path_value, help="the directory that `isobit train` wrote"
     )
     parser.add_argument(
         "--step",
@@ -103,7 +103,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=path_value,
         metavar="PATH",
         help="where the files of the second run stay, without its checkpoints; by default they are "
         "removed",

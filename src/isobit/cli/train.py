@@ -16,6 +16,7 @@ from isobit.cli.arguments import (
     allowed_names,
     asks_for_help,
     flags_first,
+    path_value,
     recipe_parser,
 )
 from isobit.cli.main import requests_wait, starting
@@ -93,7 +94,7 @@ def _obey(
     allowed = allowed_names(options)
     if allowed and not options.resume:
         raise ConfigError(f"{ALLOW} is for {RESUME}: a new run has nothing to differ from")
-    recipe = Path(options.recipe)
+    recipe = path_value(options.recipe)
     if options.resume and recipe.is_dir():
         config = _config_of_run(command, recipe, options.overrides)
     else:

@@ -1,12 +1,11 @@
 """The recipes of ``isobit train`` and ``isobit sft``, and the settings of the other commands."""
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from isobit.config.algorithm import AlgorithmConfig, Correction, GrpoConfig
-from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, Seed, Strict
+from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, HomeName, HomePath, Seed, Strict
 from isobit.config.data import DataConfig, ExampleSource, SftDataConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.tables import (
@@ -65,11 +64,11 @@ class ScoringConfig(Strict):
 
 
 class RunConfig(Strict):
-    model: str = "starter"
+    model: HomeName = "starter"
     """A Hugging Face folder, a name of the hub (``org/name`` or ``org/name@revision``), or
     ``starter`` for the small model shipped with Isobit.
     """
-    output: Path
+    output: HomePath
     """The run's directory; it must be new or empty, or with ``--resume`` the run to continue."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
@@ -102,14 +101,14 @@ Objective = Literal["supervised", "preference"]
 class SftConfig(Strict):
     objective: Objective = "supervised"
     """``supervised`` trains on completions; ``preference`` trains a reward model on pairs."""
-    model: str = "starter"
+    model: HomeName = "starter"
     """A Hugging Face folder, a name of the hub (``org/name`` or ``org/name@revision``), or
     ``starter`` for the small model shipped with Isobit. For the objective ``preference`` it may be
     a reward model; a language model gets a score head in place of lm_head.
     """
     from_scratch: ModelShape | None = None
     """Start from random weights of this shape; only the tokenizer is taken from ``model``."""
-    output: Path
+    output: HomePath
     """The run's directory; it must be new or empty, or with ``--resume`` the run to continue."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"

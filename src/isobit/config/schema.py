@@ -154,7 +154,8 @@ def _plain(annotation: Any) -> Any:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    found = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return tuple(_plain(one) for one in found)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from isobit.config.base import (
     MAX_BATCH,
@@ -11,6 +11,7 @@ from isobit.config.base import (
     MAX_PROCESSES,
     MAX_STEPS,
     MAX_WAIT_S,
+    HomeName,
     Strict,
 )
 from isobit.util.errors import ConfigError
@@ -204,7 +205,7 @@ def named_precision(precision: PrecisionConfig | str) -> PrecisionConfig:
 class ReferenceConfig(Strict):
     """The frozen reference model, loaded where ``algorithm.kl_coefficient`` is above 0."""
 
-    model: str | None = None
+    model: HomeName | None = None
     """A folder or name of the hub with the policy's vocabulary; by default the run's ``model``."""
     refresh_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps after which it takes the policy's current weights; 0 is never."""
@@ -232,8 +233,8 @@ class RolloutConfig(Strict):
     """Longest completion, in tokens."""
     temperature: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
     """Divides the logits; recorded and trained log-probabilities use it too."""
-    top_k: int = Field(default=0, ge=0, le=MAX_VOCAB_SIZE)
-    """Sample among this many of the likeliest tokens; 0 is off."""
+    top_k: int = Field(default=0, ge=-1, le=MAX_VOCAB_SIZE)
+    """Sample among this many of the likeliest tokens; 0 or -1 is off."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample among the likeliest tokens that together have this probability; 1 is off."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
@@ -250,6 +251,12 @@ class RolloutConfig(Strict):
     """
     kv_memory_gib: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """Size of the KV cache; by default 2 on a CPU, and on a GPU what is free or planned."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _off_is_0(cls, value: int) -> int:
+        """vLLM and verl switch it off by -1."""
+        return max(value, 0)
 
 
 class TrackingConfig(Strict):
