@@ -74,7 +74,7 @@ def test_a_faulty_line_is_named(tmp_path: Path, line: bytes, message: str) -> No
 
 def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", [*lines(ROWS[:1]), b"x" * 200])
-    monkeypatch.setattr("isobit.data.sources.LONGEST_LINE", 100)
+    monkeypatch.setattr("isobit.data.readers.LONGEST_LINE", 100)
     with pytest.raises(DataError, match="line 2: longer than 100 bytes"):
         load_rows(source)
     monkeypatch.undo()

@@ -230,7 +230,8 @@ class ReplayConfig(Strict):
 
 class RolloutConfig(Strict):
     max_new_tokens: int = Field(default=512, gt=0, le=MAX_POSITIONS)
-    """Longest completion, in tokens."""
+    """Longest completion, in tokens. The default is half of the model's context where that is less.
+    """
     temperature: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
     """Divides the logits; recorded and trained log-probabilities use it too."""
     top_k: int = Field(default=0, ge=-1, le=MAX_VOCAB_SIZE)
@@ -274,7 +275,7 @@ class OptimisationConfig(Strict):
     """Steps, batches and the optimiser, for every kind of training."""
 
     steps: int = Field(default=20, gt=0, le=MAX_STEPS)
-    """Steps of the whole run."""
+    """Steps of the whole run; ``data.epochs`` sets them instead."""
     prompts_per_step: int = Field(default=16, gt=0, le=MAX_BATCH)
     """Prompts of a step's batch."""
     tokens_per_microbatch: int = Field(default=4096, gt=0, le=MAX_COUNT)
@@ -287,9 +288,15 @@ class OptimisationConfig(Strict):
     learning_rate: float = Field(default=1e-6, gt=0, le=MAX_FACTOR)
     """AdamW's learning rate after the warmup."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warmup; linear and cosine reach 0 after the last update."""
+    """The learning rate after the warmup; linear and cosine fall to ``min_learning_rate`` after the
+    last update.
+    """
+    min_learning_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
+    """Where the schedules linear and cosine end."""
     warmup_updates: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Updates over which the learning rate rises linearly."""
+    warmup_ratio: float = Field(default=0.0, ge=0, le=1)
+    """The same as a share of all updates of the run, rounded up."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0, le=1)

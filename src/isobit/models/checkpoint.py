@@ -2,8 +2,8 @@
 assembled into masters.
 
 Every tensor that the decoder needs must be there, with the right shape and format, and the decoder
-must read every tensor that is there, since silently ignoring one is the worst fault; rotary buffers of
-old checkpoints are left aside where they hold what the configuration gives. Headers are
+must read every tensor that is there, since silently ignoring one is the worst fault; only rotary
+buffers of old checkpoints are left aside, where they hold what the configuration gives. Headers are
 checked before the first byte of a weight is read; values are checked to be finite while they are
 read.
 
