@@ -125,6 +125,8 @@ def _config_of_run(command: str, directory: Path, overrides: Sequence[str]) -> "
             f"{path} cannot be read ({error}); name the recipe of the run instead: isobit "
             f"{command} RECIPE.toml --resume"
         ) from None
+    if saved.get("data", {}).get("epochs") is not None:
+        saved["training"].pop("steps", None)  # follows from it
     values = apply_overrides({**saved, "output": str(directory)}, parse_overrides(overrides))
     return build(RECIPES[command], values, str(path))
 

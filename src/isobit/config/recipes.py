@@ -6,7 +6,7 @@ from pydantic import Field
 
 from isobit.config.algorithm import AlgorithmConfig, Correction, GrpoConfig
 from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, HomeName, HomePath, Seed, Strict
-from isobit.config.data import DataConfig, ExampleSource, SftDataConfig
+from isobit.config.data import DataConfig, OneExampleSource, SftDataConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.tables import (
     AsyncConfig,
@@ -57,7 +57,7 @@ class ScoringConfig(Strict):
 
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
-    data: ExampleSource
+    data: OneExampleSource
     chat: bool = True
     tokens_per_batch: int = Field(default=16384, gt=0, le=MAX_COUNT)
     """Tokens of one forward; scores do not depend on it."""

@@ -20,11 +20,11 @@ contains control tokens, whatever its text spells (``isobit.data.tokenizer``).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import ExampleSource, SftDataConfig
+from isobit.config.data import AnswerColumns, ExampleSource, MixtureExamples, SftDataConfig
 from isobit.data.prompts import (
     TooLong,
     chat_messages,
@@ -33,7 +33,7 @@ from isobit.data.prompts import (
     prompts_of_rows,
     render_chat,
 )
-from isobit.data.sources import Row, load_rows, message_text
+from isobit.data.sources import Row, iter_rows, message_text, mixed
 from isobit.data.tokenizer import decode, is_marked, quoted_answer, token_ids
 from isobit.records.text import Prompt
 from isobit.util.errors import DataError
@@ -82,6 +82,10 @@ def row_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Row:
 
 
 _ASSISTANT = "assistant"
+Turn: TypeAlias = tuple[Row, str]
+"""A prompt, and the assistant's answer."""
+Answered: TypeAlias = tuple[Row, str, str]
+"""A prompt with the better and the worse answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +107,25 @@ class Example:
 
 def build_examples(
     name: str,
-    source: ExampleSource,
+    source: ExampleSource | Sequence[Turn],
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
     config: SftDataConfig,
     context_tokens: int,
     too_long: TooLong | None = None,
+    first: int = 0,
 ) -> list[Example]:
     """The examples of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows and
-    of their turns.
+    of their turns, or, of a part of its turns, from ``first`` on.
 
     Raises ``DataError`` as ``load_rows`` does, for a completion that is missing or not text, for a
     conversation without a turn of the assistant, and, depending on ``too_long``, for an example
     that is longer than ``config.max_tokens`` or the model's context.
     """
     too_long = too_long or TooLong(config.too_long)
-    rows, completions = zip(*_turns(source), strict=True)
-    prompts = prompts_of_rows(name, rows, tokenizer, config.chat)
+    turns = source if isinstance(source, Sequence) else iter_turns(source)
+    rows, completions = zip(*turns, strict=True)
+    prompts = prompts_of_rows(name, rows, tokenizer, config.chat, first=first)
     texts = [
         _completion_text(prompt, row, completion, tokenizer, config.chat)
         for prompt, row, completion in zip(prompts, rows, completions, strict=True)
@@ -138,13 +144,17 @@ def build_examples(
     return examples
 
 
-def _turns(source: ExampleSource) -> Iterator[tuple[Row, str]]:
+def iter_turns(source: ExampleSource) -> Iterator[Turn]:
+    """What examples are built of, one at a time in memory."""
+    if isinstance(source, MixtureExamples):
+        yield from mixed(source, iter_turns)
+        return
     if source.messages is None:
-        for row in load_rows(source):
+        for row in iter_rows(source):
             advice = "name it in the key `completion`, or whole conversations in the key `messages`"
             yield row, answer_of(row, source.completion, advice)
         return
-    for row in load_rows(source.model_copy(update={"prompt": source.messages})):
+    for row in iter_rows(source.model_copy(update={"prompt": source.messages})):
         yield from _assistant_turns(row, source.messages)
 
 
@@ -275,22 +285,25 @@ class Pair:
 
 def build_pairs(
     name: str,
-    source: ExampleSource,
+    source: ExampleSource | Sequence[Answered],
     tokenizer: PreTrainedTokenizerBase,
     config: SftDataConfig,
     context_tokens: int,
     too_long: TooLong | None = None,
+    first: int = 0,
 ) -> list[Pair]:
-    """The pairs of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows.
+    """The pairs of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows, or,
+    of a part of its rows, from ``first`` on.
 
     Raises ``DataError`` as ``load_rows`` does, for an answer that is missing or not text, for equal
     answers, and, depending on ``too_long``, for a conversation that is longer than
     ``config.max_tokens`` or the model's context.
     """
     too_long = too_long or TooLong(config.too_long)
-    rows = load_rows(source)
-    prompts = prompts_of_rows(name, rows, tokenizer, config.chat)
-    answers = [(row, answer) for row in rows for answer in _answers(row, source)]
+    found = list(source if isinstance(source, Sequence) else iter_answered(source))
+    rows = [row for row, *_ in found]
+    prompts = prompts_of_rows(name, rows, tokenizer, config.chat, first=first)
+    answers = [(row, answer) for row, *both in found for answer in both]
     ids = conversation_ids(answers, tokenizer, config.chat)
     pairs = []
     for prompt, row, chosen, rejected in zip(prompts, rows, ids[::2], ids[1::2], strict=True):
@@ -305,7 +318,16 @@ def build_pairs(
     return pairs
 
 
-def _answers(row: Row, source: ExampleSource) -> tuple[str, str]:
+def iter_answered(source: ExampleSource) -> Iterator[Answered]:
+    """What pairs are built of, one at a time in memory."""
+    if isinstance(source, MixtureExamples):
+        yield from mixed(source, iter_answered)
+        return
+    for row in iter_rows(source):
+        yield (row, *_answers(row, source))
+
+
+def _answers(row: Row, source: AnswerColumns) -> tuple[str, str]:
     advice = "a pair has a prompt and two answers: name their columns in `chosen` and `rejected`"
     chosen, rejected = (answer_of(row, key, advice) for key in (source.chosen, source.rejected))
     if chosen == rejected:

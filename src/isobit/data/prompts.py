@@ -28,9 +28,15 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def learnt_sha256(prompts: Sequence[Prompt], learnt: Sequence[Any]) -> str:
-    """Digest of prompts with what is trained on after each."""
-    return sha256(json.dumps([prompts_sha256(prompts), learnt]).encode()).hexdigest()
+def learnt_sha256(prompts: Sequence[Prompt], learnt: Iterable[Any]) -> str:
+    """Digest of prompts with what is trained on after each: of their digest and the list, as
+    JSON.
+    """
+    digest = sha256(f"[{json.dumps(prompts_sha256(prompts))}, [".encode())
+    for place, one in enumerate(learnt):
+        digest.update(f"{', ' if place else ''}{json.dumps(one)}".encode())
+    digest.update(b"]]")
+    return digest.hexdigest()
 
 
 _KEPT_AHEAD = 64
@@ -44,6 +50,8 @@ class TooLong:
     rule: tables.TooLong = "refuse"
     dropped: int = 0
     cut: int = 0
+    in_parts: bool = False
+    """Whether a set is built part by part, some of which may be left without any."""
 
     def keeps(self, problem: str) -> bool:
         """Whether an item with a ``problem`` is kept, shortened. Raises ``DataError`` with the
@@ -61,7 +69,7 @@ class TooLong:
 
     def check_left(self, name: str, kept: Sized) -> None:
         """Raise ``DataError`` if nothing is left of the set ``name``."""
-        if self.dropped and not len(kept):
+        if self.dropped and not self.in_parts and not len(kept):
             raise DataError(
                 f"all {self.dropped} rows of {name} are too long; raise the limit, or keep them"
             )
@@ -80,13 +88,15 @@ def describe_too_long(sets: Mapping[str, TooLong]) -> str:
 
 def build_prompts(
     name: str,
-    source: DataSource,
+    source: DataSource | Sequence[Row],
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     context_tokens: int | None = None,
     too_long: TooLong | None = None,
+    first: int = 0,
 ) -> list[Prompt]:
-    """The prompts of ``source``, with ids ``name/0``, ``name/1``, ... by the number of their row.
+    """The prompts of ``source``, with ids ``name/0``, ``name/1``, ... by the number of their row,
+    or, of a part of its rows, from ``first`` on.
 
     ``context_tokens`` is the model's context, of which a prompt must leave at least one token for
     the answer; ``too_long`` counts. Raises ``DataError`` as ``load_rows`` does, and for a prompt
@@ -94,12 +104,13 @@ def build_prompts(
     """
     return prompts_of_rows(
         name,
-        load_rows(source),
+        source if isinstance(source, Sequence) else load_rows(source),
         tokenizer,
         config.chat,
         config.max_prompt_tokens,
         context_tokens,
         too_long or TooLong(config.too_long),
+        first=first,
     )
 
 
@@ -111,13 +122,14 @@ def prompts_of_rows(
     max_prompt_tokens: int | None = None,
     context_tokens: int | None = None,
     too_long: TooLong | None = None,
+    first: int = 0,
 ) -> list[Prompt]:
     """``build_prompts`` for given rows; None is no limit. Raises ``DataError`` as it does."""
     too_long = too_long or TooLong()
     limit, what = _limit(max_prompt_tokens, context_tokens)
     most = most_characters(limit, tokenizer)
     texts: list[tuple[int, Row, str]] = []
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows, first):
         text = _render(row, tokenizer, chat)
         if len(text) > most:  # avoids tokenising it
             if too_long.rule == "cut":
@@ -154,11 +166,22 @@ def drop_evaluated(
     """
     held_out = {prompt.text for prompts in evaluated for prompt in prompts}
     kept = [prompt for prompt in train if prompt.text not in held_out]
-    if not kept:
-        raise DataError(
-            f"all {len(train)} training prompts also stand in an evaluation set; use other rows"
-        )
+    check_any_left("train", kept, len(train) - len(kept))
     return kept, len(train) - len(kept)
+
+
+def check_any_left(name: str, kept: Sized, dropped: int, too_long: TooLong | None = None) -> None:
+    """Raise ``DataError`` if nothing is left of a training set of which so many prompts were
+    dropped because they are evaluated, and others perhaps because they are too long.
+    """
+    if len(kept):
+        return
+    if dropped:
+        raise DataError(
+            f"all {dropped} training prompts also stand in an evaluation set; use other rows"
+        )
+    if too_long is not None:
+        replace(too_long, in_parts=False).check_left(name, kept)
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:

@@ -30,10 +30,13 @@ from isobit.config.reward import WHOLE
 from isobit.data.prompts import (
     TooLong,
     build_prompts,
+    check_any_left,
     describe_too_long,
     drop_evaluated,
     prompts_sha256,
 )
+from isobit.data.sampler import Spool, in_chunks
+from isobit.data.sources import iter_rows
 from isobit.models.folder import DescribedModel
 from isobit.records.text import Prompt
 from isobit.rewards.graders import GRADERS
@@ -53,6 +56,15 @@ class RlData:
     """The problems of each evaluation set."""
     too_long: Mapping[str, TooLong] = field(default_factory=dict)
     """What was too long in each set, and what became of it."""
+    spool: Spool[Prompt] | None = None
+    """Where the prompts to learn from are, if they are streamed."""
+
+    @property
+    def by_id(self) -> Mapping[str, Prompt]:
+        """The prompts to learn from."""
+        if self.spool is not None:
+            return self.spool
+        return {prompt.id: prompt for prompt in self.prompts}
 
     def figures(self) -> dict[str, Any]:
         """How many there are of each, for the manifest."""
@@ -82,7 +94,9 @@ class RlData:
         )
         return (
             f"data: {len(self.prompts)} training prompts{dropped}; evaluation problems: "
-            f"{sets or 'none'}{describe_too_long(self.too_long)}" + self._repeated(prompts_per_step)
+            f"{sets or 'none'}{describe_too_long(self.too_long)}"
+            + (f"; {self.spool.describe()}" if self.spool is not None else "")
+            + self._repeated(prompts_per_step)
         )
 
     def _repeated(self, prompts_per_step: int) -> str:
@@ -104,10 +118,46 @@ def load_prompts(data: DataConfig, model: DescribedModel) -> RlData:
         context = model.config.max_positions
         return build_prompts(name, source, model.tokenizer, data, context, counts)
 
+    if data.streaming:
+        too_long["train"] = TooLong(data.too_long, in_parts=True)
+        sets = {name: prompts_of(name, source) for name, source in data.eval.items()}
+        prompts, dropped = _spooled(data, model, sets, too_long["train"])
+        return RlData(prompts.items_in_order, dropped, sets, _told(too_long), prompts)
     train = prompts_of("train", data.train)
     sets = {name: prompts_of(name, source) for name, source in data.eval.items()}
     prompts, dropped = drop_evaluated(train, sets.values())
-    return RlData(prompts, dropped, sets, {n: one for n, one in too_long.items() if one.describe()})
+    return RlData(prompts, dropped, sets, _told(too_long))
+
+
+def _told(too_long: Mapping[str, TooLong]) -> dict[str, TooLong]:
+    return {name: one for name, one in too_long.items() if one.describe()}
+
+
+def _spooled(
+    data: DataConfig,
+    model: DescribedModel,
+    sets: Mapping[str, Sequence[Prompt]],
+    too_long: TooLong,
+) -> tuple[Spool[Prompt], int]:
+    """The training prompts that are in no set, in a spool, and how many were left out."""
+    held_out, dropped = {prompt.text for prompts in sets.values() for prompt in prompts}, 0
+
+    def kept() -> Iterator[Prompt]:
+        nonlocal dropped
+        first, context = 0, model.config.max_positions
+        for rows in in_chunks(iter_rows(data.train)):
+            for prompt in build_prompts(
+                "train", rows, model.tokenizer, data, context, too_long, first=first
+            ):
+                if prompt.text not in held_out:
+                    yield prompt
+                else:
+                    dropped += 1
+            first += len(rows)
+
+    spool = Spool(kept(), lambda prompt: prompt.id)
+    check_any_left("train", spool, dropped, too_long)
+    return spool, dropped
 
 
 _TOKENIZER = (

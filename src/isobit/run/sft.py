@@ -13,14 +13,14 @@ from typing import Any, TypeAlias
 from isobit.config.recipes import SftConfig
 from isobit.config.rules import check_sft
 from isobit.config.tables import OptimisationConfig, TrainingConfig
-from isobit.observe.console import Console, describe_policy
+from isobit.observe.console import Console, describe_policy, silent
 from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.rewards.grading import Grading
 from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
 from isobit.run.lessons import LESSONS, HeldOut, Item, Lesson, SftData, load_examples
-from isobit.run.plan import Plan, describe_source, source_config
+from isobit.run.plan import Plan, describe_source, settled, source_config
 from isobit.run.reward_models import plan_reward_models
 from isobit.run.run import Run, begin_run, start_run
 from isobit.run.sft_log import SftLog, SftSummary
@@ -198,6 +198,8 @@ def open_run(
     allowed: Sequence[str],
 ) -> Iterator[SftRun]:
     """A block with all steps of a run, which begins or is resumed (``isobit.run.run``)."""
+    console = console or (Console() if world.rank == 0 else silent())
+    config = settled(config, read_sft, console.line)
     shape = source_config(config.model, config.from_scratch, config.objective)
     with (
         begin_run(config, shape, console, resume, world, allowed) as begun,
