@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from isobit.cli.arguments import count_of_threads, folder_parser, positive
 from isobit.config import recipes
@@ -52,8 +53,10 @@ def test_every_number_has_both_bounds() -> None:
         for name, field in model.model_fields.items():
             if {int, float} & {one for one in leaves(field.annotation) if isinstance(one, type)}:
                 key = f"{model.__name__}.{name}"
-                assert any(isinstance(bound, Ge | Gt) for bound in field.metadata), key
-                assert any(isinstance(bound, Le | Lt) for bound in field.metadata), key
+                inside = [one for one in leaves(field.annotation) if isinstance(one, FieldInfo)]
+                bounds = [*field.metadata, *(bound for one in inside for bound in one.metadata)]
+                assert any(isinstance(bound, Ge | Gt) for bound in bounds), key
+                assert any(isinstance(bound, Le | Lt) for bound in bounds), key
                 checked += 1
     assert checked > 150
 

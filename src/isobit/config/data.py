@@ -8,7 +8,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from isobit.config.base import MAX_COUNT, MAX_FACTOR, HomePath, Seed, Strict
+from isobit.config.base import MAX_COUNT, MAX_FACTOR, HomePath, Seed, Strict, path_at_home
 from isobit.config.tables import MAX_POSITIONS
 
 
@@ -40,11 +40,12 @@ class ColumnsData(Source):
 def _paths(value: Any) -> Any:
     several = value if isinstance(value, list | tuple) else [value]
     if several and all(isinstance(one, str | Path) for one in several):
-        return value
+        found = [path_at_home(one) for one in several]
+        return tuple(found) if several is value else found[0]
     raise PydanticCustomError("paths", "should be a path or a list of paths")
 
 
-Paths = Annotated[HomePath | tuple[HomePath, ...], BeforeValidator(_paths)]
+Paths = Annotated[Path | tuple[Path, ...], BeforeValidator(_paths)]
 
 
 class JsonlData(ColumnsData):

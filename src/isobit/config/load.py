@@ -143,7 +143,7 @@ _YAML = re.compile(r"(---\s*$|[\w-]+:(\s|$))")
 
 def _tables_of(content: bytes, path: Path) -> dict[str, Any]:
     if content.startswith(_UTF_16):
-        raise ConfigError(f"{path}: a text file in UTF-16; save it as UTF-8")
+        raise ConfigError(f"{path}: not a text file in UTF-8 but in UTF-16; save it as UTF-8")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

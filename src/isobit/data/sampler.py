@@ -67,8 +67,8 @@ class Spool(Mapping[str, Item]):
         self._ends, self._numbers, self._name = array("Q", [0]), array("Q"), ""
         for item in items:
             self._name, _, number = id_of(item).rpartition("/")
-            self._numbers.append(int(number))
             self._ends.append(self._ends[-1] + self._write(item))
+            self._numbers.append(int(number))
         self._file.flush()
 
     def _write(self, item: Item) -> int:

@@ -411,8 +411,7 @@ def _is_buffer(tensor: CheckpointTensor, config: ModelConfig) -> bool:
         return False
     kind, values = found["kind"], tensor.mapped.double()
     own = replace(config, rope_scaling=None) if kind == "original_inv_freq" else config
-    expected = inverse_frequencies(own)
-    error = expected * _FREQUENCY_ERROR
+    expected, error = inverse_frequencies(own), torch.zeros(())
     if not kind.endswith("inv_freq"):
         positions = torch.arange(values.numel() // config.head_dim, dtype=torch.float64)
         angles = torch.outer(positions, expected).repeat(1, 2)
@@ -424,9 +423,10 @@ def _is_buffer(tensor: CheckpointTensor, config: ModelConfig) -> bool:
             "numbers; remove the buffer, or correct config.json"
         )
     values, limits = values.view_as(expected), torch.finfo(tensor.mapped.dtype)
-    error = error + expected.abs() * limits.eps + limits.smallest_normal
-    if not bool(((values - expected).abs() <= error).all()):
-        place = int((~((values - expected).abs() <= error)).flatten().nonzero()[0])
+    error = error + expected.abs() * max(limits.eps, _FREQUENCY_ERROR) + limits.smallest_normal
+    wrong = ~((values - expected).abs() <= error)  # of NaN, too
+    if bool(wrong.any()):
+        place = int(wrong.flatten().nonzero()[0])
         raise ModelError(
             f"{tensor} is {values.flatten()[place]:.8g} in place {place}, but config.json "
             f"(rope_theta = {config.rope_theta:g}, head_dim = {config.head_dim}) gives "
