@@ -1,5 +1,6 @@
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -90,7 +91,7 @@ def test_the_home_directory_in_every_path_and_name(key, recipe, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
 
     def value(word: str) -> str:
-        found = load_config(recipe(HOMELESS), [f"--{key}", word]).model_dump(mode="json")
+        found: Any = load_config(recipe(HOMELESS), [f"--{key}", word]).model_dump(mode="json")
         for part in key.split("."):
             found = found[part]
         return found

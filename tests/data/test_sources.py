@@ -422,6 +422,8 @@ def test_patterns_without_files_and_files_named_twice_are_refused(tmp_path: Path
     write_jsonl(tmp_path / "a.jsonl", lines(ROWS))
     with pytest.raises(DataError, match=r"no file matches .*b\*\.jsonl; correct the pattern"):
         load_rows(JsonlData(path=tmp_path / "b*.jsonl"))
+    with pytest.raises(DataError, match=r"a list on the command line is written '\[\"a\.jsonl"):
+        load_rows(JsonlData(path=Path("[a.jsonl,b.jsonl]")))
     with pytest.raises(DataError, match=r"a\.jsonl is named twice; name it once"):
         load_rows(JsonlData(path=(tmp_path / "*.jsonl", tmp_path / "a.jsonl")))
 
@@ -456,10 +458,23 @@ def test_a_mixture_is_what_interleave_datasets_makes(
         stopping_strategy=stop,
     )
     found = [row.prompt for row in load_rows(source)]
-    assert found == [row["prompt"] for row in expected]
-    seen = [len({one for one in found if one.startswith(f"{i}-")}) for i in range(len(sizes))]
+    assert found == list(expected["prompt"])
+    seen = [len({x for x in found if str(x).startswith(f"{i}-")}) for i in range(len(sizes))]
     ended = [count == size for count, size in zip(seen, sizes, strict=True)]
     assert all(ended) if stop == "all_exhausted" else any(ended)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
+def test_an_empty_source_of_a_mixture_is_refused(place: int, stop: Any, tmp_path: Path) -> None:
+    """As huggingface/datasets#8626: rows of another source must not be taken for its own."""
+    names = ["a", "b"]
+    names.insert(place, "empty")
+    sources = {
+        name: write_jsonl(tmp_path / name, [] if name == "empty" else lines(ROWS)) for name in names
+    }
+    with pytest.raises(DataError, match="empty has no rows; a run needs at least one prompt"):
+        load_rows(MixtureData(sources=sources, stop=stop))
 
 
 def test_a_mixture_says_how_much_it_took_of_each(

@@ -22,10 +22,12 @@ from tests.tiny import json_lines
 
 MakeConfig = Callable[..., RunConfig]
 Outcome = Callable[[Path], dict[str, Any]]
-DIES_IN_STEP_5 = (
+DIES = (
     "from isobit.util.errors import StoppedAtOnce\n"
-    "if call == 3 + 4 * 16 + 3: hook.unlink(); raise StoppedAtOnce"
+    "if call == {call}: hook.unlink(); raise StoppedAtOnce"
 )
+EVALUATION, STEP = 3, 16
+"""Rewards asked for by an evaluation and by a step."""
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ KINDS = ["list", "mixture", "streaming", "streamed mixture", "epochs"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_dies_and_goes_on_leaves_the_same_files(
+def test_a_run_that_dies_twice_and_goes_on_leaves_the_same_files(
     kind: str,
     parts: Path,
     values: dict[str, Any],
@@ -84,9 +86,10 @@ def test_a_run_that_dies_and_goes_on_leaves_the_same_files(
 
     whole, broken = config("whole"), config("broken")
     train(whole)
-    hook(DIES_IN_STEP_5)
-    with pytest.raises(StoppedAtOnce):
-        train(broken)
+    for resume, call in ((False, EVALUATION + 2 * STEP + 5), (True, EVALUATION + STEP + 5)):
+        hook(DIES.format(call=call))  # in step 3, and of step 3 and those after it in the fourth
+        with pytest.raises(StoppedAtOnce):
+            train(broken, resume=resume)
     assert len(json_lines(broken.output / "digests.jsonl")) < 6
     train(broken, resume=True)
     assert outcome(broken.output) == outcome(whole.output)

@@ -89,7 +89,15 @@ def source_files(given: Path | tuple[Path, ...]) -> list[Path]:
         matches = sorted(glob.glob(str(path), recursive=True))
         files = [Path(name) for name in matches if not Path(name).is_dir()]
         if not files:
-            raise DataError(f"no file matches {path}; correct the pattern, or name the files")
+            listed = str(path).startswith("[") and "," in str(path)
+            raise DataError(
+                f"no file matches {path}; "
+                + (
+                    """a list on the command line is written '["a.jsonl", "b.jsonl"]'"""
+                    if listed
+                    else "correct the pattern, or name the files"
+                )
+            )
         found += files
     for place, path in enumerate(found):
         if path in found[:place]:
