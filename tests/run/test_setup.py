@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import RolloutConfig
+from isobit.run.data import settled
 from isobit.run.loop import train
-from isobit.run.plan import plan_training, settled
+from isobit.run.plan import plan_training
 from isobit.run.setup import read_rl
 from isobit.util.errors import (
     ConfigError,

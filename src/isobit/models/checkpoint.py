@@ -23,13 +23,13 @@ A matrix whose parts are all stored in FP8 stays in FP8, with bytes and scales c
 
 import re
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
-from isobit.models.config import ModelConfig, inverse_frequencies
+from isobit.models.config import ModelConfig, rotary_buffer
 from isobit.models.decoder import NAME as EMBEDDING
 from isobit.models.decoder import build_decoder
 from isobit.models.fp8_checkpoint import (
@@ -398,8 +398,6 @@ _ROTARY = re.compile(
 """Buffers that transformers before 4.32 and tools of that time stored. They follow from the
 configuration, so that nothing is lost without them.
 """
-_FREQUENCY_ERROR = 4e-6
-"""Largest relative error of theta^(-2i/D) computed in FP32."""
 
 
 def _is_buffer(tensor: CheckpointTensor, config: ModelConfig) -> bool:
@@ -409,21 +407,15 @@ def _is_buffer(tensor: CheckpointTensor, config: ModelConfig) -> bool:
     found = _ROTARY.fullmatch(tensor.name)
     if found is None or tensor.format not in FORMATS:
         return False
-    kind, values = found["kind"], tensor.mapped.double()
-    own = replace(config, rope_scaling=None) if kind == "original_inv_freq" else config
-    expected, error = inverse_frequencies(own), torch.zeros(())
-    if not kind.endswith("inv_freq"):
-        positions = torch.arange(values.numel() // config.head_dim, dtype=torch.float64)
-        angles = torch.outer(positions, expected).repeat(1, 2)
-        expected = (angles.cos() if kind == "cos_cached" else angles.sin()) * own.attention_scaling
-        error = angles * _FREQUENCY_ERROR
+    values = tensor.mapped.double()
+    expected, error = rotary_buffer(config, found["kind"], values.numel() // config.head_dim)
     if values.numel() != expected.numel():
         raise ModelError(
             f"{tensor} has the shape {tensor.shape}, but config.json asks for {expected.numel()} "
             "numbers; remove the buffer, or correct config.json"
         )
     values, limits = values.view_as(expected), torch.finfo(tensor.mapped.dtype)
-    error = error + expected.abs() * max(limits.eps, _FREQUENCY_ERROR) + limits.smallest_normal
+    error = error + expected.abs() * limits.eps + limits.smallest_normal
     wrong = ~((values - expected).abs() <= error)  # of NaN, too
     if bool(wrong.any()):
         place = int(wrong.flatten().nonzero()[0])

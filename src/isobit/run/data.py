@@ -19,13 +19,15 @@ Weights are not among them: a checkpoint holds the policy's, and digests of all 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from isobit.config.base import MAX_STEPS
 from isobit.config.data import DataConfig, DataSource
-from isobit.config.recipes import Recipe, RunConfig
+from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.reward import WHOLE
 from isobit.data.prompts import (
     TooLong,
@@ -37,9 +39,10 @@ from isobit.data.prompts import (
 )
 from isobit.data.sampler import Spool, in_chunks
 from isobit.data.sources import iter_rows
-from isobit.models.folder import DescribedModel
+from isobit.models.folder import DescribedModel, model_folder, read_config
 from isobit.records.text import Prompt
 from isobit.rewards.graders import GRADERS
+from isobit.util.errors import ConfigError
 from isobit.util.files import file_sha256
 from isobit.util.user_code import source_sha256
 
@@ -158,6 +161,50 @@ def _spooled(
     spool = Spool(kept(), lambda prompt: prompt.id)
     check_any_left("train", spool, dropped, too_long)
     return spool, dropped
+
+
+Config = TypeVar("Config", RunConfig, SftConfig)
+
+
+def settled(
+    config: Config, read: Callable[[Config], Any], say: Callable[[str], None] = lambda _: None
+) -> Config:
+    """The recipe with what a model and its data decide where the recipe leaves it open:
+    ``rollout.max_new_tokens``, which is at most half of a small context, and ``training.steps``,
+    where ``data.epochs`` is set. It is settled before anything compares or records the recipe.
+
+    Raises ConfigError where ``training.steps`` is set as well, to another number, and what
+    ``read``, which plans the training, raises.
+    """
+    rollout = config.rollout
+    if config.reward is not None and "max_new_tokens" not in rollout.model_fields_set:
+        shape = config.from_scratch if isinstance(config, SftConfig) else None
+        half = (shape or read_config(model_folder(config.model))).max_positions // 2
+        if half < rollout.max_new_tokens:
+            say(
+                f"completions have at most {half} tokens, half of the model's context; another "
+                "limit is rollout.max_new_tokens"
+            )
+            rollout = rollout.model_copy(update={"max_new_tokens": half})
+            config = config.model_copy(update={"rollout": rollout})
+    epochs, training = config.data.epochs, config.training
+    if epochs is None:
+        return config
+    rows, per_step = len(read(config).data.prompts), training.prompts_per_step
+    steps = math.ceil(epochs * rows / per_step)
+    if "steps" in training.model_fields_set and training.steps != steps:
+        raise ConfigError(
+            f"data.epochs is {epochs:g}, which is {steps} steps of {per_step} of the {rows} "
+            f"training prompts, but training.steps is {training.steps}; leave one of them out"
+        )
+    if steps > MAX_STEPS:
+        raise ConfigError(
+            f"data.epochs is {epochs:g}, which is {steps:,} steps; a run has at most "
+            f"{MAX_STEPS:,}: lower it, or raise training.prompts_per_step"
+        )
+    training = training.model_copy(update={"steps": steps})
+    say(f"data.epochs = {epochs:g} of {rows} prompts: {steps} steps of {per_step}")
+    return config.model_copy(update={"training": training})
 
 
 _TOKENIZER = (

@@ -43,10 +43,10 @@ from isobit.records.kept_groups import groups_value
 from isobit.records.text import Completion, Group
 from isobit.rollout.engine import EngineStats, Progress, Request
 from isobit.rollout.shared import generate_shared
+from isobit.run.data import settled
 from isobit.run.grading import Interruption
 from isobit.run.log import RlSummary
 from isobit.run.pending import GradedBatch, batch_value, compared
-from isobit.run.plan import settled
 from isobit.run.rollouters import Rollouters, append_lines, check_parts, lines_ahead
 from isobit.run.run import begin_run, open_graders, start_run
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl, read_rl

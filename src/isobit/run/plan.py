@@ -12,7 +12,6 @@ the run would refuse, apart from what only the weights can show and from tracker
 called over the network.  It writes nothing, and takes none of the memory that the run would take.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
-from isobit.config.base import MAX_STEPS
 from isobit.config.load import dump_config
 from isobit.config.recipes import Objective, RunConfig, SftConfig
 from isobit.config.reward import RewardConfig
@@ -60,7 +58,7 @@ from isobit.precision.quant_tensor import BLOCK
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import Request
 from isobit.rollout.native import Limits, check_limits
-from isobit.run.data import RlData, digests
+from isobit.run.data import RlData, digests, settled
 from isobit.run.lessons import SftData
 from isobit.store.checkpoint import folders_by_step
 from isobit.store.directory import RunDirectory, check_unused
@@ -240,47 +238,6 @@ class Plan(Generic[Config, Data]):
     def choose_device(self) -> torch.device:
         """Where it computes.  Raises ConfigError where that cannot be."""
         return choose_device(self.config.device, self.model.config, self.config.precision)
-
-
-def settled(
-    config: Config, read: Callable[[Config], AnyPlan], say: Callable[[str], None] = lambda _: None
-) -> Config:
-    """The recipe with what a model and its data decide where the recipe leaves it open:
-    ``rollout.max_new_tokens``, which is at most half of a small context, and ``training.steps``,
-    where ``data.epochs`` is set. It is settled before anything compares or records the recipe.
-
-    Raises ConfigError where ``training.steps`` is set as well, to another number, and what
-    ``read``, which plans the training, raises.
-    """
-    rollout = config.rollout
-    if config.reward is not None and "max_new_tokens" not in rollout.model_fields_set:
-        shape = config.from_scratch if isinstance(config, SftConfig) else None
-        half = source_config(config.model, shape).max_positions // 2
-        if half < rollout.max_new_tokens:
-            say(
-                f"completions have at most {half} tokens, half of the model's context; another "
-                "limit is rollout.max_new_tokens"
-            )
-            rollout = rollout.model_copy(update={"max_new_tokens": half})
-            config = config.model_copy(update={"rollout": rollout})
-    epochs, training = config.data.epochs, config.training
-    if epochs is None:
-        return config
-    rows, per_step = len(read(config).data.prompts), training.prompts_per_step
-    steps = math.ceil(epochs * rows / per_step)
-    if "steps" in training.model_fields_set and training.steps != steps:
-        raise ConfigError(
-            f"data.epochs is {epochs:g}, which is {steps} steps of {per_step} of the {rows} "
-            f"training prompts, but training.steps is {training.steps}; leave one of them out"
-        )
-    if steps > MAX_STEPS:
-        raise ConfigError(
-            f"data.epochs is {epochs:g}, which is {steps:,} steps; a run has at most "
-            f"{MAX_STEPS:,}: lower it, or raise training.prompts_per_step"
-        )
-    training = training.model_copy(update={"steps": steps})
-    say(f"data.epochs = {epochs:g} of {rows} prompts: {steps} steps of {per_step}")
-    return config.model_copy(update={"training": training})
 
 
 def check_requests(

@@ -18,9 +18,10 @@ from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.rewards.grading import Grading
+from isobit.run.data import settled
 from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
 from isobit.run.lessons import LESSONS, HeldOut, Item, Lesson, SftData, load_examples
-from isobit.run.plan import Plan, describe_source, settled, source_config
+from isobit.run.plan import Plan, describe_source, source_config
 from isobit.run.reward_models import plan_reward_models
 from isobit.run.run import Run, begin_run, start_run
 from isobit.run.sft_log import SftLog, SftSummary
