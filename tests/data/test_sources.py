@@ -470,7 +470,7 @@ def test_an_empty_source_of_a_mixture_is_refused(place: int, stop: Any, tmp_path
     """As huggingface/datasets#8626: rows of another source must not be taken for its own."""
     names = ["a", "b"]
     names.insert(place, "empty")
-    sources = {
+    sources: dict[str, Any] = {
         name: write_jsonl(tmp_path / name, [] if name == "empty" else lines(ROWS)) for name in names
     }
     with pytest.raises(DataError, match="empty has no rows; a run needs at least one prompt"):
