@@ -107,13 +107,16 @@ def _weight_formats(model: Any) -> dict[str, int]:
 
 def _prompt(folder: Path, question: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """-> the tokens of the question as ``isobit rollout`` asks it, and those that end an answer."""
+    from isobit.config.data import ChatConfig
     from isobit.data.prompts import prompts_of_rows
     from isobit.data.sources import Row
     from isobit.data.tokenizer import load_tokenizer, stop_token_ids
 
     tokenizer = load_tokenizer(folder)
     rows = [Row(question, {}, "question")]
-    (prompt,) = prompts_of_rows("question", rows, tokenizer, True, context_tokens=MODEL_LENGTH)
+    (prompt,) = prompts_of_rows(
+        "question", rows, tokenizer, ChatConfig(), context_tokens=MODEL_LENGTH
+    )
     return prompt.token_ids, stop_token_ids(tokenizer, folder)
 
 

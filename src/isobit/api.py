@@ -97,7 +97,7 @@ def evaluate(
 
 def generate(
     model: str | Path,
-    prompts: str | Sequence[str | Sequence[Mapping[str, str]]],
+    prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
     *,
     samples: int = 1,
     seed: int = 0,

@@ -62,6 +62,33 @@ def test_weights_by_hand(correction: Any, expected: list[float]) -> None:
     assert found.tolist() == pytest.approx(expected, rel=1e-6)
 
 
+SEQUENCE_WEIGHTS: list[tuple[list[Any], list[float]]] = [
+    ([TisCorrection(level="sequence")], [2.0, 1.001, 0.1]),
+    ([MisCorrection(level="sequence", max=5)], [3.0, 1.001, 0.1]),
+    ([MisCorrection(level="geometric", max=1.5)], [1.0, 1.0, 0.0]),
+    ([TisCorrection(level="sequence"), K3Correction(max=0.7)], [2.0, 1.001, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("corrections", "weights"), SEQUENCE_WEIGHTS, ids=str)
+def test_weights_of_sequences_are_normalised_over_sequences(
+    corrections: list[Any], weights: list[float]
+) -> None:
+    """The self-normalised estimator: w_s / mean over the S sequences, whatever their lengths.  Seen
+    before: over tokens, which is another by the factor of long sequences' weight.
+    """
+    found = correction_weights([*corrections, NormaliseCorrection()], LOG_RHO, SEQUENCE)
+    mean = sum(weights) / 3
+    assert found.tolist() == pytest.approx([weights[s] / mean for s in SEQUENCE], rel=1e-6)
+
+
+def test_weights_of_tokens_are_normalised_over_tokens() -> None:
+    by_token = [TisCorrection(), MisCorrection(level="geometric", max=1.5)]
+    found = correction_weights([*by_token, NormaliseCorrection()], LOG_RHO, SEQUENCE)
+    weights = torch.tensor([1.5, 0.5, 2.0, 1.0, 1.001, 0.0])
+    assert found.tolist() == pytest.approx((weights / weights.mean()).tolist(), rel=1e-6)
+
+
 def test_the_divergences_that_are_rejected_are_those_of_the_definition() -> None:
     assert divergence(0.5) < 0.2 < divergence(4.0)
     assert 0.6 < sum(map(divergence, RHO[:3])) / 3 < 0.7

@@ -54,6 +54,32 @@ def test_two_processes_that_share_the_model_find_what_one_finds(tmp_path, capsys
     assert json.loads(out.read_text()) == alone
 
 
+def test_what_graders_count_and_which_references_are_unusable_is_printed(tmp_path, capsys):
+    data = tmp_path / "sums.jsonl"
+    answers = ["so\\n#### 9999", None, "8888"]
+    rows = [{"prompt": f"1+2+3+{i}=", "answer": one} for i, one in enumerate(answers)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wrapped = tmp_path / "wrapped.py"
+    wrapped.write_text(
+        "from dataclasses import replace\n"
+        "from isobit.rewards.graders.math import score\n"
+        "def f(prompt, completion):\n"
+        "    return score(prompt, replace(completion, text='The answer is 5.'))\n"
+    )
+    words = ["eval", "starter", "--data", str(data), *SMALL]
+    assert main([*words, "--reward", f"{wrapped}:f", "--reward.in_process", "true"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        ", 1 rewards failed; graders met: 2 math_verify: no marked answer, 1 failed: Miss" in shown
+    )
+    assert main([*words, "--reward", "math_verify"]) == 0
+    told = "references of sums for math_verify: 1 missing of 3 (33.3%)"
+    assert told in " ".join(capsys.readouterr().err.split())
+    data.write_text(json.dumps({"prompt": "1+2=", "answer": None}) + "\n")
+    assert main([*words, "--reward", "math_verify"]) == 2
+    assert "can use none of the 1 references of sums" in capsys.readouterr().err
+
+
 def test_several_samples_as_json(tmp_path, capsys):
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(f'{{"prompt": "1+2+3+{i}=", "answer": "{6 + i}"}}\n' for i in range(5)))

@@ -30,7 +30,8 @@ def test_it_writes_the_folder_and_says_what_is_in_it(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["export", "nowhere", "--to", "out"], "nowhere is not a folder"),
+        (["export", "nowhere", "--to", "out"], "no such run or model folder: nowhere;"),
+        (["export", "runs/typo", "--to", "out"], "no such run or model folder: runs/typo;"),
         (["export", "starter", "--to", "out", "--precision", "fp8"], "--format is bf16: leave one"),
         (["export", *FP8, "--precision", "int4"], "int4"),
         (["export", *FP8, "--depth", "3"], "depth"),

@@ -74,6 +74,20 @@ def test_a_dry_run_prints_the_run_the_flow_and_the_memory_and_touches_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_tells_of_references_and_refuses_data_without_any(tmp_path, capsys):
+    data = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"1+2+3+{i}=", "answer": None if i else "6"} for i in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["train", QUICKSTART, "--dry-run", "--output", str(tmp_path / "run"), *TINY]
+    words += ["--data.train.path", str(data), "--reward.function", "math_verify"]
+    assert main(words) == 0
+    told = "references of data.train for math_verify: 3 missing of 4 (75.0%)"
+    assert told in " ".join(capsys.readouterr().out.split())
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    assert main(words) == 2
+    assert "can use none of the 3 references of data.train" in capsys.readouterr().err
+
+
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, capsys):
     words = ["--output", str(tmp_path / "run"), "--rollout.temperature", "0"]
     assert main(["train", QUICKSTART, "--dry-run", *words]) == 2

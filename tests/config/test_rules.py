@@ -94,6 +94,15 @@ def test_what_contradicts_nothing_passes() -> None:
         ({"cluster": {"rollouters": 1}}, "cluster.rollouters is 1, but async.lag is 0"),
         ({"cluster": {"rollout_tp": 2}}, "cluster.rollout_tp is 2, but a run's published weights"),
         ({"corrections": [{"type": "tis"}, {"type": "mis"}]}, "corrections has tis and mis"),
+        (
+            {"training": {"samples_per_prompt": 1}},
+            "compares the samples of a prompt with each other",
+        ),
+        (
+            {"training": {"samples_per_prompt": 1}, "algorithm": "reinforce_pp_baseline"},
+            "one of 'reinforce_pp', 'ppo', 'remax'",
+        ),
+        ({"algorithm": {"name": "ppo", "dynamic_sampling": True}}, "leave dynamic_sampling out"),
         ({"corrections": [{"type": "normalise"}, {"type": "tis"}]}, "normalise comes last"),
         ({"reward": {"function": "mine.py:f", "model": "folder"}}, "and reward.model is 'folder'"),
         ({"reward": {"model": "folder", "options": {"x": 1}}}, "reward.options are keyword"),

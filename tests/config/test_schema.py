@@ -153,7 +153,7 @@ def test_a_choice_of_models_is_merged_under_one_path_and_free_names_show_as_name
 def test_a_location_leaves_out_the_type_and_knows_the_keys_of_its_table():
     path, siblings = locate(RunConfig, ("data", "eval", "held", "jsonl", "limt"))
     assert path == "data.eval.held.limt"
-    assert siblings == ["limit", "path", "prompt", "system", "type"]
+    assert siblings == ["limit", "path", "prompt", "system", "tools", "type"]
 
 
 def test_a_location_inside_a_free_table_or_a_list_has_no_known_keys():

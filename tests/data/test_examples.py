@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from isobit.config.data import JsonlExamples, SftDataConfig
+from isobit.config.data import ChatConfig, JsonlExamples, SftDataConfig
 from isobit.data.examples import (
     Example,
     Pair,
@@ -15,6 +15,7 @@ from isobit.data.examples import (
     build_pairs,
     conversation_ids,
     row_of,
+    whole_answer,
 )
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row
@@ -153,6 +154,45 @@ def test_parts_of_text_are_learnt_as_their_text(tmp_path: Path) -> None:
     assert (whole.prompt.token_ids, whole.learnt) == (one.prompt.token_ids, one.learnt)
 
 
+CALLS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+ADD = {"function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize("column", ["messages", "completion"])
+def test_calls_of_tools_are_learnt(tmp_path: Path, column: str) -> None:
+    asked = {"role": "user", "content": "1"}
+    call = {"role": "assistant", "content": "", "tool_calls": [ADD]}
+    row = {"talk": [asked, call], "prompt": [asked], "completion": [call]}
+    names = {"messages": "talk"} if column == "messages" else {}
+    (one,) = examples(tmp_path, [row], CALLS, **names)
+    decoded = tokenizer_with().decode(list(one.learnt), skip_special_tokens=False)
+    assert str(decoded).startswith('add{"a": 1};')
+    if column == "completion":
+        with pytest.raises(
+            DataError, match="the answer has tool_calls, which only a chat template"
+        ):
+            examples(tmp_path, [{"prompt": "1", "completion": [call]}])
+
+
+def test_a_prompt_that_ends_in_an_answer_is_answered_in_a_turn_of_its_own(tmp_path: Path) -> None:
+    """Only completions that are sampled go on with it."""
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    (one,) = examples(tmp_path, [{"prompt": talk, "completion": "3"}], CALLS)
+    assert one.prompt.text == "user:1;assistant:2;assistant:"
+
+
+def test_a_reward_model_reads_a_prefill_as_a_part_of_the_answer() -> None:
+    talk = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "It is "})
+    row, answer = whole_answer(Row(talk, {}, ""), "2")
+    assert (row.prompt, answer) == (talk[:1], "It is 2")
+    assert whole_answer(Row(talk[:1], {}, ""), "2") == (Row(talk[:1], {}, ""), "2")
+    assert whole_answer(Row("1+1=", {}, ""), "2")[1] == "2"
+
+
 TALK_CONVERSATIONS = ({"role": "system", "content": "Add"}, {"role": "user", "content": "1+1="})
 
 
@@ -181,7 +221,9 @@ def test_a_template_writes_the_whole_conversation_up_to_its_last_white_space() -
     for prompt in ("1+1=", TALK_CONVERSATIONS[1:]):
         (ids,) = conversation_ids([(Row(prompt, {}, "line 1"), "2")], tokenizer_with(CHAT))
         assert text_conversations(ids) == expected
-    (ids,) = conversation_ids([(Row("1+1=", {}, ""), "2")], tokenizer_with(CHAT), chat=False)
+    (ids,) = conversation_ids(
+        [(Row("1+1=", {}, ""), "2")], tokenizer_with(CHAT), ChatConfig(chat=False)
+    )
     assert text_conversations(ids) == "<bos>1+1=2<eos>"
 
 
@@ -203,7 +245,7 @@ def test_a_prompt_of_messages_is_rendered_again_where_there_is_a_template(
     policys: str, reward_models: str | None, expected: str
 ) -> None:
     (prompt,) = prompts_of_rows(
-        "p", [Row(TALK_CONVERSATIONS, {}, "")], tokenizer_with(policys), chat=True
+        "p", [Row(TALK_CONVERSATIONS, {}, "")], tokenizer_with(policys), ChatConfig()
     )
     other = tokenizer_with(reward_models)
     (ids,) = conversation_ids([(row_of(prompt, other), "2")], other)
@@ -212,7 +254,7 @@ def test_a_prompt_of_messages_is_rendered_again_where_there_is_a_template(
 
 @pytest.mark.parametrize("policys", [None, CHAT])
 def test_a_prompt_of_text_is_that_text_whatever_the_policy_read(policys: str | None) -> None:
-    (prompt,) = prompts_of_rows("p", [Row("1+1=", {}, "")], tokenizer_with(policys), chat=True)
+    (prompt,) = prompts_of_rows("p", [Row("1+1=", {}, "")], tokenizer_with(policys), ChatConfig())
     chat, plain = (CHAT, "<user>1+1=; <assistant>2<eos> "), (None, "<bos>1+1=2<eos>")
     of_no_dataset = Prompt("p", "1+1=", ())
     for one, template, expected in ((prompt, *chat), (prompt, *plain), (of_no_dataset, *plain)):

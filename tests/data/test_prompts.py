@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from isobit.config.data import DataConfig, JsonlData
+from isobit.config.data import ChatConfig, DataConfig, JsonlData
 from isobit.data.prompts import TooLong, build_prompts, drop_evaluated, prompts_of_rows
 from isobit.data.sources import Row
 from isobit.records.text import Prompt
@@ -99,8 +99,34 @@ def test_the_longest_allowed_prompt_passes(tmp_path: Path) -> None:
 
 
 def test_rows_at_hand_need_no_limit() -> None:
-    (prompt,) = prompts_of_rows("typed", [Row("1" * 2000, {}, "prompt 0")], tokenizer(), chat=True)
+    (prompt,) = prompts_of_rows(
+        "typed", [Row("1" * 2000, {}, "prompt 0")], tokenizer(), ChatConfig()
+    )
     assert (prompt.id, len(prompt.token_ids)) == ("typed/0", 2001)
+
+
+@pytest.mark.parametrize(("rule", "left"), [("drop", [3]), ("cut", [24, 3])])
+def test_one_limit_holds_for_the_prompt_and_its_longest_completion(
+    tmp_path: Path, rule: Any, left: list[int]
+) -> None:
+    config = data(tmp_path, "1" * 30, "1=", too_long=rule)
+    prompts = build_prompts("train", config.train, tokenizer(), config, 64, new_tokens=40)
+    assert [len(prompt.token_ids) for prompt in prompts] == left
+    with pytest.raises(DataError, match=r"max_new_tokens = 64 leaves no room .* context of 64"):
+        build_prompts("train", config.train, tokenizer(), config, 64, new_tokens=64)
+
+
+@pytest.mark.parametrize(("new", "left"), [(40, 33), (63, 33), (64, 33)])
+def test_a_refused_prompt_names_the_completion_that_would_fit(
+    tmp_path: Path, new: int, left: int
+) -> None:
+    config = data(tmp_path, "1" * 30)
+    message = (
+        rf"has 31 tokens; with max_new_tokens = {new} that is {31 + new}, more than the model's "
+        rf"context of 64: lower max_new_tokens to {left} or shorten the prompt; data.too_long"
+    )
+    with pytest.raises(DataError, match=message):
+        build_prompts("train", config.train, tokenizer(), config, 64, new_tokens=new)
 
 
 def test_evaluated_prompts_are_dropped_and_counted() -> None:

@@ -1,9 +1,11 @@
 """Rows from every kind of source, and the errors of wrong ones."""
 
 import bz2
+import csv
 import gzip
 import json
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from isobit.config.data import (
     RowsData,
 )
 from isobit.data.sources import give_rows, load_rows
+from isobit.records.text import written_messages
 from isobit.util.errors import DataError
 
 ROWS = [
@@ -39,7 +42,7 @@ def write_jsonl(path: Path, lines: list[bytes]) -> JsonlData:
     return JsonlData(path=path)
 
 
-def lines(rows: list[dict[str, str]]) -> list[bytes]:
+def lines(rows: list[dict[str, Any]]) -> list[bytes]:
     return [json.dumps(row).encode() for row in rows]
 
 
@@ -335,6 +338,129 @@ def test_parquet_that_is_wrong(tmp_path: Path) -> None:
             path.write_bytes(content)
         with pytest.raises(DataError, match=r"rows\.parquet"):
             load_rows(ParquetData(path=path))
+
+
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": None}}}],
+    "reasoning_content": "Add them.",
+}
+RESULT = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"}
+TALK = [{"role": "user", "content": "1+1=", "name": None}, CALL, RESULT]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_messages_keep_every_field_that_is_not_null(tmp_path: Path) -> None:
+    (row,) = load_rows(write_jsonl(tmp_path / "a.jsonl", lines([{"prompt": TALK}])))
+    asked, call, result = row.prompt
+    assert asked == {"role": "user", "content": "1+1="}
+    assert call == {name: value for name, value in CALL.items() if value is not None}
+    assert result == RESULT
+
+
+def test_nulls_of_arrow_are_missing_keys(tmp_path: Path) -> None:
+    """Each struct of a column has the keys of all structs."""
+    talk = [{"role": "user", "content": "1+1="}, CALL, RESULT]
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": talk, "tools": [TOOL]}]), path)
+    (row,) = load_rows(ParquetData(path=path))
+    assert row.prompt[0] == {"role": "user", "content": "1+1="}
+    assert not isinstance(row.prompt, str)
+    assert row.prompt[1]["tool_calls"] == [{"function": {"name": "add", "arguments": {"a": 1}}}]
+    assert row.tools == (TOOL,)
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+def test_a_conversation_that_is_written_down_is_a_conversation(
+    tmp_path: Path, write: Callable[[Any], str]
+) -> None:
+    """A CSV file can hold nothing else; pandas writes what Python prints."""
+    talk = [{"role": "system", "content": 'Say "it\'s"\n'}, {"role": "user", "content": "1+1="}]
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt"], [write(talk)], ["[1, 2] has how many?"]])
+    first, second = load_rows(CsvData(path=path))
+    assert list(first.prompt) == talk
+    assert second.prompt == "[1, 2] has how many?"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '[{"role": "user"}]',
+        '[{"role": 1, "content": "x"}]',
+        '[{"role": "user", "content',
+        "[1]",
+    ],
+)
+def test_other_text_stays_text(text: str) -> None:
+    assert written_messages(text) == text
+
+
+def test_an_array_of_messages_is_a_list(tmp_path: Path) -> None:
+    rows = [{"prompt": np.array([{"role": "user", "content": "1+1="}])}]
+    given = give_rows(rows, "data.train")
+    (row,) = load_rows(RowsData(count=1, sha256=given.sha256))
+    assert row.prompt == ({"role": "user", "content": "1+1="},)
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
+def test_tools_are_schemas_or_their_text(tmp_path: Path, tools: Any) -> None:
+    rows = lines([{"prompt": "1+1=", "tools": tools}, {"prompt": "2", "tools": None}])
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert [row.tools for row in load_rows(source)] == [(TOOL,), None]
+    other = source.model_copy(update={"tools": ""})
+    assert [row.tools for row in load_rows(other)] == [None, None]
+    missing = source.model_copy(update={"tools": "tool"})
+    with pytest.raises(DataError, match=r"no column 'tool'.* did you mean 'tools'"):
+        load_rows(missing)
+
+
+@pytest.mark.parametrize("tools", ["add", ["add"], 1, {"name": "add"}])
+def test_a_column_that_holds_no_tools_is_refused(tmp_path: Path, tools: Any) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", lines([{"prompt": "1+1=", "tools": tools}]))
+    with pytest.raises(DataError, match=r"line 1.*expected tools .* set `tools` of this data set"):
+        load_rows(source)
+
+
+def test_variables_of_a_row(tmp_path: Path) -> None:
+    values = [{"enable_thinking": False}, '{"enable_thinking": false}', None, "no"]
+    rows = lines([{"prompt": "1", "chat_template_kwargs": value} for value in values])
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    found = load_rows(source.model_copy(update={"limit": 3}))
+    assert [row.variables for row in found] == [values[0], values[0], {}]
+    with pytest.raises(DataError, match="line 4, column 'chat_template_kwargs': expected a table"):
+        load_rows(source)
+
+
+def test_messages_of_sharegpt_are_messages(tmp_path: Path) -> None:
+    talk = [{"from": "system", "value": "Add."}, {"from": "human", "value": "1+1="}]
+    (row,) = load_rows(write_jsonl(tmp_path / "a.jsonl", lines([{"prompt": talk}])))
+    assert row.prompt == (
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+1="},
+    )
+    unknown = [{"from": "function_call", "value": "{}"}]
+    with pytest.raises(DataError, match="expected text or a list of messages with 'role'"):
+        load_rows(write_jsonl(tmp_path / "b.jsonl", lines([{"prompt": unknown}])))
+
+
+def test_arrays_in_messages_and_tools_are_lists_at_any_depth() -> None:
+    """pandas reads each list of a Parquet file as an array."""
+    talk = np.array([{**CALL, "tool_calls": np.array(CALL["tool_calls"])}, RESULT])
+    given = give_rows([{"prompt": talk, "tools": np.array([TOOL])}], "data.train")
+    (row,) = load_rows(RowsData(count=1, sha256=given.sha256))
+    assert not isinstance(row.prompt, str)
+    assert (row.prompt[0]["tool_calls"], row.tools) == (CALL["tool_calls"], (TOOL,))
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "null", "[]"])
+def test_no_tools_are_no_tools(tmp_path: Path, tools: Any) -> None:
+    """Llama's template writes another system message for an empty list."""
+    source = write_jsonl(tmp_path / "a.jsonl", lines([{"prompt": "1+1=", "tools": tools}]))
+    assert load_rows(source)[0].tools is None
 
 
 COMPRESSIONS = {"plain": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}

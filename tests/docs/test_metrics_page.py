@@ -40,6 +40,7 @@ SUBSTITUTES = {
     r"@\d+$": "@K",
     r"^eval/held_out/": "eval/SET/",
     r"^reward/(first|second)/": "reward/NAME/",
+    r"^no_signal/.+": "no_signal/NAME",
 }
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -57,11 +58,11 @@ def written(folder: Path) -> set[str]:
 
 
 def with_all_there_is(make_config: Callable[..., RunConfig], output: Path) -> RunConfig:
-    """A reference model, a value head, refills, replay and corrections in two functions, and
-    several rewards.
+    """A reference model, a value head, replay and corrections in two functions, and several
+    rewards.
     """
     kl = {"kl_coefficient": 0.1, "kl_estimator": "k3", "kl_in": "loss"}
-    algorithm = {"name": "ppo", "dual_clip": 3.0, "dynamic_sampling": True, **kl}
+    algorithm = {"name": "ppo", "dual_clip": 3.0, **kl}
     config = make_config(
         output=output,
         precision="fp8-rollout",
@@ -87,6 +88,9 @@ def test_runs_write_every_metric_of_the_table_and_no_other(
     config = make_config(evaluation={"temperature": 1.0, "samples": 2})
     train(config)
     train(with_all_there_is(make_config, tmp_path / "all"))
+    refilled = {"name": "dapo", "max_refills": 1}
+    updates = {"updates_per_batch": 2, "prompts_per_step": 2}
+    train(make_config(output=tmp_path / "refilled", algorithm=refilled, training=updates))
     examples = {"type": "jsonl", "path": "starter:train.jsonl", "completion": "answer", "limit": 4}
     supervised = {
         "model": config.model,
@@ -109,7 +113,8 @@ def test_runs_write_every_metric_of_the_table_and_no_other(
         "data": {"train": pairs, "eval": {"held_out": others}},
     }
     sft(SftConfig.model_validate(preferences))
-    runs = (config.output, tmp_path / "all", tmp_path / "sft", tmp_path / "preferences")
+    names = ("all", "refilled", "sft", "preferences")
+    runs = (config.output, *(tmp_path / name for name in names))
     elsewhere = ON_A_GPU | OF_ROLLOUTERS | OF_EXPERTS | OF_RANKS | OF_CALIBRATION
     assert elsewhere.union(*map(written, runs)) == set(METRICS)
 

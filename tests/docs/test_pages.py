@@ -5,6 +5,7 @@ page.
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,49 @@ def test_the_cells_of_the_notebook_page_run(
     printed = capsys.readouterr().out
     assert re.search(r"^0 of [1-9]\d* log-probabilities differ$", printed, re.MULTILINE)
     assert len(names["steps"]) >= 2  # pyright: ignore[reportArgumentType]
+
+
+def small_notebook() -> dict[str, Any]:
+    text = (ROOT / "recipes" / "tens.ipynb").read_text(encoding="utf-8")
+    full = "STEPS, LIMIT = 50, 300"
+    assert full in text
+    return json.loads(text.replace(full, "STEPS, LIMIT = 2, 4"))
+
+
+def test_the_notebook_runs_cell_by_cell(
+    small_checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    for cell in small_notebook()["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "a cell", "exec"), names)
+    printed = capsys.readouterr().out
+    assert re.search(r"^held out: [\d.]+% right before, [\d.]+% after$", printed, re.MULTILINE)
+    assert re.search(r"^0 of \d+ log-probabilities differ$", printed, re.MULTILINE)
+
+
+def test_the_notebook_is_kept_with_small_outputs_of_a_run_that_learnt() -> None:
+    path = ROOT / "recipes" / "tens.ipynb"
+    assert path.stat().st_size < 30_000
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    text = "".join("".join(output.get("text", "")) for output in outputs)
+    found = re.search(r"held out: ([\d.]+)% right before, ([\d.]+)% after", text)
+    assert found is not None
+    assert float(found[1]) < 20 and float(found[2]) > 70
+
+
+def test_the_notebook_runs_in_a_kernel(small_checkout: Path) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.from_dict(small_notebook())
+    where = {"metadata": {"path": str(small_checkout)}}
+    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where)
+    client.execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    texts = [output.text for output in outputs if "text" in output]
+    assert any("log-probabilities differ" in text for text in texts)
 
 
 def test_the_runs_of_the_tutorial_work(small_checkout: Path) -> None:

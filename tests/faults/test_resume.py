@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pyarrow import parquet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from isobit.cli.main import main
@@ -280,3 +281,52 @@ def test_interrupted_again_while_it_takes_rewards_from_the_record(
     assert (config.output / "checkpoints" / "step_000003").exists()
     train(config, resume=True)
     assert outcome(config.output) == expected
+
+
+def kept(root: Path) -> dict[str, list[dict[str, Any]]]:
+    folder = root / "completions"
+    return {path.name: parquet.read_table(path).to_pylist() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(
+    "call", [EVALUATION + 1, EVALUATION + 3 * STEP + 1, 2 * EVALUATION + 5 * STEP]
+)
+@pytest.mark.parametrize("error", ["Interrupted", "StoppedAtOnce"])
+def test_no_completion_is_lost_or_doubled_by_a_kill_and_a_resume(
+    error: str, call: int, make_config: MakeConfig, hook: Hook, tmp_path: Path
+) -> None:
+    whole = make_config(output=tmp_path / "whole", tracking={"completions": "all"})
+    train(whole)
+    config = make_config(tracking={"completions": "all"})
+    if error == "Interrupted":
+        stop(config, hook, call)
+    else:
+        hook(
+            "from isobit.util.errors import StoppedAtOnce\n"
+            f"if call == {call}: hook.unlink(); raise StoppedAtOnce"
+        )
+        with pytest.raises(StoppedAtOnce):
+            train(config)
+    (config.output / "completions").mkdir(parents=True, exist_ok=True)
+    (config.output / "completions/.step_000006.parquet").write_bytes(b"torn")
+    train(config, resume=True)
+    found = kept(config.output)
+    assert found == kept(whole.output)
+    assert {name: len(rows) for name, rows in found.items()} == {
+        **{f"evaluation_{step:06}.parquet": EVALUATION for step in (0, 3, 6)},
+        **{f"step_{step:06}.parquet": STEP for step in range(1, 7)},
+    }
+    rewards = [row["reward"] for row in found["step_000002.parquet"]]
+    figures = [json.loads(line) for line in (config.output / "metrics.jsonl").open()]
+    (mean,) = (row["reward/mean"] for row in figures if row["step"] == 2 and "loss" in row)
+    assert sum(rewards) / len(rewards) == pytest.approx(mean)
+
+
+def test_as_many_completions_are_kept_as_asked_for(make_config: MakeConfig) -> None:
+    config = make_config(tracking={"completions": 5}, training={"steps": 1})
+    train(config)
+    sizes = {name: len(rows) for name, rows in kept(config.output).items()}
+    assert sizes["step_000001.parquet"] == 5 and sizes["evaluation_000000.parquet"] == EVALUATION
+    (first, *_) = kept(config.output)["step_000001.parquet"]
+    assert len(first["token_ids"]) == len(first["log_probs"]) == first["tokens"]
+    assert first["reward_parts"] == []

@@ -22,7 +22,7 @@ from isobit.models.mlp import Mlp
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.proof.bisect import trace_scenario
-from isobit.proof.verify import build_workload, engine_scenarios
+from isobit.proof.scenarios import build_workload, engine_scenarios
 from isobit.rollout.native import NativeEngine
 
 Side = Literal["rollout", "training"]

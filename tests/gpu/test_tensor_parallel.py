@@ -30,6 +30,7 @@ MODELS: dict[str, tuple[ModelConfig, int]] = {
     "biases": (replace(SHAPES["qwen3"], family="qwen2", num_kv_heads=4, tied_embeddings=True), 4),
     "starter": (SHAPES["starter"], 2),  # a share of heads is half a group of 128
     "smollm2": (SHAPES["smollm2"], 3),  # short and unequal shares
+    "beyond": (replace(SHAPES["qwen3"], tokenizer_size=937), 2),  # rows that are no token
 }
 
 

@@ -137,10 +137,22 @@ def test_a_warning_about_the_model_itself_names_another_key_too() -> None:
         QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=32, vocab_size=150_000
     )
     flow = build_flow(PrecisionConfig(), decoder_shape(large))
+    training = TrainingConfig(moments="fp8")
+    parts = estimate_memory(large, flow, RolloutConfig(), training, 512, sizes)
+    warning = parts.warning(1 << 30)
+    assert warning is not None and "masters is the largest item" in warning
+    assert "lower training.tokens_per_microbatch" in warning
+
+
+def test_a_warning_about_the_moments_names_the_key_of_their_format_and_the_margin() -> None:
+    """Seen before: "optimiser moments is the largest item, and model sets it"."""
+    large = replace(QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=32)
+    flow = build_flow(PrecisionConfig(), decoder_shape(large))
     parts = estimate_memory(large, flow, RolloutConfig(), TrainingConfig(), 512, sizes)
     warning = parts.warning(1 << 30)
     assert warning is not None and "optimiser moments is the largest item" in warning
-    assert "training.tokens_per_microbatch" in warning
+    assert 'set training.moments to "bf16" or "fp8"' in warning and "model" not in warning
+    assert "GiB planned, times 1.2" in warning
 
 
 def test_a_longer_sequence_than_the_budget_is_a_micro_batch_of_its_own() -> None:

@@ -145,7 +145,8 @@ def test_safetensors_and_descriptions_are_fetched_and_nothing_else(
     assert "fetching org/name from the hub" in capsys.readouterr().err
     names = {file.name for file in folder.iterdir()}
     assert {"config.json", "tokenizer.json", WEIGHTS_FILE} <= names
-    assert not {file for file in names if file.endswith((".bin", ".py", ".sh", ".md"))}
+    assert not {file for file in names if file.endswith((".bin", ".py", ".sh"))}
+    assert {file for file in names if file.endswith(".md")} == {"README.md"}, "for its licence"
     assert "consolidated.safetensors" not in names
     assert [revision for revision, _ in hub.asked] == [None, COMMIT], "one commit for both turns"
     hub_folder("org/name")

@@ -1,5 +1,6 @@
 """What a folder holds in BF16 and in FP8: the policy's own bytes, and what stock loaders read."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,14 @@ from transformers import AutoModelForCausalLM
 from isobit.config.tables import Family, PrecisionConfig
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import build_decoder
+from isobit.models.folder import load_policy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.safetensors import WEIGHTS_FILE
-from isobit.models.saving import Contents, PolicyTensors, fp8_contents, write_folder
+from isobit.models.saving import Contents, PolicyTensors, fp8_contents, save_policy, write_folder
 from isobit.precision.quant_tensor import E4M3, QuantTensor, dequantise
 from isobit.util.errors import ConfigError
 from tests.models.policies import logits_of
+from tests.tiny import save_tiny
 
 WHOLE = ModelConfig("qwen3", 64, 128, 256, 2, 4, 4, 32, 128, 1e-6, 1e4, False)
 """Every matrix consists of whole blocks."""
@@ -173,3 +176,14 @@ def stored_masters(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]
             parts.append(values)
         masters[name] = torch.cat(parts)
     return masters
+
+
+def test_stops_of_config_json_are_carried_into_an_export(tmp_path: Path) -> None:
+    """As transformers reads them, where there is no generation_config.json."""
+    source = save_tiny(tmp_path / "source")
+    (source / "generation_config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": [2, 16]}))
+    save_policy(load_policy(source, "fp32"), tmp_path / "out", source)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [2, 16]

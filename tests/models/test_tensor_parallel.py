@@ -28,6 +28,9 @@ TIED = replace(SMALL, family="qwen2", tied_embeddings=True, num_heads=12, num_kv
 NARROW = replace(SMALL, num_heads=4, num_kv_heads=4, head_dim=32, hidden_size=256)
 """A share of heads is no whole group of 128."""
 
+BEYOND = replace(SMALL, tokenizer_size=555)
+"""Rows beyond the tokenizer, whose last block of tokens is a short one."""
+
 
 def masters(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Sharper than fresh ones, with biases, so that everything matters."""
@@ -65,7 +68,8 @@ def forward(policy: SampledPolicy) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("preset", EXACT)
 @pytest.mark.parametrize(
-    ("config", "ranks"), [(SMALL, 2), (SMALL, 4), (TIED, 4), (NARROW, 2), (NARROW, 4)]
+    ("config", "ranks"),
+    [(SMALL, 2), (SMALL, 4), (TIED, 4), (NARROW, 2), (NARROW, 4), (BEYOND, 2), (BEYOND, 4)],
 )
 def test_every_rank_has_the_bits_of_the_whole(config: ModelConfig, ranks: int, preset: Preset):
     hidden, logits = forward(whole(config, preset))

@@ -3,14 +3,17 @@
 The figures of an evaluation set from graded groups.
 """
 
+import json
 import math
+from dataclasses import asdict
 from itertools import combinations
 from statistics import fmean, pstdev
 
 import pytest
 
-from isobit.observe.console import describe_result
+from isobit.observe.console import describe_gain, describe_result, shares_right
 from isobit.observe.evaluation import (
+    EvalResult,
     bootstrap_interval,
     mean_interval,
     pass_at_k,
@@ -91,11 +94,36 @@ def test_accuracy_is_the_mean_over_problems_not_over_samples() -> None:
     assert (result.problems, result.failed) == (2, 2)
 
 
-def test_a_mean_is_an_accuracy_only_where_every_reward_can_be_a_share() -> None:
-    assert result_of([group([0.0]), group([0.5]), group([1.0])], 1).figures()["accuracy"] == 0.5
-    beyond = result_of([group([2.0]), group([0.0]), group([0.0])], 1)
-    assert beyond.figures()["accuracy"] is None
-    assert describe_result("held_out", beyond).startswith("held_out mean reward 0.667 (95%")
+@pytest.mark.parametrize(
+    ("rewards", "accuracy", "right", "said"),
+    [
+        ([0.0, 1.0, 1.0, 0.0], 0.5, 0.5, "held_out accuracy 50.0% (95%"),
+        ([0.0, 0.5, 1.0, 0.9], None, 0.25, "held_out mean reward 0.600 (95%"),
+        ([2.0, 0.0, 0.0, 0.0], None, 0.25, "held_out mean reward 0.500 (95%"),
+        ([-1.0, 1.0, 1.0, 1.0], None, 0.75, "held_out mean reward 0.500 (95%"),
+    ],
+)
+def test_a_mean_is_an_accuracy_only_where_every_reward_is_0_or_1(
+    rewards: list[float], accuracy: float | None, right: float, said: str
+) -> None:
+    """Seen before: an accuracy of 56.7% for answers of which 3.6% were right."""
+    result = result_of([group([reward]) for reward in rewards], 1)
+    figures = result.figures()
+    assert (figures["accuracy"], figures["right"]) == (accuracy, right)
+    text = describe_result("held_out", result)
+    assert text.startswith(said)
+    assert (f"{100 * right:.1f}% exactly right" in text) == (accuracy is None)
+    assert ("eval/held_out/right" in result.scalars("held_out")) == (accuracy is None)
+    assert EvalResult.from_json(json.loads(json.dumps(asdict(result)))) == result
+
+
+def test_a_run_is_described_by_accuracies_only_where_both_ends_have_them() -> None:
+    zeros, parts = (result_of([group([r]) for r in row], 1) for row in ([0.0, 0.0], [0.5, 1.0]))
+    assert shares_right(zeros, zeros) is None
+    assert shares_right(zeros, parts) == (0.0, 0.5) and shares_right(parts, zeros) == (0.5, 0.0)
+    gain = describe_gain((0.0, 0.75), shares_right(zeros, parts))
+    assert gain == "mean reward 0.000 -> 0.750, exactly right 0.0% -> 50.0%"
+    assert describe_gain((0.5, 1.0), None, True) == "accuracy 50.0% -> 100.0% (+50.0 points)"
 
 
 def test_a_problem_without_a_reward_is_left_out_and_never_counts_as_wrong() -> None:

@@ -1,5 +1,6 @@
 """The card of an exported folder."""
 
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -15,6 +16,7 @@ from isobit.models.decoder import build_decoder
 from isobit.observe.model_card import CardFacts, model_card
 from isobit.observe.report.source import read_run
 from isobit.precision.flow import build_flow
+from isobit.run.loop import train
 
 CONFIG = ModelConfig("qwen3", 64, 128, 128, 2, 4, 4, 32, 128, 1e-6, 1e4, False)
 FACTS = CardFacts(
@@ -66,6 +68,21 @@ def test_the_figures_are_those_up_to_the_step(run: Path) -> None:
         "pipeline_tag": "text-generation",
         "base_model": "org/name",
         "tags": ["isobit", "reinforcement-learning"],
+        "model-index": [
+            {
+                "name": "mine",
+                "results": [
+                    {
+                        "task": {"type": "text-generation"},
+                        "dataset": {
+                            "name": "held\N{BROKEN BAR}out",
+                            "type": "held\N{BROKEN BAR}out",
+                        },
+                        "metrics": [{"type": "accuracy", "value": 0.5}],
+                    }
+                ],
+            }
+        ],
     }
     for text in ("`sums.jsonl`", "`rewards.py:right`", "`grpo`", "learning_rate 1e-06"):
         assert text in card, text
@@ -75,6 +92,8 @@ def test_the_figures_are_those_up_to_the_step(run: Path) -> None:
 
 def test_names_cannot_break_a_table_or_be_markup(run: Path) -> None:
     card = model_card(replace(FACTS, name="<script>*x*\n# Hello", record=read_run(run), step=3))
+    assert front_matter(card)["model-index"][0]["name"] == "<script>*x* # Hello"
+    card = card.split("---\n", 2)[2]
     assert "<script>" not in card.replace("\\<script\\>", "")
     assert not re.search(r"^# Hello", card, re.MULTILINE)
     assert "held\N{BROKEN BAR}out" in card and "held|out" not in card
@@ -94,3 +113,64 @@ def test_fp8_and_what_is_not_whole_are_explained() -> None:
     plain = model_card(FACTS)
     assert "## Formats" not in plain and "base_model" not in front_matter(plain)
     assert front_matter(model_card(replace(FACTS, source="org/it@v1")))["base_model"] == "org/it"
+
+
+def set_config(run: Path, **tables: Any) -> None:
+    manifest = json.loads((run / "run.json").read_text())
+    manifest["config"] |= tables
+    (run / "run.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("reward", "cell"),
+    [
+        ({"function": "a.py:f", "weight": 1.0, "parts": {}}, "`a.py:f`"),
+        ({"function": "a.py:f", "weight": 0.5}, "`a.py:f`, weight 0.5"),
+        ({"function": "reasoning_gym", "model": "org/rm"}, "`org/rm`"),
+        (
+            {
+                "function": "reasoning_gym",  # the default, which never ran
+                "parts": {
+                    "accuracy": {"function": "math_verify", "weight": 1.0},
+                    "short": {"function": "/home/me/b.py:f", "weight": -0.1},
+                },
+            },
+            "accuracy (`math_verify`), weight 1, short (`b.py:f`), weight -0.1",
+        ),
+    ],
+)
+def test_the_rewards_are_those_that_ran_with_their_weights(
+    reward: dict[str, Any], cell: str, run: Path
+) -> None:
+    set_config(run, reward=reward)
+    card = model_card(replace(FACTS, record=read_run(run), step=3))
+    assert f"| reward | {cell} |" in card
+
+
+def test_licence_and_data_are_named_where_they_are_known(run: Path, tmp_path: Path) -> None:
+    gsm8k = {"type": "hub", "dataset": "openai/gsm8k", "path": None}
+    mixed = {"a": gsm8k, "b": {"type": "jsonl", "path": "x.jsonl"}}
+    set_config(run, data={"train": mixed, "eval": {"gsm8k": gsm8k}}, model="/home/me/there")
+    start = tmp_path / "start"
+    start.mkdir()
+    facts = replace(FACTS, record=read_run(run), step=3, start=start)
+    assert front_matter(model_card(facts))["datasets"] == ["openai/gsm8k"]
+    assert not {"license", "base_model"} & front_matter(model_card(facts)).keys()
+    (start / "README.md").write_text("---\nlicense: mit\nbase_model: org/base\n---\nA model.\n")
+    found = front_matter(model_card(facts))
+    assert (found["license"], found["base_model"]) == ("mit", "org/base")
+    (start / "README.md").write_text("---\n{not: [yaml\n---\n")
+    assert "license" not in front_matter(model_card(facts))
+
+
+def test_a_run_leaves_its_card_beside_its_model(make_config: Any) -> None:
+    config = make_config(model="starter")
+    train(config)
+    card = (config.output / "model" / "README.md").read_text()
+    front = front_matter(card)
+    assert front["license"] == "apache-2.0"
+    assert front["model-index"][0]["name"] == "run"
+    assert "reinforcement learning after 2 steps" in card
+    assert "`isobit.starter.tasks:correct_answer`" in card
+    digest = hashlib.sha256((config.output / "model/model.safetensors").read_bytes()).hexdigest()
+    assert f"| `model.safetensors` | `{digest}` |" in card

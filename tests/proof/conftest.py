@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from isobit.proof import bisect, verify
+from isobit.proof import verify
 from isobit.rollout.native import NativeEngine
 
 SCENARIO = "few pages, small chunks, temperature 0.7"
@@ -38,4 +38,3 @@ def one_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
         return tuple(s for s in every(workload) if s.name == SCENARIO)
 
     monkeypatch.setattr(verify, "engine_scenarios", chosen)
-    monkeypatch.setattr(bisect, "engine_scenarios", chosen)

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from isobit.precision.quant_tensor import ScaleKind
-from isobit.proof.doctor_quantisers import Tensors, golden_file
+from isobit.proof.doctor_environment import Tensors, golden_file
 
 _LARGEST = 448.0
 _SMALLEST_AMAX = 2.0**-60

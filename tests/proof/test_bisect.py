@@ -24,7 +24,7 @@ from isobit.models.policy import random_policy
 from isobit.models.scorer import Scorer
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.proof.bisect import Parting, operation_kind, trace_scenario
-from isobit.proof.verify import Workload, build_workload, engine_scenarios
+from isobit.proof.scenarios import Workload, build_workload, engine_scenarios
 from isobit.rollout import executor
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import ForwardBatch, PolicyRunner

@@ -26,8 +26,8 @@ from isobit.kernels.spec.attention import PackedAttention
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.proof import doctor
 from isobit.proof.doctor import _verify_starter, gradient_checks, kernel_checks
+from isobit.proof.doctor_environment import quantiser_checks
 from isobit.proof.doctor_findings import Check, Finding
-from isobit.proof.doctor_quantisers import quantiser_checks
 from isobit.proof.verify import VerifyOptions
 
 Patch = pytest.MonkeyPatch

@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from isobit.config.tables import PrecisionConfig, Preset
-from isobit.kernels.spec import attention, head, paged_attention
-from isobit.proof.verify import VerifyOptions, VerifyResult, verify
+from isobit.kernels.operands import Routing
+from isobit.kernels.spec import attention, experts, head, paged_attention
+from isobit.kernels.spec.backend import SpecBackend
+from isobit.models.config import Experts, ModelConfig
+from isobit.models.policy import random_policy
+from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
 from isobit.rollout import executor
 from isobit.rollout.runner import ForwardBatch, PolicyRunner
 from isobit.rollout.scheduler import Plan
@@ -112,3 +116,58 @@ def test_later_pieces_of_a_prompt_one_position_off(
         if scenario.stats.chunks or scenario.stats.recomputed_tokens
     }
     assert 0 < len(differing) < len(result.scenarios)
+
+
+MIXTURE = ModelConfig(
+    "qwen3_moe", 96, 72, 64, 2, 4, 2, 16, 192, 1e-6, 1e4, True, experts=Experts(6, 2, 40, True)
+)
+
+
+def test_ties_of_experts_broken_the_other_way_in_rollout(
+    in_rollout: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of a model's own routers hardly ever tie; in the scenario that makes them tie, they
+    do, and nowhere else does anything differ.
+    """
+
+    def route(x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
+        found = experts.route(x, router, top_k, renormalise)
+        if not in_rollout():
+            return found
+        last_first = found.logits.flip(1).argsort(dim=1, descending=True, stable=True)[:, :top_k]
+        chosen = (router.shape[0] - 1 - last_first).to(found.experts.dtype)
+        return Routing(chosen, found.weights, found.logits)
+
+    policy = random_policy(MIXTURE, PrecisionConfig(preset="fp8"), seed=0)
+    before = policy.checksum()
+    assert not verify_policy(policy, OPTIONS).differs
+    monkeypatch.setattr(SpecBackend, "route", staticmethod(route))
+    result = verify_policy(policy, OPTIONS)
+    assert [one.name for one in result.scenarios if one.differs] == ["tied routers"]
+    assert result.exit_code == 1
+    assert policy.checksum() == before, "the routers are as they were"
+
+
+def test_noise_keyed_by_the_row_in_the_batch(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every log-probability is right for the token that was drawn, but a sample is another one in
+    other company.
+    """
+    exact = head.draw
+
+    def draw(log_probs: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return exact(log_probs, keys + torch.arange(len(keys)), positions)
+
+    result = check(tiny_folder)
+    assert result.redrawn[0] > 0 == result.redrawn[1] and result.exit_code == 0
+    monkeypatch.setattr(head, "draw", draw)
+    result = check(tiny_folder)
+    assert not result.comparison.differs, "no log-probability shows it"
+    assert result.redrawn[1] > 0 and result.exit_code == 1
+    assert result.as_json()["completions_differing"] == result.redrawn[1]
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8-linear", "fp8-rollout", "fp32"])
+def test_completions_are_the_same_in_every_batch(tiny_folder: Path, preset: Preset) -> None:
+    assert check(tiny_folder, preset).redrawn == (30, 0)

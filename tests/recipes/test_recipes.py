@@ -36,7 +36,7 @@ CLAIMS: dict[str, Callable[[Figures, Figures], bool]] = {
     "replay": lambda first, last: first["replay/samples"] == 0 < last["staleness/mean"],
 }
 """What a recipe for one capability shows in its first or its last step."""
-TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "your_data", *CLAIMS)
+TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "tens", "your_data", *CLAIMS)
 SFT = ("fine_tune", "moe", "reward_model", "starter")
 SMALL = {"training.steps": 1, "training.prompts_per_step": 2, "threads": 1}
 FEW_ROWS = {"data__train__limit": 200}

@@ -9,8 +9,9 @@ from isobit.config.reward import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import sandbox
-from isobit.rewards.grading import Graders
+from isobit.rewards.grading import Graders, check_references
 from isobit.rewards.outcome import LONGEST_KIND, MOST_KINDS, OTHER_KINDS, count
+from isobit.util.errors import RewardError
 
 TOWER = r"\boxed{9^{9^{9^9}}}"
 HOSTILE_REWARD = """
@@ -104,3 +105,78 @@ def test_counts_of_another_form_are_none(counts: str, hostile: str) -> None:
     with Graders(config(f"{hostile}:false")) as graders:
         stats = graders.collect([graded])
     assert graded.rewards == [9.0, 9.0] and stats.counts == {}
+
+
+PROSE = "We add all that there is to both of the sides and then see what is left over at the end"
+
+
+def prompts(*references: Any) -> list[Prompt]:
+    return [Prompt(f"train/{n}", "", (1,), {"answer": one}) for n, one in enumerate(references)]
+
+
+def test_unmarked_answers_and_unfinished_thinking_are_counted() -> None:
+    texts = ["The answer is 73.", "#### 73", "**73**", "<think>\\boxed{73}", r"\boxed{73}", "72"]
+    graded = group(*texts, answer="73")
+    with Graders(config("math_verify", in_process=True)) as graders:
+        stats = graders.collect([graded])
+    assert graded.rewards == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0] and stats.failed == 0
+    assert stats.counts == {
+        "math_verify: no marked answer": 3,
+        "math_verify: unfinished thinking": 1,
+    }
+    marked = config("math_verify", in_process=True, options={"answer": "marked"})
+    with Graders(marked) as graders:
+        graders.collect([graded])
+    assert graded.rewards == [1.0, 1.0, 1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("grader", ["math_verify", "exact_match"])
+def test_a_row_without_a_reference_fails_by_kind_and_is_never_paid(grader: str) -> None:
+    missing, right = group("None", "nan", "", answer=None), group("5", answer=5.0)
+    with Graders(config(grader, in_process=True)) as graders:
+        stats = graders.collect([missing, right])
+    assert missing.rewards == [None, None, None] and right.rewards == [1.0]
+    assert stats.failures == {"MissingReferenceError": 3}
+    assert "prompt train/0, column 'answer', is missing (None)" in str(stats.first_error)
+
+
+def test_unusable_references_are_told_with_their_share_and_an_example() -> None:
+    made = prompts("5", None, float("nan"), PROSE, "#### 7", [])
+    (line,) = check_references(config("math_verify"), {"data.train": made})
+    assert line.startswith(
+        "references of data.train for math_verify: 3 missing and 1 unreadable of 6 (66.7%); their "
+        "completions fail and are left out: the reference of prompt train/1"
+    )
+    assert "prompt train/3" in line and "We add all" in line
+    (line,) = check_references(config("exact_match"), {"data.train": made, "more": prompts("a")})
+    assert "3 missing of 6 (50.0%)" in line, "any text can be compared as text"
+
+
+def test_only_graders_with_references_are_asked_and_each_for_its_own_column() -> None:
+    made = [Prompt("train/0", "", (1,), {"answer": None, "solution": "5"})]
+    solution = config("math_verify", options={"column": "solution"})
+    for reward in (solution, config("regex"), config("mine.py:f"), RewardConfig(model="m"), None):
+        assert list(check_references(reward, {"data.train": made})) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            prompts(None, ""),
+            r"math_verify can use none of the 2 references of data.train .2 missing",
+        ),
+        (prompts(PROSE), "1 unreadable.*name the column with the answers in reward.options.column"),
+        (
+            [Prompt("train/0", "", (1,), {"gold": "5"})],
+            "needs the column 'answer'.*columns are gold",
+        ),
+    ],
+)
+def test_a_set_without_a_reference_is_refused(made: list[Prompt], message: str) -> None:
+    for reward in (
+        config("math_verify"),
+        RewardConfig.model_validate({"parts": {"a": {"function": "math_verify"}}}),
+    ):
+        with pytest.raises(RewardError, match=message):
+            check_references(reward, {"data.eval.a": prompts("5"), "data.train": made})

@@ -91,6 +91,18 @@ def test_trls_form_gets_messages_where_the_dataset_has_them() -> None:
     assert grade(reward, "a", "bbb", prompt=prompt) == [1.0, 3.0]
 
 
+def test_trls_form_gets_a_begun_answer_as_a_part_of_the_answer() -> None:
+    """As in TRL, which takes the last message out of the prompt."""
+
+    def reward(prompts: list[Any], completions: list[Any]) -> list[float]:
+        assert prompts == [[dict(message) for message in CHAT]]
+        assert completions == [[{"role": "assistant", "content": "It is 22"}]]
+        return [1.0]
+
+    begun = (*CHAT, {"role": "assistant", "content": "It is "})
+    assert grade(reward, "22", prompt=Prompt("train/0", "..", (1,), ROW, begun)) == [1.0]
+
+
 def test_trls_none_and_lists_that_do_not_fit() -> None:
     def reward(completions: list[str], returns: Any) -> Any:
         return returns

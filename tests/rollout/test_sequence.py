@@ -120,14 +120,38 @@ def word_tokenizer() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
-BYTES, WORD_PIECES = byte_tokenizer(), word_tokenizer()
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Llama 2's and Gemma's decoder: tokens with ``▁`` for a space, and a token a byte."""
+    words = ["▁", "▁a", "▁b", "a", "b", "é", "▁é", "日", "🙂", "<", "0x0A>", "\ufffd"]
+    names = ["<unk>", "<s>", "</s>", "<pad>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    model = models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+BYTES, WORD_PIECES, FALLBACK = byte_tokenizer(), word_tokenizer(), fallback_tokenizer()
+FALLBACK_SIZE = len(FALLBACK)
 
 
 def first_stop(
-    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stops: list[str]
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: list[int],
+    stops: list[str],
+    special: bool = False,
 ) -> int | None:
     """After how many tokens the whole text holds a stop string."""
-    texts = (decode(tokenizer, token_ids[:count]) for count in range(1, len(token_ids) + 1))
+    texts = (
+        decode(tokenizer, token_ids[:count], special) for count in range(1, len(token_ids) + 1)
+    )
     return next(
         (count for count, text in enumerate(texts, 1) if any(stop in text for stop in stops)), None
     )

@@ -1,17 +1,22 @@
 """Exports of runs and folders: what is in them, where they may go, and what a fault leaves."""
 
+import base64
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.data.tokenizer import load_tokenizer
@@ -160,8 +165,11 @@ def test_a_checkpoint_of_another_model_and_a_damaged_one(
 
 
 def test_what_has_no_model_is_refused(tmp_path: Path, tiny_folder: Path, lines: Lines) -> None:
-    with pytest.raises(ModelError, match="is not a folder"):
+    with pytest.raises(ConfigError, match="no such run or model folder"):
         find_source(tmp_path / "nowhere", None, lines.append)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match=r"did you mean \S*/mine\?"):
+        find_source(tmp_path / "mien", None, lines.append)
     with pytest.raises(ConfigError, match=r"--step is for a run, and .* is none"):
         find_source(tiny_folder, 1, lines.append)
     (tmp_path / "run.json").write_text("{}")
@@ -306,3 +314,129 @@ def test_the_model_that_a_policy_saves_is_what_it_exports(tmp_path: Path, lines:
     out = export(find_source("starter", None, lines.append), tmp_path / "out").folder
     assert (out / WEIGHTS_FILE).read_bytes() == (tmp_path / "saved" / WEIGHTS_FILE).read_bytes()
     assert PolicyTensors(policy).in_e4m3 == frozenset()
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """What the hub answers to a new model and a commit, and what it was sent."""
+
+    files: ClassVar[dict[str, bytes]]
+    created: ClassVar[list[dict[str, Any]]]
+    refusal: ClassVar[int | None]
+
+    def log_message(self, format: str, *values: Any) -> None:
+        """Nothing is printed."""
+
+    def do_GET(self) -> None:
+        if self.refusal is not None:
+            self.answer({"error": "no"}, self.refusal)
+        elif "/tree/" in self.path:
+            found = [(name, len(content)) for name, content in self.files.items()]
+            self.answer(
+                [{"type": "file", "path": name, "size": size, "oid": "1"} for name, size in found]
+            )
+        else:
+            siblings = [{"rfilename": name} for name in self.files]
+            self.answer({"id": "me/mine", "siblings": siblings, "private": False, "tags": []})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.refusal is not None:
+            self.answer({"error": "no"}, self.refusal)
+        elif self.path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            self.answer({"url": f"http://{self.headers['Host']}/me/mine", "id": "me/mine"})
+        elif self.path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif "/preupload/" in self.path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            modes = [
+                {"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names
+            ]
+            self.answer({"files": modes})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    value = line["value"]
+                    self.files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "deletedFile":
+                    self.files.pop(line["value"]["path"])
+            url = f"http://{self.headers['Host']}/me/mine/commit/{'1' * 40}"
+            self.answer({"commitUrl": url, "commitOid": "1" * 40})
+        else:
+            self.answer({}, 404)
+
+    def answer(self, content: Any, status: int = 200) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeHub]]:
+    kind = type("Hub", (FakeHub,), {"files": {}, "created": [], "refusal": None})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield kind
+    server.shutdown()
+    server.server_close()
+
+
+PUSH = ("export", "starter", "--to", "hf://me/mine")
+
+
+def test_a_model_is_uploaded_with_its_card(
+    fake_hub: type[FakeHub], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*PUSH, "--private"]) == 0
+    assert fake_hub.created[0]["name"] == "mine" and fake_hub.created[0]["visibility"] == "private"
+    assert "/me/mine: " in capsys.readouterr().out
+    export(find_source("starter", None, print), tmp_path / "mine")
+    assert fake_hub.files == {
+        file.name: file.read_bytes() for file in (tmp_path / "mine").iterdir()
+    }
+    assert b"base_model" not in fake_hub.files["README.md"]
+
+
+def test_a_model_that_is_there_is_replaced_only_where_that_is_asked_for(
+    fake_hub: type[FakeHub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_hub.files |= {"model-00001-of-00002.safetensors": b"old", "config.json": b"{}"}
+    assert main([*PUSH]) == 2
+    assert "already holds 2 files" in capsys.readouterr().err
+    assert main([*PUSH, "--overwrite"]) == 0
+    assert "model-00001-of-00002.safetensors" not in fake_hub.files
+    assert fake_hub.files["config.json"] != b"{}"
+
+
+@pytest.mark.parametrize("target", ["hf:/me/x", "hf://x", "hf://me/x/y", "hf://../x", "hf:me/x"])
+def test_another_form_of_a_hub_name_makes_no_folder(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "starter", "--to", target]) == 2
+    assert "is written hf://user/name" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_token_no_right_and_no_network_say_what_to_do(
+    fake_hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_hub.refusal = 403
+    assert main([*PUSH]) == 2
+    assert "the token is not one that may write there" in capsys.readouterr().err
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    assert main([*PUSH]) == 2
+    error = capsys.readouterr().err
+    assert "check the network" in error and "hf upload" in error
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert main([*PUSH]) == 2
+    assert "run `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from isobit.config.recipes import RunConfig
 from isobit.run.loop import train
+from isobit.run.setup import read_rl
 from isobit.util.errors import ConfigError
 
 MakeConfig = Callable[..., RunConfig]
@@ -132,3 +133,69 @@ def test_corrections_without_two_policies_are_refused(make_config: MakeConfig) -
     config = make_config(training={"old_log_probs": "recorded"}, corrections=[{"type": "tis"}])
     with pytest.raises(ConfigError, match="old_log_probs"):
         train(config)
+
+
+CUT_ARE_PAID = "return float(completion.finish_reason == 'length' and completion.token_ids[0] % 2)"
+
+
+def test_dynamic_sampling_does_not_count_what_is_excluded(
+    make_config: MakeConfig, write_reward: WriteReward
+) -> None:
+    """Seen before: groups whose one other reward was of an excluded completion counted as telling,
+    and the step had no signal while refills were left.
+    """
+    algorithm = {"name": "dapo", "truncated": "exclude", "max_refills": 2}
+    config = make_config(write_reward(CUT_ARE_PAID), algorithm=algorithm)
+    train(config)
+    for line in steps(config.output):
+        assert line["rollout/refills"] == 2 and line["reward/level_share"] == 1.0
+
+
+def test_dynamic_sampling_of_remax_keeps_groups_that_differ_from_their_greedy_answer(
+    make_config: MakeConfig, write_reward: WriteReward
+) -> None:
+    """Seen before: dropped, since their samples agree with each other."""
+    greedy = "return float(prompt.id.endswith(('0', '2', '4', '6', '8')))"
+    algorithm = {"name": "remax", "dynamic_sampling": True, "max_refills": 1}
+    sampled = {"samples_per_prompt": 1}
+    config = make_config(write_reward(PARITY), algorithm=algorithm, training=sampled)
+    summary = train(config)
+    lines = steps(config.output)
+    assert summary.steps_without_signal < len(lines)
+    level = make_config(
+        write_reward(greedy), algorithm=algorithm, output=config.output.with_name("level")
+    )
+    assert train(level).steps_without_signal == 2, "every sample has its greedy answer's reward"
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "remax", "ppo"])
+def test_one_sample_a_prompt_is_enough_where_samples_are_not_compared(
+    name: str, make_config: MakeConfig, write_reward: WriteReward
+) -> None:
+    sizes = {"samples_per_prompt": 1, "prompts_per_step": 6, "without_signal": "skip"}
+    summary = train(make_config(write_reward(PARITY), algorithm={"name": name}, training=sizes))
+    assert summary.steps_without_signal == 0 == summary.tokens_differing
+    assert summary.tokens_compared > 0
+
+
+def test_the_share_that_is_compared_is_said(
+    make_config: MakeConfig, write_reward: WriteReward, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen before: "differing 0 of 23" of a step with four updates."""
+    config = make_config(write_reward(PARITY), training={"updates_per_batch": 2, "steps": 1})
+    summary = train(config)
+    (line,) = steps(config.output)
+    assert line["log_prob_diff/share"] == summary.tokens_compared / summary.tokens_learnt < 1
+    said = capsys.readouterr().out
+    assert "those of the first of 2 updates a batch (training.updates_per_batch)" in said
+    assert f"compared {line['log_prob_diff/share']:.0%}" in said
+
+
+def test_evaluation_has_a_top_p_of_its_own(make_config: MakeConfig) -> None:
+    """verl's ``val_kwargs.top_p``: an evaluation that truncates what training does not."""
+    for given, expected in ((None, 0.9), (0.5, 0.5), (1.0, 1.0)):
+        config = make_config(evaluation={"top_p": given}, rollout={"top_p": 0.9})
+        plan = read_rl(config)
+        assert plan.sampling.top_p == 0.9
+        ((request, *_),) = plan.evaluation.values()
+        assert request.sampling.top_p == expected

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,12 +116,28 @@ def test_the_last_lines_hold_the_figures_and_the_places() -> None:
     ]
 
 
+def test_the_last_lines_say_what_was_compared() -> None:
+    """Seen before: "0 of 80 differ" of 312 tokens, and "0 of 0 differ" without an update."""
+
+    def line(**changes: Any) -> str:
+        return describe_summary(replace(SUMMARY, **changes))[1]
+
+    assert "compared" not in line(tokens_learnt=90_123)
+    assert line(tokens_compared=80, tokens_learnt=320, compared="those of x") == (
+        "fp8: 0 of 80 log-probabilities differ in rollout and training; compared were 25%, those "
+        "of x"
+    )
+    assert line(tokens_compared=0) == (
+        "fp8: no log-probability was compared, since no completion was learnt from"
+    )
+
+
 def test_the_end_of_a_run_says_how_many_steps_taught_nothing() -> None:
     def last_lines(steps: int) -> str:
         return "\n".join(describe_summary(replace(SUMMARY, steps_without_signal=steps)))
 
     assert "signal" not in last_lines(0)
-    assert "no signal in 3 of 20 steps" in last_lines(3)
+    assert "no signal in 3 of 20 steps: " in last_lines(3)
     assert "warning: no step had a signal" in last_lines(20)
 
 
@@ -133,15 +150,12 @@ def test_a_log_installs_nothing_in_the_trainer(make_config: Callable[..., RunCon
             assert run.trainer.budget.on_change is None
 
 
-ZERO = {"reward/mean": 0.0}
-
-
 def notes(watch: SignalWatch, *signals: bool) -> list[int]:
     """The steps that something is printed about."""
     said = []
     for step, has_signal in enumerate(signals, start=1):
-        watch.count(has_signal)
-        if watch.notes(ZERO):
+        watch.count(has_signal, {} if has_signal else {"level": 8})
+        if watch.notes():
             said.append(step)
     return said
 
@@ -154,12 +168,18 @@ def test_a_line_after_each_so_many_steps_in_a_row() -> None:
     assert notes(SignalWatch(ignored), *[False] * 3) == []
 
 
-def test_the_line_says_what_the_rewards_were() -> None:
-    watch = SignalWatch(CheckConfig(no_signal_steps=1))
-    watch.count(has_signal=False)
-    assert "the last step had no signal" in watch.notes(ZERO)[0]
-    assert "the mean is 0.25" in watch.notes({"reward/mean": 0.25})[0]
-    assert "every reward failed" in watch.notes({})[0]
+def test_the_line_says_why_of_all_the_steps_that_it_is_about() -> None:
+    watch = SignalWatch(CheckConfig(no_signal_steps=2))
+    watch.count(False, {"zero": 16})
+    assert watch.notes() == []
+    watch.count(False, {"zero": 12, "failed": 4})
+    (line,) = watch.notes()
+    assert "the last 2 steps had no signal: 32 completions, 4 without a valid reward and 28" in line
+    assert "fine-tune it first" in line
+    watch.count(True, {})
+    watch.count(False, {"failed": 16})
+    watch.count(False, {"failed": 16})
+    assert "32 completions, all without a valid reward" in watch.notes()[0]
 
 
 def test_a_run_without_a_signal_changes_no_byte_counts_it_and_can_stop(
@@ -173,7 +193,7 @@ def test_a_run_without_a_signal_changes_no_byte_counts_it_and_can_stop(
         training={"steps": 9, "without_signal": "skip"},
         check={"on_no_signal": "stop", "no_signal_steps": 2},
     )
-    with pytest.raises(NoSignalError, match=r"the last 2 steps had no signal.*the mean is 0\)"):
+    with pytest.raises(NoSignalError, match=r"the last 2 steps had no signal.*all with reward 0"):
         train(config)
     said = capsys.readouterr().out
     assert said.count("no signal") == 3, "in each step's line, and a note about the first"

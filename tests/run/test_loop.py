@@ -111,7 +111,7 @@ def test_rewards_that_fail_are_excluded_counted_and_said(
     make_config: MakeConfig, write_reward: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = (
-        "token = sum(completion.token_ids) % 4; "
+        "token = sum(completion.token_ids) % 3; "
         "return 1 / 0 if token == 0 else float('nan') if token == 1 else 1.0"
     )
     config = make_config(write_reward(body), data={"eval": {}})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from isobit.config.data import ChatConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row
@@ -41,7 +42,7 @@ def prompts(count: int = 3, template: str | None = None) -> list[Prompt]:
     tokenizer: PreTrainedTokenizerFast = build_tokenizer(512)
     tokenizer.chat_template = template
     rows = [Row(question(p), {}, "") for p in problems(held_out=True)[:count]]
-    return prompts_of_rows("p", rows, tokenizer, chat=True)
+    return prompts_of_rows("p", rows, tokenizer, ChatConfig())
 
 
 def answer(text: str) -> Completion:

@@ -47,9 +47,9 @@ def refused(config: RunConfig, kind: type[IsobitError], match: str) -> None:
         (
             {"rollout": {"max_new_tokens": 250}},
             DataError,
-            "prompt held_out/0 has 9 tokens.*259.*context of 256.*to 247",
+            "prompt train/0 .* has 9 tokens.*259.*context of 256.*to 247",
         ),
-        ({"evaluation": {"max_new_tokens": 250}}, DataError, "prompt held_out/0 has 9 tokens"),
+        ({"evaluation": {"max_new_tokens": 250}}, DataError, "prompt held_out/0 .* has 9 tokens"),
         (
             {"rollout": {"max_new_tokens": 100, "kv_pages": 1}},
             RequestError,

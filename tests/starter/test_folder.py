@@ -52,7 +52,7 @@ def test_the_weights_are_small_and_of_the_recipes_shape() -> None:
     policy = load_policy(FOLDER, PrecisionConfig(preset="fp8"))
     recipe = load_recipe(SftConfig, Path(__file__).parents[2] / "recipes" / "starter.toml")
     assert recipe.from_scratch is not None
-    assert policy.config == decoder_of(recipe.from_scratch, tokens=99)
+    assert policy.config == decoder_of(recipe.from_scratch, tokens=99).with_tokenizer(99)
     assert 500_000 < sum(master.numel() for master in policy.parameters()) < 1_500_000
 
 

@@ -14,7 +14,7 @@ from isobit.observe import console
 from isobit.run.loop import train
 from isobit.store import checkpoint as checkpoint_format
 from isobit.store import keeper, usable
-from isobit.store.keeper import SaveTime
+from isobit.store.keeper import SaveTime, hook_command
 from isobit.util.errors import ConfigError, RewardError, StorageError
 
 MakeConfig = Callable[..., RunConfig]
@@ -89,7 +89,7 @@ def test_large_files_are_announced_with_their_size_and_then_the_seconds(
 def test_the_best_is_written_and_kept(
     make_config: MakeConfig, write_reward: Callable[[str], str]
 ) -> None:
-    reward = write_reward("return float(completion.token_ids[0] % 5)")
+    reward = write_reward("return float(completion.token_ids[0] % 7)")
     config = make_config(
         reward,
         training={"steps": 5, "learning_rate": 1e-2},
@@ -214,3 +214,91 @@ def test_a_run_on_a_slow_disk_says_it_once(
     printed = capsys.readouterr().out
     assert printed.count("of the time since the one before") == 1
     assert "note: the checkpoint of step 1 took 45 s, 100% of the time" in printed
+
+
+HOOK = """
+import sys
+from pathlib import Path
+
+def note(folder):
+    there = sorted(path.name for path in Path(folder).iterdir())
+    with (Path(__file__).parent / "seen.txt").open("a") as file:
+        whole = "manifest.json" in there or "model.safetensors" in there
+        print(Path(folder).name, whole, file=file)
+
+def fail(folder):
+    print("no route to the bucket")
+    sys.exit(3)
+
+def hang(folder):
+    import time
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def hooks(tmp_path: Path) -> Path:
+    (tmp_path / "hooks.py").write_text(HOOK)
+    return tmp_path / "hooks.py"
+
+
+def test_on_save_is_called_with_each_complete_checkpoint_and_the_model(
+    hooks: Path, make_config: MakeConfig
+) -> None:
+    config = make_config(training={"steps": 3}, checkpoint={"every": 2, "on_save": f"{hooks}:note"})
+    train(config)
+    seen = hooks.with_name("seen.txt").read_text().splitlines()
+    assert seen == ["step_000002 True", "step_000003 True", "model True"]
+
+
+def test_on_save_may_be_a_command(make_config: MakeConfig, tmp_path: Path) -> None:
+    command = ["cp", "-r", "{folder}", str(tmp_path)]
+    config = make_config(checkpoint={"every": 0, "on_save": command})
+    train(config)
+    assert (tmp_path / "step_000002/manifest.json").is_file()
+    assert (tmp_path / "model/model.safetensors").is_file()
+    assert hook_command(["echo", "a"], Path("x")) == ["echo", "a", "x"]
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("fail", "failed with exit status 3: no route to the bucket"),
+        ("hang", "was killed after 2 s (on_save_limit_s)"),
+        ("nowhere", "has no function 'nowhere'; it has note, fail, hang"),
+    ],
+)
+def test_a_failure_of_on_save_is_told_and_the_run_goes_on(
+    function: str,
+    told: str,
+    hooks: Path,
+    make_config: MakeConfig,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    limit = 2 if function == "hang" else 60
+    config = make_config(
+        checkpoint={"every": 0, "on_save": f"{hooks}:{function}", "on_save_limit_s": limit}
+    )
+    train(config)
+    printed = capsys.readouterr().out
+    assert printed.count(told) == 2 and "the run goes on" in printed
+    assert (config.output / "summary.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("hook", "problem"),
+    [
+        ("rsync -a x y", "name a Python function as"),
+        ("hooks.py", "name a Python function as"),
+        ("nowhere.py:f", "there is no file 'nowhere.py'"),
+        (["no-such-program"], "there is no program 'no-such-program'"),
+        ([], "there is no program ''"),
+    ],
+)
+def test_an_on_save_that_cannot_be_run_is_refused_before_the_run(
+    hook: str | list[str], problem: str, make_config: MakeConfig
+) -> None:
+    config = make_config(checkpoint={"on_save": hook})
+    with pytest.raises(ConfigError, match=problem):
+        train(config)
+    assert not config.output.exists()

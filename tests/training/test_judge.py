@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import (
@@ -14,14 +16,20 @@ from isobit.config.algorithm import (
     Correction,
     GrpoConfig,
     NormaliseCorrection,
+    PpoConfig,
+    ReinforcePpBaselineConfig,
+    ReMaxConfig,
+    RlooConfig,
     TisCorrection,
 )
 from isobit.models.frozen import FrozenPolicy
 from isobit.records.batch import TokenScores
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import Group
-from isobit.training.judge import Judge
+from isobit.records.text import UNTAUGHT, Group, describe_untaught
+from isobit.training.judge import Judge, sequences_learnt_from
+from isobit.training.step import has_signal
 from isobit.training.trainer import Trainer
+from tests.sequences import answer_of, group_of
 
 MakeTrainer = Callable[..., Trainer]
 MakeGroups = Callable[..., list[Group]]
@@ -234,3 +242,136 @@ def test_a_replayed_sample_keeps_its_advantage(
     (sequence,) = flat([again])
     assert set(_response(sequence, sequence.advantages)) == {-0.75}
     assert [fresh] == judge.judged([group], [])
+
+
+Answers = Sequence[tuple[float | None, int, str]]
+"""Reward, length and finish reason of each completion of a group."""
+
+
+def graded(answers: Answers, baseline: float | None = None, **more: Any) -> Group:
+    completions = [replace(answer_of(n), finish_reason=why) for _, n, why in answers]
+    group = group_of(completions, [reward for reward, _, _ in answers], baseline)
+    return replace(group, **more)
+
+
+def by_rewards(config: AlgorithmConfig, **more: Any) -> Judge:
+    """A judge that needs no forward."""
+    no_trainer: Any = None
+    return judge_of(no_trainer, config, **more)
+
+
+def judged(judge: Judge, groups: Sequence[Group]) -> list[Group]:
+    """As ``Judge.judged`` does, without a forward and corrections."""
+    rewarded = judge.rewarded(groups)
+    credit = judge.algorithm.credit(rewarded)
+    return [judge.learnt(*pair) for pair in zip(rewarded, credit, strict=True)]
+
+
+STOP, CUT = "stop", "length"
+LEVEL_PARTS = {"a": [0.0, 1.0], "b": [1.0, 0.0]}
+WHY: list[tuple[AlgorithmConfig, Group, dict[str, int]]] = [
+    (GrpoConfig(truncated="mask"), graded([(1.0, 3, CUT), (0.0, 3, CUT)]), {"masked": 2}),
+    (GrpoConfig(truncated="exclude"), graded([(1.0, 3, CUT), (0.0, 3, CUT)]), {"excluded": 2}),
+    (
+        GrpoConfig(truncated="exclude"),
+        graded([(2.0, 3, CUT), (1.0, 3, STOP), (1.0, 3, STOP)]),
+        {"excluded": 1, "level": 2},
+    ),
+    (GrpoConfig(), graded([(1.0, 3, STOP), (None, 3, STOP)]), {"failed": 1, "alone": 1}),
+    (GrpoConfig(), graded([(None, 3, STOP)] * 2), {"failed": 2}),
+    (GrpoConfig(), graded([(0.0, 3, STOP)] * 2), {"zero": 2}),
+    (GrpoConfig(), graded([(0.5, 3, STOP)] * 2), {"level": 2}),
+    (GrpoConfig(), graded([(1.0, 3, STOP)] * 2, reward_parts=LEVEL_PARTS), {"cancelled": 2}),
+    (GrpoConfig(), graded([(1.0, 0, "aborted"), (1.0, 0, "aborted")]), {"empty": 2}),
+    (ReMaxConfig(), graded([(1.0, 3, STOP)] * 2, baseline=1.0), {"as_greedy": 2}),
+    (ReMaxConfig(), graded([(0.0, 3, STOP)] * 2, baseline=0.0), {"zero": 2}),
+    (ReMaxConfig(), graded([(1.0, 3, STOP)] * 2), {"no_baseline": 2}),
+    (RlooConfig(), graded([(1.0, 3, STOP), (0.0, 3, STOP)]), {}),
+]
+
+
+@pytest.mark.parametrize(("config", "group", "expected"), WHY, ids=str)
+def test_why_completions_teach_nothing(
+    config: AlgorithmConfig, group: Group, expected: dict[str, int]
+) -> None:
+    """Seen before: "all rewards of each prompt are equal" of whatever it was."""
+    judge = by_rewards(config)
+    assert judge.untaught([group], judged(judge, [group])) == expected
+    assert judge.telling([group]) == [not expected]
+
+
+def test_weights_of_zero_are_a_reason_too() -> None:
+    judge = by_rewards(GrpoConfig())
+    group = graded([(1.0, 3, STOP), (0.0, 3, STOP)])
+    (found,) = judged(judge, [group])
+    rejected = [
+        replace(one, sequence=replace(one.sequence, importance=one.sequence.spread([0.0] * 3)))
+        for one in found.completions
+    ]
+    assert judge.untaught([group], [replace(found, completions=rejected)]) == {"rejected": 2}
+
+
+@pytest.mark.parametrize("truncated", ["keep", "mask", "exclude"])
+@pytest.mark.parametrize(
+    "kind",
+    [GrpoConfig, RlooConfig, ReMaxConfig, ReinforcePpBaselineConfig],
+    ids=lambda k: k.__name__,
+)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_group_tells_exactly_where_it_has_a_signal(kind: Any, truncated: str, data: Any) -> None:
+    """Dynamic sampling judges by what will be learnt from, and reasons are given where there is
+    none, of every completion.
+    """
+    answer = st.tuples(
+        st.sampled_from([None, 0.0, 0.5, 1.0]), st.integers(0, 3), st.sampled_from([STOP, CUT])
+    )
+    answers = data.draw(st.lists(answer, min_size=1, max_size=4))
+    group = graded(answers, data.draw(st.sampled_from([None, 0.0, 1.0])))
+    judge = by_rewards(kind(truncated=truncated))
+    (found,) = judged(judge, [group])
+    signal = has_signal(sequences_learnt_from([found]), judge.algorithm)
+    assert judge.telling([group]) == [signal]
+    reasons = judge.untaught([group], [found])
+    assert reasons.keys() <= UNTAUGHT.keys()
+    assert (sum(reasons.values()) == len(answers)) == (not signal)
+
+
+def test_telling_of_a_value_head_is_by_the_rewards() -> None:
+    """Whose credit needs a forward."""
+    level, other = graded([(1.0, 3, STOP)] * 2), graded([(1.0, 3, STOP), (0.0, 3, STOP)])
+    assert by_rewards(PpoConfig()).telling([level, other]) == [False, True]
+
+
+def test_a_group_with_one_other_reward_is_kept_whole() -> None:
+    """NVIDIA-NeMo/RL#3469: each completion was judged by its peers, and the one that differs
+    dropped.
+    """
+    for rewards in ([1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]):
+        judge = by_rewards(RlooConfig())
+        group = graded([(reward, 3, STOP) for reward in rewards])
+        assert judge.telling([group]) == [True]
+        assert all(judged(judge, [group])[0].advantages)
+
+
+def test_a_group_of_equal_fractions_tells_nothing() -> None:
+    """OpenRLHF/OpenRLHF#1270: a mean between the bounds counted as a signal."""
+    assert by_rewards(GrpoConfig()).telling([graded([(0.4, 3, STOP)] * 8)]) == [False]
+
+
+def test_the_greedy_baseline_is_punished_as_the_samples_are() -> None:
+    """Seen before: samples that equal the greedy completion had an advantage of -0.4."""
+    config = ReMaxConfig(overlong_buffer=8, overlong_penalty=0.5)
+    group = graded([(1.0, LIMIT, CUT), (1.0, 4, STOP)], 1.0, baseline_length=LIMIT)
+    assert judged(by_rewards(config), [group])[0].advantages == [0.0, 0.5]
+    assert by_rewards(config).telling([group]) == [False], "before penalties for length"
+
+
+def test_reasons_read_as_a_sentence() -> None:
+    assert describe_untaught({"zero": 4}) == (
+        "4 completions, all with reward 0, as all others of their prompt"
+    )
+    text = describe_untaught({"level": 2, "failed": 1000.0, "empty": 1}, advise=True)
+    assert text.startswith("1,003 completions, 1,000 without a valid reward, 1 empty and 2 with")
+    assert text.endswith("the first error of the reward is noted above")
+    assert describe_untaught({}) == "no completions"

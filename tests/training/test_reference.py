@@ -98,7 +98,6 @@ def test_another_folder_is_another_model(
 @pytest.mark.parametrize(
     ("fields", "settings", "message"),
     [
-        ({"vocab_size": 120}, {}, "vocabulary has 120 entries"),
         ({"max_positions": 32}, {}, "context is 32 tokens, but sequences have up to 64"),
         ({"num_layers": 2}, {"refresh_every": 5}, "refresh_every is 5, but reference.model is"),
     ],
@@ -114,6 +113,16 @@ def test_a_model_that_does_not_fit_is_refused(
     config = make_config(**HELD, reference={"model": str(make_folder(**fields)), **settings})
     with pytest.raises(ConfigError, match=message):
         describe_reference(config, described, 64)
+
+
+def test_another_number_of_rows_does_not_matter_where_the_tokens_are_the_same(
+    make_config: MakeConfig, make_folder: Callable[..., Path], described: DescribedModel
+) -> None:
+    """Neither draws nor scores a row that is no token."""
+    config = make_config(**HELD, reference={"model": str(make_folder(vocab_size=120))})
+    found = describe_reference(config, described, 64)
+    assert found is not None and found.shape.vocab_size == 120
+    assert found.shape.num_drawn == described.config.num_drawn == len(described.tokenizer)
 
 
 def test_another_tokenizer_and_a_missing_folder_are_refused(

@@ -12,7 +12,9 @@ and log rho kept within +-20 so that nothing overflows:
     icepop     rho where it lies in [low, high], else 0, on both sides (Ant's Ling team, 2025)
     k3         1 where rho - 1 - log rho, of a token or as the mean over its sequence, is at most
                max, else 0: an estimate of KL(mu || pi_old) of what mu drew
-    normalise  the weights so far over their mean
+    normalise  the weights so far over their mean: over sequences, where each is one weight for a
+               whole sequence (the self-normalised estimator over the samples that were drawn), else
+               over tokens
 
 The weights of all corrections are multiplied, and the loss multiplies a token's surrogate with what
 comes out; no gradient flows through it.  Where rho is 1 everywhere, every weight is exactly 1.
@@ -45,11 +47,18 @@ def correction_weights(
     weights = torch.ones_like(log_rho)
     for correction in corrections:
         if correction.type == "normalise":
-            mean = weights.mean()
+            of = sequence_means(weights, sequence) if _of_sequences(corrections) else weights
+            mean = of.mean()
             weights = weights / mean if mean > 0 else weights
         else:
             weights = weights * _weight(correction, log_rho, sequence)
     return weights.float()
+
+
+def _of_sequences(corrections: Sequence[Correction]) -> bool:
+    """Whether all weights before a normalisation are one for a whole sequence."""
+    levels = [getattr(one, "level", "token") for one in corrections if one.type != "normalise"]
+    return bool(levels) and "token" not in levels
 
 
 def _weight(

@@ -127,7 +127,7 @@ def token_mean_weights(sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     total = sum(sequence.numel() for sequence in sequences)
     return [
-        torch.full(sequence.shape, 1.0 / max(total, 1), device=sequence.device)
+        torch.full(sequence.shape, 1.0 / max(total, 1), device=sequence.device, dtype=torch.float32)
         for sequence in sequences
     ]
 
@@ -148,7 +148,12 @@ def constant_mean_weights(sequences: Sequence[torch.Tensor], constant: int) -> l
     """``1 / (S * constant)`` for every token."""
     total = sum(int((torch.bincount(sequence) > 0).sum()) for sequence in sequences)
     return [
-        torch.full(sequence.shape, 1.0 / (max(total, 1) * constant), device=sequence.device)
+        torch.full(
+            sequence.shape,
+            1.0 / (max(total, 1) * constant),
+            device=sequence.device,
+            dtype=torch.float32,
+        )
         for sequence in sequences
     ]
 

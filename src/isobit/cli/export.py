@@ -35,21 +35,25 @@ def run_export(arguments: Sequence[str]) -> int:
         )
     with starting():
         from isobit.observe.console import Console
-        from isobit.run.export import export, find_source
+        from isobit.run.export import HUB, HubTarget, export, export_to_hub, find_source
     set_threads(options)
 
     console = Console()
     with console.busy("reading"):
         source = find_source(options.source, options.step, console.line)
+    settings: dict[str, Any] = {
+        "format": options.format,
+        "precision": precision,
+        "shard_bytes": options.shard_mb * 10**6,
+    }
+    if options.to.startswith(HUB):
+        target = HubTarget.open(options.to, options.private, options.overwrite)
+        with console.busy(f"writing and uploading {options.to}"):
+            result, address = export_to_hub(source, target, **settings)
+        console.lines(_describe(result, address))
+        return 0
     with console.busy(f"writing {options.to}"):
-        result = export(
-            source,
-            options.to,
-            options.format,
-            precision,
-            options.shard_mb * 10**6,
-            options.overwrite,
-        )
+        result = export(source, path_value(options.to), overwrite=options.overwrite, **settings)
     console.lines(_describe(result))
     return 0
 
@@ -61,9 +65,11 @@ def _precision(given: Any, overrides: Sequence[str]) -> "PrecisionConfig | None"
     return settings_from(ExportConfig, values, overrides).precision
 
 
-def _describe(result: "ExportResult") -> list[str]:
+def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
     files = f"{result.files} file{'s' if result.files > 1 else ''} of tensors"
-    lines = [f"{result.folder}: {result.num_bytes / 1e6:,.1f} MB in {files}, {result.format}"]
+    lines = [
+        f"{address or result.folder}: {result.num_bytes / 1e6:,.1f} MB in {files}, {result.format}"
+    ]
     if result.quantised:
         lines.append(f"{result.quantised} matrices in E4M3, the policy's own bytes")
     if result.not_whole:
@@ -82,7 +88,8 @@ def _parser() -> ArgumentParser:
         description=(
             "Write a run's policy, or a model folder, as a Hugging Face folder: shards with an "
             "index, config, tokenizer, chat template, generation config, and a model card with "
-            "the run's figures.  transformers and vLLM load it."
+            "the run's figures.  transformers and vLLM load it.  With --to hf://user/name it is "
+            "uploaded."
         ),
         epilog=(
             "--precision.KEY VALUE sets any key of precision as well; `isobit train --help` lists "
@@ -97,8 +104,12 @@ def _parser() -> ArgumentParser:
         "or `starter`",
     )
     parser.add_argument(
-        "--to", metavar="FOLDER", type=path_value, required=True, help="what is written"
+        "--to",
+        metavar="FOLDER",
+        required=True,
+        help="what is written: a folder, or a model of the hub as hf://user/name",
     )
+    parser.add_argument("--private", action="store_true", help="of a new model of the hub")
     parser.add_argument(
         "--format",
         choices=("bf16", "fp8"),

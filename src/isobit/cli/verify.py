@@ -239,6 +239,13 @@ def _print_result(result: "VerifyResult") -> None:
     from isobit.proof.verify import first_operation
 
     counts = result.comparison
+    redrawn, other = result.redrawn
+    if redrawn:
+        print(
+            f"{other:,} of {redrawn:,} completions that several scenarios draw by the same "
+            "settings differ between them"
+            + (": the noise or the logits depend on the batch" if other else "")
+        )
     print(
         f"{result.preset}: {counts.tokens_differing:,} of {counts.tokens_compared:,} "
         f"log-probabilities{counts.describe_routings()} differ, "

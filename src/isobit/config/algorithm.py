@@ -39,7 +39,9 @@ class StepConfig(Strict):
     in the group's baseline, exclude drops them.
     """
     dynamic_sampling: bool = False
-    """Replace zero-variance groups by groups of further prompts (DAPO)."""
+    """Replace groups whose rewards give no completion an advantage, as zero-variance groups, by
+    groups of further prompts (DAPO); not for ``reinforce_pp`` and ``ppo``.
+    """
     max_refills: int = Field(default=10, ge=0, le=MAX_COUNT)
     """How often a step with ``dynamic_sampling`` samples further prompts at most."""
     overlong_buffer: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
@@ -277,7 +279,9 @@ class K3Correction(Strict):
 
 
 class NormaliseCorrection(Strict):
-    """Scale the weights to a mean of 1 over the batch; it must be the last correction."""
+    """Scale the weights to a mean of 1 over the batch: over its sequences where every correction is
+    of whole sequences, else over its tokens. It must be the last correction.
+    """
 
     type: Literal["normalise"] = "normalise"
 

@@ -5,7 +5,7 @@ answers.
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, NaiveDatetime, model_validator
 from pydantic_core import PydanticCustomError
 
 from isobit.config.base import MAX_COUNT, MAX_FACTOR, HomePath, Seed, Strict, path_at_home
@@ -28,11 +28,20 @@ class ReasoningGymData(Source):
     """The task's own configuration."""
 
 
+DEFAULT_TOOLS = "tools"
+
+
 class ColumnsData(Source):
-    """Rows whose columns are the prompt, text or chat messages, and what the reward needs."""
+    """Rows whose columns are the prompt, text or chat messages, and what the reward needs. A column
+    ``chat_template_kwargs`` adds to ``data.chat_template_kwargs`` for its row.
+    """
 
     prompt: str = "prompt"
-    """Column that holds the prompt."""
+    """Column that holds the prompt; text that is a conversation in JSON is read as one."""
+    tools: str = DEFAULT_TOOLS
+    """Column with the tools that the chat template is given, where there is one: a list of JSON
+    schemas or its JSON text. Empty text gives it none.
+    """
     limit: int | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Use only this many rows from the start."""
 
@@ -176,20 +185,35 @@ def file_rows(path: Path) -> JsonlData | CsvData | ParquetData:
 TooLong = Literal["refuse", "drop", "cut"]
 
 
-class DataConfig(Strict):
+class ChatConfig(Strict):
+    """How prompts are rendered."""
+
+    chat: bool = True
+    """Render prompts with the tokenizer's chat template, if it has one."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables of the chat template, such as Qwen3's ``enable_thinking`` or gpt-oss's
+    ``reasoning_effort``.
+    """
+    date: NaiveDatetime | None = None
+    """The date for a chat template that writes one. By default the time when the run begins, which
+    stays its date when it is resumed or replayed.
+    """
+
+
+class DataConfig(ChatConfig):
     """Training prompts that are also in an evaluation set are dropped and counted."""
 
     train: DataSource
     eval: dict[str, DataSource] = Field(default={})
     """Named evaluation sets."""
-    chat: bool = True
-    """Render prompts with the tokenizer's chat template, if it has one."""
     max_prompt_tokens: int = Field(default=1024, gt=0, le=MAX_POSITIONS)
-    """Largest length of a rendered prompt."""
+    """Largest length of a rendered prompt, which must also leave room for the longest completion
+    (``max_new_tokens``) in the model's context.
+    """
     too_long: TooLong = "refuse"
     """What becomes of longer prompts, in every set: ``refuse`` stops before the run starts,
-    ``drop`` leaves them out, ``cut`` keeps their last ``max_prompt_tokens`` tokens and a token that
-    begins every sequence. The console tells how many.
+    ``drop`` leaves them out, ``cut`` keeps their last tokens and a token that begins every
+    sequence. The console tells how many.
     """
     shuffle: bool = True
     """Visit the prompts in another random order in each epoch."""
@@ -264,14 +288,12 @@ ExampleSource = Annotated[
 ]
 
 
-class SftDataConfig(Strict):
+class SftDataConfig(ChatConfig):
     """Training examples whose prompt is also in an evaluation set are dropped and counted."""
 
     train: ExampleSource
     eval: dict[str, ExampleSource] = Field(default={})
     """Named held-out sets."""
-    chat: bool = True
-    """Render prompts with the tokenizer's chat template, if it has one."""
     max_tokens: int = Field(default=2048, gt=0, le=MAX_POSITIONS)
     """Largest length of an example, or of either conversation of a pair."""
     too_long: Literal["refuse", "drop"] = "refuse"

@@ -43,6 +43,9 @@ _IN_WORDS = {
     "bool_type": "should be true or false",
     "bool_parsing": "should be true or false",
     "path_type": "should be a path",
+    "datetime_from_date_parsing": "should be a date, as 2026-11-25 or 2026-11-25T08:30:00",
+    "datetime_type": "should be a date, as 2026-11-25 or 2026-11-25T08:30:00",
+    "timezone_naive": "should be a date without a time zone",
 }
 """What errors say of a value of another type, in the words of TOML."""
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from isobit.config.algorithm import AlgorithmConfig, Correction, GrpoConfig
 from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, HomeName, HomePath, Seed, Strict
-from isobit.config.data import DataConfig, OneExampleSource, SftDataConfig
+from isobit.config.data import ChatConfig, DataConfig, OneExampleSource, SftDataConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.tables import (
     AsyncConfig,
@@ -29,6 +29,7 @@ from isobit.config.tables import (
 class GenerationConfig(Strict):
     """The settings of ``isobit rollout``."""
 
+    data: ChatConfig = ChatConfig()
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     rollout: RolloutConfig = RolloutConfig()
@@ -52,13 +53,12 @@ class InspectConfig(Strict):
     precision: PrecisionConfig = PrecisionConfig()
 
 
-class ScoringConfig(Strict):
+class ScoringConfig(ChatConfig):
     """The settings of ``isobit eval --reward-model``."""
 
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     data: OneExampleSource
-    chat: bool = True
     tokens_per_batch: int = Field(default=16384, gt=0, le=MAX_COUNT)
     """Tokens of one forward; scores do not depend on it."""
 

@@ -8,6 +8,7 @@ what to change.
 from collections.abc import Collection, Sequence
 
 from isobit.config.algorithm import (
+    AlgorithmConfig,
     Correction,
     IcePopCorrection,
     LossConfig,
@@ -39,6 +40,7 @@ def check_run(config: RunConfig) -> None:
     check_schedule(config.training)
     check_batch(config.training, config.rollout)
     check_algorithm(config.algorithm, config.rollout)
+    check_groups(config.algorithm, config.training)
     check_corrections(config.corrections)
     check_reward(config.reward)
     check_samples(config.evaluation)
@@ -233,6 +235,31 @@ def check_algorithm(config: StepConfig, rollout: RolloutConfig) -> None:
         )
     if isinstance(config, TokenClipConfig):
         _check_clip(config)
+
+
+def check_groups(algorithm: AlgorithmConfig, training: TrainingConfig) -> None:
+    """Refuse one sample a prompt where advantages compare the samples of a prompt, and dynamic
+    sampling where they do not depend on them.
+    """
+    name = algorithm.name
+    if training.samples_per_prompt == 1 and name not in ONE_SAMPLE:
+        raise ConfigError(
+            f"training.samples_per_prompt is 1, but algorithm {name!r} compares the samples of a "
+            "prompt with each other, so that one alone teaches nothing; set it to 2 or more, or "
+            f"algorithm to one of {', '.join(map(repr, ONE_SAMPLE[:-1]))}"
+        )
+    if algorithm.dynamic_sampling and name in GROUPLESS:
+        raise ConfigError(
+            f"algorithm.dynamic_sampling is on, but algorithm {name!r} compares no samples of a "
+            "prompt with each other: a group of equal rewards teaches as any other, and there is "
+            "none to replace; leave dynamic_sampling out"
+        )
+
+
+GROUPLESS = ("reinforce_pp", "ppo")
+"""Algorithms in whose advantages the group of a completion has no part."""
+ONE_SAMPLE = (*GROUPLESS, "remax", "custom")
+"""Algorithms that learn from a single completion of a prompt, or may."""
 
 
 def _check_clip(config: TokenClipConfig) -> None:

@@ -14,7 +14,7 @@ from itertools import groupby
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, NaiveDatetime
 from pydantic.fields import FieldInfo
 
 from isobit.config.algorithm import GrpoConfig
@@ -180,6 +180,8 @@ def _kind_text(annotation: Any) -> str:
         return " | ".join(map(str, arguments))
     if get_origin(kind) is tuple:
         return f"list of {_kind_text(arguments[0])}"
+    if kind is NaiveDatetime:
+        return "date"
     if get_origin(kind) is dict:
         return "table"
     return getattr(kind, "__name__", str(kind)).lower()

@@ -1,6 +1,6 @@
 """The tables that are neither ``algorithm``, ``data`` nor ``reward``."""
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -68,6 +68,14 @@ class CheckpointConfig(Strict):
     """Also keep the checkpoint with the highest value of this evaluation figure, for example
     ``eval/held_out/accuracy``; of ``isobit sft``'s ``eval/NAME/loss`` the lowest.
     """
+    on_save: HomeName | tuple[HomeName, ...] | None = None
+    """What is run after each complete checkpoint and model: a Python function by
+    ``path/to/file.py:function`` or ``module:function``, which is given the folder's path, or a
+    command as a list, in which ``{folder}`` is the path (by default it comes last). It is a process
+    of its own, whose output is in ``on_save.log``; a failure is printed, and the run goes on.
+    """
+    on_save_limit_s: float = Field(default=3600.0, gt=0, le=MAX_WAIT_S)
+    """Seconds after which ``on_save`` is killed, which counts as a failure."""
 
 
 Launcher = Literal["local", "ray"]
@@ -159,6 +167,10 @@ class EvaluationConfig(Strict):
     """Samples of each prompt at a temperature above 0, for mean@n and pass@k."""
     max_new_tokens: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
     """By default ``rollout.max_new_tokens``."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample among the likeliest tokens that together have this probability; by default
+    ``rollout.top_p``.
+    """
 
 
 Preset = Literal["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
@@ -242,6 +254,14 @@ class RolloutConfig(Strict):
     """Sample among tokens of at least this share of the largest probability; 0 is off."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion, besides the end token."""
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens, as the tokenizer spells them, that end a completion besides the folder's
+    ``eos_token_id``: for example the end of turn of a chat template that is new to the model.
+    """
+    special_tokens: Literal["hide", "show"] = "hide"
+    """Whether the text of a completion, which rewards read, shows its special tokens. The one that
+    ends it is never shown.
+    """
     max_sequences: int = Field(default=256, gt=0, le=MAX_BATCH)
     """Sequences decoded at once."""
     max_batched_tokens: int | None = Field(default=None, gt=0, le=MAX_COUNT)
@@ -260,9 +280,42 @@ class RolloutConfig(Strict):
         return max(value, 0)
 
 
+TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
+
+
 class TrackingConfig(Strict):
+    """Services that get the figures and sample completions of a run as well, and how many of its
+    completions are kept.
+    """
+
+    to: tuple[TrackerName, ...] = ()
+    """Any of wandb, mlflow, trackio and swanlab, each with ``pip install`` of its name. TensorBoard
+    events are always written; ``tensorboard`` adds the sample completions to them as text.
+    """
+    project: str = Field(default="isobit", min_length=1, max_length=128)
+    """The project of a service, or MLflow's experiment."""
+    name: str | None = Field(default=None, min_length=1, max_length=128)
+    """The run's name there; by default that of its directory."""
+    tags: tuple[str, ...] = ()
     wandb: bool | str = False
-    """``true`` for the project ``isobit``, or a project's name; needs ``pip install wandb``."""
+    """The same as ``to = ["wandb"]``; a text is its project's name."""
+    completions: Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["all"] = 0
+    """How many completions of each step, and of each set of an evaluation, are written to the
+    folder ``completions`` as Parquet: a number, or ``all``. The best and the worst of four groups
+    are in ``completions.jsonl`` in any case.
+    """
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _of_one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    def services(self) -> dict[TrackerName, str]:
+        """The project by service."""
+        projects: dict[TrackerName, str] = dict.fromkeys(self.to, self.project)
+        if self.wandb is not False:
+            projects["wandb"] = self.wandb if isinstance(self.wandb, str) else self.project
+        return projects
 
 
 Recompute = Literal["none", "mlp", "full"]
@@ -324,8 +377,10 @@ class OptimisationConfig(Strict):
 
 
 class TrainingConfig(OptimisationConfig):
-    samples_per_prompt: int = Field(default=16, gt=1, le=MAX_BATCH)
-    """Completions of each prompt, which form a group."""
+    samples_per_prompt: int = Field(default=16, gt=0, le=MAX_BATCH)
+    """Completions of each prompt, which form a group. 1 is for ``reinforce_pp``, ``ppo`` and
+    ``remax``, which do not compare them with each other.
+    """
     updates_per_batch: int = Field(default=1, gt=0, le=MAX_BATCH)
     """Divide a step's batch by prompt into this many parts, with one update each."""
     epochs: int = Field(default=1, gt=0, le=1000)

@@ -19,13 +19,21 @@ contains control tokens, whatever its text spells (``isobit.data.tokenizer``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import AnswerColumns, ExampleSource, MixtureExamples, SftDataConfig
+from isobit.config.data import (
+    AnswerColumns,
+    ChatConfig,
+    ExampleSource,
+    MixtureExamples,
+    SftDataConfig,
+)
 from isobit.data.prompts import (
+    ASSISTANT,
+    Noticed,
     TooLong,
     chat_messages,
     encodable,
@@ -33,17 +41,31 @@ from isobit.data.prompts import (
     prompts_of_rows,
     render_chat,
 )
-from isobit.data.sources import Row, iter_rows, message_text, mixed
+from isobit.data.sources import Row, iter_rows, mixed
 from isobit.data.tokenizer import decode, is_marked, quoted_answer, token_ids
-from isobit.records.text import Prompt
+from isobit.records.text import (
+    Message,
+    Prompt,
+    as_messages,
+    message_of,
+    message_text,
+    without_beginning,
+    written_messages,
+)
 from isobit.util.errors import DataError
+
+Answer: TypeAlias = str | Message
+"""Text, or a message of the assistant that says more than text, such as calls of tools."""
+_CHAT = ChatConfig()
 
 
 def conversation_ids(
-    answers: Sequence[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, chat: bool = True
+    answers: Sequence[tuple[Row, Answer]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatConfig = _CHAT,
 ) -> list[tuple[int, ...]]:
     """The tokens of each row's prompt and an answer to it; text prompts are rendered with the chat
-    template too, unless ``chat`` is false.
+    template too, unless ``chat`` is off.
 
     Raises ``DataError`` for messages without a template, messages that the template refuses, text
     that no tokenizer can read, and a conversation without tokens.
@@ -60,13 +82,40 @@ def conversation_ids(
     return [tuple(ids) for ids in found]
 
 
-def _message_text(row: Row, answer: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
+def _message_text(
+    row: Row, answer: Answer, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
+) -> str:
     messages = chat_messages(row, tokenizer, chat)
     if messages is None:
         # the prompt may be another template's text (row_of), with its control tokens
-        return encodable(f"{row.prompt}{quoted_answer(answer, tokenizer)}", row)
-    turns = [*messages, {"role": "assistant", "content": answer}]
-    return render_chat(turns, row, tokenizer, add_generation_prompt=False)
+        text = quoted_answer(_only_text(answer, row), tokenizer)
+        return encodable(f"{row.prompt}{text}", row)
+    turns = [*messages, _turn(answer)]
+    return render_chat(turns, row, tokenizer, chat, add_generation_prompt=False)
+
+
+def _turn(answer: Answer) -> Message:
+    return {"role": ASSISTANT, "content": answer} if isinstance(answer, str) else answer
+
+
+def _only_text(answer: Answer, row: Row) -> str:
+    if isinstance(answer, str):
+        return answer
+    more = ", ".join(sorted(set(answer) - {"role", "content"}))
+    raise DataError(
+        f"{row.place}: the answer has {more}, which only a chat template can write; the tokenizer "
+        "has none, or data.chat is false"
+    )
+
+
+def whole_answer(row: Row, answer: str) -> tuple[Row, str]:
+    """A run's prompt and completion for a reward model: where the prompt ends in the beginning of
+    the answer, that is part of the answer.
+    """
+    if isinstance(row.prompt, str):
+        return row, answer
+    asked, begun = without_beginning(row.prompt)
+    return replace(row, prompt=tuple(asked)), begun + answer
 
 
 def row_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Row:
@@ -81,10 +130,9 @@ def row_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Row:
     return Row(text, prompt.row, f"prompt {prompt.id}")
 
 
-_ASSISTANT = "assistant"
-Turn: TypeAlias = tuple[Row, str]
+Turn: TypeAlias = tuple[Row, Answer]
 """A prompt, and the assistant's answer."""
-Answered: TypeAlias = tuple[Row, str, str]
+Answered: TypeAlias = tuple[Row, Answer, Answer]
 """A prompt with the better and the worse answer."""
 
 
@@ -113,6 +161,7 @@ def build_examples(
     config: SftDataConfig,
     context_tokens: int,
     too_long: TooLong | None = None,
+    noticed: Noticed | None = None,
     first: int = 0,
 ) -> list[Example]:
     """The examples of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows and
@@ -125,9 +174,11 @@ def build_examples(
     too_long = too_long or TooLong(config.too_long)
     turns = source if isinstance(source, Sequence) else iter_turns(source)
     rows, completions = zip(*turns, strict=True)
-    prompts = prompts_of_rows(name, rows, tokenizer, config.chat, first=first)
+    prompts = prompts_of_rows(
+        name, rows, tokenizer, config, noticed=noticed, continues=False, first=first
+    )
     texts = [
-        _completion_text(prompt, row, completion, tokenizer, config.chat)
+        _completion_text(prompt, row, completion, tokenizer, config)
         for prompt, row, completion in zip(prompts, rows, completions, strict=True)
     ]
     examples = []
@@ -158,23 +209,28 @@ def iter_turns(source: ExampleSource) -> Iterator[Turn]:
         yield from _assistant_turns(row, source.messages)
 
 
-def _assistant_turns(row: Row, column: str) -> Iterator[tuple[Row, str]]:
+def _assistant_turns(row: Row, column: str) -> Iterator[tuple[Row, Answer]]:
     if isinstance(row.prompt, str):
         raise DataError(f"{row.place}, column {column!r}: expected a list of messages, found text")
-    places = [index for index, message in enumerate(row.prompt) if message["role"] == _ASSISTANT]
+    places = [index for index, message in enumerate(row.prompt) if message["role"] == ASSISTANT]
     if not places:
-        raise DataError(f"{row.place}, column {column!r}: no message has the role {_ASSISTANT!r}")
+        raise DataError(f"{row.place}, column {column!r}: no message has the role {ASSISTANT!r}")
     if places[0] == 0:
         raise DataError(
             f"{row.place}, column {column!r}: the first message is the assistant's, not a prompt"
         )
     for index in places:
-        yield Row(row.prompt[:index], row.columns, row.place), row.prompt[index]["content"]
+        yield replace(row, prompt=row.prompt[:index]), _answer(row.prompt[index])
 
 
-def answer_of(row: Row, column: str, advice: str) -> str:
-    """The answer to the prompt of ``row``: text, the content of one message of the assistant, or of
-    the last message of a conversation that starts with the prompt.
+def _answer(message: Message) -> Answer:
+    plain = message.keys() <= {"role", "content"}
+    return str(message.get("content", "")) if plain else message
+
+
+def answer_of(row: Row, column: str, advice: str) -> Answer:
+    """The answer to the prompt of ``row``: text, one message of the assistant, or the last message
+    of a conversation that starts with the prompt.
 
     Raises ``DataError`` for a missing column, with ``advice``, and for other content.
     """
@@ -184,20 +240,22 @@ def answer_of(row: Row, column: str, advice: str) -> str:
             f"{', '.join(map(repr, row.columns)) or 'none'} beside the prompt: {advice}"
         )
     value = row.columns[column]
+    place = f"{row.place}, column {column!r}"
+    if isinstance(value, str):
+        value = written_messages(value)
     if (
         isinstance(value, Sequence)
         and not isinstance(value, str)
         and len(value) > 0
         and isinstance(value[-1], Mapping)
-        and value[-1].get("role") == _ASSISTANT
-        and value[-1].get("content") is not None
+        and value[-1].get("role") == ASSISTANT
+        and (message := message_of(value[-1], place)).keys() > {"role"}
         and (len(value) == 1 or _is_prompt(value[:-1], row))
     ):
-        value = message_text(value[-1]["content"], f"{row.place}, column {column!r}")
+        return _answer(message)
     if not isinstance(value, str):
         raise DataError(
-            f"{row.place}, column {column!r}: expected text or one message of the assistant, found "
-            f"{type(value).__name__}"
+            f"{place}: expected text or one message of the assistant, found {type(value).__name__}"
         )
     return value
 
@@ -206,9 +264,6 @@ def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
     """Whether the messages are those of the prompt, apart from system messages, which the source
     may have added. A text prompt is one message of the user.
     """
-    prompt = (
-        ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
-    )
     if not all(isinstance(message, Mapping) for message in messages):
         return False
     found = [
@@ -219,30 +274,35 @@ def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
         for one in messages
         for content in [one.get("content")]
     ]
-    expected = [(one["role"], one["content"]) for one in prompt]
+    expected = [(one["role"], one.get("content")) for one in as_messages(row.prompt)]
     return [one for one in found if one[0] != "system"] == [
         one for one in expected if one[0] != "system"
     ]
 
 
 def _completion_text(
-    prompt: Prompt, row: Row, completion: str, tokenizer: PreTrainedTokenizerBase, chat: bool
+    prompt: Prompt,
+    row: Row,
+    completion: Answer,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatConfig,
 ) -> str:
     """The completion's text after the prompt, perhaps marked."""
     messages = chat_messages(row, tokenizer, chat)
     if messages is not None:
-        turns = [*messages, {"role": _ASSISTANT, "content": completion}]
-        rendered = render_chat(turns, row, tokenizer, add_generation_prompt=False)
+        turns = [*messages, _turn(completion)]
+        rendered = render_chat(turns, row, tokenizer, chat, add_generation_prompt=False)
         ahead = prompt.text
         if is_marked(rendered):
-            ahead = render_chat(messages, row, tokenizer, add_generation_prompt=True)
+            ahead = render_chat(messages, row, tokenizer, chat, add_generation_prompt=True)
         if not rendered.startswith(ahead):
             raise DataError(
                 f"{row.place}: the chat template does not put the assistant's turn behind its own "
                 "generation prompt; render the text yourself and set data.chat to false"
             )
         return rendered.removeprefix(ahead)
-    return quoted_answer(completion, tokenizer) if chat else completion
+    text = _only_text(completion, row)
+    return quoted_answer(text, tokenizer) if chat.chat else text
 
 
 def _ended(
@@ -290,6 +350,7 @@ def build_pairs(
     config: SftDataConfig,
     context_tokens: int,
     too_long: TooLong | None = None,
+    noticed: Noticed | None = None,
     first: int = 0,
 ) -> list[Pair]:
     """The pairs of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows, or,
@@ -302,9 +363,11 @@ def build_pairs(
     too_long = too_long or TooLong(config.too_long)
     found = list(source if isinstance(source, Sequence) else iter_answered(source))
     rows = [row for row, *_ in found]
-    prompts = prompts_of_rows(name, rows, tokenizer, config.chat, first=first)
+    prompts = prompts_of_rows(
+        name, rows, tokenizer, config, noticed=noticed, continues=False, first=first
+    )
     answers = [(row, answer) for row, *both in found for answer in both]
-    ids = conversation_ids(answers, tokenizer, config.chat)
+    ids = conversation_ids(answers, tokenizer, config)
     pairs = []
     for prompt, row, chosen, rejected in zip(prompts, rows, ids[::2], ids[1::2], strict=True):
         longest = max(len(chosen), len(rejected))
@@ -327,7 +390,7 @@ def iter_answered(source: ExampleSource) -> Iterator[Answered]:
         yield (row, *_answers(row, source))
 
 
-def _answers(row: Row, source: AnswerColumns) -> tuple[str, str]:
+def _answers(row: Row, source: AnswerColumns) -> tuple[Answer, Answer]:
     advice = "a pair has a prompt and two answers: name their columns in `chosen` and `rejected`"
     chosen, rejected = (answer_of(row, key, advice) for key in (source.chosen, source.rejected))
     if chosen == rejected:

@@ -3,8 +3,10 @@ they are too long. Digests of prompts, which detect changed data.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -12,10 +14,30 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config import data as tables
 from isobit.config.base import MAX_COUNT
-from isobit.config.data import DataConfig, DataSource
+from isobit.config.data import ChatConfig, DataConfig, DataSource
 from isobit.data.sources import Row, load_rows
-from isobit.data.tokenizer import most_characters, quoted, rendered, token_ids, unmarked
-from isobit.records.text import Prompt
+from isobit.data.tokenizer import (
+    check_variables,
+    mentions,
+    most_characters,
+    quoted,
+    quoted_values,
+    rendered,
+    token_ids,
+    unmarked,
+    written_twice,
+)
+from isobit.records.text import (
+    VARIABLES_COLUMN,
+    Message,
+    Prompt,
+    as_messages,
+    calls_of,
+    other_forms,
+    quotes,
+    with_read_arguments,
+    written_arguments,
+)
 from isobit.util.errors import DataError
 
 
@@ -86,6 +108,50 @@ def describe_too_long(sets: Mapping[str, TooLong]) -> str:
     return "".join(f"; {text}" for text in found)
 
 
+@dataclass(slots=True)
+class Noticed:
+    """What a set's rows look like that its reader may not have meant; ``lines`` says it."""
+
+    rows: int = 0
+    rendered: int = 0
+    """Rows that spell control tokens which the chat template writes."""
+    tokens: set[str] = field(default_factory=set)
+    """Those."""
+    quoted_arguments: int = 0
+    """Rows with arguments of tools in JSON text, where the template expects a table."""
+    unread_tools: int = 0
+    """Rows with tools, of which the chat template says nothing."""
+    unread_calls: int = 0
+    """Rows with calls of tools that the chat template does not write."""
+
+    def lines(self, name: str) -> list[str]:
+        """A line for each, about the set ``name``."""
+        found: list[str] = []
+        if self.rendered:
+            found.append(
+                f"{name}: {self.rendered} of {self.rows} prompts spell control tokens that the "
+                f"chat template writes itself ({', '.join(sorted(self.tokens))}), and were encoded "
+                "as ordinary characters; if the prompts are rendered already, set data.chat = false"
+            )
+        if self.quoted_arguments:
+            found.append(
+                f"{name}: {self.quoted_arguments} of {self.rows} prompts have calls of tools whose "
+                "arguments are JSON text, which the chat template does not write as it stands: "
+                "they were read as JSON"
+            )
+        if self.unread_tools:
+            found.append(
+                f"{name}: {self.unread_tools} of {self.rows} rows have tools, but no chat "
+                "template of the tokenizer says anything of tools: the model does not see them"
+            )
+        if self.unread_calls:
+            found.append(
+                f"{name}: {self.unread_calls} of {self.rows} prompts have calls of tools that the "
+                "tokenizer's chat template does not write: the model does not see them"
+            )
+        return found
+
+
 def build_prompts(
     name: str,
     source: DataSource | Sequence[Row],
@@ -93,23 +159,27 @@ def build_prompts(
     config: DataConfig,
     context_tokens: int | None = None,
     too_long: TooLong | None = None,
+    new_tokens: int = 1,
+    noticed: Noticed | None = None,
     first: int = 0,
 ) -> list[Prompt]:
     """The prompts of ``source``, with ids ``name/0``, ``name/1``, ... by the number of their row,
     or, of a part of its rows, from ``first`` on.
 
-    ``context_tokens`` is the model's context, of which a prompt must leave at least one token for
-    the answer; ``too_long`` counts. Raises ``DataError`` as ``load_rows`` does, and for a prompt
+    ``context_tokens`` is the model's context, of which a prompt must leave ``new_tokens`` for the
+    completion; ``too_long`` counts. Raises ``DataError`` as ``load_rows`` does, and for a prompt
     that cannot be rendered, is empty, or, depending on the rule, is too long.
     """
     return prompts_of_rows(
         name,
         source if isinstance(source, Sequence) else load_rows(source),
         tokenizer,
-        config.chat,
+        config,
         config.max_prompt_tokens,
         context_tokens,
         too_long or TooLong(config.too_long),
+        new_tokens,
+        noticed,
         first=first,
     )
 
@@ -118,25 +188,34 @@ def prompts_of_rows(
     name: str,
     rows: Iterable[Row],
     tokenizer: PreTrainedTokenizerBase,
-    chat: bool,
+    chat: ChatConfig,
     max_prompt_tokens: int | None = None,
     context_tokens: int | None = None,
     too_long: TooLong | None = None,
+    new_tokens: int = 1,
+    noticed: Noticed | None = None,
+    continues: bool = True,
     first: int = 0,
 ) -> list[Prompt]:
-    """``build_prompts`` for given rows; None is no limit. Raises ``DataError`` as it does."""
-    too_long = too_long or TooLong()
-    limit, what = _limit(max_prompt_tokens, context_tokens)
-    most = most_characters(limit, tokenizer)
+    """``build_prompts`` for given rows; None is no limit. Where a prompt's last message is the
+    assistant's, the model ``continues`` it, or answers in a turn of its own. Raises ``DataError``
+    as ``build_prompts`` does.
+    """
+    too_long, noticed = too_long or TooLong(), noticed or Noticed()
+    if chat.chat_template_kwargs and not is_templated(tokenizer, chat):
+        why = "the tokenizer has no chat template" if chat.chat else "data.chat is false"
+        raise DataError(f"data.chat_template_kwargs is set, but {why}; leave it out")
+    most_tokens = _Limit(max_prompt_tokens, context_tokens, new_tokens)
+    limit = most_tokens.tokens(too_long.rule)
+    most = most_characters(min(most_tokens.whole, MAX_COUNT), tokenizer)
     texts: list[tuple[int, Row, str]] = []
     for index, row in enumerate(rows, first):
-        text = _render(row, tokenizer, chat)
+        text = _render(row, tokenizer, chat, continues)
+        _notice(text, row, tokenizer, chat, noticed)
         if len(text) > most:  # avoids tokenising it
             if too_long.rule == "cut":
                 text = text[:_KEPT_AHEAD] + text[-2 * most :]
-            elif not too_long.keeps(
-                _problem(_place(name, index, row), f"{len(text):,} characters", what)
-            ):
+            elif not too_long.keeps(most_tokens.problem(_place(name, index, row), len(text), True)):
                 continue
         texts.append((index, row, text))
     # a chat template writes the special tokens itself
@@ -150,12 +229,29 @@ def prompts_of_rows(
         if not ids:
             raise DataError(f"{place} is empty")
         if len(ids) > limit:
-            if not too_long.keeps(_problem(place, f"{len(ids)} tokens", what)):
+            if not too_long.keeps(most_tokens.problem(place, len(ids))):
                 continue
             prompt = _cut(prompt, limit, tokenizer)
         prompts.append(prompt)
     too_long.check_left(name, prompts)
     return prompts
+
+
+def _notice(
+    text: str, row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, noticed: Noticed
+) -> None:
+    noticed.rows += 1
+    if chat.chat and row.tools is not None:
+        noticed.unread_tools += not mentions(tokenizer, "tools")
+    if is_templated(tokenizer, chat):
+        twice = written_twice(text)
+        noticed.rendered += bool(twice)
+        noticed.tokens.update(twice)
+        if not isinstance(row.prompt, str):
+            arguments = [one for message in row.prompt for one in written_arguments(message)]
+            noticed.quoted_arguments += any(one not in unmarked(text) for one in arguments)
+            names = [str(call.get("name")) for one in row.prompt for call in calls_of(one)]
+            noticed.unread_calls += any(name not in unmarked(text) for name in names)
 
 
 def drop_evaluated(
@@ -184,32 +280,34 @@ def check_any_left(name: str, kept: Sized, dropped: int, too_long: TooLong | Non
         replace(too_long, in_parts=False).check_left(name, kept)
 
 
-def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
+def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, continues: bool) -> str:
     messages = chat_messages(row, tokenizer, chat)
     if messages is None:
         text = str(row.prompt)
-        return encodable(quoted(text, tokenizer) if chat else text, row)
-    return render_chat(messages, row, tokenizer, add_generation_prompt=True)
+        return encodable(quoted(text, tokenizer) if chat.chat else text, row)
+    if continues and messages[-1]["role"] == ASSISTANT:
+        return _render_open(messages, row, tokenizer, chat)
+    return render_chat(messages, row, tokenizer, chat, add_generation_prompt=True)
 
 
 def _place(name: str, index: int, row: Row) -> str:
     return f"prompt {name}/{index} ({row.place})"
 
 
-def is_templated(tokenizer: PreTrainedTokenizerBase, chat: bool) -> bool:
-    return chat and bool(tokenizer.chat_template)
+def is_templated(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> bool:
+    return chat.chat and bool(tokenizer.chat_template)
 
 
 def chat_messages(
-    row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool
-) -> list[dict[str, str]] | None:
+    row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
+) -> list[Message] | None:
     """The prompt as messages for the chat template, or None if its text is used as it is.
 
-    Raises ``DataError`` for messages without a template, or with ``chat`` false.
+    Raises ``DataError`` for messages without a template, or with ``chat`` off.
     """
     if isinstance(row.prompt, str) and not is_templated(tokenizer, chat):
         return None
-    if not chat:
+    if not chat.chat:
         raise DataError(
             f"{row.place}: the prompt is chat messages, but data.chat is false; set it to true"
         )
@@ -218,31 +316,96 @@ def chat_messages(
             f"{row.place}: the prompt is chat messages (a system message counts), but the "
             "tokenizer has no chat template; give text"
         )
-    return (
-        [{"role": "user", "content": row.prompt}]
-        if isinstance(row.prompt, str)
-        else list(row.prompt)
-    )
+    return list(as_messages(row.prompt))
+
+
+ASSISTANT = "assistant"
 
 
 def render_chat(
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[Message],
     row: Row,
     tokenizer: PreTrainedTokenizerBase,
+    chat: ChatConfig,
     add_generation_prompt: bool,
+    continues: str | None = None,
 ) -> str:
     """The chat template's text of ``messages``, which are of ``row``; marked
     (``isobit.data.tokenizer``) where a message spells a control token. Raises ``DataError`` if the
-    template refuses them.
+    template refuses them, or reads no variable of such a name as the configuration or the row sets.
     """
-    said = [one | {"content": quoted(one["content"], tokenizer)} for one in messages]
+    variables = {**chat.chat_template_kwargs, **row.variables}
     try:
-        text = rendered(said, tokenizer, add_generation_prompt)
+        check_variables(variables, tokenizer)
+    except ValueError as error:
+        key = "data.chat_template_kwargs"
+        place = f"{row.place}, column {VARIABLES_COLUMN!r}" if row.variables else key
+        raise DataError(f"{place}: {error}") from None
+
+    def text_of(some: Sequence[Message]) -> str:
+        return rendered(
+            quoted_values(some, tokenizer),
+            tokenizer,
+            add_generation_prompt,
+            quoted_values(row.tools, tokenizer),
+            quoted_values(variables, tokenizer),
+            chat.date,
+            continues,
+        )
+
+    try:
+        text = text_of(messages)
+        written = [one for message in messages for one in written_arguments(message)]
+        if any(quotes(unmarked(text), one) for one in written):
+            text = text_of([with_read_arguments(message) for message in messages])
     except Exception as error:  # templates raise through jinja2: unsupported roles, order of turns
+        for other in other_forms(messages):
+            with suppress(Exception):
+                return encodable(text_of(other), row)
         raise DataError(
             f"{row.place}: the chat template refuses the messages: {type(error).__name__}: {error}"
         ) from error
     return encodable(text, row)
+
+
+_CONTINUED = ("content", "reasoning_content", "reasoning", "thinking")
+
+
+def _render_open(
+    messages: Sequence[Message], row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
+) -> str:
+    """A conversation whose last message the model goes on with: as transformers renders it
+    (``continue_final_message``), but with the text as it stands behind the generation prompt where
+    the template leaves thoughts out of that message, or writes thoughts of its own before them.
+    """
+    name = next((name for name in _CONTINUED if messages[-1].get(name)), "content")
+    begun = messages[-1].get(name, "")
+    if messages[-1].get("tool_calls") or not isinstance(begun, str):
+        raise DataError(
+            f"{row.place}: the prompt ends in a message of the assistant that calls tools, which "
+            "cannot be gone on with; end the prompt in the tools' results or in a question"
+        )
+    asked, text = messages[:-1], quoted(begun, tokenizer)
+    head = render_chat(asked, row, tokenizer, chat, False) if asked else ""
+    ahead = render_chat(asked, row, tokenizer, chat, True) if asked else ""
+    if not begun:
+        return ahead
+    tag = _TAG.match(begun)
+    opens = tag[0].strip() if tag and name == "content" and ahead.startswith(head) else None
+    try:
+        found = render_chat(messages, row, tokenizer, chat, False, continues=name)
+    except DataError:
+        if opens is None:
+            raise
+    else:
+        own = found[len(head) : -len(text)] if found.endswith(text) else ""
+        if opens is None or opens not in own or not found.startswith(head):
+            return found
+    return head + ahead.removeprefix(head).partition(opens)[0] + text
+
+
+_TAG = re.compile(r"\s*<[^<>\s]+>|\s*\[[A-Z_]+\]")
+"""What opens a thought, at the beginning of a message."""
 
 
 def encodable(text: str, row: Row) -> str:
@@ -256,21 +419,48 @@ def encodable(text: str, row: Row) -> str:
     return text
 
 
-def _limit(max_prompt_tokens: int | None, context_tokens: int | None) -> tuple[int, str]:
-    """The most tokens of a prompt, and the end of an error about one that has more."""
-    limits = []
-    if max_prompt_tokens is not None:
-        limits.append(
-            (max_prompt_tokens, f", more than data.max_prompt_tokens = {max_prompt_tokens}")
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """The most tokens of a prompt; None is no limit."""
+
+    prompt: int | None
+    """``data.max_prompt_tokens``."""
+    context: int | None
+    new: int
+    """Tokens of the context that are kept for the completion."""
+
+    @property
+    def whole(self) -> int:
+        """Without the room for a completion."""
+        limits = (self.prompt, self.context)
+        return min((one for one in limits if one is not None), default=MAX_COUNT)
+
+    def tokens(self, rule: tables.TooLong) -> int:
+        """Raises ``DataError`` where a context without room makes all prompts too long, and the
+        rule is to drop or cut them.
+        """
+        if self.context is None:
+            return self.whole
+        if self.context <= self.new and rule != "refuse":
+            raise DataError(
+                f"max_new_tokens = {self.new} leaves no room for a prompt in the model's context "
+                f"of {self.context}: lower max_new_tokens"
+            )
+        return min(self.whole, self.context - self.new)
+
+    def problem(self, place: str, size: int, characters: bool = False) -> str:
+        """The error about a prompt of so many tokens, or characters, which is too many."""
+        found = f"{place} has {size:,} {'characters' if characters else 'tokens'}"
+        rule = "; data.too_long = 'drop' or 'cut' drops or cuts such prompts"
+        if self.prompt is not None and (size > self.prompt and self.prompt == self.whole):
+            return f"{found}, more than data.max_prompt_tokens = {self.prompt}{rule}"
+        if characters or self.context is None or size >= self.context:
+            return f"{found} and leaves no room in the model's context of {self.context}{rule}"
+        return (
+            f"{found}; with max_new_tokens = {self.new} that is {size + self.new}, more than the "
+            f"model's context of {self.context}: lower max_new_tokens to {self.context - size} or "
+            f"shorten the prompt{rule}"
         )
-    if context_tokens is not None:
-        room = f" and leaves no room in the model's context of {context_tokens}"
-        limits.append((context_tokens - 1, room))
-    return min(limits, default=(MAX_COUNT, ""))
-
-
-def _problem(place: str, size: str, what: str) -> str:
-    return f"{place} has {size}{what}; data.too_long = 'drop' or 'cut' drops or cuts such prompts"
 
 
 def _cut(prompt: Prompt, limit: int, tokenizer: PreTrainedTokenizerBase) -> Prompt:

@@ -11,13 +11,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import islice
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from isobit.config.data import (
+    DEFAULT_TOOLS,
     ColumnsData,
     CsvData,
     DataSource,
@@ -38,6 +39,14 @@ from isobit.data.readers import (
     read_jsonl,
     read_parquet,
     source_files,
+)
+from isobit.records.text import (
+    VARIABLES_COLUMN,
+    Messages,
+    as_messages,
+    read_prompt,
+    read_tools,
+    read_variables,
 )
 from isobit.starter import starter_folder
 from isobit.util.errors import DataError
@@ -93,9 +102,6 @@ def _plain(value: Any) -> Any:
 
 _SHIPPED = "starter:"
 
-Messages: TypeAlias = tuple[dict[str, str], ...]
-"""Chat messages, each with ``role`` and ``content``."""
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -104,6 +110,10 @@ class Row:
     prompt: str | Messages
     columns: Mapping[str, Any]
     place: str
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """JSON schemas of the tools that the chat template is given."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for this row alone."""
 
 
 def load_rows(source: DataSource) -> list[Row]:
@@ -124,8 +134,7 @@ def iter_rows(source: DataSource) -> Iterator[Row]:
         rows = _task_rows(source)
     else:
         rows = (
-            _row(record, source.prompt, source.system, place)
-            for place, record in islice(_records(source), source.limit)
+            _row(record, source, place) for place, record in islice(_records(source), source.limit)
         )
     row = None
     for row in rows:
@@ -227,18 +236,40 @@ def _describe(source: DataSource) -> str:
             return f"dataset {source.path}"
 
 
-def _row(record: Mapping[str, Any], prompt_column: str, system: str | None, place: str) -> Row:
-    if prompt_column not in record:
-        near = get_close_matches(prompt_column, record, n=1)
+def _row(record: Mapping[str, Any], source: ColumnsData, place: str) -> Row:
+    column = source.prompt
+    _check_column(column, record, place)
+    if isinstance(source, ParquetData | HfData | HubData):
+        # Arrow knows no missing key: each struct has the keys of all, and null for most
+        read = {column, source.tools, VARIABLES_COLUMN}
+        record = {name: _without_nulls(v) if name in read else v for name, v in record.items()}
+    if source.tools not in (DEFAULT_TOOLS, ""):
+        _check_column(source.tools, record, place)
+    return row_of(
+        record[column],
+        {name: value for name, value in record.items() if name != column},
+        f"{place}, column {column!r}",
+        place,
+        source.system,
+        record.get(source.tools),
+        record.get(VARIABLES_COLUMN),
+    )
+
+
+def _check_column(column: str, record: Mapping[str, Any], place: str) -> None:
+    if column not in record:
+        near = get_close_matches(column, record, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise DataError(
-            f"{place}: no column {prompt_column!r}; the columns are "
+            f"{place}: no column {column!r}; the columns are "
             f"{', '.join(map(repr, record)) or 'none'}{hint}"
         )
-    columns = {name: value for name, value in record.items() if name != prompt_column}
-    return row_of(
-        record[prompt_column], columns, f"{place}, column {prompt_column!r}", place, system
-    )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def row_of(
@@ -247,65 +278,27 @@ def row_of(
     where: str,
     place: str | None = None,
     system: str | None = None,
+    tools: Any = None,
+    variables: Any = None,
 ) -> Row:
-    """A row with a prompt of text or messages, after an optional system message. Raises
-    ``DataError``, naming ``where``, for another prompt.
+    """A row with a prompt of text or messages, after an optional system message, with ``tools`` and
+    ``variables`` for the chat template. Raises ``DataError``, naming ``where``, for anything else.
     """
     place = place or where
-    return Row(_with_system(_prompt(prompt, where), system, place), columns, place)
-
-
-def _prompt(value: Any, place: str) -> str | Messages:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Sequence) and value and all(_is_message(item) for item in value):
-        return tuple(
-            {"role": item["role"], "content": message_text(item["content"], place)}
-            for item in value
-        )
-    text = repr(value)
-    raise DataError(
-        f"{place}: expected text or a list of messages with 'role' and 'content', found "
-        f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+    return Row(
+        _with_system(read_prompt(prompt, where), system, place),
+        columns,
+        place,
+        read_tools(tools, place),
+        read_variables(variables, place),
     )
-
-
-def _is_message(item: Any) -> bool:
-    return (
-        isinstance(item, Mapping)
-        and isinstance(item.get("role"), str)
-        and (isinstance(item.get("content"), str) or _is_parts(item.get("content")))
-    )
-
-
-def _is_parts(content: Any) -> bool:
-    """Whether the content of a message is a list of parts: ``[{"type": "text", "text": ".."}]``."""
-    return (
-        isinstance(content, Sequence)
-        and not isinstance(content, str)
-        and len(content) > 0
-        and all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in content)
-    )
-
-
-def message_text(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
-    """The text of a message or its parts. Raises DataError for a part that is not text."""
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part["type"] != "text" or not isinstance(part.get("text"), str):
-            raise DataError(
-                f"{place}: a message has a part of type {part['type']!r}; only parts of text can "
-                "be read: {'type': 'text', 'text': '..'}"
-            )
-    return "".join(part["text"] for part in content)
 
 
 def _with_system(prompt: str | Messages, system: str | None, place: str) -> str | Messages:
     """The prompt as messages after the source's system message, if it has one."""
     if system is None:
         return prompt
-    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    messages = as_messages(prompt)
     if messages[0]["role"] == "system":
         raise DataError(
             f"{place}: the prompt begins with a system message, and `system` gives another; "

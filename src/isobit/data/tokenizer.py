@@ -16,20 +16,25 @@ Text without control tokens is encoded whole. What a template writes keeps its m
 text that the user has rendered (``data.chat`` = false).
 """
 
+import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from isobit.util.errors import ModelError
+from isobit.util.errors import ConfigError, ModelError
 
 MAX_LINES = 1_000_000
 """Executed lines of a template for one conversation; a thousand messages take some 50,000."""
@@ -39,22 +44,100 @@ _FILE = "<template>"
 """The file name of jinja's compiled templates."""
 
 
+CLOCK = "strftime_now"
+"""The function by which chat templates read the clock."""
+_NOW: ContextVar[datetime | None] = ContextVar("now", default=None)
+"""What the clock of a template shows; None for the machine's."""
+
+
 def rendered(
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    date: datetime | None = None,
+    continues: str | None = None,
 ) -> str:
-    """The text of a conversation. Raises whatever the template raises, and ``TemplateError`` for
-    one that is invalid or does not end.
+    """The text of a conversation, as ``apply_chat_template`` of transformers gives it.
+
+    ``continues`` names the field of the last message that the model is to go on with. Raises
+    whatever the template raises, and ``TemplateError`` for one that is invalid or does not end.
     """
-    templates: Any = tokenizer.chat_template  # one, or several by name
-    for template in templates.values() if isinstance(templates, dict) else (templates,):
-        _check(str(template))
-    with _counted_lines():
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+    for template in _templates(tokenizer):
+        _check(template)
+    listed: Any = None if tools is None else [dict(tool) for tool in tools]
+    template = tokenizer.get_chat_template(None, listed)
+    # transformers gives templates a clock that shows the time of the rendering
+    _compile_jinja_template(template).globals[CLOCK] = _strftime_now
+    before = _NOW.set(date)
+    try:
+        with _counted_lines():
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=listed,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and continues is None,
+                continue_final_message=continues or False,
+                **variables,
+            )
+    finally:
+        _NOW.reset(before)
     return str(text)
+
+
+def _strftime_now(layout: str) -> str:
+    return (_NOW.get() or datetime.now()).strftime(layout)
+
+
+def _templates(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """One, or several that have names; none."""
+    found: Any = tokenizer.chat_template
+    if isinstance(found, dict):
+        return tuple(map(str, found.values()))
+    return (str(found),) if found else ()
+
+
+@lru_cache(16)
+def _names(template: str) -> frozenset[str]:
+    return frozenset(
+        text for _, kind, text in Environment(autoescape=True).lex(template) if kind == "name"
+    )
+
+
+def mentions(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether a chat template reads the variable ``name``."""
+    try:
+        return any(name in _names(template) for template in _templates(tokenizer))
+    except TemplateError:  # of which rendering says more
+        return True
+
+
+_TEMPLATES = ("tokenizer_config.json", "*chat_template*", "additional_chat_templates/*")
+
+
+def reads_clock(folder: Path) -> bool:
+    """Whether a chat template of a model folder may write the date. No tokenizer is loaded."""
+    files = (path for pattern in _TEMPLATES for path in folder.glob(pattern) if path.is_file())
+    return any(CLOCK.encode() in path.read_bytes() for path in files)
+
+
+_TAKEN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
+    "documents"
+}
+
+
+def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ``ValueError`` for a variable that no chat template reads, or that is no variable."""
+    for name in variables:
+        if name in _TAKEN or name == "messages":
+            raise ValueError(f"{name!r} is no variable of a template: rendering sets it itself")
+        if not mentions(tokenizer, name):
+            known = sorted({name for one in _templates(tokenizer) for name in _names(one)})
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"the chat template reads no variable {name!r}{hint}")
 
 
 @lru_cache(16)
@@ -98,6 +181,7 @@ def _counted_lines() -> Iterator[None]:
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around quoted text, which Unicode guarantees to be no characters."""
 _MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}")
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _AT_ONCE = 256
 """Texts that a tokenizer gets at once: it encodes them on all cores, but keeps what it knows of
 each token until all are done.
@@ -117,6 +201,27 @@ def quoted(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return text if control is None else control.sub(lambda found: f"{BEGIN}{found[0]}{END}", text)
 
 
+def quoted_values(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A message, or anything in one, with ``quoted`` text."""
+    if isinstance(value, str):
+        return quoted(value, tokenizer)
+    if isinstance(value, Mapping):
+        return {
+            quoted_values(name, tokenizer): quoted_values(one, tokenizer)
+            for name, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [quoted_values(one, tokenizer) for one in value]
+    return value
+
+
+def written_twice(text: str) -> list[str]:
+    """The control tokens in a marked text that stand in quoted text and outside of it."""
+    parts = _MARKED.split(text)
+    outside = "".join(parts[::2])
+    return sorted({part for part in parts[1::2] if part in outside})
+
+
 def quoted_answer(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """``quoted`` for an answer, without a spelt-out end of sequence, which is added anyway."""
     return quoted(text.removesuffix(str(tokenizer.eos_token)), tokenizer)
@@ -134,7 +239,7 @@ def token_ids(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False
 ) -> list[list[int]]:
     """The tokens of each text, which may be marked; with the tokenizer's special tokens around it
-    if ``add_special_tokens``.
+    if ``add_special_tokens``, except those that the text itself begins or ends with.
     """
     found: list[list[int]] = [[] for _ in texts]
     plain = [place for place, text in enumerate(texts) if not is_marked(text)]
@@ -150,7 +255,19 @@ def token_ids(
             found[place] = ids
     for place in set(range(len(texts))) - set(plain):
         found[place] = _marked_ids(texts[place], tokenizer, add_special_tokens)
-    return found
+    return [_once(ids, tokenizer) for ids in found] if add_special_tokens else found
+
+
+def _once(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """``ids`` without the special tokens that were added to a text that already has them, as text
+    that a chat template has rendered.
+    """
+    before, behind = _around(tokenizer)
+    if (size := len(before)) and ids[:size] == ids[size : 2 * size] == before:
+        ids = ids[size:]
+    if (size := len(behind)) and ids[-size:] == ids[-2 * size : -size] == behind:
+        ids = ids[:-size]
+    return ids
 
 
 def _marked_ids(
@@ -170,6 +287,7 @@ def _marked_ids(
     return [*before, *ids, *behind]
 
 
+@lru_cache(16)
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The tokens that a tokenizer adds before and after a text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -228,18 +346,19 @@ def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size: int | None = None
 ) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's end of sequence and those of
-    ``generation_config.json``, ascending. Chat models often name an end of turn in only one of
-    them.
+    ``generation_config.json``, or, where it names none, of ``config.json``, ascending. Chat models
+    often name an end of turn in only one of them.
 
-    Raises ``ModelError`` if neither names any, if the file is damaged, and for a token outside an
+    Raises ``ModelError`` if none names any, if a file is damaged, and for a token outside an
     embedding of ``vocab_size`` rows.
     """
-    stops: set[int] = set()
-    if isinstance(tokenizer.eos_token_id, int):
-        stops.add(tokenizer.eos_token_id)
     path = folder / "generation_config.json"
-    if path.is_file():
-        stops.update(_generation_stops(path))
+    named = named_stops(path)
+    if not named:
+        path = folder / "config.json"
+        named = named_stops(path)
+    own = tokenizer.eos_token_id
+    stops = {*named, *([own] if isinstance(own, int) else [])}
     beyond = [token for token in stops if token < 0 or (vocab_size or token + 1) <= token]
     if beyond:
         raise ModelError(
@@ -249,9 +368,73 @@ def stop_token_ids(
     if not stops:
         raise ModelError(
             f"{folder} names no end-of-sequence token, in neither its tokenizer nor "
-            "generation_config.json; set eos_token_id there"
+            "generation_config.json nor config.json; set eos_token_id there"
         )
     return tuple(sorted(stops))
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes first behind what an assistant says; None
+    where there is none, or no such conversation.
+    """
+    said = "isobit-0"
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": said}]
+    try:
+        _, found, behind = rendered(turns, tokenizer, add_generation_prompt=False).rpartition(said)
+    except Exception:  # templates raise through jinja2; a run that renders prompts names the fault
+        return None
+    ids = token_ids([behind], tokenizer)[0] if found else []
+    unknown = tokenizer.unk_token_id
+    ends = (one for one in ids if one in special_token_ids(tokenizer) and one != unknown)
+    return next(ends, None)
+
+
+def describe_end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, chat: bool, stops: Sequence[int]
+) -> list[str]:
+    """A line if the chat template ends the assistant's turn with a token that ends no
+    completion.
+    """
+    end = end_of_turn(tokenizer) if chat and tokenizer.chat_template else None
+    if end is None or end in stops:
+        return []
+    named = tokenizer.convert_ids_to_tokens([end])[0]
+    known = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(list(stops))))
+    return [
+        f"warning: the chat template ends the assistant's turn with {named!r} (token {end}), which "
+        f"ends no completion: they end with {known}. Make it one with rollout.stop_tokens = "
+        f"{json.dumps([named], ensure_ascii=False)}, and for other engines with eos_token_id in "
+        "generation_config.json"
+    ]
+
+
+def further_stops(tokenizer: PreTrainedTokenizerBase, named: Sequence[str]) -> tuple[int, ...]:
+    """The ids of ``rollout.stop_tokens``. Raises ``ConfigError`` for what is no token."""
+    known = tokenizer.get_vocab()
+    for text in named:
+        if text not in known:
+            raise ConfigError(
+                f"rollout.stop_tokens names {text!r}, which is no token of the tokenizer; name one "
+                "as the tokenizer spells it, or give a text of several tokens to "
+                "rollout.stop_strings"
+            )
+    return tuple(sorted({known[text] for text in named}))
+
+
+def tokenizer_size(folder: Path) -> int | None:
+    """The largest id of a folder's tokenizer, plus 1; None for a folder without a tokenizer.
+    Raises ``ModelError`` as ``load_tokenizer`` does.
+    """
+    files = [folder / name for name in (*TOKENIZER_FILES, "added_tokens.json")]
+    found = tuple(
+        (path, path.stat().st_mtime_ns, path.stat().st_size) for path in files if path.is_file()
+    )
+    return _largest_id(folder, found) + 1 if found else None
+
+
+@lru_cache(16)
+def _largest_id(folder: Path, _files: tuple[tuple[Path, int, int], ...]) -> int:
+    return max(load_tokenizer(folder).get_vocab().values(), default=-1)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder: Path) -> None:
@@ -270,9 +453,10 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _generation_stops(path: Path) -> list[int]:
+def named_stops(path: Path) -> list[int]:
+    """The ``eos_token_id`` of a JSON file; none where there is no file. Raises ``ModelError``."""
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {str(error)[:200]}") from error
     value = config.get("eos_token_id") if isinstance(config, dict) else None
@@ -282,6 +466,20 @@ def _generation_stops(path: Path) -> list[int]:
             f"{path}: eos_token_id must be a token id or a list of them, found {repr(value)[:200]}"
         )
     return ids
+
+
+@lru_cache(16)
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that ``decode`` hides."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset({token for token, one in added if one.special} | {*tokenizer.all_special_ids})
+
+
+@lru_cache(16)
+def byte_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens of a tokenizer with byte fallback that stand for one byte, as ``<0x0A>``."""
+    known = tokenizer.get_vocab().items()
+    return frozenset(token for text, token in known if _BYTE.fullmatch(text))
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:

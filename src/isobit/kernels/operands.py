@@ -315,7 +315,7 @@ class RopeTable:
         cls, inverse_frequencies: torch.Tensor, positions: int, attention_scaling: float = 1.0
     ) -> "RopeTable":
         """From FP64 inverse frequencies [D/2], and the factor of cos and sin."""
-        cos, sin = torch.empty(2, positions, len(inverse_frequencies)).unbind()
+        cos, sin = torch.empty(2, positions, len(inverse_frequencies), dtype=torch.float32).unbind()
         for first in range(0, positions, _ROWS):
             places = torch.arange(first, min(first + _ROWS, positions), dtype=torch.float64)
             angles = places[:, None] * inverse_frequencies[None, :]
@@ -340,8 +340,8 @@ def sequence_means(lengths: Sequence[int]) -> torch.Tensor:
     """``RouterLoss.means`` of sequences laid end to end."""
     sizes = torch.tensor(lengths)
     owner = torch.arange(len(lengths)).repeat_interleave(sizes)
-    means = torch.zeros(len(lengths), int(sizes.sum()))
-    means[owner, torch.arange(owner.numel())] = 1.0 / sizes[owner]
+    means = torch.zeros(len(lengths), int(sizes.sum()), dtype=torch.float32)
+    means[owner, torch.arange(owner.numel())] = 1.0 / sizes[owner].float()
     return means
 
 

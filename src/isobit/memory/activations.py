@@ -92,7 +92,7 @@ def _work(shape: ModelConfig, tokens: int, longest: int) -> WorkShape:
         AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim),
         decoder_shape(shape).linears,
         shape.hidden_size,
-        0 if shape.score_head else shape.vocab_size,
+        0 if shape.score_head else shape.num_drawn,
         tokens,
         longest,
     )

@@ -135,4 +135,4 @@ def forward_bytes(
     token = 8 * shape.hidden_size + 12 * qkv + made + sum(half.noted for half in halves)
     tokens = batched_tokens(config, sizes)
     keys = 4 * shape.num_kv_heads * shape.head_dim * (tokens + shape.max_positions)
-    return token * tokens + once + keys + 3 * 4 * shape.vocab_size * config.max_sequences
+    return token * tokens + once + keys + 3 * 4 * shape.num_drawn * config.max_sequences

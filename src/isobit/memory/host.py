@@ -33,8 +33,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
+from typing import get_args
 
-from isobit.config.tables import RolloutConfig, TrainingConfig
+from isobit.config.tables import Moments, RolloutConfig, TrainingConfig
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import (
     FrozenModel,
@@ -147,15 +148,20 @@ class MemoryEstimate:
             return None
         key = self.largest.lowered_by
         advice = f"{self.largest.name} is the largest item ({gib(self.largest.size)})"
-        advice += f", and {key} sets it; {self._next_advice()}" if _sets(key) else f": lower {key}"
+        advice += (
+            f", and {key} sets it; {self._next_advice()}" if _sets(key) else f": {_advice(key)}"
+        )
         needed, free = gib(MARGIN * self.total), gib(available)
-        return f"warning: the run may take {needed}, but {free} are free; {advice}"
+        return (
+            f"warning: the run may take {needed} ({gib(self.total)} planned, times {MARGIN:g} for "
+            f"what the allocator keeps), but {free} are free; {advice}"
+        )
 
     def _next_advice(self) -> str:
         item = max(
             (item for item in self.items if not _sets(item.lowered_by)), key=lambda item: item.size
         )
-        largest = f"{item.name} ({gib(item.size)}): {item.lowered_by}"
+        largest = f"{item.name} ({gib(item.size)}): {_advice(item.lowered_by)}"
         return f"the largest that another key lowers is {largest}"
 
 
@@ -186,7 +192,11 @@ def estimate_memory(
         MemoryItem("masters", 4 * parameters, _MODEL),
         MemoryItem("gradients", 4 * parameters, _MODEL),
         *([MemoryItem("sums of a slot", 4 * parameters, "training.slots")] if several else []),
-        MemoryItem("optimiser moments", moment_bytes(masters, training.moments), _MODEL),
+        MemoryItem(
+            "optimiser moments",
+            moment_bytes(masters, training.moments),
+            _MODEL if training.moments == "fp8" else "training.moments",
+        ),
         *_each(
             processes,
             MemoryItem("gradients on their way", on_their_way, _MODEL),
@@ -228,6 +238,12 @@ def _each(processes: int, *items: MemoryItem) -> tuple[MemoryItem, ...]:
 def _sets(key: str) -> bool:
     """Whether a key names a model: it has no lower value."""
     return key.rpartition(".")[2] == _MODEL
+
+
+def _advice(key: str) -> str:
+    """How a key is changed to save memory."""
+    smaller = " or ".join(f'"{name}"' for name in get_args(Moments)[1:])
+    return f"set {key} to {smaller}" if key == "training.moments" else f"lower {key}"
 
 
 def _hidden_bytes(shape: ModelConfig, flow: PrecisionFlow) -> int:

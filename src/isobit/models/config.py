@@ -83,6 +83,10 @@ class ModelConfig:
     """How many keys a query sees, including its own; None: all before it."""
     full_layers: int = 0
     """The number of first layers without a window."""
+    tokenizer_size: int | None = None
+    """The number of lm_head's first rows that are tokens of the tokenizer, where there are more
+    rows: the others are left out of the distribution. None: every row is in it.
+    """
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -99,6 +103,16 @@ class ModelConfig:
                 f"{self.experts.top_k} experts for each token are more than there are, "
                 f"{self.experts.count}"
             )
+
+    @property
+    def num_drawn(self) -> int:
+        """The number of tokens in the distribution, from id 0 on."""
+        return self.tokenizer_size or self.vocab_size
+
+    def with_tokenizer(self, tokens: int | None) -> "ModelConfig":
+        """For a tokenizer whose largest id is ``tokens`` - 1; None where there is none."""
+        leaves_out = tokens is not None and tokens < self.vocab_size and not self.score_head
+        return replace(self, tokenizer_size=tokens if leaves_out else None)
 
     @property
     def qk_norm(self) -> bool:

@@ -60,11 +60,17 @@ PUBLISHED = "head"  # the key of lm_head's published matrix in `Weights.plain`
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """lm_head's matrix [V, C]: its own master, or the embedding's if they are tied."""
+    """lm_head's matrix [V, C]: its own master, or the embedding's if they are tied.
+
+    Checkpoints often have more rows than their tokenizer has tokens. Of the published matrix and of
+    its gradient only the first ``num_drawn`` rows are used, so that no token without text is drawn,
+    and V is their number in all of a back end's operations.
+    """
 
     vocab_size: int
     hidden_size: int
     tied: bool
+    num_drawn: int
 
     @property
     def master(self) -> str:
@@ -78,7 +84,7 @@ class Head:
 
     def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, C] -> FP32 logits [N, V]."""
-        mine = weights.backend.head_logits(hidden, weights.plain[PUBLISHED])
+        mine = weights.backend.head_logits(hidden, self._matrix(weights))
         return weights.tensor_parallel.columns(mine, weights.tensor_parallel.vocabulary)
 
     def token_log_probs(
@@ -91,7 +97,7 @@ class Head:
         """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> log_probs and entropies, FP32
         [N].
         """
-        head = weights.plain[PUBLISHED]
+        head = self._matrix(weights)
         return weights.backend.token_log_probs(hidden, head, targets, temperatures)
 
     def backward(
@@ -105,10 +111,14 @@ class Head:
         d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The gradients of log_probs and entropies, FP32 [N], None for 0 -> of hidden [N, C]."""
-        head = weights.plain[PUBLISHED]
+        head, grad = self._matrix(weights), gradient(self.master)[: self.num_drawn]
         return weights.backend.token_log_probs_backward(
-            hidden, head, targets, temperatures, d_log_probs, gradient(self.master), d_entropies
+            hidden, head, targets, temperatures, d_log_probs, grad, d_entropies
         )
+
+    def _matrix(self, weights: Weights) -> torch.Tensor:
+        """What is published of the rows in the distribution, or this rank's share of them."""
+        return weights.plain[PUBLISHED][: self.num_drawn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +271,7 @@ def build_decoder(config: ModelConfig) -> Decoder:
         residual=f"layers.{config.num_layers - 1}.mlp_residual",
     )
     embedding = Embedding(config.vocab_size, config.hidden_size)
-    head = Head(config.vocab_size, config.hidden_size, config.tied_embeddings)
+    head = Head(config.vocab_size, config.hidden_size, config.tied_embeddings, config.num_drawn)
     if config.score_head:
         return Decoder(
             embedding, layers, norm, None, ScalarHead("score", config.hidden_size, "score.weight")

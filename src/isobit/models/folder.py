@@ -7,7 +7,7 @@ A folder holds a language model (``...ForCausalLM``) or a reward model
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config.base import Device
 from isobit.config.tables import PrecisionConfig, RolloutConfig, named_precision
-from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
+from isobit.data.tokenizer import (
+    check_vocabulary,
+    further_stops,
+    load_tokenizer,
+    stop_token_ids,
+    tokenizer_size,
+)
 from isobit.kernels import backend
 from isobit.models.checkpoint import Checkpoint, read_json
 from isobit.models.config import ModelConfig
@@ -89,7 +95,7 @@ def read_any_config(folder: Path) -> ModelConfig:
     config = read_json(path)
     read_fp8_format(config, str(path))
     config.pop("quantization_config", None)  # how the weights are stored, not what they compute
-    return ModelConfig.from_hf(config, str(path))
+    return ModelConfig.from_hf(config, str(path)).with_tokenizer(tokenizer_size(folder))
 
 
 def load_policy(
@@ -135,7 +141,7 @@ def read_reward_masters(
             yield name, values
     if not stored.score_head:
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randn((1, config.hidden_size), generator=generator)
+        drawn = torch.randn((1, config.hidden_size), generator=generator, dtype=torch.float32)
         yield "score.weight", drawn / math.sqrt(config.hidden_size + 1)
 
 
@@ -146,7 +152,8 @@ def reward_config(folder: Path, pad_token_id: int | None) -> ModelConfig:
     stored = read_any_config(folder)
     if stored.score_head:
         return stored
-    return replace(stored, score_head=True, pad_token_id=pad_token_id)
+    stored = replace(stored, score_head=True, pad_token_id=pad_token_id)
+    return stored.with_tokenizer(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +171,7 @@ class SamplingModel:
         return self.policy.config.max_positions
 
     def sampling(self, rollout: RolloutConfig) -> SamplingParams:
-        return _sampling(rollout, self.stop_token_ids)
+        return _sampling(self, rollout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +191,15 @@ class DescribedModel:
     stop_token_ids: tuple[int, ...]
 
     def sampling(self, rollout: RolloutConfig) -> SamplingParams:
-        return _sampling(rollout, self.stop_token_ids)
+        return _sampling(self, rollout)
 
 
-def write_model(model: LoadedModel, target: Path) -> None:
+def write_model(
+    model: LoadedModel, target: Path, finish: Callable[[Path], None] = lambda folder: None
+) -> None:
     """Write the policy and its tokenizer as the Hugging Face folder ``target``, replacing an older
-    one as a whole. All ranks call it; rank 0 writes. Raises StorageError on all if it cannot.
+    one as a whole; ``finish`` may add files before that. All ranks call it; rank 0 writes. Raises
+    StorageError on all if it cannot.
     """
     policy = model.policy
 
@@ -199,6 +209,7 @@ def write_model(model: LoadedModel, target: Path) -> None:
                 return
             with disk_errors(target.parent, "the trained model"), new_folder(target) as partial:
                 write_folder(partial, policy.config, contents, tokenizer_from=model.folder)
+                finish(partial)
 
     write_on_all(policy.world, write)
 
@@ -268,13 +279,16 @@ def _tokenizer(
     return tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
 
 
-def _sampling(rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+def _sampling(model: SamplingModel | DescribedModel, rollout: RolloutConfig) -> SamplingParams:
+    """Raises ConfigError for a stop token that the tokenizer does not have."""
+    further = further_stops(model.tokenizer, rollout.stop_tokens)
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=tuple(sorted({*model.stop_token_ids, *further})),
         stop_strings=rollout.stop_strings,
+        special_tokens=rollout.special_tokens == "show",
     )

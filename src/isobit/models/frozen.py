@@ -364,7 +364,7 @@ def without_padding(token_ids: Sequence[int], pad_token_id: int | None) -> Seque
 def last_tokens_batch(sequences: Sequence[Sequence[int]]) -> PackedBatch:
     """A micro-batch that scores the last token of each of the S sequences: N = S, no targets."""
     lengths = torch.tensor([len(ids) for ids in sequences])
-    last, nothing = lengths.cumsum(0) - 1, torch.zeros(len(sequences))
+    last, nothing = lengths.cumsum(0) - 1, torch.zeros(len(sequences), dtype=torch.float32)
     token_ids = torch.tensor([token for ids in sequences for token in ids])
     return PackedBatch(
         token_ids=token_ids,
@@ -373,7 +373,7 @@ def last_tokens_batch(sequences: Sequence[Sequence[int]]) -> PackedBatch:
         rows=last,
         targets=token_ids[last],
         sequence=torch.arange(len(sequences)),
-        temperatures=torch.ones(len(sequences)),
+        temperatures=torch.ones(len(sequences), dtype=torch.float32),
         recorded_log_probs=nothing,
         old_log_probs=nothing,
         advantages=nothing,

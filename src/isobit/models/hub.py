@@ -2,9 +2,9 @@
 or commit.
 
 A model in the hub's cache (``HF_HOME``) is used without a request, even if the hub has a newer one;
-name its commit to get that. Otherwise the config, the tokenizer's files, the chat template and the
-index of shards are fetched first, then the safetensors that the index names. Nothing else is
-fetched: no pickle, and no code.
+name its commit to get that. Otherwise the config, the card, the tokenizer's files, the chat
+template and the index of shards are fetched first, then the safetensors that the index names.
+Nothing else is fetched: no pickle, and no code.
 """
 
 import re
@@ -18,13 +18,19 @@ from isobit.util.hub import hub_errors
 from isobit.util.terminal import say
 
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
-_DESCRIPTION = ("config.json", INDEX_FILE, *TEXT_FILES, f"{TEMPLATES}/*.jinja")
+_DESCRIPTION = ("config.json", "README.md", INDEX_FILE, *TEXT_FILES, f"{TEMPLATES}/*.jinja")
+
+
+_PLACES = {"runs", "run", "out", "output", "outputs", "checkpoints", "results", "tmp"}
+"""Folders that runs are written to: ``runs/mine`` is a path, also where there is no ``runs``."""
 
 
 def is_hub_name(name: str) -> bool:
     """Whether this can only be a model of the hub: ``org/name``, with no local folder ``org``."""
-    match = _NAME.fullmatch(name)
-    return match is not None and ".." not in name and not Path(name.partition("/")[0]).exists()
+    match, first = _NAME.fullmatch(name), name.partition("/")[0]
+    return (
+        match is not None and ".." not in name and first not in _PLACES and not Path(first).exists()
+    )
 
 
 def hub_folder(name: str) -> Path:

@@ -424,8 +424,18 @@ def random_masters(
     for name, master in build_decoder(config).masters().items():
         shape = master.shape
         if not master.parts:
-            yield name, torch.zeros(shape, device=device)
+            yield name, torch.zeros(shape, device=device, dtype=torch.float32)
         elif len(shape) == 2:
-            yield name, torch.randn(shape, generator=generator, device=device).mul_(0.02)
+            yield (
+                name,
+                torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(
+                    0.02
+                ),
+            )
         else:
-            yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
+            yield (
+                name,
+                torch.full(
+                    shape, 0.0 if name.endswith("bias") else 1.0, device=device, dtype=torch.float32
+                ),
+            )

@@ -57,7 +57,7 @@ class PolicyShare:
         for name, _ in published.take_all(masters, keep=False):
             self._keep_share(name, described[name])
         # what connections between GPUs take is there before a cache takes what is left
-        world.all_gather_stack(torch.zeros(1, device=self.device))
+        world.all_gather_stack(torch.zeros(1, device=self.device, dtype=torch.float32))
 
     def weights(self, side: Side) -> Weights:
         assert side == SIDE, "a share of a policy only samples"

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer, stop_token_ids
+from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer, named_stops, stop_token_ids
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, checkpoint_shapes
@@ -302,8 +302,9 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
     has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)
     if has_tokenizer and not (source / GENERATION_FILE).is_file():
-        stops = stop_token_ids(load_tokenizer(source), source)
-        ids = _token_ids(source) | {"eos_token_id": list(stops)}
+        stops, ids = stop_token_ids(load_tokenizer(source), source), _token_ids(source)
+        if set(named_stops(source / "config.json")) != set(stops):
+            ids |= {"eos_token_id": list(stops)}
         _write_json(folder / GENERATION_FILE, ids)
 
 

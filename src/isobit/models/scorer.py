@@ -27,7 +27,7 @@ from isobit.models.decoder import Layer, Scorable
 from isobit.models.layers import RouterCoefficients, Routes
 from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch, TokenScores
-from isobit.util.errors import NonFiniteError
+from isobit.util.errors import ModelError, NonFiniteError
 
 Saved = torch.Tensor | tuple[SavedAttention, Any]
 """What the halves of a layer save, or a tensor, the residual stream, to compute them from again."""
@@ -134,6 +134,7 @@ class Scorer(Generic[Model]):
     def score(self, batch: PackedBatch) -> TokenScores:
         """Raises NonFiniteError if a log-probability is not finite."""
         policy, weights = self.policy, self.policy.weights("training")
+        _check_targets(policy, batch)
         to_device = policy.backend.to_device
         positions = to_device(batch.positions)
         attend = policy.backend.packed_attention(policy.flow.training, batch.lengths, positions)
@@ -157,6 +158,7 @@ class ScoredPass:
         coefficients: RouterCoefficients | None = None,
     ) -> None:
         """``coefficients`` weigh the router's losses of each sequence, if there are experts."""
+        _check_targets(policy, batch)
         self.batch = batch
         self._policy, to_device = policy, policy.backend.to_device
         self._routes = _routes_with_loss(policy, batch, coefficients)
@@ -240,6 +242,19 @@ class ScoredPass:
     def _on_device(self, d: torch.Tensor) -> torch.Tensor:
         """Contiguous, as kernels need it: autograd's gradient of a mean is one expanded number."""
         return self._policy.backend.to_device(d.contiguous())
+
+
+def _check_targets(policy: Scorable, batch: PackedBatch) -> None:
+    """Raises ModelError for a target outside of the distribution, in a batch on the host."""
+    head, targets = policy.decoder.head, batch.targets
+    if head is None or targets.device.type != "cpu" or not targets.numel():
+        return
+    if (largest := int(targets.max())) >= head.num_drawn:
+        raise ModelError(
+            f"token {largest} is to be scored, but the distribution holds 0 to "
+            f"{head.num_drawn - 1}, the tokens of the tokenizer; it comes from another model or "
+            "from a run of an older Isobit, which drew every row of lm_head: draw it again"
+        )
 
 
 def _scores(

@@ -117,7 +117,7 @@ class TensorParallel:
             _even(keys, world.size),
             _in_blocks("intermediate_size", config.intermediate_size, world.size, BLOCK),
             _in_blocks("hidden_size", config.hidden_size, world.size),
-            _in_blocks("vocab_size", config.vocab_size, world.size),
+            _in_blocks("vocab_size", config.num_drawn, world.size),
         )
 
     @property

@@ -259,20 +259,46 @@ def describe_moment(step: int) -> str:
 
 def describe_result(name: str, result: EvalResult) -> str:
     """One evaluation set in one line."""
-    if result.has_shares:
+    if result.is_accuracy:
         text, unit, digits = f"{name} accuracy {100 * result.accuracy:.1f}%", 100, 1
-    else:  # rewards that are no shares
+    else:
         text, unit, digits = f"{name} mean reward {result.accuracy:.3f}", 1, 3
     if result.interval is not None:
         low, high = (f"{unit * bound:.{digits}f}" for bound in result.interval)
         text += f" (95% interval {low} to {high})"
+    if result.right is not None:
+        text += f", {100 * result.right:.1f}% exactly right"
     text += f" on {result.problems} problems"
     text += f", {result.samples} samples each" if result.samples > 1 else ""
     text += "".join(
         f", pass@{k} {100 * value:.1f}%" for k, value in result.pass_at.items() if k > 1
     )
     text += f", length {result.response_length:.1f}"
-    return text + (f", {result.failed} rewards failed" if result.failed else "")
+    text += f", {result.failed} rewards failed" if result.failed else ""
+    met = ", ".join(f"{number:,} {kind}" for kind, number in result.counts.items())
+    return text + (f"; graders met: {met}" if met else "")
+
+
+def describe_gain(
+    accuracy: tuple[float, float], right: tuple[float, float] | None, points: bool = False
+) -> str:
+    """The mean reward of a set before and after a run: as an accuracy, where every reward was 0 or
+    1, with the difference in ``points``; else beside the shares that are exactly ``right``.
+    """
+    before, after = accuracy
+    if right is None:
+        gain = f" ({100 * (after - before):+.1f} points)" if points else ""
+        return f"accuracy {100 * before:.1f}% -> {100 * after:.1f}%{gain}"
+    shares = f"{100 * right[0]:.1f}% -> {100 * right[1]:.1f}%"
+    return f"mean reward {before:.3f} -> {after:.3f}, exactly right {shares}"
+
+
+def shares_right(before: EvalResult, after: EvalResult) -> tuple[float, float] | None:
+    """The shares of right answers of two results of a set; None where all rewards are 0 or 1."""
+    if before.is_accuracy and after.is_accuracy:
+        return None
+    first, last = (one.accuracy if one.right is None else one.right for one in (before, after))
+    return first, last
 
 
 def wrapped(text: str, width: int) -> str:

@@ -1,9 +1,10 @@
 """Metrics of graded groups: rewards, lengths, and evaluations with 95% intervals.
 
-Accuracy is the mean reward over problems.  Greedy decoding takes one sample a problem; above
-temperature 0 a problem's score is the mean of its n samples (mean@n), and a sample counts as right
-for pass@k where its reward is at least 1.  A sample whose reward failed is left out and counted; a
-problem all of whose samples failed is left out of every metric.
+The mean reward over problems is called an accuracy where every reward is 0 or 1.  Greedy decoding
+takes one sample a problem; above temperature 0 a problem's score is the mean of its n samples
+(mean@n), and a sample counts as right for pass@k where its reward is at least 1.  A sample whose
+reward failed is left out and counted; a problem all of whose samples failed is left out of every
+metric.
 
 The problem is the unit of sampling: several samples of one problem are averaged first, so that they
 do not count as independent evidence (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640,
@@ -22,13 +23,16 @@ scores: the normal interval, m +- z s / sqrt(n), reaches below 0 where most part
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Self
 
+from transformers import PreTrainedTokenizerBase
+
+from isobit.data.tokenizer import special_token_ids
 from isobit.records.metrics import Metrics
-from isobit.records.text import Group
+from isobit.records.text import Completion, Group
 
 Interval = tuple[float, float]
 
@@ -112,7 +116,7 @@ class EvalResult:
     """The result of evaluating one set."""
 
     accuracy: float
-    """Mean over problems of the mean reward of their samples."""
+    """Mean over problems of the mean reward of their samples; see ``is_accuracy``."""
     interval: Interval | None
     """95%, over problems; None for a single problem with a fractional score."""
     problems: int
@@ -127,15 +131,22 @@ class EvalResult:
     """Mean, in tokens."""
     truncated: float
     """Share of the samples that the length limit ended."""
-    has_shares: bool = True
-    """Whether every reward lies between 0 and 1, so that their mean can be an accuracy."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Unusual answers by kind, as the graders counted them, and failed rewards."""
+    is_accuracy: bool = True
+    """Whether every reward is 0 or 1, so that their mean is the share of right answers."""
+    right: float | None = None
+    """Mean over problems of the share of their samples that are right (``RIGHT``); None where
+    ``is_accuracy``, which it then is.
+    """
 
     def figures(self) -> dict[str, Any]:
-        """All fields, for JSON, and ``mean_reward``; ``accuracy`` is null where rewards are no
-        shares.
+        """All fields, for JSON, and ``mean_reward``; ``accuracy`` is null where rewards are not all
+        0 or 1.
         """
-        accuracy = self.accuracy if self.has_shares else None
-        return {"mean_reward": self.accuracy, **asdict(self), "accuracy": accuracy}
+        accuracy, right = (self.accuracy, self.accuracy) if self.is_accuracy else (None, self.right)
+        changed = {"accuracy": accuracy, "right": right}
+        return {"mean_reward": self.accuracy, **asdict(self), **changed}
 
     def scalars(self, name: str) -> Metrics:
         """The figures for the metrics file, under ``eval/NAME/``."""
@@ -147,6 +158,7 @@ class EvalResult:
             "problems": self.problems,
             "failed": self.failed,
         }
+        figures |= {} if self.right is None else {"right": self.right}
         figures |= {"response_length": self.response_length, "truncated": self.truncated}
         figures |= {f"pass@{k}": value for k, value in self.pass_at.items()}
         return {f"eval/{name}/{figure}": value for figure, value in figures.items()}
@@ -162,13 +174,17 @@ class EvalResult:
         return cls(**{**content, **restored})
 
 
-def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
+def result_of(
+    groups: Sequence[Group], samples: int, counts: Mapping[str, int] | None = None
+) -> EvalResult:
     """The figures of graded groups of ``samples`` completions each; at least one of them has a
-    reward.
+    reward. ``counts`` are the graders'.
     """
     graded = [[reward for reward in group.rewards if reward is not None] for group in groups]
     scores = [fmean(rewards) for rewards in graded if rewards]
     lengths = length_metrics(groups)
+    is_accuracy = all(reward in (0.0, 1.0) for rewards in graded for reward in rewards)
+    shares = [fmean(reward >= RIGHT for reward in rewards) for rewards in graded if rewards]
     return EvalResult(
         accuracy=fmean(scores),
         interval=mean_interval(scores),
@@ -178,7 +194,9 @@ def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
         pass_at=_pass_at(graded, samples),
         response_length=lengths["response_length/mean"],
         truncated=lengths["response_length/truncated"],
-        has_shares=all(0 <= reward <= 1 for rewards in graded for reward in rewards),
+        counts=counts or {},
+        is_accuracy=is_accuracy,
+        right=None if is_accuracy else fmean(shares),
     )
 
 
@@ -193,3 +211,24 @@ def _pass_at(graded: Sequence[Sequence[float]], samples: int) -> dict[int, float
                 for rewards in enough
             )
     return figures
+
+
+def describe_hidden(
+    completions: Sequence[Completion],
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+) -> str | None:
+    """A line if completions hold special tokens, their last stop aside; None if none does."""
+    found: list[int] = []
+    for one in completions:
+        ids = one.token_ids
+        ids = ids[:-1] if ids and ids[-1] in stop_token_ids else ids
+        found += [token for token in ids if token in special_token_ids(tokenizer)][:1]
+    if not found:
+        return None
+    first = tokenizer.convert_ids_to_tokens(found)[0]
+    return (
+        f"{len(found):,} of {len(completions):,} completions ({len(found) / len(completions):.0%}) "
+        f"hold a special token, such as {first!r}, which rewards do not see: "
+        'rollout.special_tokens = "show" shows them'
+    )

@@ -20,6 +20,16 @@ from tensorboard.compat.proto.event_pb2 import (
 from tensorboard.compat.proto.summary_pb2 import (
     Summary,  # pyright: ignore[reportAttributeAccessIssue]  # likewise
 )
+from tensorboard.compat.proto.tensor_pb2 import (
+    TensorProto,  # pyright: ignore[reportAttributeAccessIssue]  # likewise
+)
+from tensorboard.compat.proto.tensor_shape_pb2 import (
+    TensorShapeProto,  # pyright: ignore[reportAttributeAccessIssue]  # likewise
+)
+from tensorboard.compat.proto.types_pb2 import (
+    DataType,  # pyright: ignore[reportAttributeAccessIssue]  # likewise
+)
+from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from isobit.store.directory import EVENTS_SUFFIX
@@ -44,6 +54,18 @@ class Events:
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         self._write(Event(step=step, summary=Summary(value=values)))
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Markdown, for the page Text."""
+        tensor = TensorProto(
+            dtype=DataType.DT_STRING,
+            string_val=[text.encode()],
+            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+        )
+        value = Summary.Value(
+            tag=name, metadata=create_summary_metadata(name, description=""), tensor=tensor
+        )
+        self._write(Event(step=step, summary=Summary(value=[value])))
 
     def close(self) -> None:
         self._file.close()

@@ -1,23 +1,29 @@
-"""Writes the metrics of a run to ``metrics.jsonl``, TensorBoard and Weights & Biases.
+"""Writes the metrics of a run to ``metrics.jsonl``, TensorBoard and the services of
+``tracking.to``: Weights & Biases, MLflow, trackio and SwanLab.
 
 A line of ``metrics.jsonl`` is one object with ``step`` and the metrics of that step, or of the
 evaluation after it; one that is not finite is null.  Every line is flushed when it is written.  The
-names are those of ``isobit.records.metrics``.
+names are those of ``isobit.records.metrics``.  Services also get the sample completions as a table,
+and TensorBoard as text where ``tracking.to`` names it.
 
-This is the only module that imports wandb, an extra (``pip install wandb``).  A run's directory
-keeps the wandb id of the run in ``wandb_id``, so that a resumed run continues there; wandb ignores
-the metrics of steps that are repeated after a kill.
+This is the only module that imports a service's package, each an extra, by its name.  (accelerate's
+trackers would need accelerate's process state, which starts torch.distributed under torchrun; the
+packages themselves are called in as few lines.)  A run's directory keeps the run's id of each
+service, ``wandb_id`` for example, so that a resumed run continues there; wandb ignores the metrics
+of steps that are repeated after a kill, and MLflow keeps the last value of a step.
 """
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 from uuid import uuid4
 
-from isobit.config.tables import TrackingConfig
+from isobit.config.tables import TrackerName, TrackingConfig
 from isobit.records.metrics import Metrics
 from isobit.records.text import json_line
 from isobit.util.errors import ConfigError
@@ -26,34 +32,32 @@ from isobit.util.files import LineFile
 if TYPE_CHECKING:
     from isobit.observe.events import Events
 
-
-class Tracker(Protocol):
-    """A service that a run also sends its metrics to."""
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Send the metrics of one step, or of the evaluation after it."""
-        ...
-
-    def close(self, failed: bool) -> None:
-        """Nothing more is sent; ``failed`` says whether the run ended early."""
-        ...
+Row = Mapping[str, Any]
+COLUMNS = ("prompt", "completion", "reward", "answer", "finish_reason", "tokens")
+"""Of a table of sample completions."""
 
 
 class MetricsWriter:
-    """Appends metrics to ``metrics.jsonl`` and a TensorBoard folder, and sends them to a tracker if
-    there is one; a context manager.  Without the package tensorboard, ``say`` prints a note.
+    """Appends metrics to ``metrics.jsonl`` and a TensorBoard folder, and sends them to services; a
+    context manager.  Without the package tensorboard, ``say`` prints a note.
+
+    A service that fails during the run does not end it: ``say`` tells the first failure of each,
+    and their number at the end.
     """
 
     def __init__(
         self,
         jsonl: Path,
         tensorboard: Path,
-        tracker: Tracker | None = None,
+        trackers: Sequence["Tracker"] = (),
         say: Callable[[str], None] = print,
+        with_texts: bool = False,
     ) -> None:
-        self._tracker = tracker
+        self._trackers, self._say = trackers, say
+        self._failed: dict[str, int] = {}
         self._lines = LineFile(jsonl)
         self._events = _open_events(tensorboard, say)
+        self._texts = self._events if with_texts else None
 
     def __enter__(self) -> Self:
         return self
@@ -67,11 +71,13 @@ class MetricsWriter:
         self._lines.close()
         if self._events is not None:
             self._events.close()
-        if self._tracker is not None:
-            self._tracker.close(failed=error is not None)
+        for tracker in self._trackers:
+            self._send(tracker, partial(tracker.close, error is not None))
+        for name, times in self._failed.items():
+            self._say(f"note: {name} failed {times} times; metrics.jsonl has every figure")
 
     def writes(self, step: int, metrics: Metrics) -> list[Callable[[], None]]:
-        """The calls that write the line, the events and to the tracker; each flushes, and one that
+        """The calls that write the line, the events and to the services; each flushes, and one that
         raised StorageError may be called again.
         """
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -80,9 +86,44 @@ class MetricsWriter:
         ]
         if self._events is not None:
             made.append(partial(self._events.write, step, metrics))
-        if self._tracker is not None:
-            made.append(partial(self._tracker.write, step, metrics))
+        return made + [
+            partial(self._send, tracker, partial(tracker.write, step, metrics))
+            for tracker in self._trackers
+        ]
+
+    def tables(self, step: int, source: str, rows: Sequence[Row]) -> list[Callable[[], None]]:
+        """The calls that send a table of completions of a step, or of the evaluation after it."""
+        values = [[row.get(column) for column in COLUMNS] for row in rows]
+        made: list[Callable[[], None]] = [
+            partial(self._send, tracker, partial(tracker.table, step, source, values))
+            for tracker in self._trackers
+        ]
+        if self._texts is not None:
+            text = _markdown(values)
+            made.append(partial(self._texts.write_text, step, f"completions/{source}", text))
         return made
+
+    def _send(self, tracker: "Tracker", call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # each package raises types of its own
+            name = tracker.service
+            if name not in self._failed:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                self._say(
+                    f"note: {name} did not take what was sent to it ({reason}); the run goes on, "
+                    "and metrics.jsonl has every figure"
+                )
+            self._failed[name] = self._failed.get(name, 0) + 1
+
+
+def _markdown(rows: Sequence[Sequence[Any]]) -> str:
+    def cell(value: Any) -> str:
+        text = "" if value is None else str(value)
+        return " ".join(text.split()).replace("|", "\\|")
+
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *([cell(value) for value in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _open_events(folder: Path, say: Callable[[str], None]) -> "Events | None":
@@ -97,85 +138,213 @@ def _open_events(folder: Path, say: Callable[[str], None]) -> "Events | None":
     return Events(folder)
 
 
-DEFAULT_PROJECT = "isobit"
-
-
 def check_package(tracking: TrackingConfig) -> None:
-    """Raise ConfigError for a tracker whose package is missing; contacts no service."""
-    if tracking.wandb is not False:
-        _package()
+    """Raise ConfigError for a service whose package is missing; contacts none."""
+    for name in tracking.services():
+        if name in TRACKERS:
+            _package(name)
 
 
 def check_tracking(tracking: TrackingConfig) -> None:
-    """Raise ConfigError, before anything is loaded or written, for a tracker whose package or login
+    """Raise ConfigError, before anything is loaded or written, for a service whose package or login
     is missing.  On a terminal wandb asks for the key; with WANDB_MODE=offline it needs none.
     """
-    if tracking.wandb is not False:
-        wandb = _package()
+    check_package(tracking)
+    if "wandb" in tracking.services():
         try:
-            wandb.login()
+            _package("wandb").login()
         except Exception as error:  # its own classes of error differ from version to version
-            raise _refusal(error) from error
+            raise _refusal("wandb", error) from error
 
 
-def open_tracker(tracking: TrackingConfig, root: Path, settings: dict[str, Any]) -> Tracker | None:
-    """The tracker that ``tracking`` asks for, or None.  ``settings`` is the resolved configuration.
+def open_trackers(
+    tracking: TrackingConfig, root: Path, settings: dict[str, Any]
+) -> list["Tracker"]:
+    """One for each service that ``tracking`` asks for.  ``settings`` is the resolved configuration.
 
-    Raises ConfigError where Weights & Biases cannot be started.
+    Raises ConfigError where one cannot be started.
     """
-    if tracking.wandb is False:
-        return None
-    project = DEFAULT_PROJECT if tracking.wandb is True else tracking.wandb
-    return WandbTracker(project, root, settings)
+    made: list[Tracker] = []
+    for name, project in tracking.services().items():
+        if name in TRACKERS:
+            try:
+                made.append(TRACKERS[name](tracking, project, root, settings))
+            except ConfigError:
+                raise
+            except Exception as error:  # see above
+                raise _refusal(name, error) from error
+    return made
 
 
-class WandbTracker:
-    """A run of a project at Weights & Biases."""
+class Tracker:
+    """A run at a service whose package has wandb's interface: ``init``, ``log``, ``finish``."""
 
-    def __init__(self, project: str, root: Path, settings: dict[str, Any]) -> None:
-        wandb = _package()
-        try:
-            self._run = wandb.init(
-                project=project,
-                name=root.resolve().name,
-                id=_run_id(root / "wandb_id"),
-                resume="allow",
-                dir=str(root),
-                config=settings,
-            )
-        except Exception as error:  # see above
-            raise _refusal(error) from error
+    service: ClassVar[TrackerName] = "wandb"
+    remedy: ClassVar[str] = "run `wandb login`, set WANDB_MODE=offline"
+
+    def __init__(
+        self, tracking: TrackingConfig, project: str, root: Path, settings: dict[str, Any]
+    ) -> None:
+        self._library = _package(self.service)
+        name = tracking.name or root.resolve().name
+        self._start(project, name, list(tracking.tags), root, settings)
+
+    def _start(
+        self, project: str, name: str, tags: list[str], root: Path, settings: dict[str, Any]
+    ) -> None:
+        self._run = self._library.init(
+            project=project,
+            name=name,
+            id=_run_id(root / "wandb_id"),
+            resume="allow",
+            dir=str(root),
+            config=settings,
+            **({"tags": tags} if tags else {}),
+        )
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a step; a second call for the same step adds to the first."""
+        """Send the metrics of one step, or of the evaluation after it."""
         self._run.log(metrics, step=step)
 
+    def table(self, step: int, source: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Send completions, whose values are those of ``COLUMNS``."""
+        table = self._library.Table(columns=list(COLUMNS), data=_plain(rows))
+        self._run.log({f"completions/{source}": table}, step=step)
+
     def close(self, failed: bool) -> None:
-        """Wait until all figures have been sent, and mark the run as finished or failed."""
+        """Wait until everything has been sent; ``failed`` says whether the run ended early."""
         self._run.finish(exit_code=int(failed))
 
 
-def _refusal(error: Exception) -> ConfigError:
-    reason = str(error).rstrip(".")
+class TrackioTracker(Tracker):
+    """trackio knows a run by its name, which therefore ends in the id."""
+
+    service = "trackio"
+    remedy = "see `trackio show`"
+
+    def _start(
+        self, project: str, name: str, tags: list[str], root: Path, settings: dict[str, Any]
+    ) -> None:
+        self._run = self._library.init(
+            project=project,
+            name=f"{name}-{_run_id(root / 'trackio_id')}",
+            resume="allow",
+            config={**settings, **({"tags": tags} if tags else {})},
+        )
+
+    def table(self, step: int, source: str, rows: Sequence[Sequence[Any]]) -> None:
+        from pandas import DataFrame  # trackio needs it
+
+        table = self._library.Table(dataframe=DataFrame(_plain(rows), columns=list(COLUMNS)))
+        self._run.log({f"completions/{source}": table}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish()
+
+
+class SwanLabTracker(Tracker):
+    service = "swanlab"
+    remedy = "run `swanlab login`, set SWANLAB_MODE=local"
+
+    def _start(
+        self, project: str, name: str, tags: list[str], root: Path, settings: dict[str, Any]
+    ) -> None:
+        self._run = self._library.init(
+            project=project,
+            experiment_name=name,
+            id=_run_id(root / "swanlab_id", 21),  # its length
+            resume="allow",
+            logdir=str(root / "swanlog"),
+            config=settings,
+            **({"tags": tags} if tags else {}),
+        )
+
+    def table(self, step: int, source: str, rows: Sequence[Sequence[Any]]) -> None:
+        text = self._library.Text(_markdown(rows))
+        self._run.log({f"completions/{source}": text}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(**({"state": "crashed", "error": "ended early"} if failed else {}))
+
+
+class MlflowTracker(Tracker):
+    """A run of an experiment, where ``MLFLOW_TRACKING_URI`` says."""
+
+    service = "mlflow"
+    remedy = "set MLFLOW_TRACKING_URI to a server or a folder that can be reached"
+
+    def _start(
+        self, project: str, name: str, tags: list[str], root: Path, settings: dict[str, Any]
+    ) -> None:
+        path = root / "mlflow_id"
+        self._library.set_experiment(project)
+        known = path.read_text(encoding="utf-8") if path.exists() else None
+        run = self._library.start_run(run_id=known, run_name=name, tags=dict.fromkeys(tags, ""))
+        if known is None:  # parameters of a run cannot be changed
+            path.write_text(run.info.run_id, encoding="utf-8")
+            self._library.log_dict(settings, "config.json")
+            flat = _flat(settings)
+            for first in range(0, len(flat), 100):  # as many as one call takes
+                self._library.log_params(dict(flat[first : first + 100]))
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._library.log_metrics(metrics, step=step)
+
+    def table(self, step: int, source: str, rows: Sequence[Sequence[Any]]) -> None:
+        content = {"columns": list(COLUMNS), "data": _plain(rows)}  # as its log_table writes
+        place = f"completions/{source}/step_{step:06}.json"
+        self._library.log_text(json.dumps(content, ensure_ascii=False), place)
+
+    def close(self, failed: bool) -> None:
+        self._library.end_run("FAILED" if failed else "FINISHED")
+
+
+TRACKERS: dict[TrackerName, type[Tracker]] = {
+    kind.service: kind for kind in (Tracker, MlflowTracker, TrackioTracker, SwanLabTracker)
+}
+
+
+def _plain(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Rows whose columns have one type each: an answer may be a number or text."""
+    place = COLUMNS.index("answer")
+    return [
+        [None if value is None else str(value) if at == place else value for at, value in found]
+        for found in map(enumerate, rows)
+    ]
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """The settings by dotted key; MLflow takes 500 characters of a value, and few in a key."""
+    found: list[tuple[str, str]] = []
+    for key, value in table.items():
+        name = prefix + "".join(one if one.isalnum() or one in "_-." else "_" for one in str(key))
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{name}.")
+        else:
+            found.append((name[:250], str(value)[:500]))
+    return found
+
+
+def _refusal(name: TrackerName, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split()).rstrip(".")
     return ConfigError(
-        f"tracking.wandb is set, but Weights & Biases cannot start ({reason}): run `wandb login`, "
-        "set WANDB_MODE=offline, or leave tracking.wandb out"
+        f"tracking names {name}, which cannot start ({reason}): {TRACKERS[name].remedy}, or leave "
+        "it out of tracking"
     )
 
 
-def _package() -> Any:
+def _package(name: TrackerName) -> Any:
     try:
-        import wandb  # pyright: ignore[reportMissingImports]  # an extra
+        return import_module(name)
     except ImportError as error:
         raise ConfigError(
-            "tracking.wandb is set, but the package wandb is not installed: pip install wandb, "
-            "or leave tracking.wandb out"
+            f"tracking names {name}, but the package {name} is not installed: pip install {name}, "
+            "or leave it out of tracking"
         ) from error
-    return wandb
 
 
-def _run_id(path: Path) -> str:
-    """The id of this run at Weights & Biases, created the first time."""
+def _run_id(path: Path, length: int = 12) -> str:
+    """The id of this run at a service, created the first time."""
     if not path.exists():
-        path.write_text(uuid4().hex[:12], encoding="utf-8")
+        path.write_text(uuid4().hex[:length], encoding="utf-8")
     return path.read_text(encoding="utf-8")

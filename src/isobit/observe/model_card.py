@@ -1,23 +1,27 @@
-"""The model card of an exported folder, ``README.md``.
+"""The model card of a run's model and of an exported folder, ``README.md``.
 
 Its metrics are those of ``metrics.jsonl`` up to the exported step.  Names come from recipes, and
 are escaped so that they can be neither markup nor a key of the front matter.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
 import isobit
+from isobit.config.reward import WHOLE
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import parameter_count
 from isobit.models.hub import is_hub_name
 from isobit.observe.report.page import visible
-from isobit.observe.report.panels import evaluation_sets
+from isobit.observe.report.panels import evaluation_sets, is_accuracy
 from isobit.observe.report.source import RunRecord
 from isobit.precision.flow import PrecisionFlow, describe_flow
+from isobit.util.files import file_sha256
 
 CARD_FILE = "README.md"
 
@@ -40,19 +44,22 @@ class CardFacts:
     """The run, where one was exported."""
     step: int | None
     """The step of the run whose weights were exported."""
+    start: Path | None = None
+    """The folder of the model that this one was made from, whose licence is taken over."""
 
 
 def model_card(facts: CardFacts) -> str:
     record = facts.record
+    if record is not None and facts.step is not None:
+        until = {at: row for at, row in record.figures.items() if at <= facts.step}
+        record = replace(record, figures=until)
+        facts = replace(facts, record=record)
     sections = [
-        "---\n" + "\n".join(_front_matter(facts)) + "\n---",
+        f"---\n{_front_matter(facts)}\n---",
         f"# {_plain(facts.name)}",
         _opening(facts),
     ]
     if record is not None:
-        if facts.step is not None:
-            until = {at: row for at, row in record.figures.items() if at <= facts.step}
-            record = replace(record, figures=until)
         sections += ["## Training", _table(("", ""), _settings(record))]
         sections += [*_evaluations(record), *_exactness(record)]
     sections += _formats(facts)
@@ -70,18 +77,84 @@ def model_card(facts: CardFacts) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _front_matter(facts: CardFacts) -> Iterator[str]:
-    """YAML, in which JSON's strings are valid."""
-    yield "library_name: transformers"
-    yield f"pipeline_tag: {'text-classification' if facts.config.score_head else 'text-generation'}"
-    base = facts.record.setting("config", "model") if facts.record else facts.source
-    if isinstance(base, str) and is_hub_name(base):
-        yield f"base_model: {json.dumps(base.partition('@')[0])}"
+def write_card(
+    folder: Path, name: str, config: ModelConfig, record: RunRecord, step: int, start: Path
+) -> None:
+    """The card of a run's model in BF16, beside its files; ``start`` is the folder that the run
+    began from.
+    """
+    digests = {file.name: file_sha256(file) for file in folder.iterdir() if file.is_file()}
+    facts = CardFacts(name, name, config, False, None, (), digests, record, step, start)
+    (folder / CARD_FILE).write_text(model_card(facts), encoding="utf-8")
+
+
+def _front_matter(facts: CardFacts) -> str:
+    """What the hub reads, as YAML."""
+    record, older = facts.record, _older_card(facts.start)
     tags = ["isobit"]
-    if facts.record is not None:
-        tags.append("reinforcement-learning" if _is_rl(facts.record) else "fine-tuned")
-    yield "tags:"
-    yield from (f"- {tag}" for tag in [*tags, *(["fp8"] if facts.in_fp8 else [])])
+    if record is not None:
+        tags.append("reinforcement-learning" if _is_rl(record) else "fine-tuned")
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-classification" if facts.config.score_head else "text-generation",
+        base_model=_base_model(facts) or older.base_model,
+        license=older.license,
+        license_name=older.get("license_name"),
+        license_link=older.get("license_link"),
+        datasets=_hub_datasets(record.setting("config", "data", "train")) if record else None,
+        tags=[*tags, *(["fp8"] if facts.in_fp8 else [])],
+        model_name=_one_line(facts.name),
+        eval_results=_results(record) if record else None,
+    )
+    return data.to_yaml().strip()
+
+
+def _base_model(facts: CardFacts) -> str | None:
+    base = facts.record.setting("config", "model") if facts.record else facts.source
+    return base.partition("@")[0] if isinstance(base, str) and is_hub_name(base) else None
+
+
+def _older_card(folder: Path | None) -> ModelCardData:
+    """What the card of the model says that this one was made from; nothing where it has none."""
+    try:
+        found = ModelCard.load(folder / CARD_FILE).data if folder else None
+    except Exception:  # no card, or one that is not YAML: then nothing is known
+        found = None
+    return found if isinstance(found, ModelCardData) else ModelCardData()
+
+
+def _hub_datasets(entry: Any) -> list[str] | None:
+    """The datasets of the hub among the sources of data."""
+    if not isinstance(entry, dict):
+        return None
+    if "type" in entry:
+        name = entry.get("dataset")
+        return [name] if entry["type"] == "hub" and isinstance(name, str) else None
+    return [name for value in entry.values() for name in _hub_datasets(value) or []] or None
+
+
+def _results(record: RunRecord) -> list[EvalResult] | None:
+    """Each evaluation set at its last measurement."""
+    found = []
+    for figure in ("accuracy", "loss"):
+        for name in evaluation_sets(record.names, figure):
+            values = record.values(f"eval/{name}/{figure}")
+            if not values:
+                continue
+            is_share = figure == "accuracy" and 0 <= values[-1] <= 1
+            metric = figure if is_share or figure == "loss" else "mean_reward"
+            sources = record.setting("config", "data", "eval", name)
+            hub = _hub_datasets(sources) or [_one_line(name)]
+            found.append(
+                EvalResult(
+                    task_type="text-generation",
+                    dataset_type=hub[0],
+                    dataset_name=_one_line(name),
+                    metric_type=metric,
+                    metric_value=values[-1],
+                )
+            )
+    return found or None
 
 
 def _opening(facts: CardFacts) -> str:
@@ -110,11 +183,7 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
         if found:
             yield title, ", ".join(_data_names(found))
     if _is_rl(record):
-        own = record.setting("config", "reward", "function") or record.setting(
-            "config", "reward", "model"
-        )
-        parts = record.setting("config", "reward", "parts") or {}
-        yield "reward", _place(", ".join([*([str(own)] if own else []), *map(str, parts)]))
+        yield "reward", ", ".join(_rewards(record))
         yield "algorithm", _code(record.setting("config", "algorithm", "name"))
     else:
         yield "objective", _code(record.setting("config", "objective"))
@@ -128,6 +197,19 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "precision", _code(record.setting("config", "precision", "preset"))
     device = record.setting("device", "model") or record.setting("machine", "processor")
     yield "machine", _code(device)
+
+
+def _rewards(record: RunRecord) -> Iterator[str]:
+    """What was graded by: each part with its weight, or the only reward there is."""
+    reward = record.setting("config", "reward") or {}
+    parts: Mapping[str, Any] = reward.get("parts") or {WHOLE: reward}
+    for name, part in parts.items():
+        place = _place(part.get("model") or part.get("function"))
+        weight = part.get("weight", 1.0)
+        if name == WHOLE and len(parts) == 1:
+            yield place if weight == 1 else f"{place}, weight {weight:g}"
+        else:
+            yield f"{_plain(name)} ({place}), weight {weight:g}"
 
 
 def _data_names(entry: Any) -> list[str]:
@@ -153,17 +235,19 @@ def _evaluations(record: RunRecord) -> list[str]:
             if not measured:
                 continue
             first, last = measured[0], measured[-1]
-            before, after = (_figure(record.figures[at], name, figure) for at in (first, last))
+            before, after = (_figure(record, at, name, figure) for at in (first, last))
             after = after if last > first else "\N{EN DASH}"
-            lines.append((_plain(f"{name} {figure}"), before, after, str(last)))
+            label = figure if figure == "loss" or is_accuracy(record, name) else "mean reward"
+            lines.append((_plain(f"{name} {label}"), before, after, str(last)))
     header = ("evaluation", "first", "last", "measured after step")
     return [_table(header, lines)] if lines else []
 
 
-def _figure(row: Mapping[str, float | None], name: str, figure: str) -> str:
+def _figure(record: RunRecord, step: int, name: str, figure: str) -> str:
+    row = record.figures[step]
     value = row[f"eval/{name}/{figure}"]
     assert value is not None
-    if figure == "loss" or not 0 <= value <= 1:
+    if figure == "loss" or not is_accuracy(record, name):
         return f"{value:.4f}"
     low, high = (row.get(f"eval/{name}/{side}") for side in ("low", "high"))
     if low is None or high is None:

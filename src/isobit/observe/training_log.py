@@ -9,28 +9,29 @@ last lines on the console and ``summary.json`` are both made.
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from isobit.memory.turns import PhaseMemory
 from isobit.observe.console import Console, TimeLeft
-from isobit.observe.metrics import MetricsWriter, open_tracker
+from isobit.observe.metrics import MetricsWriter, open_trackers
 from isobit.records.metrics import Metrics
 from isobit.records.text import Group, json_line
-from isobit.store.directory import RunDirectory, positions, write_json
+from isobit.store.directory import RunDirectory, completions_file, positions, write_json
 from isobit.store.manifest import TrainingRun
 from isobit.store.resume import Start
 from isobit.store.state import write_change
 from isobit.training.trainer import BudgetChange
-from isobit.util.files import LineFile
+from isobit.util.files import LineFile, disk_errors, sync
 from isobit.util.terminal import Clock
 
 
@@ -141,8 +142,8 @@ class TrainingLog(ABC, Generic[Result]):
                 for key, value in result.scalars(name).items()
             }
             self._add_metrics(step, {**scalars, "time/evaluation_s": seconds})
-        for name, (_, groups) in evaluation.items():
-            self._add_completions(step, name, groups)
+        groups = {name: groups for name, (_, groups) in evaluation.items()}
+        self._add_completions(step, groups, evaluates=True)
         self._write()
         self._evaluations[step] = results
         self._say_evaluation(step, results)
@@ -235,9 +236,16 @@ class TrainingLog(ABC, Generic[Result]):
     def _open_writers(self) -> None:
         """Of figures and of completions."""
         config, directory = self._training.config, self.directory
-        tracker = open_tracker(config.tracking, directory.root, config.model_dump(mode="json"))
+        tracking = config.tracking
+        trackers = open_trackers(tracking, directory.root, config.model_dump(mode="json"))
+        if tracking.completions:
+            directory.kept_completions.mkdir(exist_ok=True)
         metrics = MetricsWriter(
-            directory.metrics, directory.tensorboard, tracker, self._console.line
+            directory.metrics,
+            directory.tensorboard,
+            trackers,
+            self._console.line,
+            with_texts="tensorboard" in tracking.services(),
         )
         completions = self._open_lines(directory.completions)
         self._writers = self._files.enter_context(metrics), completions
@@ -267,14 +275,29 @@ class TrainingLog(ABC, Generic[Result]):
         if self._writers is not None:
             self._unwritten += self._writers[0].writes(step, metrics)
 
-    def _add_completions(self, step: int, source: str, groups: Sequence[Group]) -> None:
+    def _add_completions(
+        self, step: int, groups: Mapping[str, Sequence[Group]], evaluates: bool = False
+    ) -> None:
+        """Samples of a step's groups, or by set of those of the evaluation after it, and as many
+        completions as are to be kept.
+        """
         if self._writers is None:
             return
-        file = self._writers[1]
-        for group in groups[:SAMPLES_KEPT]:
-            for place in best_and_worst(group.rewards):
-                line = completion_line(step, source, group, place, self._training.model.tokenizer)
+        metrics, file = self._writers
+        for source, found in groups.items():
+            lines = [
+                completion_line(step, source, group, place, self._training.model.tokenizer)
+                for group in found[:SAMPLES_KEPT]
+                for place in best_and_worst(group.rewards)
+            ]
+            for line in lines:
                 self._add_line(file, json_line(line))
+            if lines:
+                self._unwritten += metrics.tables(step, source, lines)
+        count = self._training.config.tracking.completions
+        if count and any(groups.values()):
+            path = completions_file(self.directory, step, evaluates)
+            self._unwritten.append(partial(write_completions, path, step, groups, count))
 
     def _add_line(self, file: LineFile, line: bytes) -> None:
         self._unwritten.append(partial(file.write, line))
@@ -299,6 +322,71 @@ def best_and_worst(rewards: Sequence[float | None]) -> list[int]:
     return sorted((max(valid, key=valid.__getitem__), min(valid, key=valid.__getitem__)))
 
 
+def write_completions(
+    path: Path, step: int, groups: Mapping[str, Sequence[Group]], count: int | Literal["all"]
+) -> None:
+    """Write the first ``count`` completions of each source, or all, as a Parquet file that appears
+    whole or not at all.  Raises StorageError.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    kept = None if count == "all" else count
+    rows = [
+        row
+        for source, found in groups.items()
+        for row in islice(completion_rows(step, source, found), kept)
+    ]
+    lists = {"token_ids": pa.list_(pa.int32()), "log_probs": pa.list_(pa.float32())}
+    types = {"step": pa.int64(), "visit": pa.int64(), "sample": pa.int32(), "tokens": pa.int32()}
+    types |= {"reward": pa.float64()} | lists
+    types |= {"reward_parts": pa.map_(pa.string(), pa.float64())}
+    schema = pa.schema([(name, types.get(name, pa.string())) for name in ROW_COLUMNS])
+    unfinished = path.with_name(f".{path.name}")
+    with disk_errors(path.parent, f"the completions of step {step}"):
+        parquet.write_table(pa.Table.from_pylist(rows, schema), unfinished)
+        sync(unfinished)
+        unfinished.replace(path)
+
+
+ROW_COLUMNS = (
+    *("step", "source", "prompt_id", "visit", "sample", "prompt", "completion", "answer"),
+    *("reward", "reward_parts", "finish_reason", "tokens", "token_ids", "log_probs"),
+)
+"""Columns of a Parquet file of completions."""
+
+
+def completion_rows(step: int, source: str, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """Every completion, with its place in its group as ``sample`` and the values of
+    ``ROW_COLUMNS``; of a failed reward None.
+    """
+    for group in groups:
+        answer = reference_of(group)
+        for place, completion in enumerate(group.completions):
+            yield {
+                "step": step,
+                "source": source,
+                "prompt_id": group.prompt.id,
+                "visit": group.visit,
+                "sample": place,
+                "prompt": group.prompt.text,
+                "completion": completion.text,
+                "answer": None if answer is None else str(answer),
+                "reward": group.rewards[place] if group.rewards else None,
+                "reward_parts": {name: found[place] for name, found in group.reward_parts.items()},
+                "finish_reason": completion.finish_reason,
+                "tokens": completion.length,
+                "token_ids": list(completion.token_ids),
+                "log_probs": list(completion.log_probs),
+            }
+
+
+def reference_of(group: Group) -> str | int | float | None:
+    """The dataset's own answer to the prompt, where there is one."""
+    references = (group.prompt.row.get(name) for name in REFERENCES)
+    return next((one for one in references if isinstance(one, str | int | float)), None)
+
+
 def completion_line(
     step: int, source: str, group: Group, place: int, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
@@ -307,8 +395,7 @@ def completion_line(
     the dataset's own answer where there is one.
     """
     completion = group.completions[place]
-    references = (group.prompt.row.get(name) for name in REFERENCES)
-    answer = next((one for one in references if isinstance(one, str | int | float)), None)
+    answer = reference_of(group)
     shown = slice(TOKENS_KEPT)
     return {
         "step": step,

@@ -99,7 +99,10 @@ class PostedExchanges:
         """``exchange`` is ``World.exchange``; a rank sends another at most ``numbers``."""
         self._exchange = exchange
         self._regions = [
-            [torch.empty(0 if source == rank else numbers, device=device) for source in range(size)]
+            [
+                torch.empty(0 if source == rank else numbers, device=device, dtype=torch.float32)
+                for source in range(size)
+            ]
             for _ in range(buffers)
         ]
         self._rank, self._started = rank, 0
@@ -311,9 +314,12 @@ def try_copies(
 
 def _exchange_known(copies: PeerCopies, rank: int, size: int, count: int) -> torch.Tensor:
     """How many numbers arrived changed, as a number on the device."""
-    wrong = torch.zeros((), device="cuda")
+    wrong = torch.zeros((), device="cuda", dtype=torch.float32)
     for trial in range(_TRIALS):
-        send = [[torch.full((count,), _mark(trial, rank, to), device="cuda")] for to in range(size)]
+        send = [
+            [torch.full((count,), _mark(trial, rank, to), device="cuda", dtype=torch.float32)]
+            for to in range(size)
+        ]
         found = copies.start(send, [[count]] * size).wait()
         for source, slices in enumerate(found):
             for one in slices:

@@ -75,7 +75,9 @@ class GradientSum:
         if name not in targets.in_parts:
             return self._sums(name)
         if name not in self._made:
-            self._made[name] = torch.zeros(targets.shapes[name], device=targets.device)
+            self._made[name] = torch.zeros(
+                targets.shapes[name], device=targets.device, dtype=torch.float32
+            )
         return self._made[name]
 
     def begin_round(self, active: int) -> None:
@@ -270,7 +272,9 @@ class ExchangedSum:
         """The buffer of a group, as large as the largest group of its place."""
         place = self._places[group]
         if place not in self._made:
-            self._made[place] = torch.empty(self._sizes.made[place], device=self._device)
+            self._made[place] = torch.empty(
+                self._sizes.made[place], device=self._device, dtype=torch.float32
+            )
         return self._made[place]
 
 

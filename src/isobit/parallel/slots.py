@@ -167,7 +167,7 @@ class _HeldSums:
             if name in self._sums:
                 self._sums[name].zero_()
             else:
-                self._sums[name] = torch.zeros(shape, device=self._device)
+                self._sums[name] = torch.zeros(shape, device=self._device, dtype=torch.float32)
 
     def release(self) -> None:
         self._sums.clear()

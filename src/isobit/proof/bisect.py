@@ -25,17 +25,16 @@ from isobit.proof.difference import (
     describe_site,
     keys_of_batch,
 )
+from isobit.proof.scenarios import Scenario, Workload
 from isobit.proof.verify import (
-    Scenario,
     ScenarioResult,
     VerifyOptions,
     VerifyResult,
-    Workload,
-    engine_scenarios,
     policy_to_verify,
     random_workload,
     run_scenario,
     sample_and_score,
+    scenarios_of,
     verify_policy,
 )
 from isobit.records.batch import pack
@@ -197,7 +196,7 @@ def bisect_policy(
     workload = random_workload(policy, options)
     scorer = Scorer(policy)
     traced: list[Traced] = []
-    for scenario in engine_scenarios(workload):
+    for scenario in scenarios_of(policy, workload):
         if scenario.name not in names:
             continue
         operations = seen[scenario.name]

@@ -22,7 +22,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.proof import cases, product_cases
 from isobit.proof.cases import Case, check_gradients, check_rows
-from isobit.proof.doctor_environment import environment_checks, extras
+from isobit.proof.doctor_environment import environment_checks, extras, quantiser_checks
 from isobit.proof.doctor_findings import (
     Caution,
     Check,
@@ -32,7 +32,6 @@ from isobit.proof.doctor_findings import (
     exact_detail,
     require_equal,
 )
-from isobit.proof.doctor_quantisers import quantiser_checks
 from isobit.proof.product_cases import Attention, check_attention
 from isobit.proof.verify import VerifyOptions, verify, verify_policy
 from isobit.util.errors import ConfigError

@@ -27,7 +27,8 @@ from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare
 from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World
-from isobit.proof.verify import Scenario, ScenarioResult, VerifyResult, Workload, run_scenario
+from isobit.proof.scenarios import Scenario, Workload
+from isobit.proof.verify import ScenarioResult, VerifyResult, run_scenario
 from isobit.records.batch import PackedBatch, pack
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Prompt

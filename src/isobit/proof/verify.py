@@ -14,6 +14,11 @@ CPU specification), every row of every operation is compared as well, before and
 (``isobit.proof.difference``).  A rounding to BF16 hides most faults of one ulp from the
 log-probabilities.
 
+Two things show in no log-probability of a token that was drawn.  Experts whose logits are equal are
+rare in a model, so in one scenario every router has groups of equal rows, and each token such ties.
+And which token is drawn must depend on its prompt, sample and position alone: scenarios that sample
+by the same settings must draw the same completions, in whatever batches.
+
 A scenario counts only if the events that it is made for did happen, by the engine's own counters.
 Where one did not, the result says which part was not proved.  In ``fp8-rollout``, whose two sides
 are different functions, differences must appear: this shows that the check is able to fail.
@@ -21,15 +26,13 @@ are different functions, differences must appear: this shows that the check is a
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from isobit.config.base import Device
-from isobit.config.tables import PrecisionConfig, RolloutConfig
-from isobit.memory.cache_size import pages_for
+from isobit.config.tables import PrecisionConfig
 from isobit.models.folder import choose_device, load_policy, model_folder, read_config, read_masters
 from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare
@@ -45,9 +48,17 @@ from isobit.proof.difference import (
     describe_site,
     observed_scores,
 )
-from isobit.records.batch import PackedBatch, pack, sequences_of
+from isobit.proof.scenarios import (
+    Scenario,
+    Workload,
+    build_workload,
+    engine_scenarios,
+    packings,
+    tied_routers,
+)
+from isobit.records.batch import PackedBatch, sequences_of
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import Group, Prompt, SamplingParams
+from isobit.records.text import Group
 from isobit.rollout.engine import EngineStats, Request, RolloutEngine, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import page_tokens_of
@@ -55,149 +66,10 @@ from isobit.training.comparison import Comparison
 from isobit.util.errors import ConfigError, IsobitError
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """One setting of the engine, and the counts of ``EngineStats`` that must not be zero under
-    it.
-    """
-
-    name: str
-    rollout: RolloutConfig
-    must_happen: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Random prompts and the limit of each one's completions."""
-
-    prompts: tuple[Prompt, ...]
-    max_new_tokens: tuple[int, ...]
-    samples: int
-    page_tokens: int
-    """Tokens of a page of the cache whose bounds the lengths are around."""
-
-    @property
-    def longest(self) -> int:
-        return max(
-            len(prompt.token_ids) + limit
-            for prompt, limit in zip(self.prompts, self.max_new_tokens, strict=True)
-        )
-
-    def requests(self, scenario: Scenario) -> list[Request]:
-        """Requests to the engine; each completion ends at its own limit, never at a stop token."""
-        rollout = scenario.rollout
-        return [
-            Request(
-                prompt,
-                0,
-                self.samples,
-                SamplingParams(
-                    limit, rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p
-                ),
-            )
-            for prompt, limit in zip(self.prompts, self.max_new_tokens, strict=True)
-        ]
-
-
-def build_workload(
-    vocab_size: int,
-    context: int,
-    prompts: int,
-    samples: int,
-    max_new_tokens: int,
-    seed: int,
-    page_tokens: int,
-) -> Workload:
-    """Random prompts that leave room for ``max_new_tokens`` in the context."""
-    random = Random(seed)  # noqa: S311 (no secret)
-    longest = context - max_new_tokens
-    lengths = _prompt_lengths(page_tokens)
-    made, limits = [], []
-    for index in range(prompts):
-        shortest, most = lengths[index % len(lengths)]
-        length = min(random.randint(shortest, most), longest)
-        made.append(
-            Prompt(
-                f"verify/{index}", "", tuple(random.randrange(vocab_size) for _ in range(length))
-            )
-        )
-        limits.append(random.randint(max_new_tokens // 2, max_new_tokens))
-    return Workload(tuple(made), tuple(limits), samples, page_tokens)
-
-
-def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
-    limit = max(workload.max_new_tokens)
-    few_pages = pages_for(workload.longest, workload.page_tokens)
-    return (
-        Scenario(
-            "roomy",
-            RolloutConfig(max_new_tokens=limit, max_batched_tokens=4096),
-            ("shared_pages", "copied_pages"),
-        ),
-        Scenario(
-            "few pages",
-            RolloutConfig(max_new_tokens=limit, kv_pages=few_pages),
-            ("preemptions", "recomputed_tokens"),
-        ),
-        Scenario(
-            "small chunks", RolloutConfig(max_new_tokens=limit, max_batched_tokens=40), ("chunks",)
-        ),
-        Scenario("two sequences", RolloutConfig(max_new_tokens=limit, max_sequences=2)),
-        Scenario("greedy", RolloutConfig(max_new_tokens=limit, temperature=0.0)),
-        Scenario(
-            "few pages, small chunks, temperature 0.7",
-            RolloutConfig(
-                max_new_tokens=limit,
-                temperature=0.7,
-                kv_pages=few_pages,
-                max_batched_tokens=56,
-                max_sequences=8,
-            ),
-            ("preemptions", "chunks", "shared_pages"),
-        ),
-        Scenario(
-            "truncated, temperature 1.3",
-            RolloutConfig(max_new_tokens=limit, temperature=1.3, top_k=20, top_p=0.9, min_p=0.01),
-        ),
-    )
-
-
-def packings(
-    samples: Sequence[TokenSequence], seed: int
-) -> Iterator[tuple[str, list[PackedBatch]]]:
-    """The same samples in several packings, by name."""
-    yield "alone", pack(samples, 1)
-    yield "300 tokens", pack(samples, 300)
-    yield "2048 tokens", pack(samples, 2048)
-    yield (
-        "random neighbours",
-        [
-            batch
-            for part in _random_parts(samples, seed)
-            for batch in pack(part, sum(s.length for s in part))
-        ],
-    )
-
-
-def _prompt_lengths(page: int) -> tuple[tuple[int, int], ...]:
-    """Ranges of prompt lengths, in tokens, taken in turn, for pages of ``page`` tokens."""
-    return (
-        (1, page // 4),
-        (page - 6, page),  # completions grow into a second page,
-        (page - 6, page),  # those of two prompts at about the same time
-        (page + 1, page + 16),  # a full page to share and a partial one to copy
-        (2 * page, 3 * page),
-    )
-
-
-def _random_parts(samples: Sequence[TokenSequence], seed: int) -> Iterator[list[TokenSequence]]:
-    """The samples in a random order, cut into runs of 2 to 9."""
-    random = Random(seed)  # noqa: S311 (no secret)
-    shuffled = random.sample(list(samples), len(samples))
-    while shuffled:
-        size = random.randint(2, 9)
-        yield shuffled[:size]
-        shuffled = shuffled[size:]
+def scenarios_of(policy: Policy, workload: Workload) -> list[Scenario]:
+    """Those of ``engine_scenarios`` that the model can be in."""
+    has_routers = policy.config.experts is not None
+    return [one for one in engine_scenarios(workload) if has_routers or not one.ties_routers]
 
 
 Packings = Callable[[list[TokenSequence], int], Iterator[tuple[str, list[PackedBatch]]]]
@@ -235,6 +107,10 @@ class ScenarioResult:
     """Events that should have happened and did not, by the names of ``EngineStats``."""
     operations: Operations | None = None
     """The comparison of every operation; None where operations were not observed."""
+    draws: tuple[float | bool, ...] = ()
+    """See ``Scenario``."""
+    drawn: tuple[bytes, ...] = ()
+    """The token ids of each completion with its prompt, as bytes."""
 
     @property
     def differs(self) -> bool:
@@ -262,7 +138,20 @@ class VerifyResult:
 
     @property
     def differs(self) -> bool:
-        return any(scenario.differs for scenario in self.scenarios)
+        return self.redrawn[1] > 0 or any(scenario.differs for scenario in self.scenarios)
+
+    @property
+    def redrawn(self) -> tuple[int, int]:
+        """Completions that another scenario had drawn already by the same settings, and how many of
+        them have other tokens.
+        """
+        first: dict[tuple[float | bool, ...], tuple[bytes, ...]] = {}
+        pairs: list[tuple[bytes, bytes]] = []
+        for one in self.scenarios:
+            if one.draws in first:
+                pairs += zip(first[one.draws], one.drawn, strict=True)
+            first.setdefault(one.draws, one.drawn)
+        return len(pairs), sum(before != after for before, after in pairs)
 
     @property
     def operations(self) -> tuple[Operations, ...]:
@@ -300,6 +189,8 @@ class VerifyResult:
         return {
             "precision": self.preset,
             **_counts(self.comparison),
+            "completions_redrawn": self.redrawn[0],
+            "completions_differing": self.redrawn[1],
             "missing": list(self.missing),
             "scenarios": scenarios,
         }
@@ -352,7 +243,7 @@ def verify_policy(
     workload = random_workload(policy, options)
     scorer, results = Scorer(policy), list[ScenarioResult]()
     observes = _shows_operations(policy) and shared is None
-    for scenario in engine_scenarios(workload):
+    for scenario in scenarios_of(policy, workload):
         results.append(
             run_scenario(scenario, workload, scorer, options.seed, shared=shared, observes=observes)
         )
@@ -405,7 +296,10 @@ def run_scenario(
     samples, stats, comparisons = sampled
     missing = tuple(name for name in scenario.must_happen if getattr(stats, name) == 0)
     operations = None if keeps is None else compared_operations(*keeps, samples)
-    return ScenarioResult(scenario.name, stats, comparisons, missing, operations)
+    drawn = tuple(sample.token_ids.tobytes() for sample in samples)
+    return ScenarioResult(
+        scenario.name, stats, comparisons, missing, operations, scenario.draws, drawn
+    )
 
 
 def sample_and_score(
@@ -421,6 +315,10 @@ def sample_and_score(
     the engine did, and the comparison in every packing.  ``keeps`` receive every operation of
     rollout and of training.
     """
+    if scenario.ties_routers:
+        plain = replace(scenario, ties_routers=False)
+        with tied_routers(scorer.policy, *([shared] if shared else [])):
+            return sample_and_score(plain, workload, scorer, seed, keeps, make_packings, shared)
     engine = NativeEngine(
         shared or scorer.policy,
         scenario.rollout,

@@ -138,7 +138,9 @@ def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
     columns = {
         column.packed: _packed(sequences, column) for column in COLUMNS if column.packed is not None
     }
-    temperatures = torch.tensor([sequence.temperature for sequence in sequences])
+    temperatures = torch.tensor(
+        [sequence.temperature for sequence in sequences], dtype=torch.float32
+    )
     return PackedBatch(
         token_ids=token_ids,
         positions=torch.cat([torch.arange(length) for length in lengths]),

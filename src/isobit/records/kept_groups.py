@@ -141,6 +141,7 @@ def groups_value(groups: Sequence[Group]) -> dict[str, Any]:
                 "rewards": group.rewards,
                 "reward_parts": group.reward_parts,
                 "baseline": group.baseline,
+                "baseline_length": group.baseline_length,
             }
             for group in groups
         ],
@@ -168,4 +169,5 @@ def _group(
         list(content["rewards"]),
         {name: list(rewards) for name, rewards in content["reward_parts"].items()},
         content["baseline"],
+        content.get("baseline_length", 0),
     )

@@ -73,8 +73,13 @@ class Metric:
 TABLE: Mapping[str, tuple[Metric, ...]] = {
     "Evaluation": (
         Metric("eval/SET/accuracy", "reward",
-               "mean of the problems' scores; of pairs, the share that is ranked right", "rises",
-               runs=_ALL, chart="SET"),
+               "mean of the problems' scores, an accuracy where every reward is 0 or 1; of pairs, "
+               "the share that is ranked right", "rises", runs=_ALL, chart="SET"),
+        Metric("eval/SET/right", "share",
+               "mean of the problems' shares of right samples (reward at least 1); only where some "
+               "reward is neither 0 nor 1",
+               "rises with `accuracy`; else partial credit is exploited", runs=_TEXT,
+               chart="SET exactly right"),
         Metric("eval/SET/low", "reward",
                "lower end of the 95% interval over problems: Wilson's where every score is 0 or "
                "1, else the bootstrap's", "overlapping intervals do not tell two runs apart",
@@ -114,8 +119,9 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "those in which a [grader](graders.md) met something unusual (out of bounds or "
                "time, no code), once for each reward that counted it",
                "near 0; a rise means that the policy looks for gaps in the grader", "sum"),
-        Metric("reward/level_groups", "groups", "zero-variance groups: no two valid rewards differ",
-               "well below `prompts_per_step`", "sum"),
+        Metric("reward/level_groups", "groups",
+               "zero-variance groups: no two valid rewards differ; what `algorithm.truncated` "
+               "excludes does not count", "well below `prompts_per_step`", "sum"),
         Metric("reward/level_share", "share", "their share of the step's groups",
                "below 0.5; else the data is too easy or too hard", chart="Zero-variance groups"),
         Metric("response_length/mean", "tokens", "mean length of a response", "changes slowly",
@@ -171,6 +177,10 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "those with nothing to learn from: every advantage is 0, and no KL, entropy or "
                'value term; left out unless `training.without_signal = "take"`',
                "0; see `check.on_no_signal`", "sum"),
+        Metric("no_signal/NAME", "completions",
+               "in a step none of whose updates has a signal: completions that teach nothing, by "
+               "the reason NAME (failed, excluded, masked, empty, alone, zero, level, ..)", "none",
+               "sum"),
         Metric("updates/skipped", "updates",
                "those not taken because loss or gradient norm was not finite",
                "0; `training.max_skipped_updates` in a row stop the run", "sum", runs=_ALL),
@@ -232,6 +242,11 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                line=Line("differing {log_prob_diff/tokens_differing:.0f} of "
                          "{log_prob_diff/tokens_compared:.0f}",
                          ((3, "{log_prob_diff/tokens_differing:.0f} differ"),))),
+        Metric("log_prob_diff/share", "share",
+               "of the response tokens that a step learns from, those compared: with several "
+               "updates a step those of the first, which alone has the weights that sampled; only "
+               "where below 1", "1 / `training.updates_per_batch`",
+               line=Line("compared {log_prob_diff/share:.0%}", ((3, ""),))),
         Metric("routing_diff/tokens_compared", "tokens",
                "tokens of a mixture of experts whose digests of all chosen experts were compared",
                "as above", "sum"),

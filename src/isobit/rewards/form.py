@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from isobit.records.text import Completion, Prompt
+from isobit.records.text import Completion, Prompt, without_beginning
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 from isobit.util.errors import RewardError
 from isobit.util.secrets import hidden, is_secret
@@ -162,8 +162,9 @@ class TrlReward(Reward):
         content = prompt.text if prompt.content is None else prompt.content
         texts: list[Any] = [completion.text for completion in completions]
         if not isinstance(content, str):
-            content = [dict(message) for message in content]
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
+            asked, begun = without_beginning(content)  # TRL gives it as a part of the answer
+            content = [dict(message) for message in asked]
+            texts = [[{"role": "assistant", "content": begun + text}] for text in texts]
         values: dict[str, Any] = {
             "completions": texts,
             "prompts": [content for _ in completions],

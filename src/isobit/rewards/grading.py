@@ -32,6 +32,8 @@ from isobit.config.reward import WHOLE, RewardConfig
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.form import Reward
 from isobit.rewards.given import RewardFunction, load_reward
+from isobit.rewards.graders import REFERENCES
+from isobit.rewards.graders.text import UnusableReferenceError, references
 from isobit.rewards.outcome import Failure, Outcome, bounded, failure_of, outcome_of, take
 from isobit.rewards.pool import Inside, Pool, Task, Watch
 from isobit.util.errors import RewardError
@@ -55,6 +57,10 @@ class GradeStats:
     @property
     def failed_fraction(self) -> float:
         return self.failed / max(1, self.graded + self.failed)
+
+    def all_counts(self) -> dict[str, int]:
+        """``counts``, and how many rewards failed by kind."""
+        return self.counts | {f"failed: {kind}": n for kind, n in self.failures.items()}
 
     def __add__(self, other: "GradeStats") -> "GradeStats":
         return GradeStats(
@@ -204,6 +210,50 @@ class Repetition:
             for first, second in zip(task.outcomes, again[name].outcomes, strict=True)
         )
         return Counter({KIND: differing}) if differing else Counter()
+
+
+def check_references(
+    reward: RewardConfig | None, sets: Mapping[str, Sequence[Prompt]]
+) -> Sequence[str]:
+    """A line for each set of prompts and each grader that cannot use some of the references.
+
+    Raises ``RewardError`` where a set has none that can be used, or a prompt no such column.
+    """
+    parts = {} if reward is None else reward.named()
+    lines: list[str] = []
+    for grader, column in dict.fromkeys(
+        (part.function, part.options.get("column", "answer"))
+        for part in parts.values()
+        if part.function in REFERENCES
+    ):
+        for name, prompts in sets.items():
+            lines += _unusable(grader, column, name, prompts)
+    return lines
+
+
+def _unusable(grader: str, column: str, name: str, prompts: Sequence[Prompt]) -> Sequence[str]:
+    kinds: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for prompt in prompts:
+        try:
+            references(prompt, column, grader, REFERENCES[grader])
+        except UnusableReferenceError as error:
+            kinds[error.kind] += 1
+            first.setdefault(error.kind, str(error))
+    if not kinds:
+        return ()
+    unusable = sum(kinds.values())
+    counted = " and ".join(f"{number:,} {kind}" for kind, number in kinds.items())
+    examples = "; ".join(first.values())
+    if unusable == len(prompts):
+        raise RewardError(
+            f"{grader} can use none of the {unusable:,} references of {name} ({counted}): "
+            f"{examples}; name the column with the answers in reward.options.column"
+        )
+    return (
+        f"references of {name} for {grader}: {counted} of {len(prompts):,} "
+        f"({unusable / len(prompts):.1%}); their completions fail and are left out: {examples}",
+    )
 
 
 ModelScores: TypeAlias = Mapping[str, Callable[[Sequence[tuple[Prompt, Completion]]], list[float]]]

@@ -16,7 +16,8 @@ Decoding a token alone can be wrong (a leading space that depends on its neighbo
 UTF-8 character), and decoding the whole answer after each token is quadratic.  So a window of the
 last tokens is decoded, once without and once with the newest: what the second text has on top of
 the first is new.  While the new text ends in U+FFFD, a character is incomplete and the window waits
-for the rest of it.
+for the rest of it.  A tokenizer with byte fallback decodes a whole run of byte tokens at once, all
+of it to U+FFFD where one is wrong: the window waits for the end of the run.
 
 What a forward leaves of its tokens: final hidden states, and digests of their experts.
 
@@ -42,6 +43,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from isobit.data.tokenizer import byte_token_ids, special_token_ids
 from isobit.kernels.noise import sample_key
 from isobit.memory.cache_size import pages_for
 from isobit.records.sequence import TokenSequence
@@ -55,12 +57,14 @@ if TYPE_CHECKING:
 _INCOMPLETE = "\ufffd"
 
 
-def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
-    """The text of ``token_ids`` as users and rewards see it: special tokens left out, spaces as
-    they are.
+def decode(
+    tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int], special: bool = False
+) -> str:
+    """The text of ``token_ids`` as users and rewards see it: spaces as they are, and special tokens
+    if ``special``.
     """
     text = tokenizer.decode(
-        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
     )
     assert isinstance(text, str)
     return text
@@ -75,8 +79,9 @@ def cut(text: str, stop_strings: Sequence[str]) -> str:
 class GrowingText:
     """The text of one answer, a token at a time."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", special: bool = False) -> None:
+        self._tokenizer, self._special = tokenizer, special
+        self._bytes, self._unseen = byte_token_ids(tokenizer), special_token_ids(tokenizer)
         self._window: list[int] = []
         """Tokens decoded again for context, then those whose text is not complete yet."""
         self._settled = 0  # how many of them belong to the context
@@ -86,20 +91,32 @@ class GrowingText:
         complete now.
         """
         self._window.append(token_id)
-        settled = decode(self._tokenizer, self._window[: self._settled])
-        new = decode(self._tokenizer, self._window)[len(settled) :]
-        complete = bool(new) and not new.endswith(_INCOMPLETE)
+        settled = decode(self._tokenizer, self._window[: self._settled], self._special)
+        new = decode(self._tokenizer, self._window, self._special)[len(settled) :]
+        complete = bool(new) and not new.endswith(_INCOMPLETE) and not self._ends_in_a_byte()
         if complete:
             self._window = self._window[self._settled :]
             self._settled = len(self._window)
         return new, complete
 
+    def _ends_in_a_byte(self) -> bool:
+        """Whether the last token that is seen is a byte, whose text may change with the next."""
+        if not self._bytes:
+            return False
+        unseen = frozenset() if self._special else self._unseen
+        return next((one for one in reversed(self._window) if one not in unseen), -1) in self._bytes
+
 
 class StopWatch:
     """Follows the text of one sample and says when a stop string is complete."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop_strings: Sequence[str]) -> None:
-        self._text = GrowingText(tokenizer)
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        stop_strings: Sequence[str],
+        special: bool = False,
+    ) -> None:
+        self._text = GrowingText(tokenizer, special)
         self._stop_strings = tuple(stop_strings)
         self._overlap = max(map(len, stop_strings)) - 1
         self._tail = ""
@@ -314,7 +331,7 @@ class Sample(CachedTokens):
         self.weights_versions: list[int] = []
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._stop_watch = (
-            StopWatch(tokenizer, sampling.stop_strings)
+            StopWatch(tokenizer, sampling.stop_strings, sampling.special_tokens)
             if tokenizer and sampling.stop_strings
             else None
         )
@@ -396,7 +413,8 @@ class Sample(CachedTokens):
         )
         stopped = token_ids and token_ids[-1] in self._stop_token_ids
         spoken = token_ids[:-1] if stopped else token_ids
-        text = cut(decode(tokenizer, spoken), sampling.stop_strings) if tokenizer else ""
+        shown = decode(tokenizer, spoken, sampling.special_tokens) if tokenizer else ""
+        text = cut(shown, sampling.stop_strings)
         return Completion(sequence, text, self.finish_reason)
 
 
@@ -406,10 +424,11 @@ class SampleStream:
     def __init__(self, sample: Sample, tokenizer: "PreTrainedTokenizerBase | None") -> None:
         self._sample = sample
         self._told = 0  # tokens
+        sampling = sample.prompt.request.sampling
         self._text = (
             None
             if tokenizer is None
-            else GrowingAnswer(tokenizer, sample.prompt.request.sampling.stop_strings)
+            else GrowingAnswer(tokenizer, sampling.stop_strings, sampling.special_tokens)
         )
 
     def event(self, completion: Completion | None = None) -> SampleEvent | None:
@@ -429,8 +448,13 @@ class SampleStream:
 class GrowingAnswer:
     """The text of a sample as far as it is sure."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop_strings: Sequence[str]) -> None:
-        self._text = GrowingText(tokenizer)
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        stop_strings: Sequence[str],
+        special: bool = False,
+    ) -> None:
+        self._text = GrowingText(tokenizer, special)
         self._stop_strings = stop_strings
         self._held = ""
         self._told = 0  # characters

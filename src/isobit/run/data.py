@@ -1,5 +1,5 @@
-"""What a run reads beside its recipe: the prompts of reinforcement learning, and a digest of
-everything that is read.
+"""What a run reads beside its recipe: the prompts of reinforcement learning, the date for a chat
+template that reads the clock, and a digest of everything that is read.
 
 Every checkpoint records the digests, and a resume compares them (``isobit.store.compatible``): with
 another reward, other data or another tokenizer the rest of a run would silently be another run.
@@ -9,6 +9,7 @@ another reward, other data or another tokenizer the rest of a run would silently
     data.eval.NAME.content        likewise
     model.config                  bytes of config.json, unless the model starts from scratch
     model.tokenizer               all files of the tokenizer
+    model.tokens                  which rows of lm_head are in the distribution
     model.generation              generation_config.json
     reward.function.source        the user's own code (``isobit.util.user_code``); of the parts of a
                                   reward it is reward.parts.NAME.function.source
@@ -19,17 +20,25 @@ Weights are not among them: a checkpoint holds the policy's, and digests of all 
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from transformers import PreTrainedTokenizerBase
+
 from isobit.config.base import MAX_STEPS
-from isobit.config.data import DataConfig, DataSource
+from isobit.config.data import ChatConfig, DataSource
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.reward import WHOLE
+from isobit.config.tables import EvaluationConfig, RolloutConfig
 from isobit.data.prompts import (
+    Noticed,
     TooLong,
     build_prompts,
     check_any_left,
@@ -39,9 +48,14 @@ from isobit.data.prompts import (
 )
 from isobit.data.sampler import Spool, in_chunks
 from isobit.data.sources import iter_rows
+from isobit.data.tokenizer import CLOCK, mentions, reads_clock
 from isobit.models.folder import DescribedModel, model_folder, read_config
+from isobit.parallel.world import ALONE, World, broadcast
 from isobit.records.text import Prompt
 from isobit.rewards.graders import GRADERS
+from isobit.rewards.grading import check_references
+from isobit.store.checkpoint import MANIFEST, folders_by_step
+from isobit.store.directory import RunDirectory
 from isobit.util.errors import ConfigError
 from isobit.util.files import file_sha256
 from isobit.util.user_code import source_sha256
@@ -59,6 +73,8 @@ class RlData:
     """The problems of each evaluation set."""
     too_long: Mapping[str, TooLong] = field(default_factory=dict)
     """What was too long in each set, and what became of it."""
+    notes: Sequence[str] = ()
+    """Lines on references that no grader can use, and on how prompts were rendered."""
     spool: Spool[Prompt] | None = None
     """Where the prompts to learn from are, if they are streamed."""
 
@@ -112,24 +128,35 @@ class RlData:
         )
 
 
-def load_prompts(data: DataConfig, model: DescribedModel) -> RlData:
-    """Read and tokenise all sets.  Raises DataError for what cannot be used."""
-    too_long: dict[str, TooLong] = {}
+def load_prompts(config: RunConfig, model: DescribedModel) -> RlData:
+    """Read and tokenise all sets, and see whether the reward can use their references.  Raises
+    DataError for what cannot be used, and RewardError as ``check_references`` does.
+    """
+    data, too_long, noticed = config.data, dict[str, TooLong](), dict[str, Noticed]()
 
-    def prompts_of(name: str, source: DataSource) -> list[Prompt]:
+    def prompts_of(name: str, source: DataSource, new_tokens: int) -> list[Prompt]:
         counts = too_long[name] = TooLong(data.too_long)
+        seen = noticed[name] = Noticed()
         context = model.config.max_positions
-        return build_prompts(name, source, model.tokenizer, data, context, counts)
+        return build_prompts(name, source, model.tokenizer, data, context, counts, new_tokens, seen)
 
+    spool, train = None, list[Prompt]()
     if data.streaming:
-        too_long["train"] = TooLong(data.too_long, in_parts=True)
-        sets = {name: prompts_of(name, source) for name, source in data.eval.items()}
-        prompts, dropped = _spooled(data, model, sets, too_long["train"])
-        return RlData(prompts.items_in_order, dropped, sets, _told(too_long), prompts)
-    train = prompts_of("train", data.train)
-    sets = {name: prompts_of(name, source) for name, source in data.eval.items()}
-    prompts, dropped = drop_evaluated(train, sets.values())
-    return RlData(prompts, dropped, sets, _told(too_long))
+        too_long["train"], noticed["train"] = TooLong(data.too_long, in_parts=True), Noticed()
+    else:
+        train = prompts_of("train", data.train, config.rollout.max_new_tokens)
+    longest = evaluation_limit(config.evaluation, config.rollout)
+    sets = {name: prompts_of(name, source, longest) for name, source in data.eval.items()}
+    if data.streaming:
+        spool, dropped = _spooled(config, model, sets, too_long["train"], noticed["train"])
+        prompts = spool.items_in_order
+    else:
+        prompts, dropped = drop_evaluated(train, sets.values())
+    notes = [
+        *check_references(config.reward, {"data.train": prompts, **_named(sets)}),
+        *rendering_notes(data, model.tokenizer, noticed),
+    ]
+    return RlData(prompts, dropped, sets, _told(too_long), notes, spool)
 
 
 def _told(too_long: Mapping[str, TooLong]) -> dict[str, TooLong]:
@@ -137,20 +164,22 @@ def _told(too_long: Mapping[str, TooLong]) -> dict[str, TooLong]:
 
 
 def _spooled(
-    data: DataConfig,
+    config: RunConfig,
     model: DescribedModel,
     sets: Mapping[str, Sequence[Prompt]],
     too_long: TooLong,
+    noticed: Noticed,
 ) -> tuple[Spool[Prompt], int]:
     """The training prompts that are in no set, in a spool, and how many were left out."""
     held_out, dropped = {prompt.text for prompts in sets.values() for prompt in prompts}, 0
 
     def kept() -> Iterator[Prompt]:
         nonlocal dropped
-        first, context = 0, model.config.max_positions
+        first, data, context = 0, config.data, model.config.max_positions
+        longest = config.rollout.max_new_tokens
         for rows in in_chunks(iter_rows(data.train)):
             for prompt in build_prompts(
-                "train", rows, model.tokenizer, data, context, too_long, first=first
+                "train", rows, model.tokenizer, data, context, too_long, longest, noticed, first
             ):
                 if prompt.text not in held_out:
                     yield prompt
@@ -163,12 +192,83 @@ def _spooled(
     return spool, dropped
 
 
-Config = TypeVar("Config", RunConfig, SftConfig)
+def _named(sets: Mapping[str, Sequence[Prompt]]) -> dict[str, Sequence[Prompt]]:
+    return {f"data.eval.{name}": prompts for name, prompts in sets.items()}
+
+
+def evaluation_limit(evaluation: EvaluationConfig, rollout: RolloutConfig) -> int:
+    """The most tokens of a completion in an evaluation."""
+    return evaluation.max_new_tokens or rollout.max_new_tokens
+
+
+def rendering_notes(
+    chat: ChatConfig, tokenizer: PreTrainedTokenizerBase, noticed: Mapping[str, Noticed]
+) -> list[str]:
+    """Lines on the date that the chat template writes, and on what was noticed of each set."""
+    lines: list[str] = []
+    if chat.chat and chat.date is not None and mentions(tokenizer, CLOCK):
+        lines.append(f"the chat template reads the date, which is {chat.date} here (data.date)")
+    return lines + [line for name, seen in noticed.items() for line in seen.lines(name)]
+
+
+Chat = TypeVar("Chat", bound=ChatConfig)
+AnyRecipe = TypeVar("AnyRecipe", RunConfig, SftConfig)
+
+
+def now() -> datetime:
+    return datetime.now().replace(microsecond=0)
+
+
+def with_date(
+    chat: Chat,
+    folders: Sequence[Path],
+    world: World = ALONE,
+    known: Callable[[], datetime | None] = lambda: None,
+) -> Chat:
+    """With the date that is ``known``, or the time now, where no date is set and a chat template of
+    the model ``folders`` reads the clock; the same on all ranks.
+    """
+
+    def date() -> str | None:
+        reads = any(map(reads_clock, folders))
+        return (known() or now()).isoformat() if reads else None
+
+    if chat.date is not None:
+        return chat
+    found = broadcast(world, date)
+    return chat if found is None else chat.model_copy(update={"date": _date(found)})
+
+
+def with_date_of_run(config: AnyRecipe, resume: bool, world: World = ALONE) -> AnyRecipe:
+    """A recipe with the date of its run for templates that read the clock: the date when the run
+    began, where it is resumed.
+    """
+    models = [config.model] if config.data.chat else []
+    if config.reward is not None:
+        models += [part.model for part in config.reward.named().values() if part.model is not None]
+    folders = [model_folder(model) for model in models]
+    known = partial(_saved_date, RunDirectory(config.output)) if resume else lambda: None
+    data = with_date(config.data, folders, world, known)
+    return config if data is config.data else config.model_copy(update={"data": data})
+
+
+def _saved_date(directory: RunDirectory) -> datetime | None:
+    """Of the run's manifest, or where that is lost, of its newest checkpoint's."""
+    checkpoints = folders_by_step(directory.checkpoints)
+    newest_first = [checkpoints[step] / MANIFEST for step in sorted(checkpoints, reverse=True)]
+    for path in (directory.manifest, *newest_first):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            return _date(json.loads(path.read_text(encoding="utf-8"))["config"]["data"]["date"])
+    return None
+
+
+def _date(text: str) -> datetime:
+    return datetime.fromisoformat(text)
 
 
 def settled(
-    config: Config, read: Callable[[Config], Any], say: Callable[[str], None] = lambda _: None
-) -> Config:
+    config: AnyRecipe, read: Callable[[AnyRecipe], Any], say: Callable[[str], None] = lambda _: None
+) -> AnyRecipe:
     """The recipe with what a model and its data decide where the recipe leaves it open:
     ``rollout.max_new_tokens``, which is at most half of a small context, and ``training.steps``,
     where ``data.epochs`` is set. It is settled before anything compares or records the recipe.

@@ -16,17 +16,25 @@ from isobit.config.data import ColumnsData, DataSource, ReasoningGymData
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.rules import check_greedy, check_has_sets, check_reward, check_samples
 from isobit.config.tables import EvaluationConfig, RolloutConfig
-from isobit.data.prompts import TooLong, build_prompts, describe_too_long, prompts_of_rows
+from isobit.data.prompts import (
+    Noticed,
+    TooLong,
+    build_prompts,
+    describe_too_long,
+    prompts_of_rows,
+)
 from isobit.data.sources import load_rows, row_of
+from isobit.data.tokenizer import describe_end_of_turn
 from isobit.models.folder import DescribedModel, SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
-from isobit.observe.evaluation import EvalResult, result_of
+from isobit.observe.evaluation import EvalResult, describe_hidden, result_of
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group, Prompt, json_line
-from isobit.rewards.grading import Graders, GradeStats, Grading
+from isobit.rewards.grading import Graders, GradeStats, Grading, check_references
 from isobit.rollout.engine import Progress, Request, RolloutEngine, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
+from isobit.run.data import evaluation_limit, rendering_notes, with_date
 from isobit.run.reward_models import ModelRewards
 from isobit.util.terminal import say
 
@@ -65,8 +73,8 @@ class Evaluator:
             Group(request.prompt, request.visit, made)
             for request, made in zip(requests, completions, strict=True)
         ]
-        grading(groups)
-        return result_of(groups, requests[0].samples), groups
+        grades = grading(groups)
+        return result_of(groups, requests[0].samples, grades.all_counts()), groups
 
 
 def evaluation_requests(
@@ -78,10 +86,12 @@ def evaluation_requests(
     """What an engine is asked for on each set, by name: ``rollout`` with what ``evaluation`` says
     otherwise.
     """
-    limit = evaluation.max_new_tokens or rollout.max_new_tokens
-    sampling = model.sampling(
-        rollout.model_copy(update={"temperature": evaluation.temperature, "max_new_tokens": limit})
-    )
+    changed = {
+        "temperature": evaluation.temperature,
+        "max_new_tokens": evaluation_limit(evaluation, rollout),
+        "top_p": rollout.top_p if evaluation.top_p is None else evaluation.top_p,
+    }
+    sampling = model.sampling(rollout.model_copy(update=changed))
     return {
         name: [Request(prompt, 0, evaluation.samples, sampling) for prompt in prompts]
         for name, prompts in sets.items()
@@ -118,22 +128,39 @@ def _evaluate_folder(
 ) -> dict[str, EvalResult]:
     model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
-    data = config.data
+    data = with_date(config.data, [folder], world)
+    noticed = {name: Noticed() for name in data.eval}
+    # an answer may end at the context's end, unless prompts that leave less room are not wanted
+    longest = evaluation_limit(config.evaluation, config.rollout)
+    new_tokens = 1 if data.too_long == "refuse" else longest
     too_long = {name: TooLong(data.too_long) for name in data.eval}
     sets = {
-        name: build_prompts(name, source, model.tokenizer, data, model.context, too_long[name])
+        name: build_prompts(
+            name,
+            source,
+            model.tokenizer,
+            data,
+            model.context,
+            too_long[name],
+            new_tokens,
+            noticed[name],
+        )
         for name, source in data.eval.items()
     }
     if world.rank == 0 and (said := describe_too_long(too_long)):
         say(f"isobit: {said.removeprefix('; ')}")
+    _say_notes(check_references(config.reward, sets), world)
+    _say_notes(rendering_notes(data, model.tokenizer, noticed), world)
     requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
+    if world.rank == 0:
+        _say_end_of_turn(model, config.rollout, data.chat)
     if world.rank > 0:
         for asked in requests.values():
             generate(engine, asked)
             engine.release()
         return {}
     graders.describe()
-    models = ModelRewards(config.reward, model.policy.device).scores(engine.release)
+    models = ModelRewards(config.reward, model.policy.device, data.date).scores(engine.release)
 
     def grading(groups: Sequence[Group]) -> GradeStats:
         if world.size > 1:  # reward models release it on this rank; what all capture must be alike
@@ -141,12 +168,25 @@ def _evaluate_folder(
         return graders.collect(groups, models=models)
 
     evaluation = Evaluator(engine, requests).run(progress, grading)
+    stops = model.sampling(config.rollout).stop_token_ids
+    made = [
+        one for _, groups in evaluation.values() for group in groups for one in group.completions
+    ]
+    if config.rollout.special_tokens == "hide" and (
+        note := describe_hidden(made, model.tokenizer, stops)
+    ):
+        say(f"isobit: {note}")
     return {name: result for name, (result, _) in evaluation.items()}
+
+
+def _say_notes(notes: Sequence[str], world: World) -> None:
+    for line in notes if world.rank == 0 else ():
+        say(f"isobit: {line}")
 
 
 def rollout_folder(
     folder: Path,
-    prompts: Sequence[str | Sequence[Mapping[str, str]]] | DataSource,
+    prompts: Sequence[str | Sequence[Mapping[str, Any]]] | DataSource,
     settings: GenerationConfig,
     samples: int = 1,
     seed: int = 0,
@@ -174,12 +214,24 @@ def rollout_folder(
         if isinstance(prompts, ColumnsData | ReasoningGymData)
         else [row_of(prompt, {}, f"prompt {i}") for i, prompt in enumerate(prompts)]
     )
-    made = prompts_of_rows("prompt", rows, model.tokenizer, chat, context_tokens=model.context)
+    how = settings.data if chat else settings.data.model_copy(update={"chat": False})
+    how, noticed = with_date(how, [folder] if how.chat else [], world), Noticed()
+    made = prompts_of_rows(
+        "prompt", rows, model.tokenizer, how, context_tokens=model.context, noticed=noticed
+    )
+    _say_notes(rendering_notes(how, model.tokenizer, {"prompts": noticed}), world)
     requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]
+    if world.rank == 0:
+        _say_end_of_turn(model, rollout, chat)
     engine = NativeEngine(model.policy, rollout, model.tokenizer, seed)
     complete = _in_order(made, take) if take is not None else None
     completions = generate(engine, requests, progress, complete)
     return [Group(prompt, 0, group) for prompt, group in zip(made, completions, strict=True)]
+
+
+def _say_end_of_turn(model: SamplingModel, rollout: RolloutConfig, chat: bool) -> None:
+    for line in describe_end_of_turn(model.tokenizer, chat, model.sampling(rollout).stop_token_ids):
+        say(f"isobit: {line}")
 
 
 def _in_order(

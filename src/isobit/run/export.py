@@ -13,10 +13,14 @@ A run's checkpoint holds FP32 masters, of which the checkpoint's tensors are row
 is their BF16 rounding, from which the same FP8 bytes are published.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -45,8 +49,11 @@ from isobit.store.checkpoint import MASTERS, Checkpoint, folders_by_step, read_c
 from isobit.store.directory import RunDirectory
 from isobit.store.keeper import best_on_disk
 from isobit.store.usable import newest_usable
-from isobit.util.errors import CheckpointError, ConfigError
+from isobit.util.errors import CheckpointError, ConfigError, shown
 from isobit.util.files import check_free, disk_errors, file_sha256, new_folder
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 Say = Callable[[str], None]
 """Prints a line."""
@@ -122,6 +129,8 @@ def find_source(name: str | Path, step: int | Literal["best"] | None, say: Say) 
     CheckpointError for one that cannot be read.
     """
     path = model_folder(name)
+    if not path.exists():
+        raise ConfigError(_nothing_at(path))
     if not _is_run(path):
         if step is not None:
             raise ConfigError(f"--step is for a run, and {path} is none; leave it out")
@@ -133,6 +142,19 @@ def find_source(name: str | Path, step: int | Literal["best"] | None, say: Say) 
         step = _best_step(directory, record.setting("config", "checkpoint", "keep_best"), say)
     checkpoint = _checkpoint(directory, step, say)
     return _of_checkpoint(directory, record, checkpoint)
+
+
+def _nothing_at(path: Path) -> str:
+    """What to say of a path that does not exist."""
+    above = path.parent
+    names = [one.name for one in above.iterdir() if one.is_dir()] if above.is_dir() else []
+    near = get_close_matches(path.name, names, n=1)
+    return (
+        f"no such run or model folder: {path}"
+        + (f" (did you mean {above / near[0]}?)" if near else "")
+        + "; name the directory that `isobit train` wrote (its `output`), a model folder, or a "
+        "model of the hub (org/name)"
+    )
 
 
 def _is_run(path: Path) -> bool:
@@ -223,6 +245,94 @@ def _recipe(checkpoint: Checkpoint) -> Recipe:
 
 def _precision(recipe: dict[str, object]) -> PrecisionConfig:
     return build(PrecisionConfig, recipe["precision"], "the run's precision")  # pyright: ignore[reportArgumentType]
+
+
+HUB = "hf:"
+"""What a target begins with that is a model of the hub."""
+_REPOSITORY = re.compile(r"hf://(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class HubTarget:
+    """A model of the hub that a folder is uploaded to, made and checked before it is written."""
+
+    name: str
+    api: "HfApi"
+
+    @classmethod
+    def open(cls, target: str, private: bool, overwrite: bool) -> "HubTarget":
+        """The repository ``hf://user/name``, created if there is none.  Raises ConfigError for
+        another form, without a token, for a model that has files already unless ``overwrite``, and
+        where the hub refuses or cannot be reached.
+        """
+        from huggingface_hub import HfApi, get_token
+
+        match = _REPOSITORY.fullmatch(target)
+        if match is None:
+            raise ConfigError(f"--to is {target!r}; a model of the hub is written hf://user/name")
+        if get_token() is None:
+            raise ConfigError(
+                f"--to is {target!r}, but there is no token of the hub here: run `hf auth login`, "
+                "or set HF_TOKEN to one that may write"
+            )
+        made = cls(match["name"], HfApi())
+        with made.errors("cannot be opened"):
+            made.api.create_repo(made.name, private=private or None, exist_ok=True)
+            there = set(made.api.list_repo_files(made.name)) - {".gitattributes", CARD_FILE}
+        if there and not overwrite:
+            raise ConfigError(
+                f"--to is {target!r}, which already holds {len(there)} files; name another model, "
+                "or replace it (--overwrite)"
+            )
+        return made
+
+    def upload(self, folder: Path, message: str) -> str:
+        """Upload a folder as one commit, replacing older weights.  -> Its address."""
+        with self.errors("did not take the folder"):
+            commit = self.api.upload_folder(
+                repo_id=self.name,
+                folder_path=folder,
+                commit_message=message,
+                delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+            )
+        return str(commit.repo_url)
+
+    @contextmanager
+    def errors(self, what: str) -> Iterator[None]:
+        """Turn every error of the hub into a ConfigError that says what to do."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            yield
+        except Exception as error:  # many types, down to those of its HTTP client
+            status = None
+            if isinstance(error, HfHubHTTPError) and error.response is not None:
+                status = error.response.status_code
+            lines = str(error).strip().splitlines() or [""]
+            remedy = (
+                "the token is not one that may write there; make one that may, and set HF_TOKEN or "
+                "run `hf auth login`"
+                if status in (401, 403)
+                else "check the name on the hub"
+                if status in (400, 404, 409)
+                else "check the network; the model can also be exported to a folder (--to FOLDER) "
+                "and uploaded later with `hf upload`"
+            )
+            raise ConfigError(
+                f"hf://{self.name} {what}: {type(error).__name__}: {shown(lines[0])}; {remedy}"
+            ) from error
+
+
+def export_to_hub(
+    source: ExportSource, target: HubTarget, format: "ExportFormat" = "bf16", **settings: Any
+) -> tuple["ExportResult", str]:
+    """``export`` to a temporary folder, and upload that.  -> Also the model's address."""
+    with TemporaryDirectory(prefix="isobit-export-") as place:
+        folder = Path(place) / target.name.rpartition("/")[2]
+        result = export(source, folder, format, **settings)
+        step = "" if source.step is None else f" after step {source.step}"
+        address = target.upload(folder, f"Upload {format} weights{step} by Isobit")
+    return result, address
 
 
 ExportFormat = Literal["bf16", "fp8"]
@@ -339,6 +449,7 @@ def _write(
             digests=digests | {file.name: file_sha256(file) for file in others},
             record=source.record,
             step=source.step,
+            start=source.tokenizer_from,
         )
         (partial / CARD_FILE).write_text(model_card(facts), encoding="utf-8")
     return digests

@@ -27,6 +27,7 @@ from isobit.data.examples import (
     iter_turns,
 )
 from isobit.data.prompts import (
+    Noticed,
     TooLong,
     check_any_left,
     describe_too_long,
@@ -39,6 +40,7 @@ from isobit.observe.evaluation import EvalResult
 from isobit.records.batch import PackedBatch
 from isobit.records.metrics import Kind, Metrics
 from isobit.records.text import Prompt
+from isobit.run.data import rendering_notes
 from isobit.training.figures import UpdateMetrics
 from isobit.training.supervised import (
     PairFigures,
@@ -69,6 +71,8 @@ class SftData:
     """The held-out ones of each set."""
     too_long: Mapping[str, TooLong] = field(default_factory=dict)
     """What was too long in each set, and what became of it."""
+    notes: Sequence[str] = ()
+    """Lines on how prompts were rendered."""
 
     @property
     def items(self) -> Sequence[Item]:
@@ -137,11 +141,12 @@ def load_examples(
     tokenizer of another model.
     """
     build: Callable[..., Sequence[Item]] = _pairs if objective == "preference" else _examples
-    too_long: dict[str, TooLong] = {}
+    too_long, noticed = dict[str, TooLong](), dict[str, Noticed]()
 
     def read(name: str, source: ExampleSource) -> Sequence[Item]:
         counts = too_long[name] = TooLong(data.too_long)
-        return build(name, source, model, data, counts)
+        seen = noticed[name] = Noticed()
+        return build(name, source, model, data, counts, seen)
 
     sets = {name: read(name, source) for name, source in data.eval.items()}
     if data.streaming:
@@ -149,19 +154,21 @@ def load_examples(
         parts: Iterable[Any] = iter_turns(data.train)
         if objective == "preference":
             parts = iter_answered(data.train)
-        spool, dropped = _spooled(
-            parts,
-            sets,
-            counts,
-            lambda rows, first: build("train", rows, model, data, counts, first),
-        )
-        return SftData(objective, spool, dropped, sets, _told(too_long))
+        seen = noticed["train"] = Noticed()
+
+        def build_part(part: Sequence[Any], first: int) -> Sequence[Item]:
+            return build("train", part, model, data, counts, seen, first)
+
+        spool, dropped = _spooled(parts, sets, counts, build_part)
+        notes = rendering_notes(data, model.tokenizer, noticed)
+        return SftData(objective, spool, dropped, sets, _told(too_long), notes)
     train = read("train", data.train)
     held_out = [[example.prompt for example in examples] for examples in sets.values()]
     kept, dropped = drop_evaluated([example.prompt for example in train], held_out)
     by_id = {example.prompt.id: example for example in train}
     learnt = {prompt.id: by_id[prompt.id] for prompt in kept}
-    return SftData(objective, learnt, dropped, sets, _told(too_long))
+    notes = rendering_notes(data, model.tokenizer, noticed)
+    return SftData(objective, learnt, dropped, sets, _told(too_long), notes)
 
 
 def _told(too_long: Mapping[str, TooLong]) -> dict[str, TooLong]:
@@ -201,6 +208,7 @@ def _examples(
     model: DescribedModel,
     data: SftDataConfig,
     too_long: TooLong,
+    noticed: Noticed,
     first: int = 0,
 ) -> list[Example]:
     examples = build_examples(
@@ -211,6 +219,7 @@ def _examples(
         data,
         model.config.max_positions,
         too_long,
+        noticed,
         first,
     )
     largest = (max((*one.prompt.token_ids, *one.completion_ids)) for one in examples)
@@ -224,10 +233,11 @@ def _pairs(
     model: DescribedModel,
     data: SftDataConfig,
     too_long: TooLong,
+    noticed: Noticed,
     first: int = 0,
 ) -> list[Pair]:
     context = model.config.max_positions
-    pairs = build_pairs(name, source, model.tokenizer, data, context, too_long, first)
+    pairs = build_pairs(name, source, model.tokenizer, data, context, too_long, noticed, first)
     largest = chain.from_iterable(chain(*pair.learnt) for pair in pairs)
     _check_vocabulary(max(largest, default=0), model)
     return pairs

@@ -5,8 +5,9 @@ dictionaries by the names of ``isobit.records.metrics``; what that table lacks i
 run that learns nothing for several steps says so, and can stop (``check.on_no_signal``).
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isobit.config.tables import CheckConfig
@@ -15,19 +16,22 @@ from isobit.observe.console import (
     WARNING,
     Console,
     Part,
+    describe_gain,
     describe_moment,
     describe_result,
     metric_parts,
+    shares_right,
     time_left,
 )
-from isobit.observe.evaluation import EvalResult, length_metrics, reward_metrics
+from isobit.observe.evaluation import EvalResult, describe_hidden, length_metrics, reward_metrics
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.proof.check import check_state, check_step
 from isobit.records.metrics import METRICS, Metrics, listed
+from isobit.records.text import Group, describe_untaught
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
-from isobit.run.pending import GradedBatch
+from isobit.run.pending import COMPARED, GradedBatch
 from isobit.store.resume import Start
 from isobit.store.state import StateDigest, StepDigests, state_digest
 from isobit.training.comparison import Comparison
@@ -47,19 +51,25 @@ class SignalWatch:
         self._config = config
         self.steps = 0
         """The last steps that had no signal."""
+        self.untaught: Counter[str] = Counter()
+        """Their completions, by why they taught nothing."""
 
-    def count(self, has_signal: bool) -> None:
-        self.steps = 0 if has_signal else self.steps + 1
+    def count(self, has_signal: bool, untaught: Mapping[str, int]) -> None:
+        if has_signal:
+            self.steps, self.untaught = 0, Counter()
+        else:
+            self.steps, self.untaught = self.steps + 1, self.untaught + Counter(untaught)
 
-    def notes(self, metrics: Metrics) -> list[str]:
-        """What to print after a step with these figures: nothing, or one line where it is time.
+    def notes(self) -> list[str]:
+        """What to print after a step: nothing, or one line where it is time.
 
         Raises NoSignalError instead where the run is to stop; every rank does.
         """
         patience = self._config.no_signal_steps
         if self._config.on_no_signal == "ignore" or self.steps == 0 or self.steps % patience:
             return []
-        problem = f"{_described(self.steps)} had no signal: {_of_rewards(metrics)}"
+        steps = "the last step" if self.steps == 1 else f"the last {self.steps} steps"
+        problem = f"{steps} had no signal: {describe_untaught(self.untaught, advise=True)}"
         if self._config.on_no_signal == "warn":
             return [f"{problem} (check.on_no_signal)"]
         raise raised_on_all(
@@ -70,25 +80,11 @@ class SignalWatch:
         )
 
 
-def _described(steps: int) -> str:
-    return "the last step" if steps == 1 else f"the last {steps} steps"
-
-
-def _of_rewards(metrics: Metrics) -> str:
-    mean = metrics.get("reward/mean")
-    if mean is None:
-        return "every reward failed, so that there is nothing to learn from"
-    return (
-        f"all rewards of each prompt are equal (the mean is {mean:g}), so that there is nothing to "
-        "learn from. Is the reward the right one, and are some answers right and others wrong? "
-        "completions.jsonl has both"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class RlSetSummary:
     """One evaluation set before and after the run; accuracies are mean rewards, intervals cover
-    95%.
+    95%.  ``right`` are the shares that are exactly right at both ends, None where every reward was
+    0 or 1, so that the accuracies are these shares.
     """
 
     problems: int
@@ -96,6 +92,7 @@ class RlSetSummary:
     accuracy_after: float
     interval_before: tuple[float, float] | None
     interval_after: tuple[float, float] | None
+    right: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +127,23 @@ class RlSummary(RunSummary):
     """Updates that had nothing to learn from."""
     steps_without_signal: int = 0
     """Steps all of whose updates had nothing to learn from."""
+    tokens_learnt: int = 0
+    """Response tokens of the steps' own completions that were learnt from, once each."""
+    compared: str = ""
+    """Which of them were compared, where not all were."""
+    untaught: Mapping[str, int] = field(default_factory=dict)
+    """The completions of these steps, by why they taught nothing (``no_signal/NAME``)."""
 
 
 def summarise_set(before: EvalResult, after: EvalResult) -> RlSetSummary:
     """The figures of one set at both ends of a run."""
     return RlSetSummary(
-        after.problems, before.accuracy, after.accuracy, before.interval, after.interval
+        after.problems,
+        before.accuracy,
+        after.accuracy,
+        before.interval,
+        after.interval,
+        shares_right(before, after),
     )
 
 
@@ -143,19 +151,14 @@ def describe_summary(summary: RlSummary) -> list[str]:
     """What a finished run of reinforcement learning prints last."""
     lines = []
     for name, figures in summary.evaluations.items():
-        before, after = figures.accuracy_before, figures.accuracy_after
-        if all(0 <= value <= 1 for value in (before, after)):
-            points = f"{100 * (after - before):+.1f} points"
-            change = f"accuracy {100 * before:.1f}% -> {100 * after:.1f}% ({points})"
-        else:
-            change = f"mean reward {before:.3f} -> {after:.3f}"
+        ends = figures.accuracy_before, figures.accuracy_after
+        change = describe_gain(ends, figures.right, points=True)
         lines.append(f"{name}: {change} on {figures.problems} problems")
     return [
         *lines,
         *_describe_signal(summary),
         *summary.describe_memory(),
-        f"{summary.preset}: {summary.tokens_differing:,} of {summary.tokens_compared:,} "
-        f"log-probabilities{_routing_summary(summary)} differ in rollout and training",
+        f"{summary.preset}: {_describe_comparison(summary)}",
         f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, "
         f"{summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",
@@ -171,11 +174,23 @@ def _describe_signal(summary: RlSummary) -> list[str]:
     if without == 0:
         return []
     if without < steps:
-        return [f"no signal in {without:,} of {steps:,} steps: all rewards of a prompt were equal"]
-    return [
-        "warning: no step had a signal: all rewards of each prompt were equal, and nothing was "
-        "learnt; see whether the reward reads the answers (completions.jsonl)"
-    ]
+        why = describe_untaught(summary.untaught)
+        return [f"no signal in {without:,} of {steps:,} steps: {why}"]
+    why = describe_untaught(summary.untaught, advise=True)
+    return [f"warning: no step had a signal, and nothing was learnt: {why}"]
+
+
+def _describe_comparison(summary: RlSummary) -> str:
+    compared, learnt = summary.tokens_compared, summary.tokens_learnt
+    if not compared:
+        return "no log-probability was compared, since no completion was learnt from"
+    text = (
+        f"{summary.tokens_differing:,} of {compared:,} log-probabilities"
+        f"{_routing_summary(summary)} differ in rollout and training"
+    )
+    if compared < learnt:
+        text += f"; compared were {compared / learnt:.0%}, {summary.compared}"
+    return text
 
 
 def _routing_summary(summary: RlSummary) -> str:
@@ -192,12 +207,14 @@ class RlLog(TrainingLog[EvalResult]):
     """The log of reinforcement learning: figures, lines and sample completions of its steps."""
 
     phases = ("rollout", "grading", "training")
-    counts = ("tokens", "failed", "skipped", "without_signal", "steps_without_signal")
+    counts = ("tokens", "learnt", "failed", "skipped", "without_signal", "steps_without_signal")
 
     def __init__(self, run: "RlRun", start: Start, console: Console, clock: Clock) -> None:
         self._run = run
         self._comparison = Comparison()
         self._watch = SignalWatch(run.config.check)
+        self._untaught: Counter[str] = Counter()
+        self._has_noted_hidden = False
         self._digests: LineFile | None = None
         self._left: StateDigest | None = None
         super().__init__(run, start, console, clock)
@@ -242,7 +259,7 @@ class RlLog(TrainingLog[EvalResult]):
                 "reward/counted": sum(grades.counts.values()),
                 **self._optional_figures(collected),
                 **trained.metrics,
-                **trained.comparison.metrics(),
+                **trained.comparison.metrics(trained.tokens_learnt),
                 **trained.mismatch,
                 **_speed_metrics(engine, trained.tokens, seconds),
                 **self._run.turns.figures(),
@@ -251,28 +268,40 @@ class RlLog(TrainingLog[EvalResult]):
             "train",
         )
         self._add_metrics(step, metrics)
-        self._add_completions(step, "train", groups)
+        self._add_completions(step, {"train": groups})
         if self._digests is not None:
             self._add_line(self._digests, digests.line())
         self._write()
         self._left = digests.left
         self._comparison += trained.comparison
         self._totals["tokens"] += engine.generated_tokens
+        self._totals["learnt"] += trained.tokens_learnt
         self._totals["failed"] += grades.failed
         self._totals["skipped"] += len(trained.skip_reasons)
         self._totals["without_signal"] += int(metrics["updates/without_signal"])
         self._totals["steps_without_signal"] += not trained.has_signal
         steps, left = self._run.config.training.steps, self._time_left.after(step)
-        self._watch.count(trained.has_signal)
+        self._untaught.update(trained.untaught)
+        self._watch.count(trained.has_signal, trained.untaught)
         self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
         self._console.notes(_notes(grades, trained, self._watch.steps))
         return metrics
 
-    def check_step(self, metrics: Metrics, trained: StepMetrics) -> None:
+    def note_hidden(self, groups: Sequence[Group]) -> None:
+        """Say once that rewards do not see all that was sampled."""
+        sampling = self._run.sampling
+        if self._has_noted_hidden or sampling.special_tokens:
+            return
+        completions = [one for group in groups for one in group.completions]
+        note = describe_hidden(completions, self._run.model.tokenizer, sampling.stop_token_ids)
+        self._has_noted_hidden = note is not None
+        self._console.notes([] if note is None else [note])
+
+    def check_step(self, trained: StepMetrics) -> None:
         """Print what is wrong with a step: steps without signal, differing log-probabilities.
         Raises NoSignalError or MismatchError where the run is to stop at that.
         """
-        self._console.notes(self._watch.notes(metrics))
+        self._console.notes(self._watch.notes())
         self._console.notes(
             check_step(
                 self._run.config.check,
@@ -286,6 +315,17 @@ class RlLog(TrainingLog[EvalResult]):
     def _phases_of_step(self) -> tuple[str, ...]:
         """Those that a step takes one after the other: rollouters work beside the trainers."""
         return self.phases if self._run.rollouters is None else BESIDE
+
+    @property
+    def _compared(self) -> str:
+        """Which log-probabilities are compared, where not all are."""
+        config = self._run.config
+        if self._comparison.tokens_compared >= self._totals["learnt"]:
+            return ""
+        if config.asynchrony.lag:
+            return f"of {COMPARED} completions of each batch (async.lag)"
+        updates = config.training.updates_per_batch
+        return f"those of the first of {updates} updates a batch (training.updates_per_batch)"
 
     def _optional_figures(self, collected: GradedBatch) -> Metrics:
         """Of what a run may do without."""
@@ -316,9 +356,12 @@ class RlLog(TrainingLog[EvalResult]):
             routings_compared=self._comparison.routings_compared,
             routings_differing=self._comparison.routings_differing,
             tokens_generated=self._totals["tokens"],
+            tokens_learnt=self._totals["learnt"],
+            compared=self._compared,
             skipped_updates=self._totals["skipped"],
             updates_without_signal=self._totals["without_signal"],
             steps_without_signal=self._totals["steps_without_signal"],
+            untaught=dict(self._untaught),
             failed_rewards=self._totals["failed"],
             train_seconds=sum(seconds.get(phase, 0.0) for phase in self._phases_of_step),
             rollout_seconds=seconds["rollout"],
@@ -342,12 +385,16 @@ class RlLog(TrainingLog[EvalResult]):
             **super().state(),
             "comparison": asdict(self._comparison),
             "last_steps_without_signal": self._watch.steps,
+            "last_untaught": dict(self._watch.untaught),
+            "untaught": dict(self._untaught),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
         self._comparison = Comparison(**state["comparison"])
         self._watch.steps = state.get("last_steps_without_signal", 0)
+        self._watch.untaught = Counter(state.get("last_untaught", {}))
+        self._untaught = Counter(state.get("untaught", {}))
 
 
 def describe_step(
@@ -363,6 +410,7 @@ def describe_step(
         parts = {"reward/mean": Part("no reward", BAD), **parts}
     if not metrics["log_prob_diff/tokens_compared"]:
         del parts["log_prob_diff/tokens_differing"]
+        parts.pop("log_prob_diff/share", None)
     if "entropy" not in metrics:
         why = "no signal" if metrics["updates/without_signal"] else "no update"
         parts["entropy"] = Part(why, WARNING)
@@ -405,5 +453,5 @@ def _notes(grades: GradeStats, trained: StepMetrics, without_signal: int) -> lis
         notes.append(f"graders met: {met}")
     if without_signal == 1:  # the first of several: later ones say it in their line
         done = "the weights moved by momentum alone" if trained.updates else "no weight changed"
-        notes.append(f"no signal: all rewards of each prompt are equal; {done}")
+        notes.append(f"no signal: {describe_untaught(trained.untaught)}; {done}")
     return notes

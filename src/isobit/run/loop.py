@@ -23,16 +23,17 @@ Who waits for whom:
 - With ``cluster.rollouters`` some of the processes only sample: while the trainers learn batch t,
   they roll out, grade and compare batch t + k (``isobit.run.rollouters``).
 
-With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a zero-variance group, whose rewards are
-all equal and which has no gradient, is replaced by the group of a further prompt, until the step
-has as many groups as it should or has refilled often enough; then zero-variance groups fill the
-rest.  Where the algorithm wants a baseline from it (ReMax), each prompt is also completed once
-greedily; that completion is graded and not learnt from.
+With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group that would teach nothing, since
+no completion that is learnt from has an advantage (``Judge.telling``), is replaced by the group of
+a further prompt, until the step has as many groups as it should or has refilled often enough; then
+such groups fill the rest.  Where the algorithm wants a baseline from it (ReMax), each prompt is
+also completed once greedily; that completion is graded and not learnt from.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import compress
 from typing import Any
 
 from isobit.config.recipes import RunConfig
@@ -43,7 +44,7 @@ from isobit.records.kept_groups import groups_value
 from isobit.records.text import Completion, Group
 from isobit.rollout.engine import EngineStats, Progress, Request
 from isobit.rollout.shared import generate_shared
-from isobit.run.data import settled
+from isobit.run.data import settled, with_date_of_run
 from isobit.run.grading import Interruption
 from isobit.run.log import RlSummary
 from isobit.run.pending import GradedBatch, batch_value, compared
@@ -98,9 +99,10 @@ def take_step(run: RlRun, step: int) -> StepDigests:
         digests = StepDigests.of(step, batch.groups, state_digest(run))
     for _ in range(requested):
         run.pending.add(receive_batch(run))
-    metrics = run.log.step(step, batch, run.pending.take_engine(), trained, digests)
+    run.log.step(step, batch, run.pending.take_engine(), trained, digests)
+    run.log.note_hidden(batch.groups)
     run.end_step(step)
-    run.log.check_step(metrics, trained)
+    run.log.check_step(trained)
     run.evaluate_if_due(step)
     run.save_if_due(step)
     return digests
@@ -132,11 +134,14 @@ def collect(run: RlRun) -> GradedBatch:
     batch = rollout(run, wanted)
     if not settings.dynamic_sampling:
         return batch
-    refills = 0
-    while refills < settings.max_refills and (missing := wanted - len(batch.telling)) > 0:
+    judge, refills = run.learner.judge, 0
+    telling = judge.telling(batch.groups)
+    while refills < settings.max_refills and (missing := wanted - sum(telling)) > 0:
         batch += rollout(run, missing)
         refills += 1
-    kept = [*batch.telling, *batch.level][:wanted]
+        telling = judge.telling(batch.groups)
+    others = [not tells for tells in telling]
+    kept = [*compress(batch.groups, telling), *compress(batch.groups, others)][:wanted]
     dropped = len(batch.groups) - len(kept)
     return replace(batch, groups=kept, refills=refills, dropped_groups=dropped)
 
@@ -167,7 +172,7 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
     with run.clock("grading"), run.console.busy("grading"):
         grades = run.grading(groups, homes)
     for group, alone in zip(groups[:count], groups[count:], strict=False):
-        group.baseline = alone.rewards[0]
+        group.baseline, group.baseline_length = alone.rewards[0], alone.completions[0].length
     return GradedBatch(groups[:count], grades, stats)
 
 
@@ -218,7 +223,7 @@ def open_run(
     if config.cluster.rollouters and rollouters is None:
         check_parts(config, ALONE)
     console = console or (Console() if world.rank == 0 else silent())
-    config = settled(config, read_rl, console.line)
+    config = settled(with_date_of_run(config, resume, world), read_rl, console.line)
     shape = read_config(model_folder(config.model))
     extra = extra_bytes(config, shape)
     with (
@@ -241,6 +246,7 @@ def train_by_ranks(
         train(config, resume=resume, world=world, allowed=allowed)
         return
     check_parts(config, world)
+    config = with_date_of_run(config, resume, world)
     rollouters = Rollouters(world, config.cluster.rollouters)
     if rollouters.is_rollouter:
         sample_for_trainers(config, rollouters)

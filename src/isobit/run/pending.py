@@ -57,16 +57,6 @@ class GradedBatch:
     mismatch: Metrics = field(default_factory=dict)
     """Of the same tokens."""
 
-    @property
-    def telling(self) -> list[Group]:
-        """The groups with two rewards that differ: those that have a gradient."""
-        return [group for group in self.groups if not group.is_level]
-
-    @property
-    def level(self) -> list[Group]:
-        """The zero-variance groups."""
-        return [group for group in self.groups if group.is_level]
-
     def __add__(self, other: "GradedBatch") -> "GradedBatch":
         """Both batches as one that is neither refilled nor compared."""
         return GradedBatch(

@@ -30,6 +30,7 @@ from isobit.data.tokenizer import (
     load_tokenizer,
     pad_token_id,
     stop_token_ids,
+    tokenizer_size,
 )
 from isobit.kernels.backend import backend_of, support
 from isobit.kernels.sizes import Sizes
@@ -58,9 +59,10 @@ from isobit.precision.quant_tensor import BLOCK
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import Request
 from isobit.rollout.native import Limits, check_limits
-from isobit.run.data import RlData, digests, settled
+from isobit.run.data import RlData, digests, settled, with_date_of_run
 from isobit.run.lessons import SftData
 from isobit.store.checkpoint import folders_by_step
+from isobit.store.compatible import ALL_TOKENS
 from isobit.store.directory import RunDirectory, check_unused
 from isobit.store.disk import DiskPlan, plan_disk
 from isobit.store.resume import preview
@@ -145,7 +147,7 @@ def source_config(
         return reward_config(folder, pad_token_id(tokenizer))
     config = decoder_of(shape, len(tokenizer))
     if objective == "supervised":
-        return config
+        return config.with_tokenizer(tokenizer_size(folder))
     return replace(config, score_head=True, pad_token_id=pad_token_id(tokenizer))
 
 
@@ -222,8 +224,10 @@ class Plan(Generic[Config, Data]):
     @property
     def inputs(self) -> dict[str, str]:
         """Digests of what is read beside the recipe (``isobit.run.data``); reads the files."""
-        content = self.data.digests()
-        return digests(self.config, self.model.folder, self.source.from_scratch, content)
+        content, model = self.data.digests(), self.model
+        found = digests(self.config, model.folder, self.source.from_scratch, content)
+        drawn = model.config.tokenizer_size
+        return found | {"model.tokens": ALL_TOKENS if drawn is None else f"the first {drawn}"}
 
     @property
     def requests(self) -> Sequence[Sequence[Request]]:
@@ -324,7 +328,7 @@ def plan_training(
     if not resume:
         check_unused(config.output)
     notes: list[str] = []
-    config = settled(config, read, notes.append)
+    config = settled(with_date_of_run(config, resume), read, notes.append)
     plan = read(config)
     plan = replace(plan, learning=(*notes, *plan.learning))
     rewards = describe_rewards(config.reward)

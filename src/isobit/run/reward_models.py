@@ -16,18 +16,19 @@ one answer a row or a pair of which one is preferred.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from isobit.config.data import OneExampleSource
+from isobit.config.data import ChatConfig, OneExampleSource
 from isobit.config.recipes import ScoringConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.tables import PrecisionConfig
-from isobit.data.examples import answer_of, conversation_ids, row_of
+from isobit.data.examples import Answer, answer_of, conversation_ids, row_of, whole_answer
 from isobit.data.sources import Row, load_rows
 from isobit.memory.activations import FrozenModel
 from isobit.models.decoder import decoder_shape
@@ -36,6 +37,7 @@ from isobit.models.frozen import RewardModel, load_reward_model
 from isobit.precision.flow import build_flow
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.grading import ModelScores
+from isobit.run.data import with_date
 from isobit.util.errors import CheckpointError, DataError, NonFiniteError
 
 NAME = "reward models"
@@ -49,6 +51,7 @@ class ModelReward:
 
     model: RewardModel
     tokens_per_batch: int = TOKENS_PER_BATCH
+    chat: ChatConfig = field(default_factory=ChatConfig)
 
     def __call__(self, samples: Sequence[tuple[Prompt, Completion]]) -> list[float]:
         """The score of each completion.  NaN for a conversation longer than the reward model's
@@ -59,8 +62,11 @@ class ModelReward:
         where its tokenizer is another model's.
         """
         tokenizer = self.model.tokenizer
-        answers = [(row_of(prompt, tokenizer), completion.text) for prompt, completion in samples]
-        ids = conversation_ids(answers, tokenizer)
+        answers = [
+            whole_answer(row_of(prompt, tokenizer), completion.text)
+            for prompt, completion in samples
+        ]
+        ids = conversation_ids(answers, tokenizer, self.chat)
         fits = [index for index, tokens in enumerate(ids) if len(tokens) <= self.model.context]
         scores = [math.nan] * len(ids)
         found = self.model.score([ids[index] for index in fits], self.tokens_per_batch)
@@ -70,12 +76,15 @@ class ModelReward:
 
 
 def load_model_reward(
-    folder: Path, precision: PrecisionConfig, device: torch.device | str = "cpu"
+    folder: Path,
+    precision: PrecisionConfig,
+    device: torch.device | str = "cpu",
+    date: datetime | None = None,
 ) -> ModelReward:
-    """The reward of a ``...ForSequenceClassification`` folder, in the given flow.  Raises as
-    ``load_reward_model`` does.
+    """The reward of a ``...ForSequenceClassification`` folder, in the given flow; ``date`` is for a
+    chat template that reads the clock.  Raises as ``load_reward_model`` does.
     """
-    return ModelReward(load_reward_model(folder, precision, device))
+    return ModelReward(load_reward_model(folder, precision, device), chat=ChatConfig(date=date))
 
 
 def plan_reward_models(reward: RewardConfig | None) -> tuple[FrozenModel, ...]:
@@ -94,11 +103,13 @@ def plan_reward_models(reward: RewardConfig | None) -> tuple[FrozenModel, ...]:
 class ModelRewards:
     """All reward models of a recipe on their device (``isobit.store.manifest.Extra``)."""
 
-    def __init__(self, reward: RewardConfig | None, device: torch.device) -> None:
-        """Load them.  Raises ModelError for a folder that holds none."""
+    def __init__(
+        self, reward: RewardConfig | None, device: torch.device, date: datetime | None = None
+    ) -> None:
+        """Load them; ``date`` is the run's.  Raises ModelError for a folder that holds none."""
         self._folders = {name: folder for name, folder, _ in _models(reward)}
         self._models = {
-            name: load_model_reward(folder, precision, device)
+            name: load_model_reward(folder, precision, device, date)
             for name, folder, precision in _models(reward)
         }
         if reward is not None and reward.offload:
@@ -197,13 +208,14 @@ def score_rows(folder: Path, config: ScoringConfig) -> Iterator[ScoredRow]:
     """
     rows = load_rows(config.data)
     folder = model_folder(folder)
+    config = with_date(config, [folder])
     device = choose_device(config.device, read_reward_config(folder), config.precision)
     model = load_reward_model(folder, config.precision, device)
     columns = _columns(rows[0], config.data)
     for first in range(0, len(rows), ROWS_AT_ONCE):
         some = rows[first : first + ROWS_AT_ONCE]
         answers = [(row, answer_of(row, column, _ADVICE)) for row in some for column in columns]
-        ids = _fitting_ids(answers, model, config.chat)
+        ids = _fitting_ids(answers, model, config)
         scores = iter(model.score(ids, config.tokens_per_batch))
         for index, row in enumerate(some, start=first):
             yield ScoredRow(
@@ -248,7 +260,7 @@ def _columns(first: Row, source: OneExampleSource) -> dict[str, str]:
 
 
 def _fitting_ids(
-    answers: Sequence[tuple[Row, str]], model: RewardModel, chat: bool
+    answers: Sequence[tuple[Row, Answer]], model: RewardModel, chat: ChatConfig
 ) -> list[tuple[int, ...]]:
     found = conversation_ids(answers, model.tokenizer, chat)
     for (row, _), ids in zip(answers, found, strict=True):

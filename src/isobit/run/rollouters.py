@@ -26,6 +26,7 @@ commands: the trainers learn while a batch is sampled, so a batch that was given
 last moment between two steps with it.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -37,6 +38,7 @@ from isobit.observe.evaluation import EvalResult, result_of
 from isobit.parallel.world import World, broadcast_from, is_raised_on_all, run_and_gather
 from isobit.records.kept_groups import groups_of
 from isobit.records.text import Group
+from isobit.rewards.grading import GradeStats
 from isobit.run.evaluate import Evaluation, Evaluator
 from isobit.run.grading import RecordedGrading
 from isobit.util.errors import ConfigError, Interrupted
@@ -127,10 +129,12 @@ def evaluate(
     value = rollouters.receive_result()
     append_lines(grading, value["gradings"])
     found: dict[str, tuple[EvalResult, list[Group]]] = {}
-    for name, requests in evaluator.requests.items():
+    gradings = [json.loads(line) for line in value["gradings"]]  # one of each set, in their order
+    for (name, requests), graded in zip(evaluator.requests.items(), gradings, strict=True):
         prompts = {request.prompt.id: request.prompt for request in requests}
         groups = groups_of(value["sets"][name], prompts.__getitem__)
-        found[name] = result_of(groups, requests[0].samples), groups
+        stats = GradeStats(0, 0, graded["failures"], None, graded.get("counts", {}))
+        found[name] = result_of(groups, requests[0].samples, stats.all_counts()), groups
     return found
 
 

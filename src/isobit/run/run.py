@@ -30,6 +30,7 @@ what the recipe says.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,6 +41,8 @@ from isobit.kernels.backend import support
 from isobit.memory.turns import DeviceTurns, Turns, allocate_in_pages
 from isobit.models.config import ModelConfig
 from isobit.observe.console import Console, silent
+from isobit.observe.model_card import write_card
+from isobit.observe.report.source import read_run
 from isobit.observe.training_log import TrainingLog
 from isobit.parallel.slots import Slots
 from isobit.parallel.world import ALONE, World, raised_on_all, run_on_all
@@ -52,7 +55,7 @@ from isobit.run.lessons import SftData
 from isobit.run.plan import Plan, check_requests, plan_device_memory
 from isobit.run.reward_models import ModelRewards
 from isobit.store.disk import WaitingWriter
-from isobit.store.keeper import CheckpointKeeper
+from isobit.store.keeper import CheckpointKeeper, check_hook
 from isobit.store.manifest import Extra, environment
 from isobit.store.resume import Start, begin
 from isobit.store.reward_record import RewardRecord
@@ -87,6 +90,7 @@ class Run(ABC, Generic[Config, Data, Log]):
         device, and for prompts that the engine or the model's context cannot take.
         """
         config, rollout = plan.config, plan.config.rollout
+        run_on_all(world, lambda: check_hook(config.checkpoint) if world.rank == 0 else None)
         self.config, self.data, self.world = config, plan.data, world
         self.console, self.clock = silent(), Clock(world.pulse.beat)
         self.interruption = Interruption(world)
@@ -111,7 +115,7 @@ class Run(ABC, Generic[Config, Data, Log]):
         self.turns: Turns = Turns()
         if device_plan is not None:
             self.turns = DeviceTurns(device_plan, self._engine, self.trainer)
-        self.reward_models = ModelRewards(config.reward, device)
+        self.reward_models = ModelRewards(config.reward, device, config.data.date)
         self.evaluator: Evaluator | None = None
         if self._engine is not None:
             check_requests(plan.requests, self._engine.check, self.model.context)
@@ -203,6 +207,7 @@ class Run(ABC, Generic[Config, Data, Log]):
                     self.log.evaluation_figures,
                     self.console,
                     self.saves_model_when_interrupted,
+                    self._write_card,
                 ) as self.checkpoints,
             ):
                 self.trainer.budget.on_change = lambda change: self.log.budget_changed(
@@ -212,6 +217,12 @@ class Run(ABC, Generic[Config, Data, Log]):
                 if first is not None:
                     self._log_evaluation(start.step, first)
                 yield
+
+    def _write_card(self, folder: Path) -> None:
+        """The card of the model in a folder of the run's directory."""
+        record, step = read_run(folder.parent), self.checkpoints.boundary.step
+        name = self.config.output.resolve().name
+        write_card(folder, name, self.model.policy.config, record, step, self.model.folder)
 
     # What surrounds a step.
 

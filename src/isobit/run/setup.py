@@ -8,12 +8,15 @@ weight.  Nothing is written.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from transformers import PreTrainedTokenizerBase
+
 from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import PpoConfig
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_run
 from isobit.data.sampler import Mapped
+from isobit.data.tokenizer import describe_end_of_turn
 from isobit.models.config import ModelConfig
 from isobit.models.policy_share import is_one_function
 from isobit.observe.console import describe_policy
@@ -115,6 +118,8 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         return [
             describe_policy(self.config.model, policy),
             self.data.describe(self.config.training.prompts_per_step),
+            *describe_text(self.config, policy.config, self.model.tokenizer, self.sampling),
+            *self.data.notes,
             *(f"  {line}" for line in describe_flow(policy.flow)),
             *self.turns.describe(),
         ]
@@ -160,7 +165,7 @@ def read_rl(config: RunConfig) -> RlPlan:
     if algorithm.needs_values:
         source = source.with_value_head()
     model = source.described
-    data = load_prompts(config.data, model)
+    data = load_prompts(config, model)
     sampling = model.sampling(config.rollout)
     evaluation = evaluation_requests(data.sets, config.evaluation, config.rollout, model)
     rollouts = Mapped(data.prompts, lambda prompt: Request(prompt, 0, 1, sampling))
@@ -177,9 +182,11 @@ def read_rl(config: RunConfig) -> RlPlan:
         longest=longest,
         learning=(
             data.describe(training.prompts_per_step),
+            *data.notes,
             f"steps: {training.steps} of "
             f"{training.prompts_per_step * training.samples_per_prompt} samples, {updates} updates "
             f"each; sequences of at most {longest} tokens",
+            *describe_text(config, model.config, model.tokenizer, sampling),
         ),
         evaluation=evaluation,
         frozen=(
@@ -192,6 +199,29 @@ def read_rl(config: RunConfig) -> RlPlan:
         sampling=sampling,
         rollouts=rollouts,
     )
+
+
+def describe_text(
+    config: RunConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: SamplingParams,
+) -> list[str]:
+    """Which rows of lm_head are drawn, what rewards see of special tokens, and an end of turn that
+    ends no completion.
+    """
+    drawn, rows = model.num_drawn, model.vocab_size
+    shown = config.rollout.special_tokens
+    seen = "with" if shown == "show" else "without"
+    left_out = (
+        f"vocabulary: {drawn:,} tokens of the tokenizer; {rows - drawn:,} further rows of lm_head "
+        "are never drawn"
+    )
+    return [
+        *([left_out] if drawn < rows else []),
+        f'rewards read completions {seen} special tokens (rollout.special_tokens = "{shown}")',
+        *describe_end_of_turn(tokenizer, config.data.chat, sampling.stop_token_ids),
+    ]
 
 
 def extra_bytes(config: RunConfig, model: ModelConfig) -> int:

@@ -18,7 +18,7 @@ from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.rewards.grading import Grading
-from isobit.run.data import settled
+from isobit.run.data import settled, with_date_of_run
 from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
 from isobit.run.lessons import LESSONS, HeldOut, Item, Lesson, SftData, load_examples
 from isobit.run.plan import Plan, describe_source, source_config
@@ -56,6 +56,7 @@ class SftRun(Run[SftConfig, SftData, SftLog]):
         return [
             describe_policy("from scratch" if config.from_scratch else config.model, policy),
             self.data.describe(config.training),
+            *self.data.notes,
             *(f"  {line}" for line in describe_flow(policy.flow)),
             *self.turns.describe(),
         ]
@@ -138,6 +139,7 @@ def read_sft(config: SftConfig) -> SftPlan:
         longest=data.longest,
         learning=(
             data.describe(training),
+            *data.notes,
             f"steps: {training.steps} of {training.prompts_per_step} {data.noun}; "
             f"{'pairs' if data.objective == 'preference' else 'sequences'} of at most "
             f"{data.longest} tokens",
@@ -200,7 +202,7 @@ def open_run(
 ) -> Iterator[SftRun]:
     """A block with all steps of a run, which begins or is resumed (``isobit.run.run``)."""
     console = console or (Console() if world.rank == 0 else silent())
-    config = settled(config, read_sft, console.line)
+    config = settled(with_date_of_run(config, resume, world), read_sft, console.line)
     shape = source_config(config.model, config.from_scratch, config.objective)
     with (
         begin_run(config, shape, console, resume, world, allowed) as begun,

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from isobit.observe.console import (
     Console,
     Part,
+    describe_gain,
     describe_moment,
     describe_result,
     metric_parts,
+    shares_right,
     time_left,
 )
 from isobit.observe.training_log import RunSummary, TrainingLog
@@ -38,6 +40,8 @@ class SftSetSummary:
     accuracy_after: float | None
     interval_before: tuple[float, float] | None
     interval_after: tuple[float, float] | None
+    right: tuple[float, float] | None = None
+    """The shares of completions that are exactly right; None where every reward was 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ def summarise_set(before: HeldOut, after: HeldOut) -> SftSetSummary:
         accuracy_after=after.accuracy,
         interval_before=first.interval if first else None,
         interval_after=last.interval if last else None,
+        right=shares_right(first, last) if first and last else None,
     )
 
 
@@ -85,7 +90,7 @@ def describe_summary(summary: SftSummary, unit: str, noun: str) -> list[str]:
         )
         before, after = figures.accuracy_before, figures.accuracy_after
         if before is not None and after is not None:
-            text += f", accuracy {100 * before:.1f}% -> {100 * after:.1f}%"
+            text += f", {describe_gain((before, after), figures.right)}"
         lines.append(text)
     files = directory_files(summary.directory)
     return [

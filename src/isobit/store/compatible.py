@@ -40,6 +40,10 @@ MAY_CHANGE = {
 """Keys or whole tables, with the reason."""
 
 Changes = Mapping[str, tuple[Any, Any]]  # by name: the value in the run, and now
+ALL_TOKENS = "every row of lm_head"
+"""The input ``model.tokens`` of runs in which each row was a token of the distribution, as in those
+that did not record it.
+"""
 _ABSENT = "nothing"
 _BITS = (
     "  (bits: this processor, torch or Isobit computes other bits than the run was begun with; see "
@@ -214,7 +218,8 @@ def compare(
     ConfigError for others, and for an allowed name that is no key, setting or input.
     """
     before, now = old.environment["bits"], environment["bits"]
-    saved = {**old.inputs, **{f"bits.{name}": value for name, value in before.items()}}
+    tokens = {"model.tokens": ALL_TOKENS} if "model.tokens" in inputs else {}
+    saved = {**tokens, **old.inputs, **{f"bits.{name}": value for name, value in before.items()}}
     found = {**inputs, **{f"bits.{name}": value for name, value in now.items()}}
     keys = {*flat(config.model_dump(mode="json")), *settings}
     check_names(allowed, {*keys, *saved, *found})

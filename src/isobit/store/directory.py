@@ -4,6 +4,8 @@
     metrics.jsonl       the figures of each step and evaluation
     tensorboard/        the same figures as TensorBoard events
     completions.jsonl   a few graded completions of each step and evaluation
+    completions/        as many as ``tracking.completions`` says, in a Parquet file for each step
+                        and each evaluation
     rewards.jsonl       every reward that the run was given
     digests.jsonl       of each step of reinforcement learning, digests of its tokens,
                         log-probabilities, rewards, and of the state after its update
@@ -13,6 +15,7 @@
     model/              the trained policy as a Hugging Face folder, with its tokenizer
     summary.json        the figures at the end, written last
     ending.json         why the run ended early, until it is resumed
+    on_save.log         what ``checkpoint.on_save`` has printed, if it is set
 
 A run uses a directory that is not empty only to resume (``--resume``): two runs would mix their
 metrics.  The directory itself may be a link; a link in place of one of its files is refused, since
@@ -49,6 +52,7 @@ class RunDirectory:
         self.metrics = root / "metrics.jsonl"
         self.tensorboard = root / "tensorboard"
         self.completions = root / "completions.jsonl"
+        self.kept_completions = root / "completions"
         self.rewards = root / "rewards.jsonl"
         self.digests = root / "digests.jsonl"
         self.budget = root / "budget.jsonl"
@@ -57,6 +61,7 @@ class RunDirectory:
         self.model = root / "model"
         self.summary = root / "summary.json"
         self.ending = root / "ending.json"
+        self.hook_output = root / "on_save.log"
 
 
 def check_unused(root: Path) -> None:
@@ -92,6 +97,7 @@ def check_no_links(root: Path) -> None:
         *(root / name for name in sorted(_BEFORE_A_RUN)),
         directory.manifest,
         *directory.growing,
+        directory.kept_completions,
         directory.tensorboard,
         directory.checkpoints,
         directory.model,
@@ -203,6 +209,19 @@ def rewind(directory: RunDirectory, recorded: Positions) -> None:
         elif path.is_file():
             is_short = path.stat().st_size < size
             os.truncate(path, sum(map(len, whole_lines(path, 0))) if is_short else size)
+
+
+def completions_file(directory: RunDirectory, step: int, evaluates: bool) -> Path:
+    """The Parquet file of a step's completions, or of those of the evaluation after it."""
+    return directory.kept_completions / f"{'evaluation' if evaluates else 'step'}_{step:06}.parquet"
+
+
+def drop_completions(directory: RunDirectory, step: int) -> None:
+    """Remove the Parquet files of later steps, which are done again, and unfinished ones."""
+    for path in directory.kept_completions.glob("*.parquet"):
+        at = path.stem.rpartition("_")[2]
+        if path.name.startswith(".") or not at.isdecimal() or int(at) > step:
+            path.unlink()
 
 
 def whole_lines(path: Path, position: int) -> list[bytes]:

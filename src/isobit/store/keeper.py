@@ -12,12 +12,19 @@ Weights that are not finite are never written, since they would replace a good c
 run ended stays in ``ending.json`` until it is resumed.  Where its directory was moved, the last
 checkpoint goes there; where it was removed, it is created again.
 
+After each checkpoint and model that is complete, ``checkpoint.on_save`` is run by rank 0 as a
+process of its own, for which all wait.
+
 All ranks write a checkpoint together.  So nothing is written after an error that only one rank
 knows of: the others are waiting for it, and the launcher ends them.  After errors that all have
 raised, and signals, all can write (``isobit.parallel.world.is_raised_on_all``).
 """
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from math import prod
@@ -41,6 +48,7 @@ from isobit.store.resume import Start
 from isobit.store.state import Boundary, holds, snapshot
 from isobit.util.errors import (
     CheckpointError,
+    ConfigError,
     Interrupted,
     IsobitError,
     NonFiniteError,
@@ -137,6 +145,74 @@ class SaveTime:
         ]
 
 
+_CALL = "import sys; from isobit.util.user_code import call_place; call_place(*sys.argv[1:])"
+
+
+def check_hook(config: CheckpointConfig) -> None:
+    """Raise ConfigError for an ``on_save`` that cannot be run."""
+    hook = config.on_save
+    if hook is None:
+        return
+    if isinstance(hook, str):
+        source, _, name = hook.rpartition(":")
+        if not source or not name.isidentifier():
+            raise ConfigError(
+                f"checkpoint.on_save is {hook!r}; name a Python function as "
+                "path/to/file.py:function or module:function, or give a command as a list: "
+                '["rsync", "-a", "{folder}", "there"]'
+            )
+        if source.endswith(".py") and not Path(source).is_file():
+            raise ConfigError(f"checkpoint.on_save is {hook!r}, but there is no file {source!r}")
+    elif not hook or shutil.which(hook[0]) is None:
+        raise ConfigError(
+            f"checkpoint.on_save is {list(hook)!r}, but there is no program "
+            f"{hook[0] if hook else ''!r} in PATH; name one, by its path where it is elsewhere"
+        )
+
+
+def hook_command(hook: str | Sequence[str], folder: Path) -> list[str]:
+    """The process that ``on_save`` stands for."""
+    if isinstance(hook, str):
+        return [sys.executable, "-c", _CALL, hook, str(folder)]
+    filled = [word.replace("{folder}", str(folder)) for word in hook]
+    return filled if filled != list(hook) else [*filled, str(folder)]
+
+
+def run_hook(
+    config: CheckpointConfig, folder: Path, output: Path, beat: Callable[[str], None]
+) -> str | None:
+    """Run ``on_save`` for a folder, and append what it prints to ``output``; ``beat`` is called
+    while it runs.  -> What went wrong, if anything.
+    """
+    assert config.on_save is not None
+    command, ends_at = hook_command(config.on_save, folder), monotonic() + config.on_save_limit_s
+    try:
+        with output.open("a+b") as file:
+            began = file.seek(0, os.SEEK_END)
+            process = subprocess.Popen(  # noqa: S603  # the user's own command
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+            try:
+                while process.poll() is None and monotonic() < ends_at:
+                    beat("checkpoint.on_save")
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(0.2)
+            finally:
+                if is_late := process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            file.seek(began)
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError as error:
+        return f"cannot be run: {error.strerror or error}"
+    last = f": {lines[-1][:300]}" if lines else ""
+    if is_late:
+        return f"was killed after {config.on_save_limit_s:g} s (on_save_limit_s){last}"
+    if process.returncode:
+        return f"failed with exit status {process.returncode}{last}"
+    return None
+
+
 class Announces(Protocol):
     def line(self, text: str = "") -> None: ...
 
@@ -151,6 +227,7 @@ class CheckpointKeeper:
     ``boundary`` is the last moment between two steps, which the run sets after every step and every
     evaluation: a checkpoint holds that.  ``evaluations`` returns the figures of every evaluation so
     far, by step.  With ``model_when_interrupted`` a signal leaves a model folder, too.
+    ``write_card`` adds a model's card to its folder.
     """
 
     def __init__(
@@ -161,12 +238,13 @@ class CheckpointKeeper:
         evaluations: Callable[[], Mapping[int, Mapping[str, float]]],
         console: Announces,
         model_when_interrupted: bool = False,
+        write_card: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         self.boundary = boundary
         self._run, self._evaluations, self._console = run, evaluations, console
         self._config = run.config.checkpoint
         self._environment = environment(run.model.policy.device)
-        self._model_when_interrupted = model_when_interrupted
+        self._model_when_interrupted, self._write_card = model_when_interrupted, write_card
         self._directory, self._world, self._watch = start.directory, start.world, start.watch
         self._writer = start.writer
         self._save_time = SaveTime(self._config.every)
@@ -284,7 +362,30 @@ class CheckpointKeeper:
         self._world.pulse.beat("model folder")
         num_bytes = 2 * sum(map(prod, self._run.model.policy.shapes.values()))
         with self._console.writing("the trained model", num_bytes):
-            self._writer.write(lambda: write_model(self._run.model, self._directory.model))
+            self._writer.write(
+                lambda: write_model(self._run.model, self._directory.model, self._add_card)
+            )
+        self._run_hook(self._directory.model)
+
+    def _add_card(self, folder: Path) -> None:
+        """A model is worth more than its card: what is wrong with the card is only told."""
+        try:
+            self._write_card(folder)
+        except OSError:
+            raise
+        except Exception as error:
+            self._console.notes([f"the model has no card: {type(error).__name__}: {error}"])
+
+    def _run_hook(self, folder: Path) -> None:
+        """Have ``checkpoint.on_save`` see a complete folder; tell where it fails."""
+        if self._config.on_save is None:
+            return
+        output, pulse = self._directory.hook_output, self._world.pulse
+        problem = broadcast(self._world, lambda: run_hook(self._config, folder, output, pulse.beat))
+        if problem is not None:
+            self._console.notes(
+                [f"checkpoint.on_save {problem} (for {folder}; see {output}); the run goes on"]
+            )
 
     def _save(self) -> None:
         boundary = self.boundary
@@ -305,6 +406,7 @@ class CheckpointKeeper:
         self._console.notes(self._save_time.notes(boundary.step, content.num_bytes, folder))
         self._on_disk = boundary.step
         self._apply_retention()
+        self._run_hook(folder / folder_name(boundary.step))
 
     def _check_finite(self) -> None:
         """Raise NonFiniteError, on all ranks, where a weight is not finite on any."""

@@ -198,7 +198,7 @@ def _results() -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
 
     for m, k, n in _GEMMS:
         a, b = drawn(m, k), drawn(n, k)

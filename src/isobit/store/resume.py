@@ -38,6 +38,7 @@ from isobit.store.directory import (
     DirectoryWatch,
     RunDirectory,
     check_unused,
+    drop_completions,
     holds_run,
     locked,
     rewind,
@@ -157,6 +158,7 @@ class Start:
                 self._hold(root)
                 tidy(self.directory, self.step, self._say)
                 rewind(self.directory, self.checkpoint.state["files"] if self.checkpoint else {})
+                drop_completions(self.directory, self.step)
                 drop_torn_line(self.directory.budget)
                 resumed = {
                     "step": self.step,

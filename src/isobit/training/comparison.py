@@ -56,14 +56,18 @@ class Comparison:
         """Over the tokens compared, nats."""
         return self.sum_abs_diff / max(self.tokens_compared, 1)
 
-    def metrics(self) -> Metrics:
-        """The counts and differences by name."""
+    def metrics(self, learnt: int = 0) -> Metrics:
+        """The counts and differences by name; of so many response tokens learnt from, the share
+        that was compared, where that is below 1.
+        """
         found: Metrics = {
             "log_prob_diff/mean": self.mean_abs_diff,
             "log_prob_diff/max": self.max_abs_diff,
             "log_prob_diff/tokens_compared": self.tokens_compared,
             "log_prob_diff/tokens_differing": self.tokens_differing,
         }
+        if self.tokens_compared < learnt:
+            found["log_prob_diff/share"] = self.tokens_compared / learnt
         if self.routings_compared:
             found["routing_diff/tokens_compared"] = self.routings_compared
             found["routing_diff/tokens_differing"] = self.routings_differing
@@ -169,4 +173,4 @@ class ComparedTokens:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([torch.empty(0), *parts])
+    return torch.cat([torch.empty(0, dtype=torch.float32), *parts])

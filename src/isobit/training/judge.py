@@ -20,6 +20,7 @@ What a forward says of a sequence does not depend on how it is packed, so for a 
 learning sequences are packed anew, by length.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -67,7 +68,9 @@ def score_sequences(
     for members, found in zip(bins, map_on_all(world, bins, columns), strict=True):
         for place, index in enumerate(members):
             log_probs, values, routings = (of and of[place] for of in found)
-            made[index] = TokenScores(log_probs, torch.empty(0), values, routings)
+            made[index] = TokenScores(
+                log_probs, torch.empty(0, dtype=torch.float32), values, routings
+            )
     return [made[index] for index in range(len(sequences))]
 
 
@@ -98,6 +101,12 @@ def scores_by_frozen(
         lambda tokens: score_sequences(Scorer(model()), sequences, tokens, trainer.policy.world),
         phase,
     )
+
+
+def teaches(sequence: TokenSequence) -> bool:
+    """Whether an advantage, times the weight of the corrections, is not 0."""
+    advantages, weights = sequence.advantages, sequence.importance
+    return bool((advantages if weights is None else advantages * weights).any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +149,93 @@ class Judge:
             replace(
                 group,
                 rewards=[
-                    self._reward(completion, reward)
+                    None if reward is None else reward + self._punishment(completion.length)
+                    for completion, reward in zip(group.completions, group.rewards, strict=True)
+                ],
+                baseline=None
+                if group.baseline is None
+                else group.baseline + self._punishment(group.baseline_length),
+            )
+            for group in self.counted(groups)
+        ]
+
+    def counted(self, groups: Sequence[Group]) -> list[Group]:
+        """Graded groups in which what the length limit cut has no reward, where that excludes
+        it.
+        """
+        if self.config.truncated != "exclude":
+            return list(groups)
+        return [
+            replace(
+                group,
+                rewards=[
+                    None if completion.finish_reason == "length" else reward
                     for completion, reward in zip(group.completions, group.rewards, strict=True)
                 ],
             )
             for group in groups
         ]
+
+    def telling(self, groups: Sequence[Group]) -> list[bool]:
+        """Whether the rewards of each graded group give any completion that is learnt from an
+        advantage, by the algorithm's ``credit`` and before penalties for length or KL.
+
+        Where the algorithm needs values, which a forward gives, whether two valid rewards differ.
+        """
+        counted = self.counted(groups)
+        if self.algorithm.needs_values:
+            return [not group.is_level for group in counted]
+        credit = self.algorithm.credit(counted)
+        return [
+            any(
+                columns is not None and self._is_learnt(completion) and _is_nonzero(columns)
+                for completion, columns in zip(group.completions, given, strict=True)
+            )
+            for group, given in zip(counted, credit, strict=True)
+        ]
+
+    def untaught(self, groups: Sequence[Group], judged: Sequence[Group]) -> Counter[str]:
+        """Of graded groups, and what ``judged`` made of them: the completions that teach nothing,
+        by the reason, a name of ``UNTAUGHT``.
+        """
+        reasons = (
+            self._why_untaught(before, after, place)
+            for before, after in zip(groups, judged, strict=True)
+            for place in range(len(before.completions))
+        )
+        return Counter(reason for reason in reasons if reason is not None)
+
+    def _why_untaught(self, graded: Group, judged: Group, place: int) -> str | None:
+        completion = judged.completions[place]
+        if graded.rewards[place] is None:
+            return "failed"
+        if completion.finish_reason == "length" and self.config.truncated != "keep":
+            return {"exclude": "excluded", "mask": "masked"}[self.config.truncated]
+        if not completion.length:
+            return "empty"
+        if judged.advantages[place] is None:
+            return self._why_left_out(graded, judged)
+        if teaches(completion.sequence):
+            return None
+        if completion.sequence.advantages.any():
+            return "rejected"
+        return self._why_no_advantage(judged)
+
+    def _why_left_out(self, graded: Group, judged: Group) -> str:
+        if self.algorithm.needs_greedy and graded.baseline is None:
+            return "no_baseline"
+        valid = sum(reward is not None for reward in judged.rewards)
+        return "alone" if valid < 2 else "left_out"
+
+    def _why_no_advantage(self, judged: Group) -> str:
+        is_zero = not any(judged.rewards)
+        if self.algorithm.needs_greedy:
+            return "zero" if is_zero else "as_greedy"
+        if not judged.is_level:
+            return "no_advantage"
+        if any(len({*part} - {None}) > 1 for part in judged.reward_parts.values()):
+            return "cancelled"
+        return "zero" if is_zero else "level"
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the columns that a forward gives; completions without a reward or a
@@ -177,8 +267,7 @@ class Judge:
         """
         completions, advantages = list(group.completions), list[float | None]()
         for index, (completion, columns) in enumerate(zip(completions, credit, strict=True)):
-            masked = completion.finish_reason == "length" and self.config.truncated == "mask"
-            if columns is None or masked or not completion.length:
+            if columns is None or not self._is_learnt(completion):
                 advantages.append(None)
                 continue
             sequence = completion.sequence.with_columns(**columns)
@@ -202,13 +291,17 @@ class Judge:
             for sequence, column in zip(sequences, columns, strict=True)
         ]
 
-    def _reward(self, completion: Completion, reward: float | None) -> float | None:
-        if completion.finish_reason == "length" and self.config.truncated == "exclude":
-            return None
-        if reward is None or self.config.overlong_buffer is None:
-            return reward
-        return reward + overlong_punishment(
-            completion.length,
+    def _is_learnt(self, completion: Completion) -> bool:
+        """Whether a completion with an advantage is learnt from."""
+        masked = completion.finish_reason == "length" and self.config.truncated == "mask"
+        return completion.length > 0 and not masked
+
+    def _punishment(self, length: int) -> float:
+        """What a completion of so many tokens loses, 0 or below."""
+        if self.config.overlong_buffer is None:
+            return 0.0
+        return overlong_punishment(
+            length,
             self.max_new_tokens,
             self.config.overlong_buffer,
             self.config.overlong_penalty,
@@ -307,6 +400,11 @@ def _changed(
         )
         for group, chosen in zip(groups, wanted, strict=True)
     ]
+
+
+def _is_nonzero(columns: Columns) -> bool:
+    given = columns["advantages"]
+    return bool(given) if isinstance(given, (int, float)) else any(given)
 
 
 def _array(entries: torch.Tensor | None) -> np.ndarray | None:

@@ -151,7 +151,7 @@ class AdamW:
         moments = self._config.moments
         first, second = (FIRST, SECOND) if moments == "fp8" else (DTYPES[moments],) * 2
         state = {
-            "step": torch.zeros(()),
+            "step": torch.zeros((), dtype=torch.float32),
             "exp_avg": torch.zeros_like(master, dtype=first),
             "exp_avg_sq": torch.zeros_like(master, dtype=second),
         }
@@ -211,4 +211,6 @@ def clip_gradients(optimiser: AdamW, norm: float, max_norm: float) -> None:
     becomes at most ``max_norm``.  It does so in its pass; the gradients stay as they are.
     """
     # as torch.nn.utils.clip_grads_with_norm_ has it
-    optimiser.clip = float((max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0))
+    optimiser.clip = float(
+        (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).clamp(max=1.0)
+    )

@@ -144,12 +144,6 @@ def _described(
             f"reference.model is {name!r}, whose tokenizer has other tokens than the policy's: it "
             "cannot score what the policy writes; name a model with the same tokenizer"
         )
-    if shape.vocab_size < wanted.vocab_size:
-        raise ConfigError(
-            f"reference.model is {name!r}, whose vocabulary has {shape.vocab_size:,} entries, but "
-            f"the policy, which may draw any of its own, has {wanted.vocab_size:,}; name a model "
-            "with as many"
-        )
     if shape.max_positions < longest:
         raise ConfigError(
             f"reference.model is {name!r}, whose context is {shape.max_positions:,} tokens, but "

@@ -25,13 +25,14 @@ the family's losses (``isobit.algorithms.policy_gradient``) is exactly 0 where
     c[i] * A[i] = 0     for every token, and
     the loss has no other term: no KL, no entropy bonus, no value head
 
-That is so where all rewards of each prompt are equal.  AdamW would move the weights all the same,
-by the momentum of earlier updates: by the rewards of other prompts, seen long ago.  A router's own
+That is so where all rewards of each prompt are equal, or where nothing is left to learn from; why,
+``Judge.untaught`` says of each completion.  AdamW would move the weights all the same, by the
+momentum of earlier updates: by the rewards of other prompts, seen long ago.  A router's own
 losses (``isobit.training.figures``) say nothing of rewards and are no signal.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TypeVar
 
@@ -47,7 +48,7 @@ from isobit.records.text import Group
 from isobit.training.calibration import Calibration
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.figures import UpdateMetrics
-from isobit.training.judge import Judge, sequences_learnt_from
+from isobit.training.judge import Judge, sequences_learnt_from, teaches
 from isobit.training.out_of_memory import within_memory
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.trainer import FORWARD, Repeat, Trainer
@@ -62,12 +63,7 @@ def has_signal(sequences: Sequence[TokenSequence], algorithm: Algorithm) -> bool
     """
     if not sequences:
         return False
-    return getattr(algorithm, "has_other_terms", True) or any(map(_teaches, sequences))
-
-
-def _teaches(sequence: TokenSequence) -> bool:
-    advantages, weights = sequence.advantages, sequence.importance
-    return bool((advantages if weights is None else advantages * weights).any())
+    return getattr(algorithm, "has_other_terms", True) or any(map(teaches, sequences))
 
 
 Result = TypeVar("Result")
@@ -86,6 +82,9 @@ class StepMetrics:
     tokens: int  # of prompts and responses that were put through the updates
     has_signal: bool  # whether any update had
     repeat: Repeat | None = None  # of a micro-batch, where that was due
+    tokens_learnt: int = 0  # response tokens of the fresh samples
+    untaught: Mapping[str, int] = field(default_factory=dict)
+    """Where no update had a signal: the completions by why, a name of ``UNTAUGHT``."""
 
     @property
     def skip_reasons(self) -> tuple[str, ...]:
@@ -126,8 +125,8 @@ class Learner:
         """Learn from what ``judge_groups`` made of the graded groups of step number ``step``,
         counted from 1.
 
-        A part that has nothing to learn from (no two rewards of any of its groups differ) makes no
-        update, or with ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what
+        A part that has nothing to learn from (``has_signal``) makes no update, or with
+        ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what
         ``Trainer.update`` and ``within_memory`` raise.
         """
         version = self.trainer.policy.version
@@ -146,14 +145,16 @@ class Learner:
             comparison, mismatch = updates[0].comparison, updates[0].mismatch
         else:
             comparison, mismatch = compared.comparison(), compared.mismatch()
-        learnt = len(sequences_learnt_from(fresh))
-        level = sum(group.is_level for group in groups)
+        learnt = sequences_learnt_from(fresh)
+        level = sum(group.is_level for group in self.judge.counted(groups))
+        untaught = {} if any(signals) else self.judge.untaught(groups, fresh)
         return StepMetrics(
             metrics={
                 **_update_metrics(updates),
                 **_correction_metrics(parts),
                 **self._clip_metrics(),
                 **_repeat_metrics(repeat),
+                **{f"no_signal/{name}": count for name, count in untaught.items()},
                 "reward/level_groups": level,
                 "reward/level_share": level / len(groups),
                 "updates/without_signal": self.trainer.config.epochs * signals.count(False),
@@ -163,10 +164,12 @@ class Learner:
             updates=tuple(updates),
             comparison=comparison,
             mismatch=mismatch,
-            samples=learnt,
-            excluded_samples=sum(len(group.completions) for group in groups) - learnt,
+            samples=len(learnt),
+            excluded_samples=sum(len(group.completions) for group in groups) - len(learnt),
+            tokens_learnt=sum(one.response_length for one in learnt),
             tokens=self.trainer.config.epochs
             * sum(one.length for part in compress(parts, taken) for one in part),
+            untaught=untaught,
             has_signal=any(signals),
             repeat=repeat,
         )

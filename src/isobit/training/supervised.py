@@ -40,7 +40,10 @@ class PreferenceObjective:
     def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
         """Every pair counts the same; its two scores carry the pair's share both."""
         pairs = sum(batch.rows.numel() for batch in batches) // 2
-        return [Shares(torch.full((batch.rows.numel(),), 1 / pairs)) for batch in batches]
+        return [
+            Shares(torch.full((batch.rows.numel(),), 1 / pairs, dtype=torch.float32))
+            for batch in batches
+        ]
 
     def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
         """The weighted sum over the pairs; reported are the share of pairs that are ranked right,

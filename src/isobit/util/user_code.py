@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -32,12 +33,25 @@ def run_file(path: Path, name: str) -> ModuleType:
     return module
 
 
+def call_place(place: str, *arguments: Any) -> None:
+    """Call the function ``path/to/file.py:function`` or ``module:function``.  Raises whatever its
+    module or the function does, and AttributeError where there is none of the name.
+    """
+    source, _, name = place.rpartition(":")
+    is_file = source.endswith(".py")
+    module = run_file(Path(source), Path(source).stem) if is_file else import_module(source)
+    if not callable(function := getattr(module, name, None)):
+        others = describe_missing(module, name, callable)
+        raise AttributeError(f"{source} has no function {name!r}; it has {others}")
+    function(*arguments)
+
+
 def describe_missing(module: ModuleType, name: str, is_one: Callable[[Any], bool]) -> str:
     """For an error: the module's own members that ``is_one`` accepts, and the nearest one."""
     names = [
         member
         for member, value in vars(module).items()
-        if is_one(value) and value.__module__ == module.__name__
+        if is_one(value) and getattr(value, "__module__", None) == module.__name__
     ]
     near = get_close_matches(name, names, n=1)
     return f"{', '.join(names) or 'none'}{f'; did you mean {near[0]!r}?' if near else ''}"

@@ -102,6 +102,32 @@ def test_a_step_without_a_value_is_a_gap() -> None:
     assert [row[1] for row in chart.rows] == ["1", "2", "\u2013", "4", "5"]
 
 
+def test_each_of_several_runs_has_its_own_steps() -> None:
+    """Seen before: a run's curve was torn at every step that only another run has."""
+    figures: dict[int, dict[str, float | None]] = {}
+    for run, steps in (("0", range(0, 31, 5)), ("1", range(0, 31, 10))):
+        for step in steps:
+            figures.setdefault(step, {}).update(
+                {f"{run}:a": step / 40 + 0.1, f"{run}:low": 0.0, f"{run}:high": 0.9}
+            )
+    figures[15]["0:a"] = None
+    curves = tuple(Curve(f"{n}:a", n, between=(f"{n}:low", f"{n}:high")) for n in "01")
+    chart = draw(Panel("set", "", curves, compared=True), figures)
+    assert chart is not None
+    first, second = chart.marks
+    assert second.line.count("M") == 1 and second.line.count("L") == 3 and second.bars == ""
+    assert first.line.count("M") == 2, "a value that is missing in a run's own step is a gap"
+    assert second.band.count("M") == 1
+
+
+def test_a_lone_point_has_its_interval_as_a_bar() -> None:
+    curve = Curve("accuracy", "accuracy", between=("low", "high"))
+    chart = draw(Panel("set", "", (curve,)), {3: {"accuracy": 0.5, "low": 0.4, "high": 0.6}})
+    assert chart is not None
+    (mark,) = chart.marks
+    assert mark.band == mark.line == "" and mark.bars.count("M") == mark.bars.count("L") == 1
+
+
 def test_a_constant_is_said_rather_than_drawn() -> None:
     panel = Panel("Differing", "tokens", (Curve("differing", "differing"),))
     chart = draw(panel, {step: {"differing": 0.0} for step in range(1, 21)})

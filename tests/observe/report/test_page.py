@@ -270,6 +270,52 @@ def test_intervals_of_several_runs_are_bands_that_do_not_hide_each_other(
     assert 'class="band"' in source and 'class="whisker"' not in source
 
 
+@pytest.mark.parametrize("functions", [("a.py:f", "a.py:f"), ("a.py:f", "b.py:g")])
+def test_runs_with_different_rewards_are_marked(
+    functions: tuple[str, str], write_run: WriteRun, tmp_path: Path
+) -> None:
+    made = [
+        write_run([step_line(1)], [], manifest(config={"reward": {"function": f}}), name=str(place))
+        for place, f in enumerate(functions)
+    ]
+    text = Page(write_comparison(made, tmp_path / "both.html")).text
+    assert ("different rewards (reward.function)" in text) == (functions[0] != functions[1])
+
+
+def test_partial_credit_is_a_mean_reward_beside_the_share_that_is_right(
+    write_run: WriteRun,
+) -> None:
+    line = {**evaluation_line(2, 0.52), "eval/held_out/right": 0.036}
+    text = Page(write_report(write_run([step_line(1), evaluation_line(0, 0.0), line]))).text
+    assert "held_out mean reward" in text and "3.6% exactly right" in text
+    assert "accuracy" not in text.partition("What")[0].partition("Every figure")[0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("masked", 'algorithm.truncated = "mask"'),
+        ("zero", "fine-tune it first"),
+        ("level", "equal"),
+    ],
+)
+def test_a_notice_has_the_reason_of_a_step_without_a_signal(
+    reason: str, said: str, write_run: WriteRun
+) -> None:
+    line = {**step_line(1), "updates/without_signal": 1, "updates/taken": 0}
+    text = Page(write_report(write_run([line | {f"no_signal/{reason}": 16, "updates/skipped": 0}])))
+    assert said in text.text and "16 completions, all" in text.text
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "reinforce_pp", "remax"])
+def test_level_groups_are_a_notice_only_where_groups_are_compared(
+    name: str, write_run: WriteRun
+) -> None:
+    line = {**step_line(1), "reward/level_share": 1.0, "updates/skipped": 0}
+    root = write_run([line], [], manifest(config={"algorithm": {"name": name}}))
+    assert ("groups were level" in Page(write_report(root)).text) == (name == "grpo")
+
+
 def test_runs_of_one_name_are_told_apart_and_equal_recipes_are_said_to_be(
     write_run: WriteRun, tmp_path: Path
 ) -> None:

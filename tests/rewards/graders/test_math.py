@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sympy.parsing import sympy_parser
 
 from benchmarks.graders import COUNT, answers
@@ -298,3 +300,52 @@ def test_five_hundred_short_answers() -> None:
     assert len(made) == COUNT and 200 < sum(answer.equal for answer in made) < 300
     assert [a for a in made if completed(a.reference, a.completion) != a.equal] == []
     assert outcome.take() == {}
+
+
+EXPONENTS = st.integers(-60, 60)
+DIGITS = st.integers(1, 99)
+FORMS = (r"{0} \cdot 10^{{{1}}}", r"x = {0} \times 10^{{{1}}}", r"\{{{0} \cdot 10^{{{1}}}, -1\}}")
+FORMS += (r"[-2, {0} \cdot 10^{{{1}}}]", r"{0} \cdot 10^{{{1}}} y", r"{0}\pi \cdot 10^{{{1}}}")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(FORMS), DIGITS, EXPONENTS, DIGITS, EXPONENTS)
+def test_numbers_of_any_size_are_equal_where_their_values_are(
+    form: str, first: int, power: int, second: int, other: int
+) -> None:
+    """In every place of an expression, however small they are."""
+    gold, answer = form.format(first, power), form.format(second, other)
+    equal = first * 10 ** (power + 60) == second * 10 ** (other + 60)
+    assert score(gold, answer) == float(equal)
+    assert score(gold, form.format(first * 10, power - 1)) == 1.0
+
+
+@settings(deadline=None, max_examples=60)
+@given(DIGITS, st.integers(-20, 9), DIGITS, st.integers(-20, 9))
+def test_decimals_that_both_round_to_nothing_differ(
+    first: int, power: int, second: int, other: int
+) -> None:
+    one, two = first * 10.0**power, second * 10.0**other
+    if abs(one - two) > 1e-3 * max(one, two):
+        assert score(f"{one:.25f}", f"{two:.25f}") == 0.0
+        assert score("0", f"{two:.25f}") == 0.0
+    assert score(f"{one:.25f}", f"{one:.25f}0") == 1.0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**7))
+def test_commas_of_thousands_and_of_decimals(number: int) -> None:
+    assert score(str(number), f"{number:,}") == 1.0
+    assert score(f"{number:,}", str(number)) == 1.0
+    if number % 100:
+        assert score(f"{number / 100:.2f}", f"{number / 100:.2f}".replace(".", ",")) == 1.0
+        assert score(str(number), f"{number / 100:.2f}".replace(".", ",")) == 0.0
+
+
+def test_the_library_of_others_is_left_as_it_is() -> None:
+    """Only a copy of its module compares relatively."""
+    import math_verify
+
+    one, other = (math_verify.parse(f"$\\frac{{1}}{{2^{{{n}}}}}$") for n in (98, 99))
+    assert math_verify.verify(one, other, timeout_seconds=None)
+    assert score(r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}") == 0.0

@@ -65,6 +65,16 @@ def test_the_tasks_own_answer_scores_one(task: str) -> None:
     assert score(made, "<answer>nothing of the kind</answer>") < 1.0
 
 
+def test_answers_inside_thinking_score_nothing() -> None:
+    made = prompt("chain_sum")
+    answer = f"<answer>{made.row['answer']}</answer>"
+    assert score(made, f"<think>{answer}") == score(made, f"<think>{answer}</think>") == 0.0
+    assert outcome.take() == {"reasoning_gym: unfinished thinking": 1}
+    assert score(made, f"<think>1?</think>{answer}") == 1.0
+    completion = Completion(TokenSequence.of_answer((1,), (2,)), f"<think>{answer}", "stop")
+    assert grader.score(made, completion, read_thinking=True) == 1.0
+
+
 def test_the_scorer_sees_the_options_of_the_task() -> None:
     """decimal_arithmetic accepts an error of one unit in the last place of its own precision."""
     coarse = prompt("decimal_arithmetic", min_num_decimal_places=2, max_num_decimal_places=2)

@@ -1,6 +1,7 @@
 """exact_match, regex and format; and the table of all graders."""
 
 import inspect
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -84,6 +85,41 @@ def test_what_is_no_regular_expression() -> None:
 )
 def test_format(text: str, expected: float) -> None:
     assert layout.format_score(PROMPT, completion(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        ("q<think>", "so</think><answer>5</answer>", 1.0),
+        ("q<think>\n", "so</think>\n<answer>5</answer>", 1.0),
+        ("q<think>\n\n", "</think><answer>5</answer>", 1.0),
+        ("q<think>", "<think>so</think><answer>5</answer>", 1.0),
+        ("q<think>", "so<answer>5</answer>", 0.0),
+        ("q<think>", "<think>a</think></think><answer>5</answer>", 0.0),
+        ("q", "so</think><answer>5</answer>", 0.0),
+        ("q<think></think>", "so</think><answer>5</answer>", 0.0),
+        ("q<think> well", "so</think><answer>5</answer>", 0.0),
+        ("q<answer>", "5</answer>", 0.0),
+        ("q<" + "a" * 1000 + ">", "<think>so</think><answer>5</answer>", 1.0),
+    ],
+)
+def test_a_tag_that_the_prompt_opened_belongs_to_the_completion(
+    prompt: str, text: str, expected: float
+) -> None:
+    opened = replace(PROMPT, text=prompt)
+    assert layout.format_score(opened, completion(text)) == expected
+
+
+def test_another_layout_may_name_the_opened_tag_or_not() -> None:
+    opened = replace(PROMPT, text="q<reasoning>\n")
+    answer = completion("so</reasoning> 5")
+    for pattern in (
+        r"<reasoning>.*</reasoning> \d",
+        r"\s*<reasoning>\s*so</.*",
+        r"so</reasoning> 5",
+    ):
+        assert layout.format_score(opened, answer, pattern=pattern) == 1.0
+    assert layout.format_score(opened, answer, pattern=r"<think>.*") == 0.0
 
 
 @pytest.mark.parametrize("part", ["<think>", "</think>", "<think></think>", "<answer>", "<", "a"])

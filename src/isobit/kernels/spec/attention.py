@@ -107,8 +107,12 @@ class _Sums:
     @classmethod
     def of_nothing(cls, q: torch.Tensor) -> "_Sums":
         """The sums before the first key."""
-        denominator = torch.zeros(*q.shape[:-1], 1)
-        return cls(torch.full_like(denominator, -torch.inf), denominator, torch.zeros(q.shape))
+        denominator = torch.zeros(*q.shape[:-1], 1, dtype=torch.float32)
+        return cls(
+            torch.full_like(denominator, -torch.inf),
+            denominator,
+            torch.zeros(q.shape, dtype=torch.float32),
+        )
 
     def add(self, region: Region, tile: "_Sums") -> None:
         """Add a tile's sums, which are relative to the new running maximum."""

@@ -150,7 +150,9 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Drawn:
     are not finite.
     """
     temperatures = torch.where(draws.temperatures > 0, draws.temperatures, 1.0)
-    of_row = torch.ones(logits.shape[0]).index_copy_(0, draws.rows.long(), temperatures)
+    of_row = torch.ones(logits.shape[0], dtype=torch.float32).index_copy_(
+        0, draws.rows.long(), temperatures
+    )
     log_probs = log_softmax(logits, of_row)
     if draws.rows.numel() != logits.shape[0]:
         log_probs, logits = (x.index_select(0, draws.rows) for x in (log_probs, logits))

@@ -49,9 +49,11 @@ from isobit.precision.quant_tensor import (
 )
 
 _ROUND_UP_ABOVE_1_75 = 0x1FFFFF  # carries into the exponent exactly when the mantissa is above 0.75
-_SCALES = torch.tensor([2.0 ** (byte - E8M0_BIAS) for byte in range(E8M0_NAN_BYTE)] + [torch.nan])
+_SCALES = torch.tensor(
+    [2.0 ** (byte - E8M0_BIAS) for byte in range(E8M0_NAN_BYTE)] + [torch.nan], dtype=torch.float32
+)
 _RECIPROCALS = torch.tensor(
-    [2.0 ** (E8M0_BIAS - byte) for byte in range(E8M0_NAN_BYTE)] + [torch.nan]
+    [2.0 ** (E8M0_BIAS - byte) for byte in range(E8M0_NAN_BYTE)] + [torch.nan], dtype=torch.float32
 )
 
 

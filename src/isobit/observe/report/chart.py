@@ -2,14 +2,15 @@
 
 A run of more than ``MAX_POINTS`` steps is drawn in buckets of equally many steps.  A point shows
 the mean, the highest or the lowest value of its bucket, and a band shows the bucket's range, so
-that the extreme of a single step stays visible.  A step without a value leaves a gap.  The x axis
-is steps or layers; the markup is in the templates.
+that the extreme of a single step stays visible.  A step without a value leaves a gap; in a chart of
+several runs each curve has the steps of its own run, and only those.  The x axis is steps or
+layers; the markup is in the templates.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, product
+from itertools import chain, compress, pairwise, product
 from statistics import fmean
 from typing import Literal
 
@@ -108,6 +109,8 @@ class Point:
     value: float | None
     low: float | None = None
     high: float | None = None
+    is_known: bool = True
+    """Whether any step of the bucket has the figure, with a value or without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +140,14 @@ def points_of(figures: Figures, curve: Curve, buckets: Sequence[Bucket]) -> list
             [value for step in bucket.steps if (value := figures[step].get(metric)) is not None]
             for metric in (curve.metric, *(curve.between or ()))
         )
-        band = ()
-        if sides:
-            band = map(fmean, sides) if all(sides) else ()
-        elif len(values) > 1:
-            band = min(values), max(values)
+        low = high = None
+        if sides and all(sides):
+            low, high = map(fmean, sides)
+        elif not sides and len(values) > 1:
+            low, high = min(values), max(values)
         take = {"mean": fmean, "max": max, "min": min}[curve.take]
-        points.append(Point(take(values), *band) if values else Point(None))
+        is_known = any(curve.metric in figures[step] for step in bucket.steps)
+        points.append(Point(take(values) if values else None, low, high, is_known))
     return points
 
 
@@ -178,6 +182,8 @@ class Mark:
     """Its number among the panel's curves, from 1, which is its colour."""
     line: str = ""
     band: str = ""
+    bars: str = ""
+    """The intervals of points that no band can join to another."""
     dots: tuple[tuple[float, float], ...] = ()
 
 
@@ -240,7 +246,7 @@ def draw(panel: Panel, figures: Figures) -> Chart | None:
     return Chart(
         panel=panel,
         marks=tuple(
-            _mark(frame, buckets, curve, points, place)
+            _mark(frame, *_own(panel, buckets, points), curve, place)
             for place, (curve, points) in enumerate(everything, 1)
             if (curve, points) in curves
         ),
@@ -261,8 +267,18 @@ def draw(panel: Panel, figures: Figures) -> Chart | None:
     )
 
 
+def _own(
+    panel: Panel, buckets: Sequence[Bucket], points: Sequence[Point]
+) -> tuple[list[Bucket], list[Point]]:
+    """The buckets of a curve and its points: in a chart of several runs without those that are
+    steps of other runs alone.
+    """
+    known = [point.is_known or not panel.compared for point in points]
+    return list(compress(buckets, known)), list(compress(points, known))
+
+
 def _mark(
-    frame: _Frame, buckets: Sequence[Bucket], curve: Curve, points: Sequence[Point], place: int
+    frame: _Frame, buckets: Sequence[Bucket], points: Sequence[Point], curve: Curve, place: int
 ) -> Mark:
     pieces: list[list[tuple[float, Point]]] = [[]]
     """Points without a gap between them, with their positions on the x axis."""
@@ -279,11 +295,18 @@ def _mark(
         for span in spans
         if len(span) > 1
     ]
+    bars = [
+        [(x, frame.y(point.high)), (x, frame.y(point.low))]
+        for span in spans
+        if len(span) == 1
+        for x, point in span
+    ]
     return Mark(
         label=curve.label,
         place=place,
         line="".join(_polyline(line) for line in lines if len(line) > 1),
         band="".join(_polyline(band) + "Z" for band in bands),
+        bars="".join(map(_polyline, bars)),
         dots=tuple(chain.from_iterable(lines))
         if len(points) <= _FEW_POINTS or len(pieces) > 1
         else (),

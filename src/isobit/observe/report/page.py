@@ -213,6 +213,7 @@ def write_comparison(roots: Sequence[Path], out: Path) -> Path:
         states=[_state(record) for record in records],
         settings=_settings(records),
         ends=_ends(records),
+        notes=_notes(records),
         sections=_sections(records, names),
     )
     return write_page(page, out, MARKER)
@@ -233,6 +234,18 @@ def _ends(records: Sequence[RunRecord]) -> list[Row]:
     ]
     labels = dict.fromkeys(label for table in tables for label in table)
     return [(label, [table.get(label, ("", "")) for table in tables]) for label in labels]
+
+
+def _notes(records: Sequence[RunRecord]) -> list[str]:
+    """What a reader of the figures side by side must know."""
+    differing = [key for key, _ in _settings(records) if key.partition(".")[0] == "reward"]
+    if not differing:
+        return []
+    return [
+        f"These runs have different rewards ({', '.join(differing)}): their mean rewards are on "
+        "different scales, and say nothing of which policy is better. Measure both with one "
+        "reward: isobit eval RUN/model --data FILE --reward FUNCTION"
+    ]
 
 
 def _sections(records: Sequence[RunRecord], names: Sequence[str]) -> list[Section]:

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from isobit.config.rules import ONE_SAMPLE
 from isobit.observe.report.chart import Chart, Curve, Panel, draw, duration_text, number_text
 from isobit.observe.report.source import RunRecord
 from isobit.records.metrics import METRICS, TABLE, Metric, chosen_name, find_metric
+from isobit.records.text import UNTAUGHT, describe_untaught
 
 TRUNCATED = 0.05
 """A larger share of the last step's completions at the length limit is a notice."""
@@ -38,12 +40,15 @@ def notices(record: RunRecord) -> Iterator[str]:
     steps = [row for row in record.figures.values() if "updates/skipped" in row]
     if without_signal := record.total("updates/without_signal"):
         without = sum(row.get("updates/taken") == 0 for row in steps)
+        untaught = {name: record.total(f"no_signal/{name}") for name in UNTAUGHT}
+        why = f" ({describe_untaught(untaught, advise=True)})" if any(untaught.values()) else ""
         yield (
-            f"{without_signal:,.0f} updates had nothing to learn from, since all rewards of each "
-            f"prompt were equal; no weight changed in {without:,} of {len(steps):,} steps"
+            f"{without_signal:,.0f} updates had nothing to learn from; no weight changed in "
+            f"{without:,} of {len(steps):,} steps{why}"
         )
     shares = [v for row in steps if (v := row.get("reward/level_share")) is not None]
-    if shares and (mean := sum(shares) / len(shares)) > LEVEL:
+    compares = record.setting("config", "algorithm", "name") not in ONE_SAMPLE
+    if compares and shares and (mean := sum(shares) / len(shares)) > LEVEL:
         yield (
             f"{100 * mean:.0f}% of all groups were level: no two of their rewards differ, and "
             "nothing is learnt from them; the problems are too easy or too hard for this model"
@@ -138,14 +143,23 @@ def _add_curve(panels: list[Panel], record: RunRecord, row: Metric, name: str) -
         note = panels[place].note if row.name.startswith("eval/") else ""
         panels[place] = replace(panels[place], curves=curves, note=note)
     elif row.name == "eval/SET/accuracy":
-        percent = all(0.0 <= value <= 1.0 for value in record.values(name))
+        percent = is_accuracy(record, chosen_name(name))
         sides = f"{name.removesuffix('accuracy')}low", f"{name.removesuffix('accuracy')}high"
-        unit, note = "accuracy" if percent else "mean reward", "band: 95% interval over problems"
-        panels.append(Panel(title, unit, (Curve(name, "accuracy", between=sides),), note, percent))
+        unit = "accuracy" if percent else "mean reward"
+        curve = Curve(name, unit, between=sides)
+        panels.append(
+            Panel(title, unit, (curve,), "band or bar: 95% interval over problems", percent)
+        )
     else:
         unit = "" if row.unit.startswith("-") else row.unit
         plain = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", row.help).replace("`", "")
         panels.append(Panel(title, unit, (curve,), plain, unit == "share"))
+
+
+def is_accuracy(record: RunRecord, name: str) -> bool:
+    """Whether every reward of an evaluation set was 0 or 1, so that their mean is an accuracy."""
+    values = record.values(f"eval/{name}/accuracy")
+    return f"eval/{name}/right" not in record.names and all(0 <= value <= 1 for value in values)
 
 
 _ORDER = {name: place for place, name in enumerate(METRICS)}
@@ -192,12 +206,15 @@ def _accuracy(record: RunRecord, name: str) -> Tile:
         return Tile(f"{name} accuracy", number_text(None), "no evaluation has a figure")
     first, last = rows[0], rows[-1]
     before, after = (row[f"eval/{name}/accuracy"] or 0.0 for row in (first, last))
-    percent = 0.0 <= before <= 1.0 and 0.0 <= after <= 1.0
+    percent = is_accuracy(record, name)
     low, high = (last.get(f"eval/{name}/{side}") for side in ("low", "high"))
     problems = last.get(f"eval/{name}/problems")
     parts = [] if len(rows) == 1 else [f"from {number_text(before, percent)}"]
     if low is not None and high is not None:
         parts.append(f"95% interval {number_text(low, percent)} to {number_text(high, percent)}")
+    if not percent:
+        right = last.get(f"eval/{name}/right", after if 0.0 <= after <= 1.0 else None)
+        parts.append(f"{number_text(right, percent=True)} exactly right")
     if problems is not None:
         parts.append(f"{number_text(problems)} problems")
     label = f"{name} accuracy" if percent else f"{name} mean reward"

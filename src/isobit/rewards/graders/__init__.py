@@ -11,3 +11,8 @@ GRADERS: dict[str, str] = {
     "regex": "isobit.rewards.graders.text:regex_score",
 }
 """``module:function``; the module is imported when its grader is used."""
+
+REFERENCES: dict[str, bool] = {"exact_match": False, "math_verify": True}
+"""The graders that compare with a reference, and whether that is mathematics
+(``isobit.rewards.graders.text.references``).
+"""

@@ -1,6 +1,6 @@
 """Grades Python code with unit tests in a sandbox: 1 if all pass, else 0.
 
-The code is the completion's last block between ```python fences. The column ``tests`` holds
+The code is the last block between ```python fences after the thinking. The column ``tests`` holds
 
     Python        a string or a list of strings: assertions, functions ``test_..``, or
                   ``check(candidate)`` with the function's name in the column ``entry_point``;
@@ -27,7 +27,7 @@ from typing import Any
 
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.confined.main import MEMORY
-from isobit.rewards.graders.text import cell, last_code
+from isobit.rewards.graders.text import cell, last_code, visible
 from isobit.rewards.outcome import count
 from isobit.rewards.sandbox import (
     Launcher,
@@ -56,6 +56,7 @@ def score(
     seconds: float = 5.0,
     memory_mib: int = 512,
     unsandboxed: bool = False,
+    read_thinking: bool = False,
 ) -> float:
     """1.0 if the code in ``completion`` passes all tests in ``column``, else 0.0.
 
@@ -67,7 +68,7 @@ def score(
     given = _read(cell(prompt, column, "code"))
     started_by = launcher(unsandboxed)
     limits = Limits(seconds, memory_mib << 20)
-    code = last_code(completion.text)
+    code = last_code(visible(prompt, completion, "code", read_thinking))
     if code is None or len(code) > MOST_CODE:
         count("code: no block" if code is None else "code: too long")
         return 0.0

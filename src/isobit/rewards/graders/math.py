@@ -1,13 +1,18 @@
-r"""Whether a mathematical answer equals the column's, by the library math-verify: 1 or 0.
+r"""Whether a mathematical answer equals one that the column accepts, by the library math-verify.
 
-The answer is the completion's last ``\boxed{..}``, else its last ``<answer>``, else all of it. Each
-of three steps takes what the previous one left open:
+``graders.text`` says what the reference and the answer are. Each of three steps takes what the
+previous one left open:
 
     text      both are the same apart from white space and layout
     numbers   both are plain integers, decimals or fractions, the answer perhaps as ``x = 5``: equal
-              exactly, or, if one is a decimal, when rounded to 6 places, as in math-verify
+              exactly, or, if one is a decimal, when rounded to 6 places, as in math-verify, and
+              within ``RELATIVE`` of each other
     library   both are within the bounds below: parsed as LaTeX and compared by math-verify, for at
               most ``seconds``
+
+The library takes a difference below 1e-15 for zero, so that all small numbers are equal to it.
+Where it says that numbers are equal they are compared again, relatively and with many digits
+(``_agree``).
 
 An answer that is out of bounds or takes too long scores 0 and is counted by kind. No text reaches
 ``eval``: the library's own extraction, which executes plain expressions through sympy's parser, is
@@ -35,16 +40,18 @@ import math
 import re
 from fractions import Fraction
 from functools import lru_cache
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
 from typing import Any
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy, normalize_latex
-from math_verify import LatexExtractionConfig, verify
-from math_verify.grader import should_treat_as_complex
+from math_verify import LatexExtractionConfig
+from math_verify.grader import is_atomic_or_pct_atomic, should_treat_as_complex
 from math_verify.parser import get_last_eq
 
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.graders.text import cell, final_answer
+from isobit.rewards.graders.text import answer_of, is_prose, references, without_unit
 from isobit.rewards.outcome import DeadlineError, count, deadline
 
 LONGEST = 500
@@ -117,10 +124,26 @@ IN_EXPONENT = re.compile(
 )
 
 
+NOT_EQUAL = re.compile(r"(?<=[A-Za-z)}])\s*!=")
+SCIENCE = re.compile(
+    r"(?<![\w.])(\d{1,20}\.\d{1,20}[eE][+-]?\d{1,3}|\d{1,20}[eE][+-]?\d{2,3})(?!\w)"
+)
+MIXED = re.compile(r"(?<![\w./}])(\d{1,20})\s+(\d{1,20})/(\d{1,20})(?![\w./])")
+
+
 def plain(text: str) -> str:
-    """``text`` with signs outside ASCII, ``**`` and ``^(..)`` as LaTeX."""
-    text = text.translate(SIGNS).replace("**", "^")
+    """``text`` with signs outside ASCII, ``**``, ``^(..)``, ``!=``, ``1.5e-7``, ``1 1/2`` and
+    ``{,}`` as LaTeX that the parser knows.
+    """
+    text = text.translate(SIGNS).replace("**", "^").replace(r"\textnormal", r"\text")
+    text = NOT_EQUAL.sub(r" \\ne ", text.replace("{,}", ","))
+    text = MIXED.sub(r"\1\\frac{\2}{\3}", SCIENCE.sub(_power_of_ten, text))
     return re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", text)
+
+
+def _power_of_ten(found: re.Match[str]) -> str:
+    mantissa, exponent = found[1].lower().split("e")
+    return rf"{mantissa} \times 10^{{{int(exponent)}}}"
 
 
 def excess(text: str) -> str | None:
@@ -203,14 +226,72 @@ def read(text: str) -> Any:
     return None
 
 
+RELATIVE = sympy.Rational(1, 1000)
+"""Between decimals that are the same when rounded to 6 places: three digits of small ones."""
+OF_FLOATS = sympy.Rational(1, 10**12)
+EXACT = sympy.Rational(1, 10**30)
+DIGITS_COMPARED = 60
+
+
+def _agree(gold: Any, given: Any) -> bool:
+    """Whether two expressions that the library took for equal are so relatively; letters stand for
+    numbers. What has no number must have a difference that simplifies to zero.
+    """
+    is_rounded = any(is_atomic_or_pct_atomic(one, sympy.Float) for one in (gold, given))
+    has_floats = gold.has(sympy.Float) or given.has(sympy.Float)
+    most = RELATIVE if is_rounded else OF_FLOATS if has_floats else EXACT
+    letters = sorted(gold.free_symbols | given.free_symbols, key=str)
+    values = {one: sympy.Rational(13 + 4 * n, 7 + 2 * n) for n, one in enumerate(letters)}
+    left, right = (one.doit().subs(values).evalf(DIGITS_COMPARED) for one in (gold, given))
+    largest = max(abs(left), abs(right)) if left.is_number and right.is_number else None
+    if largest is not None and abs(left - right) <= most * largest:
+        return True
+    return not is_rounded and sympy.simplify(gold - given) == 0
+
+
+def _library() -> ModuleType:
+    """A copy of ``math_verify.grader`` of our own, whose numbers ``_agree``."""
+    spec = find_spec("math_verify.grader")
+    assert spec is not None, "it was imported"
+    assert spec.loader is not None, "it was imported"
+    grader = module_from_spec(spec)
+    spec.loader.exec_module(grader)
+    equal = grader.sympy_numeric_eq
+
+    def numeric_eq(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
+        if not equal(a, b, float_rounding, numeric_precision):
+            return False
+        is_matrix = isinstance(a, sympy.MatrixBase | sympy.MatrixExpr)  # each item was compared
+        return is_matrix or _is_exact(a, b) or _agree(a, b)
+
+    grader.sympy_numeric_eq = numeric_eq  # pyright: ignore[reportAttributeAccessIssue]
+    return grader
+
+
+def _is_exact(a: Any, b: Any) -> bool:
+    """Whether the library compares the two exactly: one is an integer, a fraction or a percentage
+    of these, and none a decimal.
+    """
+    return any(is_atomic_or_pct_atomic(one, sympy.Number) for one in (a, b)) and not any(
+        is_atomic_or_pct_atomic(one, sympy.Float) for one in (a, b)
+    )
+
+
+LIBRARY = _library()
+
 PLACES = 6
+SPACED_DIGITS = re.compile(r"(?<=\d)[ \t\n]+(?=\d)")
+ONLY_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mbox)\s?\{([^{}]*)\}")
 LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;!: ]|\\q?quad|\s|\$")
 NUMBER = re.compile(
     r"([+-]?)(?:(\d{1,60})|(\d{0,60}\.\d{1,60})|(\d{1,60})/(\d{1,60})|\\frac\{(\d{1,60})\}\{(\d{1,60})\})",
     re.ASCII,
 )
 
-THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3}){1,10}", re.ASCII)
+THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:,\d{3}){1,10}(?:\.\d{1,60})?", re.ASCII)
+DECIMAL_COMMA = re.compile(r"[+-]?\d{1,60},\d{1,60}", re.ASCII)
+CHOICE = re.compile(r"\(?([A-J])(?:\)?\s?[.):]\s.{0,300}|\)|[.:])?", re.DOTALL)
+BRACKETS = re.compile(r"([(\[])[^()\[\]]*([)\]])")
 EQUATION = re.compile(r"\A[A-Za-z]=")
 FORMS = (
     ("(x+1)^2", "x^2+2x+1"),
@@ -226,39 +307,74 @@ FORMS = (
 
 
 def score(
-    prompt: Prompt, completion: Completion, column: str = "answer", seconds: float = 2.0
+    prompt: Prompt,
+    completion: Completion,
+    column: str = "answer",
+    seconds: float = 2.0,
+    answer: str = "boxed",
+    read_thinking: bool = False,
 ) -> float:
-    """1.0 if the completion's answer equals ``column``, else 0.0.
+    """1.0 if the completion's answer equals one that ``column`` accepts, else 0.0.
 
-    A reference answer that cannot be parsed is compared as text, and counted. ``seconds`` bounds
-    the library in the main thread; elsewhere the grading pool's deadline does. Raises
-    ``RewardError`` for a missing column.
+    A reference that cannot be parsed is compared as text, and counted. ``seconds`` bounds the
+    library in the main thread for each accepted answer; elsewhere the grading pool's deadline does.
+    Raises as ``graders.text.references`` and ``answer_of`` do.
     """
-    gold = str(cell(prompt, column, "math_verify")).strip()
-    answer = final_answer(completion.text).strip()
-    if len(answer) > max(LONGEST, len(gold)):
-        count("math_verify: length")
+    golds = references(prompt, column, "math_verify", mathematics=True)
+    text, marked = answer_of(prompt, completion, "math_verify", answer, read_thinking)
+    given = text.strip()
+    if not given:
         return 0.0
-    if not answer:
+    unmarked = not marked and is_prose(given, golds)
+    if len(given) > max(LONGEST, *map(len, golds)):
+        count("math_verify: no marked answer" if unmarked else "math_verify: length")
         return 0.0
+    verdicts = [_by_digits(gold, given) for gold in golds]
+    if any(verdicts):
+        return 1.0
+    is_talk = unmarked and excess(plain(given)) is not None
+    if None in verdicts and not is_talk and _by_library(golds, verdicts, given, seconds):
+        return 1.0
+    if unmarked:
+        count("math_verify: no marked answer")
+    return 0.0
+
+
+def _by_digits(gold: str, answer: str) -> bool | None:
+    """Whether both are the same text, choice or number; None where that cannot tell."""
     gold_text, text = _tidy(gold), _tidy(answer)
     if gold_text == text:
-        return 1.0
+        return True
+    chosen, choice = CHOICE.fullmatch(gold.strip()), CHOICE.fullmatch(answer)
+    if chosen and choice:
+        return chosen[1] == choice[1]
     expected = _number(gold_text)
-    given = _number(text if expected is None else EQUATION.sub("", text, count=1))
-    if expected is not None and given is not None:
-        if expected[1] or given[1]:
-            return float(round(expected[0], PLACES) == round(given[0], PLACES))
-        return float(expected[0] == given[0])
-    return float(_equal(plain(gold), plain(answer), seconds))
+    text = text if expected is None else EQUATION.sub("", text, count=1)
+    given = _number(text)
+    if expected is None:
+        return None
+    if given is None and expected[1] and DECIMAL_COMMA.fullmatch(text) and "," in gold + answer:
+        given = None if re.search(r",\s", answer) else _number(text.replace(",", "."))
+    if given is None and (quantity := without_unit(answer)) is not None:
+        given = _number(_tidy(quantity))
+    if given is None:
+        return False if SPACED_DIGITS.search(answer) and re.fullmatch(r"[\d\s]+", answer) else None
+    if expected[1] or given[1]:
+        return round(expected[0], PLACES) == round(given[0], PLACES) and abs(
+            expected[0] - given[0]
+        ) <= Fraction(1, 1000) * max(abs(expected[0]), abs(given[0]))
+    return expected[0] == given[0]
 
 
 def _tidy(text: str) -> str:
-    """``text`` without layout, white space and a full stop."""
+    """``text`` without layout, white space and a full stop; white space between digits stays."""
     if len(text) > LONGEST:
         return text
+    words = ONLY_TEXT.fullmatch(text.strip())
+    text = words[1] if words else text
+    text = SPACED_DIGITS.sub("\0", text.replace("{,}", ","))
     text = LAYOUT.sub("", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
-    return text.removesuffix(".")
+    return text.removesuffix(".").replace("\0", " ")
 
 
 def _number(text: str) -> tuple[Fraction, bool] | None:
@@ -274,13 +390,29 @@ def _number(text: str) -> tuple[Fraction, bool] | None:
     return (-value if sign == "-" else value), decimal is not None
 
 
-def _equal(gold: str, answer: str, seconds: float) -> bool:
-    if (beyond := excess(answer)) is not None:
+def _by_library(
+    golds: tuple[str, ...], verdicts: list[bool | None], answer: str, seconds: float
+) -> bool:
+    """Whether the library takes ``answer`` for equal to one of the golds without a verdict."""
+    given = plain(answer)
+    if (beyond := excess(given)) is not None:
         count(f"math_verify: {beyond}")
         return False
-    if excess(gold) is not None:
+    readable = False
+    for gold, verdict in zip(golds, verdicts, strict=True):
+        if verdict is None and (equal := _equal(plain(gold), given, seconds)) is not None:
+            readable = True
+            if equal:
+                return True
+    if not readable:
         count("math_verify: reference compared as text")
-        return False
+    return False
+
+
+def _equal(gold: str, answer: str, seconds: float) -> bool | None:
+    """None where the reference is no mathematics within the bounds."""
+    if excess(gold) is not None:
+        return None
     try:
         with deadline(seconds):
             return _compare(gold, answer)
@@ -291,13 +423,27 @@ def _equal(gold: str, answer: str, seconds: float) -> bool:
     return False
 
 
-def _compare(gold: str, answer: str) -> bool:
+@lru_cache(maxsize=4096)
+def _compare(gold: str, answer: str) -> bool | None:
+    """None where the reference cannot be parsed. The completions of a group repeat answers."""
     expected = read(gold)
     if expected is None:
-        count("math_verify: reference compared as text")
-        return False
+        return None
     given = read(answer)
-    return given is not None and verify(expected, given, timeout_seconds=None)
+    if given is None:
+        return False
+    equal = LIBRARY.verify(expected, given, timeout_seconds=None, allow_set_relation_comp=True)
+    return equal and not _are_other_brackets(expected, given, gold, answer)
+
+
+def _are_other_brackets(expected: Any, given: Any, gold: str, answer: str) -> bool:
+    """Whether a pair stands in round brackets on one side and in square ones on the other: the
+    library reads both as a point where the first number is the larger one.
+    """
+    if not (isinstance(expected, sympy.Tuple) and isinstance(given, sympy.Tuple)):
+        return False
+    one, other = BRACKETS.fullmatch(gold.strip()), BRACKETS.fullmatch(answer.strip())
+    return one is not None and other is not None and one.groups() != other.groups()
 
 
 def _learn() -> None:

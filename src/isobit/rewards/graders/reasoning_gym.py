@@ -1,8 +1,8 @@
 """The scorers of reasoning-gym's tasks.
 
 A prompt's row holds the task's entry and, under ``reasoning_gym``, the name, size, seed and options
-from which the task is built again. The answer is the stripped text of the completion's last
-``<answer>...</answer>``, or the whole completion.
+from which the task is built again. The answer is the stripped text of the last
+``<answer>...</answer>`` after the thinking, or all that stands there.
 
 Refused are scorers that execute the model's answer (``eval``, sympy's parser), that use as much
 memory as it asks for, or that reward any text. For some others the answer must have the form in
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobit.data.readers import TASK_COLUMN, create_task
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.graders.text import last_tagged
+from isobit.rewards.graders.text import last_tagged, visible
 from isobit.rewards.outcome import DeadlineError, count, deadline
 from isobit.util.errors import RewardError
 
@@ -68,7 +68,9 @@ LONGEST = 10_000
 """Characters of an answer, besides four times those of the task's own answer."""
 
 
-def score(prompt: Prompt, completion: Completion, seconds: float = 5.0) -> float:
+def score(
+    prompt: Prompt, completion: Completion, seconds: float = 5.0, read_thinking: bool = False
+) -> float:
     """The task's own score of the completion's final answer, in most tasks within 0 and 1.
 
     ``seconds`` bounds the scorer in the main thread; elsewhere the grading pool's deadline does.
@@ -82,8 +84,11 @@ def score(prompt: Prompt, completion: Completion, seconds: float = 5.0) -> float
         )
     entry = {name: value for name, value in prompt.row.items() if name != TASK_COLUMN}
     task = _task(json.dumps(identity, sort_keys=True))
-    tagged = last_tagged(completion.text)
-    answer = (completion.text if tagged is None else tagged).strip()
+    text = visible(prompt, completion, "reasoning_gym", read_thinking)
+    tagged = last_tagged(text)
+    answer = (text if tagged is None else tagged).strip()
+    if tagged is None and not answer and completion.text.strip():
+        return 0.0  # all was thinking; some scorers pay for an empty answer
     if (beyond := _beyond(answer, entry, identity)) is not None:
         count(f"reasoning_gym: {beyond}")
         return 0.0

@@ -1,0 +1,197 @@
+"""What ``isobit verify`` generates: random prompts, the scenarios in which the engine completes
+them, and the packings in which the training forward scores the same tokens again.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from isobit.config.tables import RolloutConfig
+from isobit.memory.cache_size import pages_for
+from isobit.models.policy import SIDES, Policy
+from isobit.models.policy_share import PolicyShare
+from isobit.precision.quant_tensor import Side
+from isobit.records.batch import PackedBatch, pack
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Prompt, SamplingParams
+from isobit.rollout.engine import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One setting of the engine, and the counts of ``EngineStats`` that must not be zero under
+    it.
+    """
+
+    name: str
+    rollout: RolloutConfig
+    must_happen: tuple[str, ...] = ()
+    ties_routers: bool = False
+    """Whether the experts' logits tie, in groups of one more than a token has experts."""
+
+    @property
+    def draws(self) -> tuple[float | bool, ...]:
+        """What decides which tokens are drawn, beside the requests."""
+        rollout = self.rollout
+        settings = rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p
+        return (*settings, self.ties_routers)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Random prompts and the limit of each one's completions."""
+
+    prompts: tuple[Prompt, ...]
+    max_new_tokens: tuple[int, ...]
+    samples: int
+    page_tokens: int
+    """Tokens of a page of the cache whose bounds the lengths are around."""
+
+    @property
+    def longest(self) -> int:
+        return max(
+            len(prompt.token_ids) + limit
+            for prompt, limit in zip(self.prompts, self.max_new_tokens, strict=True)
+        )
+
+    def requests(self, scenario: Scenario) -> list[Request]:
+        """Requests to the engine; each completion ends at its own limit, never at a stop token."""
+        rollout = scenario.rollout
+        return [
+            Request(
+                prompt,
+                0,
+                self.samples,
+                SamplingParams(
+                    limit, rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p
+                ),
+            )
+            for prompt, limit in zip(self.prompts, self.max_new_tokens, strict=True)
+        ]
+
+
+def build_workload(
+    vocab_size: int,
+    context: int,
+    prompts: int,
+    samples: int,
+    max_new_tokens: int,
+    seed: int,
+    page_tokens: int,
+) -> Workload:
+    """Random prompts that leave room for ``max_new_tokens`` in the context."""
+    random = Random(seed)  # noqa: S311 (no secret)
+    longest = context - max_new_tokens
+    lengths = _prompt_lengths(page_tokens)
+    made, limits = [], []
+    for index in range(prompts):
+        shortest, most = lengths[index % len(lengths)]
+        length = min(random.randint(shortest, most), longest)
+        made.append(
+            Prompt(
+                f"verify/{index}", "", tuple(random.randrange(vocab_size) for _ in range(length))
+            )
+        )
+        limits.append(random.randint(max_new_tokens // 2, max_new_tokens))
+    return Workload(tuple(made), tuple(limits), samples, page_tokens)
+
+
+def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
+    limit = max(workload.max_new_tokens)
+    few_pages = pages_for(workload.longest, workload.page_tokens)
+    return (
+        Scenario(
+            "roomy",
+            RolloutConfig(max_new_tokens=limit, max_batched_tokens=4096),
+            ("shared_pages", "copied_pages"),
+        ),
+        Scenario(
+            "few pages",
+            RolloutConfig(max_new_tokens=limit, kv_pages=few_pages),
+            ("preemptions", "recomputed_tokens"),
+        ),
+        Scenario(
+            "small chunks", RolloutConfig(max_new_tokens=limit, max_batched_tokens=40), ("chunks",)
+        ),
+        Scenario("two sequences", RolloutConfig(max_new_tokens=limit, max_sequences=2)),
+        Scenario("greedy", RolloutConfig(max_new_tokens=limit, temperature=0.0)),
+        Scenario(
+            "few pages, small chunks, temperature 0.7",
+            RolloutConfig(
+                max_new_tokens=limit,
+                temperature=0.7,
+                kv_pages=few_pages,
+                max_batched_tokens=56,
+                max_sequences=8,
+            ),
+            ("preemptions", "chunks", "shared_pages"),
+        ),
+        Scenario(
+            "truncated, temperature 1.3",
+            RolloutConfig(max_new_tokens=limit, temperature=1.3, top_k=20, top_p=0.9, min_p=0.01),
+        ),
+        Scenario("tied routers", RolloutConfig(max_new_tokens=limit), ties_routers=True),
+    )
+
+
+@contextmanager
+def tied_routers(*policies: Policy | PolicyShare) -> Iterator[None]:
+    """A block in which the rows of every published router are equal in groups of one more than a
+    token has experts.
+    """
+    changed: list[tuple[dict[str, torch.Tensor], str, torch.Tensor]] = []
+    for policy in policies:
+        assert policy.config.experts is not None, "only a mixture of experts has routers"
+        size = policy.config.experts.top_k + 1
+        sides: Sequence[Side] = SIDES if isinstance(policy, Policy) else ("rollout",)
+        for plain in (policy.weights(side).plain for side in sides):
+            for name in [name for name in plain if name.endswith(".router.weight")]:
+                rows = torch.arange(plain[name].shape[0], device=plain[name].device)
+                changed.append((plain, name, plain[name]))
+                plain[name] = plain[name].detach()[rows - rows % size].contiguous()
+    try:
+        yield
+    finally:
+        for plain, name, router in reversed(changed):
+            plain[name] = router
+
+
+def packings(
+    samples: Sequence[TokenSequence], seed: int
+) -> Iterator[tuple[str, list[PackedBatch]]]:
+    """The same samples in several packings, by name."""
+    yield "alone", pack(samples, 1)
+    yield "300 tokens", pack(samples, 300)
+    yield "2048 tokens", pack(samples, 2048)
+    yield (
+        "random neighbours",
+        [
+            batch
+            for part in _random_parts(samples, seed)
+            for batch in pack(part, sum(s.length for s in part))
+        ],
+    )
+
+
+def _prompt_lengths(page: int) -> tuple[tuple[int, int], ...]:
+    """Ranges of prompt lengths, in tokens, taken in turn, for pages of ``page`` tokens."""
+    return (
+        (1, page // 4),
+        (page - 6, page),  # completions grow into a second page,
+        (page - 6, page),  # those of two prompts at about the same time
+        (page + 1, page + 16),  # a full page to share and a partial one to copy
+        (2 * page, 3 * page),
+    )
+
+
+def _random_parts(samples: Sequence[TokenSequence], seed: int) -> Iterator[list[TokenSequence]]:
+    """The samples in a random order, cut into runs of 2 to 9."""
+    random = Random(seed)  # noqa: S311 (no secret)
+    shuffled = random.sample(list(samples), len(samples))
+    while shuffled:
+        size = random.randint(2, 9)
+        yield shuffled[:size]
+        shuffled = shuffled[size:]
