@@ -159,7 +159,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 def write_text(directory: Path) -> None:
     """Both files, the tasks in turns."""
-    from isobit.data.tasks import create_task
+    from isobit.data.readers import create_task
 
     directory.mkdir(parents=True, exist_ok=True)
     size = TRAINING_ROWS + HELD_OUT_ROWS

@@ -10,6 +10,7 @@ from datasets import Dataset, DatasetDict
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
 from isobit.run.setup import read_rl
+from isobit.starter import starter_folder
 
 SMALL = ["--max-new-tokens", "8", "--threads", "1", "--precision", "fp32"]
 DATA = {"train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 8}}
@@ -116,3 +117,26 @@ def test_what_is_missing_is_the_recipe_alone(
     assert said.endswith(
         f"isobit {command}: error: the following arguments are required: RECIPE.toml\n"
     )
+
+
+def test_the_home_directory_in_words_of_a_command_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell leaves ``~`` as it is in ``--out=~/x`` and in quotes."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    (home / "rows.jsonl").write_text('{"prompt": "1+2+3+4=", "answer": "10"}\n')
+    (home / "m").symlink_to(starter_folder())
+    words = ["--data", "~/rows.jsonl", *SMALL]
+    assert main(["rollout", "~/m", "--out=~/out.jsonl", *words]) == 0
+    assert (home / "out.jsonl").is_file()
+    reward = ["--reward", "isobit.starter.tasks:correct_answer"]
+    assert main(["eval", "~/m", *reward, *words]) == 0
+    assert main(["inspect", "~/m", "--out=~/page.html"]) == 0
+    assert (home / "page.html").is_file()
+    assert not (tmp_path / "~").exists()
+    capsys.readouterr()
+    said = error_of(capsys, "rollout", "~nobody-here/m", "--prompt", "1+1=")
+    assert "begins with ~nobody-here, and there is no such home directory" in said

@@ -53,7 +53,7 @@ def test_help_lists_the_keys_of_a_recipe(capsys):
         main(["train", "--help"])
     shown = capsys.readouterr().out
     assert "--training.prompts_per_step  (int, default 16)" in shown
-    assert "--data.eval.NAME.path  (path)" in shown
+    assert "--data.eval.NAME.path  (path | list of path)" in shown
 
 
 def test_a_recipe_is_required(capsys):

@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from isobit.cli.arguments import count_of_threads, folder_parser, positive
 from isobit.config import recipes
@@ -46,20 +47,14 @@ def leaves(annotation: Any) -> Iterator[Any]:
         yield from leaves(one)
 
 
-def bounds_within(annotation: Any) -> list[Any]:
-    """Of the alternatives of a union: ``Annotated[int, Field(ge=0, le=9)] | Literal["all"]``."""
-    found = [getattr(one, "metadata", []) for one in getattr(annotation, "__metadata__", ())]
-    inner = [bounds_within(one) for one in get_args(annotation)]
-    return [bound for bounds in (*found, *inner) for bound in bounds]
-
-
 def test_every_number_has_both_bounds() -> None:
     checked = 0
     for model in tables(ROOTS):
         for name, field in model.model_fields.items():
             if {int, float} & {one for one in leaves(field.annotation) if isinstance(one, type)}:
                 key = f"{model.__name__}.{name}"
-                bounds = [*field.metadata, *bounds_within(field.annotation)]
+                inside = [one for one in leaves(field.annotation) if isinstance(one, FieldInfo)]
+                bounds = [*field.metadata, *(bound for one in inside for bound in one.metadata)]
                 assert any(isinstance(bound, Ge | Gt) for bound in bounds), key
                 assert any(isinstance(bound, Le | Lt) for bound in bounds), key
                 checked += 1

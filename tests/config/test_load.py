@@ -1,5 +1,6 @@
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,8 @@ from isobit.config.load import (
     nested_overrides,
     parse_overrides,
 )
+from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.schema import all_keys
 from isobit.util.errors import ConfigError
 
 MINIMAL = """
@@ -60,6 +63,114 @@ def test_paths_stay_as_written_relative_to_the_current_directory(recipe):
     assert source.path == Path("data/a.jsonl")
 
 
+PATHS = ["output", "data.train.path", "data.eval.a.path", "data.eval.b.path", "data.eval.c.path"]
+NAMES = ["model", "reference.model", "reward.function", "reward.model", "algorithm.source"]
+NAMES += ["reward.parts.a.function", "reward.parts.a.model"]
+HOMELESS = """
+output = "out"
+[data.train]
+type = "jsonl"
+path = "a"
+[data.eval.a]
+type = "csv"
+path = "a"
+[data.eval.b]
+type = "parquet"
+path = "a"
+[data.eval.c]
+type = "hf"
+path = "a"
+[algorithm]
+name = "custom"
+source = "a.py:A"
+"""
+
+
+@pytest.mark.parametrize("key", PATHS + NAMES)
+def test_the_home_directory_in_every_path_and_name(key, recipe, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+
+    def value(word: str) -> str:
+        found: Any = load_config(recipe(HOMELESS), [f"--{key}", word]).model_dump(mode="json")
+        for part in key.split("."):
+            found = found[part]
+        return found
+
+    assert value("~/x/y") == "/home/me/x/y"
+    assert value("~") == "/home/me"
+    assert value("./~/x") == ("./~/x" if key in NAMES else str(Path.cwd() / "~/x"))
+    assert value("x/~") == "x/~"
+    message = refusal(recipe(HOMELESS), f"--{key}", "~nobody-here/x")
+    assert f"{key}: begins with ~nobody-here, and there is no such home directory" in message
+
+
+def test_no_key_with_a_path_is_forgotten():
+    """A new key of type Path must be a HomePath; names of models and functions are in NAMES."""
+    for model in (RunConfig, SftConfig):
+        for key in all_keys(model):
+            if "path" in key.kind or key.path.rpartition(".")[2] == "output":
+                part = key.path.rpartition(".")[2]
+                assert part in ("output", "path"), key
+            if key.path.rpartition(".")[2] in ("model", "function", "source"):
+                assert key.path.replace("NAME", "a") in NAMES, key
+
+
+def test_lists_of_paths_are_expanded_and_written_back(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    path = recipe('output = "o"\n[data.train]\ntype = "jsonl"\npath = ["~/a*", "b.gz"]\n')
+    config = load_config(path)
+    assert isinstance(config.data.train, JsonlData)
+    assert config.data.train.path == (Path("/home/me/a*"), Path("b.gz"))
+    again = tmp_path / "again.toml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+    for wrong in ("5", "[]", "[1]", "{}"):
+        message = refusal(path, "--data.train.path", wrong)
+        assert "data.train.path: should be a path or a list of paths, but it is" in message
+
+
+@pytest.mark.parametrize(("value", "expected"), [("-1", 0), ("0", 0), ("7", 7)])
+def test_top_k_is_switched_off_by_0_and_by_minus_1(value, expected, recipe):
+    config = load_config(recipe(MINIMAL), ["--rollout.top_k", value])
+    assert config.rollout.top_k == expected
+    assert f"top_k = {expected}\n" in dump_config(config)
+    assert "rollout.top_k: should be" in refusal(recipe(MINIMAL), "--rollout.top_k", "-2")
+
+
+@pytest.mark.parametrize("text", [MINIMAL, MINIMAL.replace("\n", "\r\n")])
+def test_a_byte_order_mark_is_no_part_of_a_recipe(text, tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_config(path).output == Path("runs/x")
+    path.write_bytes(text.encode("utf-16"))
+    assert refusal(path).endswith("not a text file in UTF-8 but in UTF-16; save it as UTF-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("r.yaml", "output: runs/x\n", "YAML"),
+        ("r.yml", "- a\n", "YAML"),
+        ("r.toml", "# mine\n\noutput: runs/x\ntraining:\n  steps: 5\n", "YAML"),
+        ("r.toml", "---\noutput: runs/x\n", "YAML"),
+        ("r.json", '{"output": "runs/x"}', "JSON"),
+        ("recipe", '{"output": "runs/x"}', "JSON"),
+    ],
+)
+def test_recipes_in_another_format_are_told_that_it_is_toml(name, text, kind, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    message = refusal(path)
+    assert "not valid TOML" in message
+    assert f"This looks like {kind}; a recipe is TOML, in which" in message
+
+
+def test_a_slip_in_toml_is_not_taken_for_another_format(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text("[training]\nsteps: 5\n")
+    assert "looks like" not in refusal(path)
+
+
 def test_every_problem_is_listed_with_its_dotted_path(recipe):
     message = refusal(
         recipe(MINIMAL + "sise = 3\n[training]\nstepz = 3\nlearning_rate = -1.0\n"),
@@ -82,7 +193,7 @@ def test_every_problem_is_listed_with_its_dotted_path(recipe):
         ),
         (
             "[data.eval.b]\ntype = 'cvs'",
-            "'hub' or 'rows', but it is 'cvs'; did you mean csv?",
+            "'rows' or 'mixture', but it is 'cvs'; did you mean csv?",
         ),
         ("[data.eval.b]\ntype = 'jsonl'", "with --data.eval.b.path VALUE"),
         ("[data.eval.b]\ntype = 'jsonl'\npath = 'x'\nlimt = 2", "did you mean data.eval.b.limit?"),

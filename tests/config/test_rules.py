@@ -193,3 +193,23 @@ def test_a_shape_has_what_its_family_has(changes: dict[str, Any], message: str |
     else:
         with pytest.raises(ConfigError, match=message):
             check_shape(shape)
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"warmup_ratio": 0.1, "warmup_updates": 3}, "warmup_ratio is 0.1, and training.warmup_up"),
+        ({"min_learning_rate": 1e-7}, "training.schedule is 'constant', which never falls"),
+        (
+            {"min_learning_rate": 1e-3, "schedule": "cosine"},
+            "min_learning_rate is 0.001, above training.learning_rate = 1e-06; set it below",
+        ),
+    ],
+)
+def test_learning_rates_that_contradict_one_another(training: dict[str, Any], message: str) -> None:
+    for check in (
+        lambda: check_run(run_config(training=training)),
+        lambda: check_sft(sft_config(training=training)),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            check()

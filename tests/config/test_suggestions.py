@@ -16,7 +16,7 @@ from isobit.config.schema import RECIPES, all_keys, fields_by_key
 from isobit.util.errors import ConfigError
 
 CHOICES = {
-    "data": ("type", ("reasoning_gym", "jsonl", "csv", "parquet", "hf", "hub", "rows")),
+    "data": ("type", ("reasoning_gym", "jsonl", "csv", "parquet", "hf", "hub", "rows", "mixture")),
     "algorithm": ("name", (*ALGORITHMS, "custom")),
     "corrections[]": ("type", ("tis", "mis", "icepop", "k3", "normalise")),
 }
@@ -30,6 +30,8 @@ def refusal(model: type[BaseModel], path: list[str]) -> str:
         if part.endswith("[]"):
             table = table.setdefault(part[:-2], [{}])[0]
         else:
+            if part == "sources":
+                table["type"] = "mixture"
             table = table.setdefault("held_out" if part == "NAME" else part, {})
     table[path[-1]] = "x"
     messages = []

@@ -1,7 +1,10 @@
 """Rows from every kind of source, and the errors of wrong ones."""
 
+import bz2
 import csv
+import gzip
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,20 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, interleave_datasets
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 
-from isobit.config.data import CsvData, HfData, JsonlData, ParquetData, ReasoningGymData, RowsData
+from isobit.config.data import (
+    CsvData,
+    HfData,
+    JsonlData,
+    MixtureData,
+    ParquetData,
+    ReasoningGymData,
+    RowsData,
+)
 from isobit.data.sources import give_rows, load_rows
 from isobit.records.text import written_messages
 from isobit.util.errors import DataError
@@ -77,7 +90,7 @@ def test_a_faulty_line_is_named(tmp_path: Path, line: bytes, message: str) -> No
 
 def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", [*lines(ROWS[:1]), b"x" * 200])
-    monkeypatch.setattr("isobit.data.sources.LONGEST_LINE", 100)
+    monkeypatch.setattr("isobit.data.readers.LONGEST_LINE", 100)
     with pytest.raises(DataError, match="line 2: longer than 100 bytes"):
         load_rows(source)
     monkeypatch.undo()
@@ -448,3 +461,154 @@ def test_no_tools_are_no_tools(tmp_path: Path, tools: Any) -> None:
     """Llama's template writes another system message for an empty list."""
     source = write_jsonl(tmp_path / "a.jsonl", lines([{"prompt": "1+1=", "tools": tools}]))
     assert load_rows(source)[0].tools is None
+
+
+COMPRESSIONS = {"plain": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_compressed_files_are_recognised_by_their_bytes(
+    name: str, suffix: str, tmp_path: Path
+) -> None:
+    """Whatever the file is called; a reader that went by the name would read one as the other."""
+    content = COMPRESSIONS[name](b"\n".join(lines(ROWS)))
+    path = tmp_path / f"rows.jsonl{suffix}"
+    path.write_bytes(content)
+    assert [row.columns["answer"] for row in load_rows(JsonlData(path=path))] == ["2", "4", "6"]
+    table = tmp_path / f"rows.csv{suffix}"
+    table.write_bytes(COMPRESSIONS[name](b"\xef\xbb\xbfprompt,answer\r\n1+1=,2\r\n"))
+    (row,) = load_rows(CsvData(path=table))
+    assert (row.prompt, row.columns) == ("1+1=", {"answer": "2"})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(b'{"prompt": "a"}\n' * 999)[:-20], "is a damaged compressed file"),
+        (b"\x1f\x8b" + b"\0" * 30, "is a damaged compressed file"),
+        (lzma.compress(b'{"prompt": "a"}\n')[:-9], "is a damaged compressed file"),
+        (b"\x28\xb5\x2f\xfd" + b"\0" * 30, "is compressed with Zstandard; decompress it"),
+    ],
+    ids=["cut gz", "no gz", "cut xz", "zst"],
+)
+def test_damaged_and_other_compressions_are_named(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_rows(JsonlData(path=path))
+
+
+def test_a_damaged_csv_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv.gz"
+    path.write_bytes(gzip.compress(b"prompt\n" + b"a\n" * 99999)[:-20])
+    with pytest.raises(DataError, match="is a damaged compressed file"):
+        load_rows(CsvData(path=path))
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        ("part-*.jsonl", ["a", "b", "c"]),
+        (["part-2.jsonl", "part-1.jsonl"], ["b", "a"]),
+        (["part-3.jsonl", "part-[12].jsonl"], ["c", "a", "b"]),
+        ("**/*.jsonl", ["d", "e", "a", "b", "c"]),
+        ("odd[1].jsonl", ["e"]),  # a name, though it reads as a pattern
+    ],
+)
+def test_lists_and_patterns_of_files(
+    paths: Any, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    names = ["part-1", "part-2", "part-3", "below/d", "odd[1]"]
+    for name, prompt in zip(names, "abcde", strict=True):
+        write_jsonl(tmp_path / f"{name}.jsonl", lines([{"prompt": prompt}]))
+        Dataset.from_list([{"prompt": prompt}]).to_parquet(tmp_path / f"{name}.parquet")
+        (tmp_path / f"{name}.csv").write_text(f"prompt\n{prompt}\n")
+
+    def renamed(suffix: str) -> Any:
+        if isinstance(paths, str):
+            return paths.replace("jsonl", suffix)
+        return [one.replace("jsonl", suffix) for one in paths]
+
+    for source in (
+        JsonlData(path=paths),
+        ParquetData(path=renamed("parquet")),
+        CsvData(path=renamed("csv")),
+    ):
+        assert [row.prompt for row in load_rows(source)] == expected
+        limited = source.model_copy(update={"limit": 1})
+        assert [row.prompt for row in load_rows(limited)] == expected[:1]
+
+
+def test_patterns_without_files_and_files_named_twice_are_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", lines(ROWS))
+    with pytest.raises(DataError, match=r"no file matches .*b\*\.jsonl; correct the pattern"):
+        load_rows(JsonlData(path=tmp_path / "b*.jsonl"))
+    with pytest.raises(DataError, match=r"a list on the command line is written '\[\"a\.jsonl"):
+        load_rows(JsonlData(path=Path("[a.jsonl,b.jsonl]")))
+    with pytest.raises(DataError, match=r"a\.jsonl is named twice; name it once"):
+        load_rows(JsonlData(path=(tmp_path / "*.jsonl", tmp_path / "a.jsonl")))
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    weights=st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]), min_size=4, max_size=4),
+    stop=st.sampled_from(["first_exhausted", "all_exhausted"]),
+    seed=st.integers(0, 2**32),
+)
+def test_a_mixture_is_what_interleave_datasets_makes(
+    sizes: list[int], weights: list[float], stop: Any, seed: int
+) -> None:
+    tables = [[{"prompt": f"{i}-{n}"} for n in range(size)] for i, size in enumerate(sizes)]
+    held = [give_rows(table, "data") for table in tables]
+    names = [f"source {i}" for i in range(len(sizes))]
+    shares = weights[: len(sizes)]
+    source = MixtureData(
+        sources={
+            name: RowsData(count=len(one.rows), sha256=one.sha256)
+            for name, one in zip(names, held, strict=True)
+        },
+        weights=dict(zip(names, shares, strict=True)),
+        stop=stop,
+        seed=seed,
+    )
+    expected = interleave_datasets(
+        [Dataset.from_list(table) for table in tables],
+        probabilities=[share / sum(shares) for share in shares],
+        seed=seed,
+        stopping_strategy=stop,
+    )
+    found = [row.prompt for row in load_rows(source)]
+    assert found == list(expected["prompt"])
+    seen = [len({x for x in found if str(x).startswith(f"{i}-")}) for i in range(len(sizes))]
+    ended = [count == size for count, size in zip(seen, sizes, strict=True)]
+    assert all(ended) if stop == "all_exhausted" else any(ended)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
+def test_an_empty_source_of_a_mixture_is_refused(place: int, stop: Any, tmp_path: Path) -> None:
+    """As huggingface/datasets#8626: rows of another source must not be taken for its own."""
+    names = ["a", "b"]
+    names.insert(place, "empty")
+    sources: dict[str, Any] = {
+        name: write_jsonl(tmp_path / name, [] if name == "empty" else lines(ROWS)) for name in names
+    }
+    with pytest.raises(DataError, match="empty has no rows; a run needs at least one prompt"):
+        load_rows(MixtureData(sources=sources, stop=stop))
+
+
+def test_a_mixture_says_how_much_it_took_of_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (write_jsonl(tmp_path / name, lines(ROWS)) for name in ("a", "b"))
+    source = MixtureData(sources={"a": a, "b": b}, weights={"a": 1e6}, stop="first_exhausted")
+    assert [row.columns["answer"] for row in load_rows(source)] == ["2", "4", "6"]
+    assert "mixture of 3 rows: 3 of a, 0 of b (first_exhausted)" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"has a weight of 'c', which is none of .* \(a, b\)"):
+        MixtureData(sources={"a": a, "b": b}, weights={"c": 1})

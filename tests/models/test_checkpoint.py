@@ -16,6 +16,7 @@ from isobit.config.tables import PrecisionConfig
 from isobit.models import checkpoint
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
+from isobit.models.families import LinearScaling, Llama3Scaling, YarnScaling
 from isobit.models.policy import random_policy
 from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
@@ -103,6 +104,68 @@ def test_a_head_stored_beside_the_embedding_that_it_is_tied_to(folder: Path) -> 
             masters_of(folder)
     untied = replace(CONFIG, tied_embeddings=False)
     assert "lm_head.weight" in masters_of(folder, untied)
+
+
+LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 64)
+SCALINGS = [None, LinearScaling(2.0), LLAMA3, YarnScaling(4.0, 64)]
+
+
+def buffers_of(config: ModelConfig, dtype: torch.dtype) -> Tensors:
+    """What transformers of Llama 2's time would have stored of a model: computed in FP32."""
+    half = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**half)
+    scaling = config.rope_scaling
+    stretched = frequencies
+    if scaling is not None:
+        stretched = scaling.stretched(frequencies.double(), config.rope_theta).float()
+    angles = torch.outer(torch.arange(config.max_positions).float(), stretched).repeat(1, 2)
+    factor = config.attention_scaling
+    found = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": stretched,
+        "model.rotary_emb.inv_freq": stretched,
+        "model.rotary_emb.original_inv_freq": frequencies,
+        "model.layers.1.self_attn.rotary_emb.cos_cached": (angles.cos() * factor)[None, None],
+        "model.layers.1.self_attn.rotary_emb.sin_cached": angles.sin() * factor,
+    }
+    return {name: values.to(dtype).contiguous() for name, values in found.items()}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
+def test_rotary_buffers_of_old_checkpoints_are_left_aside(
+    scaling: Any, dtype: torch.dtype, theta: float, folder: Path
+) -> None:
+    config = replace(CONFIG, rope_theta=theta, rope_scaling=scaling)
+    before = masters_of(folder, config)
+    buffers = {name: one.clone() for name, one in buffers_of(config, dtype).items()}
+    rewrite(folder, lambda tensors: tensors.update(buffers))
+    after = masters_of(folder, config)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("name", buffers_of(CONFIG, torch.float32))
+def test_buffers_that_the_configuration_does_not_give_are_refused_with_numbers(
+    name: str, folder: Path
+) -> None:
+    right = buffers_of(CONFIG, torch.float32)[name]
+    wrong = {
+        "another theta": buffers_of(replace(CONFIG, rope_theta=5e5), torch.float32)[name],
+        "one number": torch.where(torch.arange(right.numel()).view_as(right) == 3, 0.5, right),
+        "NaN": torch.full_like(right, torch.nan),
+        "shape": right.flatten()[:-1].clone(),
+    }
+    for kind, values in wrong.items():
+        rewrite(folder, lambda tensors, values=values: tensors.update({name: values.clone()}))
+        message = "but config.json asks for" if kind == "shape" else "but config.json .* gives"
+        with pytest.raises(ModelError, match=message) as error:
+            masters_of(folder)
+        assert name in str(error.value)
+    other = {f"{name}_of_another_kind": right.clone()}
+    rewrite(folder, lambda tensors: {n: x for n, x in tensors.items() if n != name} | other)
+    with pytest.raises(ModelError, match="which a qwen2 decoder does not read"):
+        masters_of(folder)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e300])

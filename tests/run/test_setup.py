@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isobit.config.recipes import RunConfig
+from isobit.config.tables import RolloutConfig
+from isobit.run.data import settled
 from isobit.run.dry_run import plan_training
 from isobit.run.loop import train
 from isobit.run.setup import read_rl
@@ -22,6 +24,7 @@ from isobit.util.errors import (
     RequestError,
     RewardError,
 )
+from tests.tiny import save_tiny, tiny_model
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -153,3 +156,41 @@ def test_damaged_models(make_config: MakeConfig, tiny_folder: Path, tmp_path: Pa
     tensors = load_file(tiny_folder / "model.safetensors")
     save_file(tensors | {"model.norm.weight": torch.ones(64)}, weights)
     refused(make_config(model=str(folder)), ModelError, r"model.norm.weight has the shape \(64,\)")
+
+
+@pytest.mark.parametrize("context", [128, 256, 1022, 1024, 4096])
+def test_completions_are_at_most_half_of_a_small_context(
+    context: int, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """F10: README's recipe was refused with the only model at hand, whose context is 512."""
+    model = str(save_tiny(tmp_path / "model", tiny_model(max_positions=context)))
+    config = make_config(model=model)
+    unset = config.model_copy(update={"rollout": RolloutConfig()})
+    said: list[str] = []
+    made = settled(unset, read_rl, said.append)
+    assert made.rollout.max_new_tokens == min(512, context // 2)
+    assert said == (
+        [
+            f"completions have at most {context // 2} tokens, half of the model's context; another "
+            "limit is rollout.max_new_tokens"
+        ]
+        if context < 1024
+        else []
+    )
+    assert settled(made, read_rl, said.append) == made
+    assert settled(config, read_rl) == config, "what the recipe says stays"
+    assert plan_training(unset, read_rl).plan.config == made
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.1, 1), (1, 8), (2.5, 20), (3, 24)])
+def test_epochs_are_as_many_steps_as_they_need(
+    epochs: float, steps: int, make_config: Callable[..., RunConfig]
+) -> None:
+    config = make_config(data={"epochs": epochs})
+    training = config.training.model_copy()
+    training.model_fields_set.discard("steps")
+    said: list[str] = []
+    made = settled(config.model_copy(update={"training": training}), read_rl, said.append)
+    assert made.training.steps == steps
+    assert said == [f"data.epochs = {epochs:g} of 16 prompts: {steps} steps of 2"]
+    assert settled(made, read_rl) == made

@@ -5,6 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import get_scheduler
 
 from isobit.config.tables import Moments, TrainingConfig
 from isobit.kernels.backend import backend_of
@@ -59,6 +62,48 @@ def test_linear_schedule_after_warmup() -> None:
 
 def test_a_warmup_as_long_as_the_run_is_defined() -> None:
     assert learning_rate(4, config(schedule="cosine", warmup_updates=4), 4) == pytest.approx(0.1)
+
+
+@given(
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    updates=st.integers(1, 60),
+    ratio=st.floats(0, 1),
+    share=st.floats(0, 1),
+)
+def test_schedules_are_those_of_transformers_after_the_warmup(
+    schedule: str, updates: int, ratio: float, share: float
+) -> None:
+    """In the warmup transformers begins at 0, and an update of Isobit is one step ahead."""
+    least = share * 0.1 if schedule != "constant" else 0.0
+    kind = "constant_with_warmup" if schedule == "constant" else schedule
+    more: dict[str, float] = {}
+    if least and schedule == "cosine":
+        kind, more = "cosine_with_min_lr", {"min_lr": least}
+    elif least:
+        kind, more = "polynomial", {"lr_end": least, "power": 1.0}
+    warmup = math.ceil(ratio * updates)
+    if least == 0.1:  # transformers' polynomial refuses it
+        return
+    theirs = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = get_scheduler(kind, theirs, warmup, updates, scheduler_specific_kwargs=more)
+    ours = config(schedule=schedule, warmup_ratio=ratio, min_learning_rate=least)
+    for update in range(updates):
+        rate = learning_rate(update, ours, updates)
+        if update >= warmup:
+            assert rate == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9, abs=1e-15)
+        else:
+            assert rate == pytest.approx(0.1 * (update + 1) / (warmup + 1))
+        theirs.step()
+        if update + 1 < updates:  # transformers divides by 0 after a run that is all warmup
+            scheduler.step()
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_smallest_rate_is_reached_after_the_last_update(schedule: str) -> None:
+    settings = config(schedule=schedule, min_learning_rate=0.02)
+    rates = [learning_rate(update, settings, 10) for update in range(11)]
+    assert rates == sorted(rates, reverse=True)
+    assert (rates[0], rates[-1]) == (0.1, 0.02)
 
 
 def test_adamw_against_its_formula_and_only_matrices_decay() -> None:

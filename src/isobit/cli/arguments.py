@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from isobit.config.base import MAX_PROCESSES, MAX_SEED, MAX_STEPS, MAX_THREADS
 from isobit.util.errors import ConfigError
+from isobit.util.files import at_home
 
 if TYPE_CHECKING:
     from isobit.config.base import Strict
@@ -63,6 +64,14 @@ def folder_parser(
         )
     add_threads(parser)
     return parser
+
+
+def path_value(text: str) -> Path:
+    """A path, with ``~`` as the home directory, which no shell expands in ``--out=~/file``."""
+    try:
+        return Path(at_home(text))
+    except RuntimeError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def precision_value(text: str) -> Any:
@@ -200,14 +209,14 @@ def _model_name(text: str) -> str:
     """Refuse the empty text, which as a path would be the current directory."""
     if not text.strip():
         raise ArgumentTypeError("the name is empty; name a folder, org/name or starter")
-    return text
+    return str(path_value(text)) if text.startswith("~") else text
 
 
 def data_table(text: str, split: str | None = None) -> dict[str, Any]:
     """The rows that a word names: a file by its suffix, a folder, or ``hub:ORG/NAME``."""
     if text.startswith("hub:"):
         return {"type": "hub", "dataset": text.removeprefix("hub:"), "split": split}
-    if Path(text).is_dir():
+    if path_value(text).is_dir():
         return {"type": "hf", "path": text, "split": split}
     from isobit.config.data import file_rows
 

@@ -17,6 +17,7 @@ from isobit.cli.arguments import (
     data_table,
     folder_parser,
     given,
+    path_value,
     positive,
     precision_value,
     set_threads,
@@ -40,7 +41,7 @@ def evaluate_reward_model(arguments: Sequence[str]) -> int:
 
     from isobit.config.recipes import ScoringConfig
 
-    kind = "hf" if Path(options.data).is_dir() else "jsonl"
+    kind = "hf" if path_value(options.data).is_dir() else "jsonl"
     values = {
         "precision": options.precision,
         "data": {"type": kind, "path": options.data, **given(limit=options.problems)},
@@ -87,7 +88,7 @@ def _reward_parser() -> ArgumentParser:
     parser.add_argument(
         FLAG,
         dest="folder",
-        type=Path,
+        type=path_value,
         required=True,
         metavar="FOLDER",
         help="a Hugging Face folder, or a name of the hub, of a ...ForSequenceClassification "
@@ -117,7 +118,7 @@ def _reward_parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_value,
         metavar="FILE.jsonl",
         help="write a line for each row there, as it is scored",
     )

@@ -6,7 +6,6 @@ the schema or the keys of the recipes.
 import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobit.cli.arguments import (
@@ -14,6 +13,7 @@ from isobit.cli.arguments import (
     add_threads,
     check_directory,
     folder_parser,
+    path_value,
     positive,
     precision_value,
     set_threads,
@@ -54,7 +54,7 @@ def run_export(arguments: Sequence[str]) -> int:
         console.lines(_describe(result, address))
         return 0
     with console.busy(f"writing {options.to}"):
-        result = export(source, Path(options.to), overwrite=options.overwrite, **settings)
+        result = export(source, path_value(options.to), overwrite=options.overwrite, **settings)
     console.lines(_describe(result))
     return 0
 
@@ -207,7 +207,9 @@ def _inspect_parser() -> ArgumentParser:
         metavar="N",
         help="with --gpu: tokens of the longest sequence in training; by default 4096",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="also write it as an HTML page")
+    parser.add_argument(
+        "--out", metavar="FILE", type=path_value, help="also write it as an HTML page"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     return parser
 
@@ -239,14 +241,14 @@ def _report_parser() -> ArgumentParser:
     parser.add_argument(
         "runs",
         metavar="RUN",
-        type=Path,
+        type=path_value,
         nargs="+",
         help="the directory that `isobit train` or `isobit sft` wrote (its `output`); up to seven",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
-        type=Path,
+        type=path_value,
         help="where to write the page; by default RUN/report.html, of several comparison.html",
     )
     parser.add_argument(

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import add_allow_change, allowed_names, positive, whole
+from isobit.cli.arguments import add_allow_change, allowed_names, path_value, positive, whole
 from isobit.cli.main import compare_as_rank, start_ranks, starting
 from isobit.config.base import MAX_PROCESSES
 from isobit.util.errors import IsobitError
@@ -87,7 +87,7 @@ def _parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "run", metavar="RUN", type=Path, help="the directory that `isobit train` wrote"
+        "run", metavar="RUN", type=path_value, help="the directory that `isobit train` wrote"
     )
     parser.add_argument(
         "--step",
@@ -104,7 +104,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=path_value,
         metavar="PATH",
         help="where the files of the second run stay, without its checkpoints; by default they are "
         "removed",
@@ -158,6 +158,6 @@ def _diff_parser() -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("one", metavar="RUN", type=Path, help="a directory that a run wrote")
-    parser.add_argument("other", metavar="RUN", type=Path, help="the one to compare it with")
+    parser.add_argument("one", metavar="RUN", type=path_value, help="a directory that a run wrote")
+    parser.add_argument("other", metavar="RUN", type=path_value, help="the one to compare it with")
     return parser

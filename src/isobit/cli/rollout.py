@@ -6,7 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.arguments import check_new, folder_parser, given, set_threads, settings_from, whole
+from isobit.cli.arguments import (
+    check_new,
+    folder_parser,
+    given,
+    path_value,
+    set_threads,
+    settings_from,
+    whole,
+)
 from isobit.cli.main import obey_as_rank, start_ranks, starting
 from isobit.config.base import MAX_BATCH
 from isobit.util.files import LineFile, disk_errors
@@ -132,7 +140,7 @@ def _parser() -> ArgumentParser:
     prompts.add_argument(
         "--data",
         metavar="FILE",
-        type=Path,
+        type=path_value,
         help="a JSONL, CSV or Parquet file with a column `prompt`",
     )
     parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
@@ -157,7 +165,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--out",
         metavar="FILE.jsonl",
-        type=Path,
+        type=path_value,
         help="write JSON lines there, with tokens and log-probabilities",
     )
     return parser

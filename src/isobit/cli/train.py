@@ -19,6 +19,7 @@ from isobit.cli.arguments import (
     allowed_names,
     asks_for_help,
     flags_first,
+    path_value,
     recipe_parser,
 )
 from isobit.cli.main import requests_wait, starting
@@ -109,7 +110,7 @@ def _obey(
         options.overrides += ["--device", "cuda"]
         if options.gpus is not None:
             options.overrides += ["--cluster.processes", str(options.gpus)]
-    recipe = Path(options.recipe)
+    recipe = path_value(options.recipe)
     if options.resume and recipe.is_dir():
         config = _config_of_run(command, recipe, options.overrides)
     else:
@@ -140,6 +141,8 @@ def _config_of_run(command: str, directory: Path, overrides: Sequence[str]) -> "
             f"{path} cannot be read ({error}); name the recipe of the run instead: isobit "
             f"{command} RECIPE.toml --resume"
         ) from None
+    if saved.get("data", {}).get("epochs") is not None:
+        saved["training"].pop("steps", None)  # follows from it
     values = apply_overrides({**saved, "output": str(directory)}, parse_overrides(overrides))
     return build(RECIPES[command], values, str(path))
 

@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from, whole
+from isobit.cli.arguments import (
+    folder_parser,
+    given,
+    path_value,
+    positive,
+    set_threads,
+    settings_from,
+    whole,
+)
 from isobit.cli.main import compare_as_rank, start_ranks, starting
 from isobit.util.errors import ConfigError, IsobitError
 
@@ -75,7 +83,7 @@ def _doctor_parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--directory",
-        type=Path,
+        type=path_value,
         default=Path(),
         metavar="DIR",
         help="where files are tried out; by default the current one",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from isobit.config.base import MAX_COUNT, MAX_FACTOR, MAX_STEPS, Strict
+from isobit.config.base import MAX_COUNT, MAX_FACTOR, MAX_STEPS, HomeName, Strict
 from isobit.config.tables import MAX_POSITIONS
 
 LossMean = Literal["token", "sequence", "constant"]
@@ -195,7 +195,7 @@ class CustomConfig(StepConfig):
     """An objective of the user's own."""
 
     name: Literal["custom"] = "custom"
-    source: str
+    source: HomeName
     """``path/to/file.py:Class`` or ``module:Class``, an ``Algorithm`` (docs/algorithms.md)."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the class."""

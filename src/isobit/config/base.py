@@ -4,10 +4,14 @@ machine without memory.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from isobit.util.files import at_home
 
 MAX_COUNT = 1_000_000_000
 """Tokens, rows and pages."""
@@ -27,6 +31,28 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+
+
+def path_at_home(path: Any) -> Any:
+    """A path with ``~`` at its beginning expanded, before validation."""
+    if not isinstance(path, str | Path):
+        return path
+    if not str(path).startswith("~") and str(Path(path)).startswith("~"):
+        return Path.cwd() / path  # ./~ is a folder of that name, and stays one when it is written
+    try:
+        return Path(at_home(str(path)))
+    except RuntimeError as error:
+        raise PydanticCustomError("home", "{reason}", {"reason": str(error)}) from None
+
+
+def _name_at_home(name: str) -> str:
+    return str(path_at_home(name)) if name.startswith("~") else name
+
+
+HomePath = Annotated[Path, BeforeValidator(path_at_home)]
+"""A path in which ``~`` at the beginning is the home directory."""
+HomeName = Annotated[str, AfterValidator(_name_at_home)]
+"""A name that may be a path: of a model, or of a file with a function."""
 
 
 class Strict(BaseModel):

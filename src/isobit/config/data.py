@@ -3,11 +3,12 @@ answers.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import Field, NaiveDatetime
+from pydantic import BeforeValidator, Field, NaiveDatetime, model_validator
+from pydantic_core import PydanticCustomError
 
-from isobit.config.base import MAX_COUNT, Seed, Strict
+from isobit.config.base import MAX_COUNT, MAX_FACTOR, HomePath, Seed, Strict, path_at_home
 from isobit.config.tables import MAX_POSITIONS
 
 
@@ -45,11 +46,23 @@ class ColumnsData(Source):
     """Use only this many rows from the start."""
 
 
+def _paths(value: Any) -> Any:
+    several = value if isinstance(value, list | tuple) else [value]
+    if several and all(isinstance(one, str | Path) for one in several):
+        found = [path_at_home(one) for one in several]
+        return tuple(found) if several is value else found[0]
+    raise PydanticCustomError("paths", "should be a path or a list of paths")
+
+
+Paths = Annotated[Path | tuple[Path, ...], BeforeValidator(_paths)]
+
+
 class JsonlData(ColumnsData):
     type: Literal["jsonl"] = "jsonl"
-    path: Path
-    """The file, or the folder (hf). ``starter:train.jsonl`` and ``starter:held_out.jsonl`` are the
-    starter model's problems.
+    path: Paths
+    """The file, or a list of files, read one after another. A pattern (``part-*.jsonl``) stands for
+    the files that match, by name, and files may be compressed (gz, bz2, xz). Of hf it is a folder.
+    ``starter:train.jsonl`` and ``starter:held_out.jsonl`` are the starter model's problems.
     """
 
 
@@ -57,19 +70,19 @@ class CsvData(ColumnsData):
     """A CSV file in UTF-8 whose first line names the columns; every value is text."""
 
     type: Literal["csv"] = "csv"
-    path: Path
+    path: Paths
 
 
 class ParquetData(ColumnsData):
     type: Literal["parquet"] = "parquet"
-    path: Path
+    path: Paths
 
 
 class HfData(ColumnsData):
     """A Hugging Face dataset on disk: a ``save_to_disk`` folder, or a folder of files."""
 
     type: Literal["hf"] = "hf"
-    path: Path
+    path: HomePath
     split: str | None = "train"
     """Split of the dataset; ``isobit eval`` without ``--split`` takes the only one."""
 
@@ -98,15 +111,69 @@ class RowsData(ColumnsData):
     """Digest of all rows in order."""
 
 
-DataSource = Annotated[
+Weight = Annotated[float, Field(gt=0, le=MAX_FACTOR)]
+
+
+SourceOfRows = TypeVar("SourceOfRows")
+
+
+class Mixture(Strict, Generic[SourceOfRows]):
+    """Several sources in one: the source of each row is drawn by weight, and its rows are taken in
+    their order, as ``datasets.interleave_datasets`` does.
+    """
+
+    type: Literal["mixture"] = "mixture"
+    sources: dict[str, SourceOfRows] = Field(min_length=1)
+    """The sources, by names of your own."""
+    weights: dict[str, Weight] = Field(default={})
+    """How often each source is drawn, in proportion, by its name; 1 where nothing is said."""
+    stop: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    """When the mixture ends: after the last row of the source that ends first, or when every source
+    was read to its end, while shorter ones begin again. An epoch sees the mixture once.
+    """
+    seed: Seed = 0
+    """Seed of the draws."""
+
+    @model_validator(mode="after")
+    def _weights_of_sources(self) -> Self:
+        for name in self.weights:
+            if name not in self.sources:
+                known = ", ".join(self.sources)
+                reason = f"has a weight of {name!r}, which is none of the sources ({known})"
+                raise PydanticCustomError("weights", "{reason}", {"reason": reason})
+        return self
+
+
+OneSource = Annotated[
     ReasoningGymData | JsonlData | CsvData | ParquetData | HfData | HubData | RowsData,
     Field(discriminator="type"),
 ]
 
 
+class MixtureData(Mixture[OneSource]):
+    """Several sources of prompts in one."""
+
+
+DataSource = Annotated[
+    ReasoningGymData
+    | JsonlData
+    | CsvData
+    | ParquetData
+    | HfData
+    | HubData
+    | RowsData
+    | MixtureData,
+    Field(discriminator="type"),
+]
+
+
+COMPRESSED = (".gz", ".bz2", ".xz")
+
+
 def file_rows(path: Path) -> JsonlData | CsvData | ParquetData:
     """A file of rows of the kind that its suffix names; JSONL for any other suffix."""
-    match path.suffix.lower():
+    plain = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+    match plain.suffix.lower():
         case ".csv":
             return CsvData(path=path)
         case ".parquet":
@@ -150,6 +217,14 @@ class DataConfig(ChatConfig):
     """
     shuffle: bool = True
     """Visit the prompts in another random order in each epoch."""
+    epochs: float | None = Field(default=None, gt=0, le=MAX_COUNT)
+    """How often the training prompts are visited, in place of ``training.steps``; a run then has as
+    many steps as that needs.
+    """
+    streaming: bool = False
+    """Keep the training prompts in a temporary file (in ``TMPDIR``) instead of in memory, for sets
+    larger than that. No result depends on it.
+    """
 
 
 class AnswerColumns(Strict):
@@ -191,8 +266,24 @@ class RowsExamples(RowsData, AnswerColumns):
     """The same columns in rows given from Python."""
 
 
-ExampleSource = Annotated[
+OneExampleSource = Annotated[
     JsonlExamples | CsvExamples | ParquetExamples | HfExamples | HubExamples | RowsExamples,
+    Field(discriminator="type"),
+]
+
+
+class MixtureExamples(Mixture[OneExampleSource]):
+    """Several sources of examples in one."""
+
+
+ExampleSource = Annotated[
+    JsonlExamples
+    | CsvExamples
+    | ParquetExamples
+    | HfExamples
+    | HubExamples
+    | RowsExamples
+    | MixtureExamples,
     Field(discriminator="type"),
 ]
 
@@ -211,3 +302,11 @@ class SftDataConfig(ChatConfig):
     """
     shuffle: bool = True
     """Visit the prompts in another random order in each epoch."""
+    epochs: float | None = Field(default=None, gt=0, le=MAX_COUNT)
+    """How often the training prompts are visited, in place of ``training.steps``; a run then has as
+    many steps as that needs.
+    """
+    streaming: bool = False
+    """Keep the training prompts in a temporary file (in ``TMPDIR``) instead of in memory, for sets
+    larger than that. No result depends on it.
+    """

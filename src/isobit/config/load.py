@@ -7,6 +7,7 @@ number, boolean, quoted string, list or inline table, and as plain text otherwis
 needs ``--output '"5"'``. Relative paths are relative to the directory in which the command runs.
 """
 
+import codecs
 import copy
 import re
 import tomllib
@@ -235,8 +236,20 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"{path}: has more than {LARGEST_FILE:,} bytes; a configuration is a TOML file of some "
             "hundreds"
         )
+    return _tables_of(content, path)
+
+
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_OTHER_SUFFIXES = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON"}
+_YAML = re.compile(r"(---\s*$|[\w-]+:(\s|$))")
+"""The first line of a YAML file that is neither blank nor a comment."""
+
+
+def _tables_of(content: bytes, path: Path) -> dict[str, Any]:
+    if content.startswith(_UTF_16):
+        raise ConfigError(f"{path}: not a text file in UTF-8 but in UTF-16; save it as UTF-8")
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}: not a text file in UTF-8 (byte {error.start}); a configuration is a TOML file"
@@ -244,7 +257,22 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(text.replace("\r\n", "\n"), str(path))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        raise ConfigError(f"{path}: not valid TOML: {error}{_other_format(path, text)}") from None
+
+
+def _other_format(path: Path, text: str) -> str:
+    """What to do with a recipe in another format; empty if it looks like TOML."""
+    lines = (line.strip() for line in text.splitlines())
+    first = next((line for line in lines if line and not line.startswith("#")), "")
+    found = _OTHER_SUFFIXES.get(path.suffix.lower()) or ("YAML" if _YAML.match(first) else "")
+    found = "JSON" if not found and first.startswith("{") else found
+    if not found:
+        return ""
+    return (
+        f". This looks like {found}; a recipe is TOML, in which `training: {{steps: 5}}` is a line "
+        "`[training]` and below it `steps = 5`; docs/configuration.md has all keys, and "
+        "recipes/quickstart.toml is an example"
+    )
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:

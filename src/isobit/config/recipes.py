@@ -1,13 +1,12 @@
 """The recipes of ``isobit train`` and ``isobit sft``, and the settings of the other commands."""
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from isobit.config.algorithm import AlgorithmConfig, Correction, GrpoConfig
-from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, Seed, Strict
-from isobit.config.data import ChatConfig, DataConfig, ExampleSource, SftDataConfig
+from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, HomeName, HomePath, Seed, Strict
+from isobit.config.data import ChatConfig, DataConfig, OneExampleSource, SftDataConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.tables import (
     AsyncConfig,
@@ -63,17 +62,17 @@ class ScoringConfig(ChatConfig):
 
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
-    data: ExampleSource
+    data: OneExampleSource
     tokens_per_batch: int = Field(default=16384, gt=0, le=MAX_COUNT)
     """Tokens of one forward; scores do not depend on it."""
 
 
 class RunConfig(Strict):
-    model: str = "starter"
+    model: HomeName = "starter"
     """A Hugging Face folder, a name of the hub (``org/name`` or ``org/name@revision``), or
     ``starter`` for the small model shipped with Isobit.
     """
-    output: Path
+    output: HomePath
     """The run's directory; it must be new or empty, or with ``--resume`` the run to continue."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
@@ -106,14 +105,14 @@ Objective = Literal["supervised", "preference"]
 class SftConfig(Strict):
     objective: Objective = "supervised"
     """``supervised`` trains on completions; ``preference`` trains a reward model on pairs."""
-    model: str = "starter"
+    model: HomeName = "starter"
     """A Hugging Face folder, a name of the hub (``org/name`` or ``org/name@revision``), or
     ``starter`` for the small model shipped with Isobit. For the objective ``preference`` it may be
     a reward model; a language model gets a score head in place of lm_head.
     """
     from_scratch: ModelShape | None = None
     """Start from random weights of this shape; only the tokenizer is taken from ``model``."""
-    output: Path
+    output: HomePath
     """The run's directory; it must be new or empty, or with ``--resume`` the run to continue."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"

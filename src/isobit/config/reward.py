@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from isobit.config.base import MAX_FACTOR, Strict
+from isobit.config.base import MAX_FACTOR, HomeName, Strict
 
 WHOLE = "reward"
 """The name of the only reward where there are no parts."""
@@ -23,9 +23,9 @@ PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class RewardPart(Strict):
-    function: str | None = None
+    function: HomeName | None = None
     """As ``reward.function``."""
-    model: str | None = None
+    model: HomeName | None = None
     """As ``reward.model``."""
     model_precision: Literal["fp8", "bf16"] = "fp8"
     """Precision of its decoder; the scalar head is BF16 with FP32 sums."""
@@ -38,7 +38,7 @@ class RewardPart(Strict):
 
 
 class RewardConfig(Strict):
-    function: str = DEFAULT_FUNCTION
+    function: HomeName = DEFAULT_FUNCTION
     """A built-in grader (``reasoning_gym`` is the task's own scorer), ``module:function`` or
     ``path/to/file.py:function``; the names of its parameters determine how it is called.
     """
@@ -46,7 +46,7 @@ class RewardConfig(Strict):
     """Keyword arguments; "env:NAME" is an environment variable's value and is not written
     anywhere.
     """
-    model: str | None = None
+    model: HomeName | None = None
     """A reward model's folder or name of the hub, in place of a function."""
     model_precision: Literal["fp8", "bf16"] = "fp8"
     """Precision of its decoder; the scalar head is BF16 with FP32 sums."""

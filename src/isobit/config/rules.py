@@ -18,6 +18,7 @@ from isobit.config.algorithm import (
     TokenClipConfig,
 )
 from isobit.config.base import MAX_BATCH
+from isobit.config.data import MixtureExamples
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.reward import CODE_SECONDS, RewardConfig, RewardPart
 from isobit.config.tables import (
@@ -27,6 +28,7 @@ from isobit.config.tables import (
     ClusterConfig,
     EvaluationConfig,
     ModelShape,
+    OptimisationConfig,
     RolloutConfig,
     TrainingConfig,
 )
@@ -35,6 +37,7 @@ from isobit.util.errors import ConfigError
 
 def check_run(config: RunConfig) -> None:
     sets = config.data.eval
+    check_schedule(config.training)
     check_batch(config.training, config.rollout)
     check_algorithm(config.algorithm, config.rollout)
     check_groups(config.algorithm, config.training)
@@ -131,6 +134,7 @@ def check_sft(config: SftConfig) -> None:
             "completions; set it to 0"
         )
     check_own_engine(config.cluster)
+    check_schedule(config.training)
     sets, figures = config.data.eval, [f"eval/{name}/loss" for name in config.data.eval]
     if config.objective == "preference":
         check_preference(config)
@@ -155,13 +159,41 @@ def check_preference(config: SftConfig) -> None:
             'reward is set, but objective is "preference": a reward model gives no completions; '
             "leave the reward out"
         )
-    for name, source in {"train": config.data.train, **config.data.eval}.items():
+    tables = {"data.train": config.data.train}
+    tables |= {f"data.eval.{name}": source for name, source in config.data.eval.items()}
+    sources = [
+        (f"{key}.sources.{name}", one)
+        for key, table in tables.items()
+        if isinstance(table, MixtureExamples)
+        for name, one in table.sources.items()
+    ]
+    sources += [(key, one) for key, one in tables.items() if not isinstance(one, MixtureExamples)]
+    for key, source in sources:
         if source.messages is not None:
-            key = "data.train" if name == "train" else f"data.eval.{name}"
             raise ConfigError(
                 f'{key}.messages is set, but objective is "preference", which learns from pairs: '
                 "name their columns in the keys `prompt`, `chosen` and `rejected`"
             )
+
+
+def check_schedule(training: OptimisationConfig) -> None:
+    """Refuse two lengths of the warmup, and a smallest learning rate that is never reached."""
+    if training.warmup_ratio and training.warmup_updates:
+        raise ConfigError(
+            f"training.warmup_ratio is {training.warmup_ratio:g}, and training.warmup_updates "
+            f"{training.warmup_updates}, which both set the warmup; leave one of them out"
+        )
+    least = training.min_learning_rate
+    if least and training.schedule == "constant":
+        raise ConfigError(
+            f"training.min_learning_rate is {least:g}, but training.schedule is 'constant', which "
+            "never falls; set it to 'linear' or 'cosine'"
+        )
+    if least > training.learning_rate:
+        raise ConfigError(
+            f"training.min_learning_rate is {least:g}, above training.learning_rate = "
+            f"{training.learning_rate:g}; set it below"
+        )
 
 
 def check_batch(training: TrainingConfig, rollout: RolloutConfig) -> None:

@@ -77,8 +77,9 @@ def tag_of(model: type[BaseModel]) -> str:
 def _merge(members: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
     """One key for each path from the keys of each member of a choice, the tags first. It takes what
     any of them takes, and names the defaults that differ and the members that have it if not all
-    do.
+    do. Keys of a table inside one member say nothing of that.
     """
+    table = min((key.path.rpartition(".")[0] for keys in members.values() for key in keys), key=len)
     by_path: dict[str, dict[str, Key]] = {}
     for tag, keys in members.items():
         for key in keys:
@@ -86,6 +87,9 @@ def _merge(members: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
     for path in sorted(by_path, key=lambda path: path.rpartition(".")[2] not in TAGS):
         found = by_path[path]
         first = next(iter(found.values()))
+        if path.rpartition(".")[0] != table:
+            yield first
+            continue
         kinds = dict.fromkeys(kind for key in found.values() for kind in key.kind.split(" | "))
         yield replace(
             first,
@@ -154,7 +158,8 @@ def _plain(annotation: Any) -> Any:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    found = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return tuple(_plain(one) for one in found)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -11,6 +11,7 @@ from isobit.config.base import (
     MAX_PROCESSES,
     MAX_STEPS,
     MAX_WAIT_S,
+    HomeName,
     Strict,
 )
 from isobit.util.errors import ConfigError
@@ -67,7 +68,7 @@ class CheckpointConfig(Strict):
     """Also keep the checkpoint with the highest value of this evaluation figure, for example
     ``eval/held_out/accuracy``; of ``isobit sft``'s ``eval/NAME/loss`` the lowest.
     """
-    on_save: str | tuple[str, ...] | None = None
+    on_save: HomeName | tuple[HomeName, ...] | None = None
     """What is run after each complete checkpoint and model: a Python function by
     ``path/to/file.py:function`` or ``module:function``, which is given the folder's path, or a
     command as a list, in which ``{folder}`` is the path (by default it comes last). It is a process
@@ -216,7 +217,7 @@ def named_precision(precision: PrecisionConfig | str) -> PrecisionConfig:
 class ReferenceConfig(Strict):
     """The frozen reference model, loaded where ``algorithm.kl_coefficient`` is above 0."""
 
-    model: str | None = None
+    model: HomeName | None = None
     """A folder or name of the hub with the policy's vocabulary; by default the run's ``model``."""
     refresh_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps after which it takes the policy's current weights; 0 is never."""
@@ -241,11 +242,12 @@ class ReplayConfig(Strict):
 
 class RolloutConfig(Strict):
     max_new_tokens: int = Field(default=512, gt=0, le=MAX_POSITIONS)
-    """Longest completion, in tokens."""
+    """Longest completion, in tokens. The default is half of the model's context where that is less.
+    """
     temperature: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
     """Divides the logits; recorded and trained log-probabilities use it too."""
-    top_k: int = Field(default=0, ge=0, le=MAX_VOCAB_SIZE)
-    """Sample among this many of the likeliest tokens; 0 is off."""
+    top_k: int = Field(default=0, ge=-1, le=MAX_VOCAB_SIZE)
+    """Sample among this many of the likeliest tokens; 0 or -1 is off."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample among the likeliest tokens that together have this probability; 1 is off."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
@@ -270,6 +272,12 @@ class RolloutConfig(Strict):
     """
     kv_memory_gib: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """Size of the KV cache; by default 2 on a CPU, and on a GPU what is free or planned."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _off_is_0(cls, value: int) -> int:
+        """vLLM and verl switch it off by -1."""
+        return max(value, 0)
 
 
 TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
@@ -320,7 +328,7 @@ class OptimisationConfig(Strict):
     """Steps, batches and the optimiser, for every kind of training."""
 
     steps: int = Field(default=20, gt=0, le=MAX_STEPS)
-    """Steps of the whole run."""
+    """Steps of the whole run; ``data.epochs`` sets them instead."""
     prompts_per_step: int = Field(default=16, gt=0, le=MAX_BATCH)
     """Prompts of a step's batch."""
     tokens_per_microbatch: int = Field(default=4096, gt=0, le=MAX_COUNT)
@@ -333,9 +341,15 @@ class OptimisationConfig(Strict):
     learning_rate: float = Field(default=1e-6, gt=0, le=MAX_FACTOR)
     """AdamW's learning rate after the warmup."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warmup; linear and cosine reach 0 after the last update."""
+    """The learning rate after the warmup; linear and cosine fall to ``min_learning_rate`` after the
+    last update.
+    """
+    min_learning_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
+    """Where the schedules linear and cosine end."""
     warmup_updates: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Updates over which the learning rate rises linearly."""
+    warmup_ratio: float = Field(default=0.0, ge=0, le=1)
+    """The same as a share of all updates of the run, rounded up."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0, le=1)

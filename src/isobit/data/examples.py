@@ -24,7 +24,13 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import ChatConfig, ExampleSource, SftDataConfig
+from isobit.config.data import (
+    AnswerColumns,
+    ChatConfig,
+    ExampleSource,
+    MixtureExamples,
+    SftDataConfig,
+)
 from isobit.data.prompts import (
     ASSISTANT,
     Noticed,
@@ -35,7 +41,7 @@ from isobit.data.prompts import (
     prompts_of_rows,
     render_chat,
 )
-from isobit.data.sources import Row, load_rows
+from isobit.data.sources import Row, iter_rows, mixed
 from isobit.data.tokenizer import decode, is_marked, quoted_answer, token_ids
 from isobit.records.text import (
     Message,
@@ -124,6 +130,12 @@ def row_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Row:
     return Row(text, prompt.row, f"prompt {prompt.id}")
 
 
+Turn: TypeAlias = tuple[Row, Answer]
+"""A prompt, and the assistant's answer."""
+Answered: TypeAlias = tuple[Row, Answer, Answer]
+"""A prompt with the better and the worse answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """One prompt and the tokens of its completion, including the one that ends it."""
@@ -143,24 +155,28 @@ class Example:
 
 def build_examples(
     name: str,
-    source: ExampleSource,
+    source: ExampleSource | Sequence[Turn],
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
     config: SftDataConfig,
     context_tokens: int,
     too_long: TooLong | None = None,
     noticed: Noticed | None = None,
+    first: int = 0,
 ) -> list[Example]:
     """The examples of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows and
-    of their turns.
+    of their turns, or, of a part of its turns, from ``first`` on.
 
     Raises ``DataError`` as ``load_rows`` does, for a completion that is missing or not text, for a
     conversation without a turn of the assistant, and, depending on ``too_long``, for an example
     that is longer than ``config.max_tokens`` or the model's context.
     """
     too_long = too_long or TooLong(config.too_long)
-    rows, completions = zip(*_turns(source), strict=True)
-    prompts = prompts_of_rows(name, rows, tokenizer, config, noticed=noticed, continues=False)
+    turns = source if isinstance(source, Sequence) else iter_turns(source)
+    rows, completions = zip(*turns, strict=True)
+    prompts = prompts_of_rows(
+        name, rows, tokenizer, config, noticed=noticed, continues=False, first=first
+    )
     texts = [
         _completion_text(prompt, row, completion, tokenizer, config)
         for prompt, row, completion in zip(prompts, rows, completions, strict=True)
@@ -179,13 +195,17 @@ def build_examples(
     return examples
 
 
-def _turns(source: ExampleSource) -> Iterator[tuple[Row, Answer]]:
+def iter_turns(source: ExampleSource) -> Iterator[Turn]:
+    """What examples are built of, one at a time in memory."""
+    if isinstance(source, MixtureExamples):
+        yield from mixed(source, iter_turns)
+        return
     if source.messages is None:
-        for row in load_rows(source):
+        for row in iter_rows(source):
             advice = "name it in the key `completion`, or whole conversations in the key `messages`"
             yield row, answer_of(row, source.completion, advice)
         return
-    for row in load_rows(source.model_copy(update={"prompt": source.messages})):
+    for row in iter_rows(source.model_copy(update={"prompt": source.messages})):
         yield from _assistant_turns(row, source.messages)
 
 
@@ -325,23 +345,28 @@ class Pair:
 
 def build_pairs(
     name: str,
-    source: ExampleSource,
+    source: ExampleSource | Sequence[Answered],
     tokenizer: PreTrainedTokenizerBase,
     config: SftDataConfig,
     context_tokens: int,
     too_long: TooLong | None = None,
     noticed: Noticed | None = None,
+    first: int = 0,
 ) -> list[Pair]:
-    """The pairs of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows.
+    """The pairs of ``source``, with ids ``name/0``, ``name/1``, ... in the order of its rows, or,
+    of a part of its rows, from ``first`` on.
 
     Raises ``DataError`` as ``load_rows`` does, for an answer that is missing or not text, for equal
     answers, and, depending on ``too_long``, for a conversation that is longer than
     ``config.max_tokens`` or the model's context.
     """
     too_long = too_long or TooLong(config.too_long)
-    rows = load_rows(source)
-    prompts = prompts_of_rows(name, rows, tokenizer, config, noticed=noticed, continues=False)
-    answers = [(row, answer) for row in rows for answer in _answers(row, source)]
+    found = list(source if isinstance(source, Sequence) else iter_answered(source))
+    rows = [row for row, *_ in found]
+    prompts = prompts_of_rows(
+        name, rows, tokenizer, config, noticed=noticed, continues=False, first=first
+    )
+    answers = [(row, answer) for row, *both in found for answer in both]
     ids = conversation_ids(answers, tokenizer, config)
     pairs = []
     for prompt, row, chosen, rejected in zip(prompts, rows, ids[::2], ids[1::2], strict=True):
@@ -356,7 +381,16 @@ def build_pairs(
     return pairs
 
 
-def _answers(row: Row, source: ExampleSource) -> tuple[Answer, Answer]:
+def iter_answered(source: ExampleSource) -> Iterator[Answered]:
+    """What pairs are built of, one at a time in memory."""
+    if isinstance(source, MixtureExamples):
+        yield from mixed(source, iter_answered)
+        return
+    for row in iter_rows(source):
+        yield (row, *_answers(row, source))
+
+
+def _answers(row: Row, source: AnswerColumns) -> tuple[Answer, Answer]:
     advice = "a pair has a prompt and two answers: name their columns in `chosen` and `rejected`"
     chosen, rejected = (answer_of(row, key, advice) for key in (source.chosen, source.rejected))
     if chosen == rejected:

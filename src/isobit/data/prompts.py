@@ -50,9 +50,15 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def learnt_sha256(prompts: Sequence[Prompt], learnt: Sequence[Any]) -> str:
-    """Digest of prompts with what is trained on after each."""
-    return sha256(json.dumps([prompts_sha256(prompts), learnt]).encode()).hexdigest()
+def learnt_sha256(prompts: Sequence[Prompt], learnt: Iterable[Any]) -> str:
+    """Digest of prompts with what is trained on after each: of their digest and the list, as
+    JSON.
+    """
+    digest = sha256(f"[{json.dumps(prompts_sha256(prompts))}, [".encode())
+    for place, one in enumerate(learnt):
+        digest.update(f"{', ' if place else ''}{json.dumps(one)}".encode())
+    digest.update(b"]]")
+    return digest.hexdigest()
 
 
 _KEPT_AHEAD = 64
@@ -66,6 +72,8 @@ class TooLong:
     rule: tables.TooLong = "refuse"
     dropped: int = 0
     cut: int = 0
+    in_parts: bool = False
+    """Whether a set is built part by part, some of which may be left without any."""
 
     def keeps(self, problem: str) -> bool:
         """Whether an item with a ``problem`` is kept, shortened. Raises ``DataError`` with the
@@ -83,7 +91,7 @@ class TooLong:
 
     def check_left(self, name: str, kept: Sized) -> None:
         """Raise ``DataError`` if nothing is left of the set ``name``."""
-        if self.dropped and not len(kept):
+        if self.dropped and not self.in_parts and not len(kept):
             raise DataError(
                 f"all {self.dropped} rows of {name} are too long; raise the limit, or keep them"
             )
@@ -146,15 +154,17 @@ class Noticed:
 
 def build_prompts(
     name: str,
-    source: DataSource,
+    source: DataSource | Sequence[Row],
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     context_tokens: int | None = None,
     too_long: TooLong | None = None,
     new_tokens: int = 1,
     noticed: Noticed | None = None,
+    first: int = 0,
 ) -> list[Prompt]:
-    """The prompts of ``source``, with ids ``name/0``, ``name/1``, ... by the number of their row.
+    """The prompts of ``source``, with ids ``name/0``, ``name/1``, ... by the number of their row,
+    or, of a part of its rows, from ``first`` on.
 
     ``context_tokens`` is the model's context, of which a prompt must leave ``new_tokens`` for the
     completion; ``too_long`` counts. Raises ``DataError`` as ``load_rows`` does, and for a prompt
@@ -162,7 +172,7 @@ def build_prompts(
     """
     return prompts_of_rows(
         name,
-        load_rows(source),
+        source if isinstance(source, Sequence) else load_rows(source),
         tokenizer,
         config,
         config.max_prompt_tokens,
@@ -170,6 +180,7 @@ def build_prompts(
         too_long or TooLong(config.too_long),
         new_tokens,
         noticed,
+        first=first,
     )
 
 
@@ -184,6 +195,7 @@ def prompts_of_rows(
     new_tokens: int = 1,
     noticed: Noticed | None = None,
     continues: bool = True,
+    first: int = 0,
 ) -> list[Prompt]:
     """``build_prompts`` for given rows; None is no limit. Where a prompt's last message is the
     assistant's, the model ``continues`` it, or answers in a turn of its own. Raises ``DataError``
@@ -197,7 +209,7 @@ def prompts_of_rows(
     limit = most_tokens.tokens(too_long.rule)
     most = most_characters(min(most_tokens.whole, MAX_COUNT), tokenizer)
     texts: list[tuple[int, Row, str]] = []
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows, first):
         text = _render(row, tokenizer, chat, continues)
         _notice(text, row, tokenizer, chat, noticed)
         if len(text) > most:  # avoids tokenising it
@@ -250,11 +262,22 @@ def drop_evaluated(
     """
     held_out = {prompt.text for prompts in evaluated for prompt in prompts}
     kept = [prompt for prompt in train if prompt.text not in held_out]
-    if not kept:
-        raise DataError(
-            f"all {len(train)} training prompts also stand in an evaluation set; use other rows"
-        )
+    check_any_left("train", kept, len(train) - len(kept))
     return kept, len(train) - len(kept)
+
+
+def check_any_left(name: str, kept: Sized, dropped: int, too_long: TooLong | None = None) -> None:
+    """Raise ``DataError`` if nothing is left of a training set of which so many prompts were
+    dropped because they are evaluated, and others perhaps because they are too long.
+    """
+    if len(kept):
+        return
+    if dropped:
+        raise DataError(
+            f"all {dropped} training prompts also stand in an evaluation set; use other rows"
+        )
+    if too_long is not None:
+        replace(too_long, in_parts=False).check_left(name, kept)
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, continues: bool) -> str:

@@ -6,15 +6,15 @@ and only datasets of the hub are downloaded. Of rows passed from Python the conf
 number and the digest, so that a run that is resumed with other rows is refused.
 """
 
-import csv
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from itertools import count, islice
-from pathlib import Path
-from typing import Any
+from itertools import islice
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from isobit.config.data import (
@@ -25,12 +25,21 @@ from isobit.config.data import (
     HfData,
     HubData,
     JsonlData,
+    Mixture,
+    MixtureData,
     ParquetData,
     ReasoningGymData,
     RowsData,
 )
 from isobit.data.hugging_face import dataset_folder, read_hugging_face
-from isobit.data.tasks import TASK_COLUMN, create_task
+from isobit.data.readers import (
+    TASK_COLUMN,
+    create_task,
+    read_csv,
+    read_jsonl,
+    read_parquet,
+    source_files,
+)
 from isobit.records.text import (
     VARIABLES_COLUMN,
     Messages,
@@ -41,6 +50,7 @@ from isobit.records.text import (
 )
 from isobit.starter import starter_folder
 from isobit.util.errors import DataError
+from isobit.util.terminal import say
 
 
 class GivenRows:
@@ -90,116 +100,6 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-LONGEST_LINE = 1 << 26
-"""Bytes; a device or a binary file without line ends would fill the memory."""
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of ``path`` with their line numbers from 1; blank lines are skipped, a byte order
-    mark is allowed.
-
-    Raises ``DataError`` for a file that cannot be read, bytes that are not UTF-8, and a line that
-    is not one JSON object without repeated keys.
-    """
-    try:
-        with path.open("rb") as lines:
-            for number in count(1):
-                line = lines.readline(LONGEST_LINE + 1)
-                if not line:
-                    return
-                if len(line) > LONGEST_LINE:
-                    raise DataError(f"{path}, line {number}: longer than {LONGEST_LINE:,} bytes")
-                if line.strip():
-                    yield number, _object(line, f"{path}, line {number}")
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"cannot read {path}: {reason}; expected a JSONL file") from error
-
-
-class _TwiceError(Exception):
-    """A key that occurs twice in one object."""
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
-    return made
-
-
-def _object(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object_of)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{place}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{place}, column {error.colno}: not JSON ({error.msg}); expected one object a line"
-        ) from error
-    except _TwiceError as error:
-        raise DataError(f"{place}: the key {error.args[0]!r} is there twice") from None
-    except RecursionError as error:
-        raise DataError(f"{place}: nested too deeply") from error
-    except ValueError as error:  # Python converts no integer of more than some thousand digits
-        raise DataError(f"{place}: a number has too many digits; write it as text") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{place}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-_ROWS_AT_ONCE = 1024
-_BEYOND = "\0 beyond"
-"""The key of values after the last column."""
-
-
-def read_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of ``path`` as text, with the numbers of their last lines.
-
-    Raises ``DataError`` for a file that cannot be read or is not UTF-8, for missing or repeated
-    column names, and for a row with fewer or more values than columns.
-    """
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file, restkey=_BEYOND, strict=True)
-            names = list(rows.fieldnames or ())
-            if "" in names or len(set(names)) < len(names):
-                raise DataError(
-                    f"{path}, line 1: expected a name for each column, and each once; found {names}"
-                )
-            for row in rows:
-                if _BEYOND in row or None in row.values():
-                    raise DataError(
-                        f"{path}, line {rows.line_num}: not one value for each of the "
-                        f"{len(names)} columns; quote text with commas or line breaks"
-                    )
-                yield rows.line_num, row
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; expected a CSV file") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8; save the file as UTF-8") from error
-    except csv.Error as error:
-        raise DataError(f"{path}: not CSV: {error}; JSONL holds any text") from error
-
-
-def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of ``path``. Raises ``DataError`` for a file that cannot be read as Parquet."""
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        with ParquetFile(path) as file:
-            for batch in file.iter_batches(_ROWS_AT_ONCE):
-                yield from batch.to_pylist()
-    except OSError as error:
-        reason = error.strerror or str(error).splitlines()[0]
-        raise DataError(f"cannot read {path}: {reason}; expected a Parquet file") from error
-    except (pyarrow.ArrowException, ValueError) as error:
-        raise DataError(f"{path}: not a Parquet file that can be read: {error}") from error
-
-
 _SHIPPED = "starter:"
 
 
@@ -222,25 +122,92 @@ def load_rows(source: DataSource) -> list[Row]:
     Raises ``DataError`` for a missing or damaged file, an unknown column or task, a prompt that is
     neither text nor messages, and a dataset without rows.
     """
+    return list(iter_rows(source))
+
+
+def iter_rows(source: DataSource) -> Iterator[Row]:
+    """``load_rows``, one row in memory at a time. Raises as it does, in between."""
+    if isinstance(source, MixtureData):
+        yield from mixed(source, iter_rows)
+        return
     if isinstance(source, ReasoningGymData):
-        rows = list(_task_rows(source))
+        rows = _task_rows(source)
     else:
-        rows = [
+        rows = (
             _row(record, source, place) for place, record in islice(_records(source), source.limit)
-        ]
-    if not rows:
+        )
+    row = None
+    for row in rows:
+        yield row
+    if row is None:
         raise DataError(f"{_describe(source)} has no rows; a run needs at least one prompt")
-    return rows
+
+
+_Source = TypeVar("_Source")
+_Item = TypeVar("_Item")
+_DRAWN_AT_ONCE = 1000  # as in datasets: the draws depend on it
+
+
+def mixed(mixture: Mixture[_Source], read: Callable[[_Source], Iterator[_Item]]) -> Iterator[_Item]:
+    """The items of a mixture, of which ``read`` gives those of one source, anew at each call.
+
+    The draws are those of ``datasets.interleave_datasets`` for the same probabilities and seed.
+    """
+    import numpy
+
+    sources, weights = list(mixture.sources), mixture.weights
+    shares = [weights.get(name, 1.0) for name in sources]
+    probabilities = [share / math.fsum(shares) for share in shares]
+    generator = numpy.random.default_rng(mixture.seed)
+    ahead = {name: _Ahead(read, mixture.sources[name]) for name in sources}
+    taken, ended = Counter[str](), set[str]()
+    while len(ended) < (len(sources) if mixture.stop == "all_exhausted" else 1):
+        for place in generator.choice(len(sources), size=_DRAWN_AT_ONCE, p=probabilities):
+            name = sources[int(place)]
+            yield ahead[name].take()
+            taken[name] += 1
+            if ahead[name].ended:
+                ended.add(name)
+            if len(ended) == (len(sources) if mixture.stop == "all_exhausted" else 1):
+                break
+    counts = ", ".join(f"{taken[name]} of {name}" for name in sources)
+    say(f"isobit: mixture of {taken.total()} rows: {counts} ({mixture.stop})")
+
+
+class _Ahead(Generic[_Source, _Item]):
+    """The items of a source in an endless loop, with one read ahead to know the end."""
+
+    def __init__(self, read: Callable[[_Source], Iterator[_Item]], source: _Source) -> None:
+        self._read = read
+        self._source = source
+        self._items = read(source)
+        self._next = next(self._items)
+        self.ended = False
+        """Whether the item taken last was the last one."""
+
+    def take(self) -> _Item:
+        item = self._next
+        try:
+            self._next, self.ended = next(self._items), False
+        except StopIteration:
+            self._items, self.ended = self._read(self._source), True
+            self._next = next(self._items)
+        return item
 
 
 def _records(source: ColumnsData) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if isinstance(source, JsonlData | CsvData):
-        path = source.path
-        shipped = str(path).startswith(_SHIPPED)
-        file = starter_folder() / str(path).removeprefix(_SHIPPED) if shipped else path
-        lines = read_csv(path) if isinstance(source, CsvData) else read_jsonl(file)
-        for line, record in lines:
-            yield f"{path}, line {line}", record
+        for path in source_files(source.path):
+            shipped = str(path).startswith(_SHIPPED)
+            file = starter_folder() / str(path).removeprefix(_SHIPPED) if shipped else path
+            lines = read_csv(path) if isinstance(source, CsvData) else read_jsonl(file)
+            for line, record in lines:
+                yield f"{path}, line {line}", record
+        return
+    if isinstance(source, ParquetData):
+        for path in source_files(source.path):
+            for index, record in enumerate(read_parquet(path)):
+                yield f"{path}, row {index}", record
         return
     match source:
         case HfData(path=path, split=split, limit=limit):
@@ -248,11 +215,9 @@ def _records(source: ColumnsData) -> Iterator[tuple[str, Mapping[str, Any]]]:
         case HubData(dataset=dataset, split=split, limit=limit):
             folder = dataset_folder(source)
             name, rows = f"{dataset} [{split}]", read_hugging_face(folder, split, limit)
-        case RowsData(sha256=sha256, count=count):
-            name, rows = "the rows given", iter(given_rows(sha256, count))
         case _:
-            assert isinstance(source, ParquetData)
-            name, rows = str(source.path), read_parquet(source.path)
+            assert isinstance(source, RowsData)
+            name, rows = "the rows given", iter(given_rows(source.sha256, source.count))
     for index, record in enumerate(rows):
         yield f"{name}, row {index}", record
 
@@ -265,6 +230,8 @@ def _describe(source: DataSource) -> str:
             return f"dataset {name} of the hub"
         case RowsData():
             return "the list of rows"
+        case MixtureData():
+            return "the mixture"
         case _:
             return f"dataset {source.path}"
 

@@ -2,7 +2,8 @@
 assembled into masters.
 
 Every tensor that the decoder needs must be there, with the right shape and format, and the decoder
-must read every tensor that is there, since silently ignoring one is the worst fault. Headers are
+must read every tensor that is there, since silently ignoring one is the worst fault; only rotary
+buffers of old checkpoints are left aside, where they hold what the configuration gives. Headers are
 checked before the first byte of a weight is read; values are checked to be finite while they are
 read.
 
@@ -20,6 +21,7 @@ holds no tensor, and the device only a master and a piece.
 A matrix whose parts are all stored in FP8 stays in FP8, with bytes and scales concatenated.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 
-from isobit.models.config import ModelConfig
+from isobit.models.config import ModelConfig, rotary_buffer
 from isobit.models.decoder import NAME as EMBEDDING
 from isobit.models.decoder import build_decoder
 from isobit.models.fp8_checkpoint import (
@@ -373,7 +375,7 @@ def _check_names(
     if config.tied_embeddings and not config.score_head:
         wanted.add(_HEAD)  # some exporters write the tied matrix twice
     for name, tensor in found.items():
-        if name not in wanted:
+        if name not in wanted and not _is_buffer(tensor, config):
             raise ModelError(
                 f"{tensor.file.path}: holds {shown(name)}, which a {config.family} decoder does "
                 f"not read{_about_scales(name, found)}"
@@ -387,6 +389,43 @@ def _check_names(
                 f"{found[name]} is {FP8}, and its scales {name}{SCALES_SUFFIX} are missing; "
                 f"expected {_one_of(SCALE_FORMATS)} of the shape {scales_shape(found[name].shape)}"
             )
+
+
+_ROTARY = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\."
+    r"(?P<kind>inv_freq|original_inv_freq|cos_cached|sin_cached)"
+)
+"""Buffers that transformers before 4.32 and tools of that time stored. They follow from the
+configuration, so that nothing is lost without them.
+"""
+
+
+def _is_buffer(tensor: CheckpointTensor, config: ModelConfig) -> bool:
+    """Whether it is a rotary buffer. Raises ModelError if its numbers are not those that the
+    configuration gives.
+    """
+    found = _ROTARY.fullmatch(tensor.name)
+    if found is None or tensor.format not in FORMATS:
+        return False
+    values = tensor.mapped.double()
+    expected, error = rotary_buffer(config, found["kind"], values.numel() // config.head_dim)
+    if values.numel() != expected.numel():
+        raise ModelError(
+            f"{tensor} has the shape {tensor.shape}, but config.json asks for {expected.numel()} "
+            "numbers; remove the buffer, or correct config.json"
+        )
+    values, limits = values.view_as(expected), torch.finfo(tensor.mapped.dtype)
+    error = error + expected.abs() * limits.eps + limits.smallest_normal
+    wrong = ~((values - expected).abs() <= error)  # of NaN, too
+    if bool(wrong.any()):
+        place = int(wrong.flatten().nonzero()[0])
+        raise ModelError(
+            f"{tensor} is {values.flatten()[place]:.8g} in place {place}, but config.json "
+            f"(rope_theta = {config.rope_theta:g}, head_dim = {config.head_dim}) gives "
+            f"{expected.flatten()[place]:.8g}; the model was trained with other rotary positions: "
+            "correct config.json, or remove the buffer if that is wrong"
+        )
+    return True
 
 
 def _about_scales(name: str, found: Mapping[str, CheckpointTensor]) -> str:

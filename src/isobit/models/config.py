@@ -238,6 +238,25 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     return frequencies if scaling is None else scaling.stretched(frequencies, config.rope_theta)
 
 
+_FREQUENCY_ERROR = 4e-6
+"""Largest relative error of theta^(-2i/D) that is computed in FP32."""
+
+
+def rotary_buffer(
+    config: ModelConfig, kind: str, positions: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What old checkpoints store of the rotary embedding, in FP64, and how far FP32 may be off:
+    ``inv_freq`` and ``original_inv_freq`` [D/2], ``cos_cached`` and ``sin_cached`` [positions, D].
+    """
+    own = replace(config, rope_scaling=None) if kind == "original_inv_freq" else config
+    expected = inverse_frequencies(own)
+    if kind.endswith("inv_freq"):
+        return expected, expected * _FREQUENCY_ERROR
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), expected).repeat(1, 2)
+    expected = (angles.cos() if kind == "cos_cached" else angles.sin()) * config.attention_scaling
+    return expected, (angles + 1) * _FREQUENCY_ERROR
+
+
 def _read_architecture(fields: ConfigFields) -> tuple[Family, bool]:
     """The family, and whether it is a reward model."""
     known = ARCHITECTURES | REWARD_ARCHITECTURES

@@ -21,6 +21,7 @@ Weights are not among them: a checkpoint holds the policy's, and digests of all 
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from isobit.config.base import MAX_STEPS
 from isobit.config.data import ChatConfig, DataSource
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.reward import WHOLE
@@ -39,18 +41,22 @@ from isobit.data.prompts import (
     Noticed,
     TooLong,
     build_prompts,
+    check_any_left,
     describe_too_long,
     drop_evaluated,
     prompts_sha256,
 )
+from isobit.data.sampler import Spool, in_chunks
+from isobit.data.sources import iter_rows
 from isobit.data.tokenizer import CLOCK, mentions, reads_clock
-from isobit.models.folder import DescribedModel, model_folder
+from isobit.models.folder import DescribedModel, model_folder, read_config
 from isobit.parallel.world import ALONE, World, broadcast
 from isobit.records.text import Prompt
 from isobit.rewards.graders import GRADERS
 from isobit.rewards.grading import check_references
 from isobit.store.checkpoint import MANIFEST, folders_by_step
 from isobit.store.directory import RunDirectory
+from isobit.util.errors import ConfigError
 from isobit.util.files import file_sha256
 from isobit.util.user_code import source_sha256
 
@@ -69,6 +75,15 @@ class RlData:
     """What was too long in each set, and what became of it."""
     notes: Sequence[str] = ()
     """Lines on references that no grader can use, and on how prompts were rendered."""
+    spool: Spool[Prompt] | None = None
+    """Where the prompts to learn from are, if they are streamed."""
+
+    @property
+    def by_id(self) -> Mapping[str, Prompt]:
+        """The prompts to learn from."""
+        if self.spool is not None:
+            return self.spool
+        return {prompt.id: prompt for prompt in self.prompts}
 
     def figures(self) -> dict[str, Any]:
         """How many there are of each, for the manifest."""
@@ -98,7 +113,9 @@ class RlData:
         )
         return (
             f"data: {len(self.prompts)} training prompts{dropped}; evaluation problems: "
-            f"{sets or 'none'}{describe_too_long(self.too_long)}" + self._repeated(prompts_per_step)
+            f"{sets or 'none'}{describe_too_long(self.too_long)}"
+            + (f"; {self.spool.describe()}" if self.spool is not None else "")
+            + self._repeated(prompts_per_step)
         )
 
     def _repeated(self, prompts_per_step: int) -> str:
@@ -123,16 +140,56 @@ def load_prompts(config: RunConfig, model: DescribedModel) -> RlData:
         context = model.config.max_positions
         return build_prompts(name, source, model.tokenizer, data, context, counts, new_tokens, seen)
 
-    train = prompts_of("train", data.train, config.rollout.max_new_tokens)
+    spool, train = None, list[Prompt]()
+    if data.streaming:
+        too_long["train"], noticed["train"] = TooLong(data.too_long, in_parts=True), Noticed()
+    else:
+        train = prompts_of("train", data.train, config.rollout.max_new_tokens)
     longest = evaluation_limit(config.evaluation, config.rollout)
     sets = {name: prompts_of(name, source, longest) for name, source in data.eval.items()}
-    prompts, dropped = drop_evaluated(train, sets.values())
-    told = {name: one for name, one in too_long.items() if one.describe()}
+    if data.streaming:
+        spool, dropped = _spooled(config, model, sets, too_long["train"], noticed["train"])
+        prompts = spool.items_in_order
+    else:
+        prompts, dropped = drop_evaluated(train, sets.values())
     notes = [
         *check_references(config.reward, {"data.train": prompts, **_named(sets)}),
         *rendering_notes(data, model.tokenizer, noticed),
     ]
-    return RlData(prompts, dropped, sets, told, notes)
+    return RlData(prompts, dropped, sets, _told(too_long), notes, spool)
+
+
+def _told(too_long: Mapping[str, TooLong]) -> dict[str, TooLong]:
+    return {name: one for name, one in too_long.items() if one.describe()}
+
+
+def _spooled(
+    config: RunConfig,
+    model: DescribedModel,
+    sets: Mapping[str, Sequence[Prompt]],
+    too_long: TooLong,
+    noticed: Noticed,
+) -> tuple[Spool[Prompt], int]:
+    """The training prompts that are in no set, in a spool, and how many were left out."""
+    held_out, dropped = {prompt.text for prompts in sets.values() for prompt in prompts}, 0
+
+    def kept() -> Iterator[Prompt]:
+        nonlocal dropped
+        first, data, context = 0, config.data, model.config.max_positions
+        longest = config.rollout.max_new_tokens
+        for rows in in_chunks(iter_rows(data.train)):
+            for prompt in build_prompts(
+                "train", rows, model.tokenizer, data, context, too_long, longest, noticed, first
+            ):
+                if prompt.text not in held_out:
+                    yield prompt
+                else:
+                    dropped += 1
+            first += len(rows)
+
+    spool = Spool(kept(), lambda prompt: prompt.id)
+    check_any_left("train", spool, dropped, too_long)
+    return spool, dropped
 
 
 def _named(sets: Mapping[str, Sequence[Prompt]]) -> dict[str, Sequence[Prompt]]:
@@ -209,6 +266,47 @@ def _saved_date(directory: RunDirectory) -> datetime | None:
 
 def _date(text: str) -> datetime:
     return datetime.fromisoformat(text)
+
+
+def settled(
+    config: AnyRecipe, read: Callable[[AnyRecipe], Any], say: Callable[[str], None] = lambda _: None
+) -> AnyRecipe:
+    """The recipe with what a model and its data decide where the recipe leaves it open:
+    ``rollout.max_new_tokens``, which is at most half of a small context, and ``training.steps``,
+    where ``data.epochs`` is set. It is settled before anything compares or records the recipe.
+
+    Raises ConfigError where ``training.steps`` is set as well, to another number, and what
+    ``read``, which plans the training, raises.
+    """
+    rollout = config.rollout
+    if config.reward is not None and "max_new_tokens" not in rollout.model_fields_set:
+        shape = config.from_scratch if isinstance(config, SftConfig) else None
+        half = (shape or read_config(model_folder(config.model, False))).max_positions // 2
+        if half < rollout.max_new_tokens:
+            say(
+                f"completions have at most {half} tokens, half of the model's context; another "
+                "limit is rollout.max_new_tokens"
+            )
+            rollout = rollout.model_copy(update={"max_new_tokens": half})
+            config = config.model_copy(update={"rollout": rollout})
+    epochs, training = config.data.epochs, config.training
+    if epochs is None:
+        return config
+    rows, per_step = len(read(config).data.prompts), training.prompts_per_step
+    steps = math.ceil(epochs * rows / per_step)
+    if "steps" in training.model_fields_set and training.steps != steps:
+        raise ConfigError(
+            f"data.epochs is {epochs:g}, which is {steps} steps of {per_step} of the {rows} "
+            f"training prompts, but training.steps is {training.steps}; leave one of them out"
+        )
+    if steps > MAX_STEPS:
+        raise ConfigError(
+            f"data.epochs is {epochs:g}, which is {steps:,} steps; a run has at most "
+            f"{MAX_STEPS:,}: lower it, or raise training.prompts_per_step"
+        )
+    training = training.model_copy(update={"steps": steps})
+    say(f"data.epochs = {epochs:g} of {rows} prompts: {steps} steps of {per_step}")
+    return config.model_copy(update={"training": training})
 
 
 _TOKENIZER = (

@@ -30,7 +30,7 @@ from isobit.models.hub import is_hub_name
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.rewards.grading import Graders
 from isobit.rollout.native import Limits, check_limits
-from isobit.run.data import with_date_of_run
+from isobit.run.data import settled, with_date_of_run
 from isobit.run.lessons import SftData
 from isobit.run.plan import AnyPlan, check_requests, plan_device_memory
 from isobit.store.checkpoint import folders_by_step
@@ -123,7 +123,11 @@ def plan_training(
     """
     if not resume and card is None:
         check_unused(config.output)
-    plan = read(with_date_of_run(config, resume, weights=resume), weights=resume)
+    notes: list[str] = []
+    read = partial(read, weights=resume)
+    config = settled(with_date_of_run(config, resume, weights=resume), read, notes.append)
+    plan = read(config)
+    plan = replace(plan, learning=(*notes, *plan.learning))
     rewards = describe_rewards(config.reward)
     model = plan.model.config
     flow = build_flow(config.precision, decoder_shape(model))

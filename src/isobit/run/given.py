@@ -63,7 +63,12 @@ def _plain_value(value: Any, path: tuple[str, ...], held: Held) -> Any:
             return _named(value, held)
         case ("data",) if _are_rows(value):
             return {"train": _rows_table({"rows": value}, "data", held)}
-        case ("data", "train") | ("data", "eval", _):
+        case (
+            ("data", "train")
+            | ("data", "eval", _)
+            | ("data", "train", "sources", _)
+            | ("data", "eval", _, "sources", _)
+        ):
             if _are_rows(value):
                 return _rows_table({"rows": value}, ".".join(path), held)
             if isinstance(value, Mapping) and "rows" in value:

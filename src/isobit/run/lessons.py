@@ -7,7 +7,7 @@ HeldOut     the figures of one held-out set
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
@@ -16,8 +16,25 @@ from isobit.algorithms.objective import Objective
 from isobit.config import recipes
 from isobit.config.data import ExampleSource, SftDataConfig
 from isobit.config.tables import OptimisationConfig
-from isobit.data.examples import Example, Pair, build_examples, build_pairs
-from isobit.data.prompts import Noticed, TooLong, describe_too_long, drop_evaluated, learnt_sha256
+from isobit.data.examples import (
+    Answered,
+    Example,
+    Pair,
+    Turn,
+    build_examples,
+    build_pairs,
+    iter_answered,
+    iter_turns,
+)
+from isobit.data.prompts import (
+    Noticed,
+    TooLong,
+    check_any_left,
+    describe_too_long,
+    drop_evaluated,
+    learnt_sha256,
+)
+from isobit.data.sampler import Mapped, Spool, in_chunks
 from isobit.models.folder import DescribedModel
 from isobit.observe.evaluation import EvalResult
 from isobit.records.batch import PackedBatch
@@ -58,16 +75,23 @@ class SftData:
     """Lines on how prompts were rendered."""
 
     @property
-    def prompts(self) -> list[Prompt]:
+    def items(self) -> Sequence[Item]:
+        """Those to learn from, in their order."""
+        if isinstance(self.train, Spool):
+            return self.train.items_in_order
+        return list(self.train.values())
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
         """The prompts to learn from, in their order."""
-        return [example.prompt for example in self.train.values()]
+        return Mapped(self.items, lambda item: item.prompt)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that training can meet; of both in a pair, which is never
         cut.
         """
-        return max(example.tokens for example in self.train.values())
+        return max(example.tokens for example in self.items)
 
     @property
     def noun(self) -> str:
@@ -85,10 +109,12 @@ class SftData:
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each set: prompts, and what is to be learnt behind them."""
-        sets = {"train": list(self.train.values())}
-        sets |= {f"eval.{name}": list(items) for name, items in self.sets.items()}
+        sets = {"train": self.items}
+        sets |= {f"eval.{name}": items for name, items in self.sets.items()}
         return {
-            name: learnt_sha256([item.prompt for item in items], [item.learnt for item in items])
+            name: learnt_sha256(
+                Mapped(items, lambda item: item.prompt), (item.learnt for item in items)
+            )
             for name, items in sets.items()
         }
 
@@ -104,6 +130,7 @@ class SftData:
         return (
             f"data: {len(self.train)} {self.noun}{dropped}, each seen {passes:.2g} times; held "
             f"out: {sets or 'none'}{describe_too_long(self.too_long)}"
+            + (f"; {self.train.describe()}" if isinstance(self.train, Spool) else "")
         )
 
 
@@ -113,7 +140,7 @@ def load_examples(
     """Read and tokenise all sets.  Raises DataError for what cannot be used, ModelError for a
     tokenizer of another model.
     """
-    build = _pairs if objective == "preference" else _examples
+    build: Callable[..., Sequence[Item]] = _pairs if objective == "preference" else _examples
     too_long, noticed = dict[str, TooLong](), dict[str, Noticed]()
 
     def read(name: str, source: ExampleSource) -> Sequence[Item]:
@@ -122,23 +149,67 @@ def load_examples(
         return build(name, source, model, data, counts, seen)
 
     sets = {name: read(name, source) for name, source in data.eval.items()}
+    if data.streaming:
+        counts = too_long["train"] = TooLong(data.too_long, in_parts=True)
+        parts: Iterable[Any] = iter_turns(data.train)
+        if objective == "preference":
+            parts = iter_answered(data.train)
+        seen = noticed["train"] = Noticed()
+
+        def build_part(part: Sequence[Any], first: int) -> Sequence[Item]:
+            return build("train", part, model, data, counts, seen, first)
+
+        spool, dropped = _spooled(parts, sets, counts, build_part)
+        notes = rendering_notes(data, model.tokenizer, noticed)
+        return SftData(objective, spool, dropped, sets, _told(too_long), notes)
     train = read("train", data.train)
     held_out = [[example.prompt for example in examples] for examples in sets.values()]
     kept, dropped = drop_evaluated([example.prompt for example in train], held_out)
     by_id = {example.prompt.id: example for example in train}
     learnt = {prompt.id: by_id[prompt.id] for prompt in kept}
-    found = {name: one for name, one in too_long.items() if one.describe()}
     notes = rendering_notes(data, model.tokenizer, noticed)
-    return SftData(objective, learnt, dropped, sets, found, notes)
+    return SftData(objective, learnt, dropped, sets, _told(too_long), notes)
+
+
+def _told(too_long: Mapping[str, TooLong]) -> dict[str, TooLong]:
+    return {name: one for name, one in too_long.items() if one.describe()}
+
+
+def _spooled(
+    parts: Iterable[Any],
+    sets: Mapping[str, Sequence[Item]],
+    too_long: TooLong,
+    build: Callable[[Sequence[Any], int], Sequence[Item]],
+) -> tuple[Spool[Item], int]:
+    """What ``build`` makes of chunks of ``parts``, and the number of the first one in each, but
+    without prompts of the sets, in a spool; and how many were left out.
+    """
+    held_out, dropped = {item.prompt.text for items in sets.values() for item in items}, 0
+
+    def kept() -> Iterator[Item]:
+        nonlocal dropped
+        first = 0
+        for chunk in in_chunks(parts):
+            for item in build(chunk, first):
+                if item.prompt.text not in held_out:
+                    yield item
+                else:
+                    dropped += 1
+            first += len(chunk)
+
+    spool = Spool(kept(), lambda item: item.prompt.id)
+    check_any_left("train", spool, dropped, too_long)
+    return spool, dropped
 
 
 def _examples(
     name: str,
-    source: ExampleSource,
+    source: ExampleSource | Sequence[Turn],
     model: DescribedModel,
     data: SftDataConfig,
     too_long: TooLong,
     noticed: Noticed,
+    first: int = 0,
 ) -> list[Example]:
     examples = build_examples(
         name,
@@ -149,25 +220,26 @@ def _examples(
         model.config.max_positions,
         too_long,
         noticed,
+        first,
     )
-    _check_vocabulary(
-        max(max((*example.prompt.token_ids, *example.completion_ids)) for example in examples),
-        model,
-    )
+    largest = (max((*one.prompt.token_ids, *one.completion_ids)) for one in examples)
+    _check_vocabulary(max(largest, default=0), model)
     return examples
 
 
 def _pairs(
     name: str,
-    source: ExampleSource,
+    source: ExampleSource | Sequence[Answered],
     model: DescribedModel,
     data: SftDataConfig,
     too_long: TooLong,
     noticed: Noticed,
+    first: int = 0,
 ) -> list[Pair]:
     context = model.config.max_positions
-    pairs = build_pairs(name, source, model.tokenizer, data, context, too_long, noticed)
-    _check_vocabulary(max(chain.from_iterable(chain(*pair.learnt) for pair in pairs)), model)
+    pairs = build_pairs(name, source, model.tokenizer, data, context, too_long, noticed, first)
+    largest = chain.from_iterable(chain(*pair.learnt) for pair in pairs)
+    _check_vocabulary(max(largest, default=0), model)
     return pairs
 
 

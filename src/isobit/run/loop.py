@@ -38,19 +38,19 @@ from typing import Any
 
 from isobit.config.recipes import RunConfig
 from isobit.models.folder import model_folder, read_config
-from isobit.observe.console import Console
+from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
 from isobit.records.kept_groups import groups_value
 from isobit.records.text import Completion, Group
 from isobit.rollout.engine import EngineStats, Progress, Request
 from isobit.rollout.shared import generate_shared
-from isobit.run.data import with_date_of_run
+from isobit.run.data import settled, with_date_of_run
 from isobit.run.grading import Interruption
 from isobit.run.log import RlSummary
 from isobit.run.pending import GradedBatch, batch_value, compared
 from isobit.run.rollouters import Rollouters, append_lines, check_parts, lines_ahead
 from isobit.run.run import begin_run, open_graders, start_run
-from isobit.run.setup import RlRun, extra_bytes, prepare_rl
+from isobit.run.setup import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.store.reward_record import SentRecord
 from isobit.store.state import StepDigests, state_digest
 from isobit.training.step import StepMetrics
@@ -222,7 +222,8 @@ def open_run(
     """A block with all steps of a run, which begins in ``config.output`` or is resumed there."""
     if config.cluster.rollouters and rollouters is None:
         check_parts(config, ALONE)
-    config = with_date_of_run(config, resume, world)
+    console = console or (Console() if world.rank == 0 else silent())
+    config = settled(with_date_of_run(config, resume, world), read_rl, console.line)
     shape = read_config(model_folder(config.model))
     extra = extra_bytes(config, shape)
     with (
@@ -279,7 +280,7 @@ def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
     and grading, and PeerError where they fail.
     """
     with rollouters.errors_shared(), open_graders(config) as graders:
-        run = prepare_rl(config, rollouters.mine, learns=False)
+        run = prepare_rl(settled(config, read_rl), rollouters.mine, learns=False)
         if graders is not None:
             graders.describe()
         with Interruption(rollouters.mine) as interruption:

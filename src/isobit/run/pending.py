@@ -85,10 +85,10 @@ def pending_bytes(config: RunConfig) -> int:
 class Pending:
     """The queue of batches, and what a checkpoint holds of it (``isobit.store.manifest.Extra``)."""
 
-    def __init__(self, lag: int, steps: int, prompts: Sequence[Prompt]) -> None:
-        """``prompts`` are all that the run learns from."""
+    def __init__(self, lag: int, steps: int, prompts: Mapping[str, Prompt]) -> None:
+        """``prompts`` are all that the run learns from, by id."""
         self._lag, self._steps = lag, steps
-        self._prompts = {prompt.id: prompt for prompt in prompts}
+        self._prompts = prompts
         self._waiting: deque[GradedBatch] = deque()
         self._first = 1
         """The step that learns from the front of the queue."""

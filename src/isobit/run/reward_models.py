@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from isobit.config.data import ChatConfig, ExampleSource
+from isobit.config.data import ChatConfig, OneExampleSource
 from isobit.config.recipes import ScoringConfig
 from isobit.config.reward import RewardConfig
 from isobit.config.tables import PrecisionConfig
@@ -256,7 +256,7 @@ def describe(result: ScoringResult) -> str:
     return f"{100 * result.accuracy:.1f}% ranked right, margin {result.margin:.4f}, {scores}"
 
 
-def _columns(first: Row, source: ExampleSource) -> dict[str, str]:
+def _columns(first: Row, source: OneExampleSource) -> dict[str, str]:
     """The columns of answers, with the name that the score of each has."""
     if source.chosen in first.columns and source.rejected in first.columns:
         return {source.chosen: "chosen", source.rejected: "rejected"}

@@ -15,6 +15,7 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import PpoConfig
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_run
+from isobit.data.sampler import Mapped
 from isobit.data.tokenizer import describe_end_of_turn
 from isobit.models.config import ModelConfig
 from isobit.models.policy_share import is_one_function
@@ -80,7 +81,7 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             self.engine.release()  # it is asked for nothing
         config = self.config
         self.reference = load_reference(config, self.model.policy) if learns else None
-        self.pending = Pending(config.asynchrony.lag, config.training.steps, plan.data.prompts)
+        self.pending = Pending(config.asynchrony.lag, config.training.steps, plan.data.by_id)
         self.replay: ReplayBuffer | None = None
         if config.replay.fraction > 0:
             self.replay = ReplayBuffer(config.replay, config.seed)
@@ -169,7 +170,7 @@ def read_rl(config: RunConfig, *, weights: bool = True) -> RlPlan:
     data = load_prompts(config, model)
     sampling = model.sampling(config.rollout)
     evaluation = evaluation_requests(data.sets, config.evaluation, config.rollout, model)
-    rollouts = [Request(prompt, 0, 1, sampling) for prompt in data.prompts]
+    rollouts = Mapped(data.prompts, lambda prompt: Request(prompt, 0, 1, sampling))
     longest = max(request.max_length(model.config.max_positions) for request in rollouts)
     training = config.training
     updates = training.updates_per_batch * training.epochs

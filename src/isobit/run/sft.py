@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 from isobit.config.recipes import SftConfig
 from isobit.config.rules import check_sft
 from isobit.config.tables import OptimisationConfig, TrainingConfig
-from isobit.observe.console import Console, describe_policy
+from isobit.observe.console import Console, describe_policy, silent
 from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.rewards.grading import Grading
-from isobit.run.data import with_date_of_run
+from isobit.run.data import settled, with_date_of_run
 from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
 from isobit.run.lessons import LESSONS, HeldOut, Item, Lesson, SftData, load_examples
 from isobit.run.plan import Plan, describe_source, source_config
@@ -203,7 +203,8 @@ def open_run(
     allowed: Sequence[str],
 ) -> Iterator[SftRun]:
     """A block with all steps of a run, which begins or is resumed (``isobit.run.run``)."""
-    config = with_date_of_run(config, resume, world)
+    console = console or (Console() if world.rank == 0 else silent())
+    config = settled(with_date_of_run(config, resume, world), read_sft, console.line)
     shape = source_config(config.model, config.from_scratch, config.objective)
     with (
         begin_run(config, shape, console, resume, world, allowed) as begun,

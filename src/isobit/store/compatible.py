@@ -32,7 +32,10 @@ MAY_CHANGE = {
     "reference.offload": "nor on where the reference model lies while it does not score",
     "training.recompute": "a layer that is computed again has the same bits",
     "training.offload_moments": "where the moments lie changes none of them",
-    "training.steps": "with the constant schedule, and not below the steps already done",
+    "data.epochs": "it sets training.steps, which is compared",
+    "data.streaming": "where the prompts lie changes none of them",
+    "training.steps": "with the constant schedule and no warmup_ratio, and not below the steps "
+    "already done",
 }
 """Keys or whole tables, with the reason."""
 
@@ -173,7 +176,9 @@ def _short(value: Any) -> str:
 
 def _may_change(key: str, config: Mapping[str, Any], step: int) -> bool:
     if key == "training.steps":
-        return config["training"]["schedule"] == "constant" and config["training"]["steps"] >= step
+        training = config["training"]
+        fixed = training["schedule"] == "constant" and not training.get("warmup_ratio")
+        return fixed and training["steps"] >= step
     return is_allowed(key, tuple(MAY_CHANGE))
 
 

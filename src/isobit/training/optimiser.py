@@ -25,19 +25,22 @@ from isobit.precision.quant_tensor import DTYPES
 def learning_rate(update: int, config: TrainingConfig, total_updates: int) -> float:
     """The learning rate of update 0, 1, .. ``total_updates`` - 1.
 
-    It rises linearly over ``warmup_updates`` updates, never from 0, and has its full value at the
+    It rises linearly over the updates of the warmup, never from 0, and has its full value at the
     update after them.  From there it is constant, or falls along a line or half a cosine that would
-    reach 0 at ``total_updates``.
+    reach ``min_learning_rate`` at ``total_updates``, as in ``transformers.get_scheduler``, which
+    begins its warmup at 0.
     """
-    warmup = config.warmup_updates
+    warmup = config.warmup_updates or math.ceil(config.warmup_ratio * total_updates)
     if update < warmup:
         return config.learning_rate * (update + 1) / (warmup + 1)
     if config.schedule == "constant":
         return config.learning_rate
     progress = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
+    least = config.min_learning_rate
+    height = config.learning_rate - least
     if config.schedule == "linear":
-        return config.learning_rate * (1.0 - progress)
-    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return least + height * (1.0 - progress)
+    return least + height * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def smaller_moments(moments: Moments) -> Sequence[Moments]:

@@ -23,6 +23,22 @@ _LARGE_FILE = errno.EFBIG
 """A limit on the size of a file, which no waiting lifts."""
 
 
+def at_home(text: str) -> str:
+    """A path with ``~`` or ``~user`` at its beginning replaced by the home directory. Raises
+    RuntimeError where there is no such directory.
+    """
+    if not text.startswith("~"):
+        return text
+    made = os.path.expanduser(text)
+    if made.startswith("~"):
+        user = text.partition("/")[0]
+        raise RuntimeError(
+            f"begins with {user}, and there is no such home directory; a file in a folder of that "
+            f"name is ./{text}"
+        )
+    return made
+
+
 def lies_within(path: Path, folder: Path) -> bool:
     """Whether a path, with symbolic links resolved, is in the folder.
 

@@ -1,0 +1,266 @@
+"""What rows are read from: JSONL, CSV and Parquet files, which may be compressed and named by
+patterns, and reasoning-gym's procedural tasks. Errors name the file and the line, or what exists.
+"""
+
+import bz2
+import csv
+import glob
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from itertools import count
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from isobit.util.errors import DataError
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+LONGEST_LINE = 1 << 26
+"""Bytes; a device or a binary file without line ends would fill the memory."""
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of ``path`` with their line numbers from 1; blank lines are skipped, a byte order
+    mark is allowed.
+
+    Raises ``DataError`` for a file that cannot be read, bytes that are not UTF-8, and a line that
+    is not one JSON object without repeated keys.
+    """
+    try:
+        with _opened(path) as lines:
+            for number in count(1):
+                line = lines.readline(LONGEST_LINE + 1)
+                if not line:
+                    return
+                if len(line) > LONGEST_LINE:
+                    raise DataError(f"{path}, line {number}: longer than {LONGEST_LINE:,} bytes")
+                if line.strip():
+                    yield number, _object(line, f"{path}, line {number}")
+    except _DAMAGED as error:
+        raise _damaged(path, error) from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"cannot read {path}: {reason}; expected a JSONL file") from error
+
+
+_COMPRESSED: Mapping[bytes, Callable[[Path], Any]] = {
+    b"\x1f\x8b": gzip.GzipFile,
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\0": lzma.LZMAFile,
+}
+"""How files that begin with such bytes are opened."""
+_ZSTANDARD = b"\x28\xb5\x2f\xfd"
+_DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """A file's bytes, decompressed, whatever its name. Raises OSError."""
+    with path.open("rb") as file:
+        begin = file.read(8)
+    for magic, opens in _COMPRESSED.items():
+        if begin.startswith(magic):
+            return opens(path)
+    if begin.startswith(_ZSTANDARD):
+        raise DataError(f"{path} is compressed with Zstandard; decompress it, or take gzip")
+    return path.open("rb")
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} is a damaged compressed file ({error}); write or fetch it again")
+
+
+def source_files(given: Path | tuple[Path, ...]) -> list[Path]:
+    """The files that a key ``path`` names, in the order of the list, those of a pattern by name.
+
+    Raises ``DataError`` for a pattern without files and for a file that is named twice.
+    """
+    found: list[Path] = []
+    for path in (given,) if isinstance(given, Path) else given:
+        if not glob.has_magic(str(path)) or path.exists():
+            found.append(path)
+            continue
+        matches = sorted(glob.glob(str(path), recursive=True))
+        files = [Path(name) for name in matches if not Path(name).is_dir()]
+        if not files:
+            listed = str(path).startswith("[") and "," in str(path)
+            raise DataError(
+                f"no file matches {path}; "
+                + (
+                    """a list on the command line is written '["a.jsonl", "b.jsonl"]'"""
+                    if listed
+                    else "correct the pattern, or name the files"
+                )
+            )
+        found += files
+    for place, path in enumerate(found):
+        if path in found[:place]:
+            raise DataError(
+                f"{path} is named twice; name it once (a mixture's `weights` repeat a source)"
+            )
+    return found
+
+
+class _TwiceError(Exception):
+    """A key that occurs twice in one object."""
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
+    return made
+
+
+def _object(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object_of)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{place}, column {error.colno}: not JSON ({error.msg}); expected one object a line"
+        ) from error
+    except _TwiceError as error:
+        raise DataError(f"{place}: the key {error.args[0]!r} is there twice") from None
+    except RecursionError as error:
+        raise DataError(f"{place}: nested too deeply") from error
+    except ValueError as error:  # Python converts no integer of more than some thousand digits
+        raise DataError(f"{place}: a number has too many digits; write it as text") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+_ROWS_AT_ONCE = 1024
+_BEYOND = "\0 beyond"
+"""The key of values after the last column."""
+
+
+def read_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of ``path`` as text, with the numbers of their last lines.
+
+    Raises ``DataError`` for a file that cannot be read or is not UTF-8, for missing or repeated
+    column names, and for a row with fewer or more values than columns.
+    """
+    try:
+        with (
+            _opened(path) as content,
+            io.TextIOWrapper(cast(Any, content), encoding="utf-8-sig", newline="") as file,
+        ):
+            rows = csv.DictReader(file, restkey=_BEYOND, strict=True)
+            names = list(rows.fieldnames or ())
+            if "" in names or len(set(names)) < len(names):
+                raise DataError(
+                    f"{path}, line 1: expected a name for each column, and each once; found {names}"
+                )
+            for row in rows:
+                if _BEYOND in row or None in row.values():
+                    raise DataError(
+                        f"{path}, line {rows.line_num}: not one value for each of the "
+                        f"{len(names)} columns; quote text with commas or line breaks"
+                    )
+                yield rows.line_num, row
+    except _DAMAGED as error:
+        raise _damaged(path, error) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; expected a CSV file") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8; save the file as UTF-8") from error
+    except csv.Error as error:
+        raise DataError(f"{path}: not CSV: {error}; JSONL holds any text") from error
+
+
+def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of ``path``. Raises ``DataError`` for a file that cannot be read as Parquet."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(_ROWS_AT_ONCE):
+                yield from batch.to_pylist()
+    except OSError as error:
+        reason = error.strerror or str(error).splitlines()[0]
+        raise DataError(f"cannot read {path}: {reason}; expected a Parquet file") from error
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise DataError(f"{path}: not a Parquet file that can be read: {error}") from error
+
+
+TASK_COLUMN = "reasoning_gym"
+"""Column with the task's name, size, seed and options, to build the task again."""
+
+
+def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> "ProceduralDataset":
+    """The task ``name`` with ``size`` entries drawn from ``seed``.
+
+    ``composite`` mixes tasks: its option ``datasets`` lists tables with ``name``, ``weight`` and
+    ``config``, the task's own options. Raises ``DataError`` for an unknown task (with the nearest
+    name), an unknown option (with those that exist) and a value that the task refuses.
+    """
+    import reasoning_gym  # takes about two seconds
+
+    _check(name, options, drawn=True)
+    try:
+        given = (
+            {**options, "datasets": _specs(options["datasets"])}
+            if name == "composite" and "datasets" in options
+            else options
+        )
+        return reasoning_gym.create_dataset(name, **given, size=size, seed=seed)
+    except DataError:
+        raise
+    except Exception as error:  # tasks raise AssertionError, ValueError, TypeError and more
+        raise DataError(
+            f"reasoning-gym task {name!r} refuses the options {dict(options)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _check(name: str, options: Mapping[str, Any], drawn: bool) -> None:
+    """Refuse an unknown name or option; size and seed are none of a task that is ``drawn``."""
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        near = get_close_matches(name, DATASETS, n=3)
+        hint = (
+            f"did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else f"it has {len(DATASETS)}, from {min(DATASETS)!r} to {max(DATASETS)!r}"
+        )
+        raise DataError(f"reasoning-gym has no task {name!r}; {hint}")
+    known = {field.name for field in fields(DATASETS[name][1])} - (
+        {"size", "seed"} if drawn else set()
+    )
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise DataError(
+            f"reasoning-gym task {name!r} has no option {unknown[0]!r}; its options are "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def _specs(parts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The parts of a mix as the library's own records."""
+    from reasoning_gym.composite import DatasetSpec
+
+    for part in parts:
+        if set(part) - {"name", "weight", "config"} or not isinstance(part.get("name"), str):
+            raise DataError(
+                f"a part of reasoning-gym's composite is {dict(part)}; expected a table with name, "
+                "weight and config"
+            )
+        _check(part["name"], part.get("config", {}), drawn=False)
+    return [
+        DatasetSpec(part["name"], part.get("weight", 1.0), dict(part.get("config", {})))
+        for part in parts
+    ]
