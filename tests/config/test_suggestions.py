@@ -112,8 +112,8 @@ def test_each_name_in_an_unknown_table_is_answered() -> None:
     [
         ("beta = 0.1", "beta: unknown key; use algorithm.kl_coefficient (TRL: beta)"),
         (
-            "[training]\nwarmup_ratio = 0.1",
-            "use training.warmup_updates (TRL: warmup_ratio): count",
+            "[training]\nwarmup_steps = 10",
+            "use training.warmup_updates (TRL: warmup_steps)",
         ),
         ("use_vllm = true", "use_vllm: unknown key; leave it out (TRL: use_vllm): there is one"),
         ("[algorithm]\nepsilon = 0.2", "algorithm.epsilon: unknown key; use algorithm.clip_low"),
