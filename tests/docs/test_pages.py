@@ -107,7 +107,7 @@ def test_the_notebook_runs_in_a_kernel(small_checkout: Path) -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
-    notebook = nbformat.from_dict(small_notebook())
+    notebook = nbformat.reads(json.dumps(small_notebook()), as_version=4)
     where = {"metadata": {"path": str(small_checkout)}}
     client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where)
     client.execute()
