@@ -219,11 +219,12 @@ def describe_hidden(
     stop_token_ids: Sequence[int],
 ) -> str | None:
     """A line if completions hold special tokens, their last stop aside; None if none does."""
-    found: list[int] = []
+    special, found = special_token_ids(tokenizer), list[int]()
     for one in completions:
         ids = one.token_ids
         ids = ids[:-1] if ids and ids[-1] in stop_token_ids else ids
-        found += [token for token in ids if token in special_token_ids(tokenizer)][:1]
+        if not special.isdisjoint(ids):
+            found.append(next(token for token in ids if token in special))
     if not found:
         return None
     first = tokenizer.convert_ids_to_tokens(found)[0]

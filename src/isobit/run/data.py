@@ -270,10 +270,11 @@ def _date(text: str) -> datetime:
 
 def settled(
     config: AnyRecipe, read: Callable[[AnyRecipe], Any], say: Callable[[str], None] = lambda _: None
-) -> AnyRecipe:
+) -> tuple[AnyRecipe, Any]:
     """The recipe with what a model and its data decide where the recipe leaves it open:
     ``rollout.max_new_tokens``, which is at most half of a small context, and ``training.steps``,
     where ``data.epochs`` is set. It is settled before anything compares or records the recipe.
+    Also the data, where they had to be read for it, which ``read`` then need not read again.
 
     Raises ConfigError where ``training.steps`` is set as well, to another number, and what
     ``read``, which plans the training, raises.
@@ -291,8 +292,9 @@ def settled(
             config = config.model_copy(update={"rollout": rollout})
     epochs, training = config.data.epochs, config.training
     if epochs is None:
-        return config
-    rows, per_step = len(read(config).data.prompts), training.prompts_per_step
+        return config, None
+    data = read(config).data
+    rows, per_step = len(data.prompts), training.prompts_per_step
     steps = math.ceil(epochs * rows / per_step)
     if "steps" in training.model_fields_set and training.steps != steps:
         raise ConfigError(
@@ -306,7 +308,7 @@ def settled(
         )
     training = training.model_copy(update={"steps": steps})
     say(f"data.epochs = {epochs:g} of {rows} prompts: {steps} steps of {per_step}")
-    return config.model_copy(update={"training": training})
+    return config.model_copy(update={"training": training}), data
 
 
 _TOKENIZER = (

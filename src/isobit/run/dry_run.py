@@ -125,8 +125,8 @@ def plan_training(
         check_unused(config.output)
     notes: list[str] = []
     read = partial(read, weights=resume)
-    config = settled(with_date_of_run(config, resume, weights=resume), read, notes.append)
-    plan = read(config)
+    config, data = settled(with_date_of_run(config, resume, weights=resume), read, notes.append)
+    plan = read(config, data=data)
     plan = replace(plan, learning=(*notes, *plan.learning))
     rewards = describe_rewards(config.reward)
     model = plan.model.config

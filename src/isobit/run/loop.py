@@ -223,12 +223,12 @@ def open_run(
     if config.cluster.rollouters and rollouters is None:
         check_parts(config, ALONE)
     console = console or (Console() if world.rank == 0 else silent())
-    config = settled(with_date_of_run(config, resume, world), read_rl, console.line)
+    config, data = settled(with_date_of_run(config, resume, world), read_rl, console.line)
     shape = read_config(model_folder(config.model))
     extra = extra_bytes(config, shape)
     with (
         begin_run(config, shape, console, resume, world, allowed, extra) as begun,
-        start_run(config, lambda: prepare_rl(config, world, rollouters), *begun) as run,
+        start_run(config, lambda: prepare_rl(config, world, rollouters, data), *begun) as run,
     ):
         yield run
 
@@ -280,7 +280,8 @@ def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
     and grading, and PeerError where they fail.
     """
     with rollouters.errors_shared(), open_graders(config) as graders:
-        run = prepare_rl(settled(config, read_rl), rollouters.mine, learns=False)
+        config, data = settled(config, read_rl)
+        run = prepare_rl(config, rollouters.mine, data=data, learns=False)
         if graders is not None:
             graders.describe()
         with Interruption(rollouters.mine) as interruption:

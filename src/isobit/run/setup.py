@@ -147,18 +147,19 @@ def prepare_rl(
     config: RunConfig,
     world: World = ALONE,
     rollouters: Rollouters | None = None,
+    data: RlData | None = None,
     learns: bool = True,
 ) -> RlRun:
-    """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
-    cannot be used; writes nothing.
+    """Load and check a run, on each rank of a world, with ``data`` that were read already.  Raises
+    an ``IsobitError`` that names what cannot be used; writes nothing.
     """
     check_tracking(config.tracking)
-    return RlRun(read_rl(config), world, rollouters, learns)
+    return RlRun(read_rl(config, data=data), world, rollouters, learns)
 
 
-def read_rl(config: RunConfig, *, weights: bool = True) -> RlPlan:
-    """Read everything but the weights, which without ``weights`` are not even fetched from the hub.
-    Raises an ``IsobitError`` for what cannot be used.
+def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = None) -> RlPlan:
+    """Read everything but the weights, which without ``weights`` are not even fetched from the hub,
+    and but for ``data`` that were read already.  Raises an ``IsobitError`` for what cannot be used.
     """
     check_run(config)
     check_package(config.tracking)
@@ -167,7 +168,7 @@ def read_rl(config: RunConfig, *, weights: bool = True) -> RlPlan:
     if algorithm.needs_values:
         source = source.with_value_head()
     model = source.described
-    data = load_prompts(config, model)
+    data = data or load_prompts(config, model)
     sampling = model.sampling(config.rollout)
     evaluation = evaluation_requests(data.sets, config.evaluation, config.rollout, model)
     rollouts = Mapped(data.prompts, lambda prompt: Request(prompt, 0, 1, sampling))

@@ -109,22 +109,22 @@ class SftRun(Run[SftConfig, SftData, SftLog]):
         return SftLog(self, start, self.console, self.clock)
 
 
-def prepare_sft(config: SftConfig, world: World = ALONE) -> SftRun:
-    """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
-    cannot be used; writes nothing.
+def prepare_sft(config: SftConfig, world: World = ALONE, data: SftData | None = None) -> SftRun:
+    """Load and check a run, on each rank of a world, with ``data`` that were read already.  Raises
+    an ``IsobitError`` that names what cannot be used; writes nothing.
     """
     check_tracking(config.tracking)
-    return SftRun(read_sft(config), world)
+    return SftRun(read_sft(config, data=data), world)
 
 
-def read_sft(config: SftConfig, *, weights: bool = True) -> SftPlan:
-    """Read everything but the weights, which without ``weights`` are not even fetched from the hub.
-    Raises an ``IsobitError`` for what cannot be used.
+def read_sft(config: SftConfig, *, weights: bool = True, data: SftData | None = None) -> SftPlan:
+    """Read everything but the weights, which without ``weights`` are not even fetched from the hub,
+    and but for ``data`` that were read already.  Raises an ``IsobitError`` for what cannot be used.
     """
     check_sft(config)
     check_package(config.tracking)
     source = describe_source(config.model, config.from_scratch, config.objective, weights)
-    data = load_examples(config.data, source.described, config.objective)
+    data = data or load_examples(config.data, source.described, config.objective)
     evaluation = {}
     if config.reward is not None:
         prompts = {name: [one.prompt for one in data.sets[name]] for name in data.sets}
@@ -204,10 +204,10 @@ def open_run(
 ) -> Iterator[SftRun]:
     """A block with all steps of a run, which begins or is resumed (``isobit.run.run``)."""
     console = console or (Console() if world.rank == 0 else silent())
-    config = settled(with_date_of_run(config, resume, world), read_sft, console.line)
+    config, data = settled(with_date_of_run(config, resume, world), read_sft, console.line)
     shape = source_config(config.model, config.from_scratch, config.objective)
     with (
         begin_run(config, shape, console, resume, world, allowed) as begun,
-        start_run(config, lambda: prepare_sft(config, world), *begun) as run,
+        start_run(config, lambda: prepare_sft(config, world, data), *begun) as run,
     ):
         yield run
