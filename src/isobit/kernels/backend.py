@@ -152,8 +152,12 @@ class Backend(Protocol):
         """
         ...
 
-    def head_logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        """hidden [N, C], published head [V, C] -> FP32 logits [N, V]."""
+    def head_logits(
+        self, hidden: torch.Tensor, head: torch.Tensor, drawn: int | None = None
+    ) -> torch.Tensor:
+        """hidden [N, C], published head [V, C] -> FP32 logits [N, V]; only of the first ``drawn``
+        rows, if it is given, here and in the log-probabilities: then logits may be a view.
+        """
         ...
 
     def token_log_probs(
@@ -162,6 +166,7 @@ class Backend(Protocol):
         head: torch.Tensor,
         targets: torch.Tensor,
         temperatures: torch.Tensor,
+        drawn: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-softmax(logits / temperature) at the targets, int64 [N], and the entropies: FP32 [N]
         each.  Logits that are not finite give NaN, or raise NonFiniteError.
@@ -294,6 +299,7 @@ class Backend(Protocol):
         d_log_probs: torch.Tensor,
         grad: torch.Tensor,
         d_entropies: torch.Tensor | None = None,
+        drawn: int | None = None,
     ) -> torch.Tensor:
         """The gradients of the log-probabilities and of the entropies, FP32 [N] each, None for
         zeros -> that of hidden [N, C]; grad [V, C].

@@ -62,9 +62,10 @@ PUBLISHED = "head"  # the key of lm_head's published matrix in `Weights.plain`
 class Head:
     """lm_head's matrix [V, C]: its own master, or the embedding's if they are tied.
 
-    Checkpoints often have more rows than their tokenizer has tokens. Of the published matrix and of
-    its gradient only the first ``num_drawn`` rows are used, so that no token without text is drawn,
-    and V is their number in all of a back end's operations.
+    Checkpoints often have more rows than their tokenizer has tokens. Only the first ``num_drawn``
+    are in the distribution, so that no token without text is drawn. A back end may multiply by the
+    others too, whose number keeps the product's size a multiple of its tiles, but reads none of
+    their logits.
     """
 
     vocab_size: int
@@ -83,8 +84,8 @@ class Head:
         return {self.master: Master((self.vocab_size, self.hidden_size), rows)}
 
     def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [N, C] -> FP32 logits [N, V]."""
-        mine = weights.backend.head_logits(hidden, self._matrix(weights))
+        """hidden [N, C] -> FP32 logits [N, num_drawn], whose rows may lie further apart."""
+        mine = weights.backend.head_logits(hidden, weights.plain[PUBLISHED], self.num_drawn)
         return weights.tensor_parallel.columns(mine, weights.tensor_parallel.vocabulary)
 
     def token_log_probs(
@@ -97,8 +98,8 @@ class Head:
         """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> log_probs and entropies, FP32
         [N].
         """
-        head = self._matrix(weights)
-        return weights.backend.token_log_probs(hidden, head, targets, temperatures)
+        head = weights.plain[PUBLISHED]
+        return weights.backend.token_log_probs(hidden, head, targets, temperatures, self.num_drawn)
 
     def backward(
         self,
@@ -111,14 +112,10 @@ class Head:
         d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The gradients of log_probs and entropies, FP32 [N], None for 0 -> of hidden [N, C]."""
-        head, grad = self._matrix(weights), gradient(self.master)[: self.num_drawn]
+        head, grad = weights.plain[PUBLISHED], gradient(self.master)
         return weights.backend.token_log_probs_backward(
-            hidden, head, targets, temperatures, d_log_probs, grad, d_entropies
+            hidden, head, targets, temperatures, d_log_probs, grad, d_entropies, self.num_drawn
         )
-
-    def _matrix(self, weights: Weights) -> torch.Tensor:
-        """What is published of the rows in the distribution, or this rank's share of them."""
-        return weights.plain[PUBLISHED][: self.num_drawn]
 
 
 @dataclass(frozen=True, slots=True)

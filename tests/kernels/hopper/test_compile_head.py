@@ -23,7 +23,8 @@ TYPES = {
 def vocabulary(size: int, *names: str) -> dict[str, int]:
     chunks = triton.cdiv(size, head.CHUNK)
     known = {
-        "V": size,
+        "V": size - 3,
+        "STRIDE": size,
         "CHUNK": head.CHUNK,
         "CHUNKS": chunks,
         "PADDED": triton.next_power_of_2(chunks),
@@ -33,7 +34,7 @@ def vocabulary(size: int, *names: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("size", [151936, 4096, 40])
 def test_chunk_statistics(size: int) -> None:
-    constants = vocabulary(size, "V", "CHUNK", "CHUNKS")
+    constants = vocabulary(size, "V", "STRIDE", "CHUNK", "CHUNKS")
     made = compile_for_hopper(head._chunk_kernel, TYPES, constants, 4)
     assert made.stack == 0 and made.wide_loads
     constants = vocabulary(size, "CHUNKS", "PADDED")
@@ -42,7 +43,7 @@ def test_chunk_statistics(size: int) -> None:
 
 @pytest.mark.parametrize("size", [151936, 40])
 def test_draw(size: int) -> None:
-    constants = vocabulary(size, "V", "CHUNK", "CHUNKS", "PADDED")
+    constants = vocabulary(size, "V", "STRIDE", "CHUNK", "CHUNKS", "PADDED")
     made = compile_for_hopper(sampling._draw_kernel, TYPES, constants, 8)
     assert made.stack == 0 and made.wide_loads
 

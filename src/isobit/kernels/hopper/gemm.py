@@ -97,9 +97,12 @@ def triton_fp8_gemm_nt(a: QuantRows, b: QuantTensor, out: torch.Tensor) -> None:
     _launch(a.values, b.values, out, a.scales, b.scales)
 
 
-def triton_bf16_gemm_nt(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def triton_bf16_gemm_nt(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """A BF16 [M, K], B BF16 [N, K] -> A B^T, BF16 or FP32 [M, N]; any sizes."""
-    out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
+    if out is None:
+        out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
     _launch(a, b, out)
     return out
 
@@ -238,14 +241,18 @@ def bf16_gemm_nt(
     b: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
     back_end: BackEnd | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A BF16 [M, K], B BF16 [N, K], both contiguous -> A B^T in ``dtype``, BF16 or FP32 [M, N]."""
+    """A BF16 [M, K], B BF16 [N, K], both contiguous -> A B^T in ``dtype``, BF16 or FP32 [M, N], or
+    to ``out``, perhaps columns of a larger matrix.
+    """
     assert a.dtype == b.dtype == torch.bfloat16
     assert all(x.is_contiguous() for x in (a, b))
     n, k = b.shape
     if (back_end or deep_gemm_or_triton()) == "triton" or n % _WHOLE or k % _WHOLE:
-        return triton_bf16_gemm_nt(a, b, dtype)
-    out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
+        return triton_bf16_gemm_nt(a, b, dtype, out)
+    if out is None:
+        out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
     call_deep_gemm("bf16_gemm_nt", a, b, out)
     return out
 

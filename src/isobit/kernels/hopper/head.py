@@ -33,6 +33,9 @@ logits, L and entropies again, by the same kernels, and adds the parts to the he
 one.  Its parts take 2 GiB, 4 bytes a logit and 2 for its gradient: each part reads and writes the
 head's gradient, 5 GB for 151,936 x 4096, which would cost small parts more than their products.
 
+Of Qwen3's 151,936 rows 151,669 are in the distribution, which is a multiple of nothing.  Products
+take whole tiles of rows; the others' logits are never read, and their gradients are zeros.
+
 **Scalar head.**  A number for each hidden state:
 
     y_n   = sum_c h_nc w_c                     FP32
@@ -44,6 +47,7 @@ ordered as in RMSNorm's (``isobit.kernels.hopper.pointwise``).
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -51,7 +55,7 @@ from isobit.kernels.hopper.device_functions import add_block_sums
 from isobit.kernels.hopper.gemm import bf16_gemm_nt
 from isobit.kernels.hopper.linear import bf16_gemm_tn
 from isobit.kernels.hopper.pointwise import BLOCKS, layout
-from isobit.kernels.hopper.sizes import backward_rows, forward_rows
+from isobit.kernels.hopper.sizes import HEAD_ROWS, backward_rows, forward_rows
 from isobit.kernels.operands import observe
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -73,8 +77,9 @@ def inverse_temperature(temperature):
 
 @triton.jit
 def _chunk_kernel(
-    LOGITS, ROW, TEMPERATURE, STATS, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
-):
+    LOGITS, ROW, TEMPERATURE, STATS, V: tl.constexpr, STRIDE: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr
+):  # fmt: skip
     """One program a chunk of a row: m, s and t to STATS [N, 3, CHUNKS]."""
     program = tl.program_id(0)
     n = (program // CHUNKS).to(tl.int64)
@@ -83,7 +88,9 @@ def _chunk_kernel(
     inside = column < V
     row = tl.load(ROW + n).to(tl.int64)
     inverse = inverse_temperature(tl.load(TEMPERATURE + n))
-    x = tl.load(LOGITS + row * V + column, mask=inside, other=-float("inf")) * inverse
+    # All of a row's memory, so that loads are wide whatever V is a multiple of.
+    x = tl.load(LOGITS + row * STRIDE + column, mask=column < STRIDE, other=0.0) * inverse
+    x = tl.where(inside, x, -float("inf"))
     m = tl.max(x, 0)
     below = tl.where(inside, x - m, -1000.0)  # exp is 0 there, and 0 * -1000 too
     p = tl.exp(below)
@@ -148,16 +155,18 @@ def chunk_stats(
     """
     vocab_size = logits.shape[1]
     assert logits.dtype == torch.float32
-    assert logits.is_contiguous()
+    assert logits.stride(1) == 1
     # Another alignment would give the kernel another layout, and its sums another order.
+    if logits.stride(0) % 4:
+        logits = F.pad(logits, (0, -vocab_size % 4))[:, :vocab_size]
     assert logits.data_ptr() % 16 == 0
     assert vocab_size <= _LARGEST_VOCABULARY
     chunks = triton.cdiv(vocab_size, CHUNK)
     stats = torch.empty((rows.numel(), 3, chunks), dtype=torch.float32, device=logits.device)
     grid = (rows.numel() * chunks,)
     _chunk_kernel[grid](
-        logits, rows, temperatures, stats, vocab_size, CHUNK, chunks, num_warps=4,
-        enable_fp_fusion=False,
+        logits, rows, temperatures, stats, vocab_size, logits.stride(0), CHUNK, chunks,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return stats
 
@@ -286,22 +295,39 @@ def _check_alignment(hidden: torch.Tensor, weight: torch.Tensor) -> None:
 _WIDTH = 2048
 
 
-def head_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """hidden BF16 [N, C], head BF16 [V, C] -> FP32 logits [N, V]."""
-    return observe(bf16_gemm_nt(hidden, head, torch.float32), "lm_head")
+def head_logits(hidden: torch.Tensor, head: torch.Tensor, drawn: int | None = None) -> torch.Tensor:
+    """hidden BF16 [N, C], head BF16 [V, C] -> FP32 logits [N, V] of its first ``drawn`` rows: then
+    a view, whose rows are those of the product apart.
+    """
+    head = _in_tiles(head, drawn)
+    rows = triton.cdiv(head.shape[0], HEAD_ROWS) * HEAD_ROWS
+    logits = torch.empty((hidden.shape[0], rows), dtype=torch.float32, device=hidden.device)
+    bf16_gemm_nt(hidden, head, out=logits[:, : head.shape[0]])
+    return observe(logits[:, : drawn or head.shape[0]], "lm_head")
+
+
+def _in_tiles(rows: torch.Tensor, drawn: int | None) -> torch.Tensor:
+    """The first ``drawn`` rows of a matrix, and those that fill up their last tile."""
+    return rows if drawn is None else rows[: triton.cdiv(drawn, HEAD_ROWS) * HEAD_ROWS]
 
 
 def token_log_probs(
-    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    drawn: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden BF16 [N, C], head BF16 [V, C], targets int64 [N], temperatures FP32 [N] -> FP32
-    log-probabilities [N] and entropies [N], NaN where a row's logits are not finite.
+    log-probabilities [N] and entropies [N] of the distribution over the first ``drawn`` rows, NaN
+    where a row's logits are not finite.
     """
+    head = _in_tiles(head, drawn)
     rows = forward_rows(head.shape[0])
     log_probs, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
-        logits = head_logits(hidden[part], head)
+        logits = head_logits(hidden[part], head, drawn)
         log_sums, entropies[part] = log_sums_and_entropies(logits, temperatures[part])
         log_probs[part] = log_probs_at(logits, targets[part], temperatures[part], log_sums)
         del logits  # before the next part's are made
@@ -316,18 +342,20 @@ def token_log_probs_backward(
     d_log_probs: torch.Tensor,
     grad: torch.Tensor,
     d_entropies: torch.Tensor | None = None,
+    drawn: int | None = None,
 ) -> torch.Tensor:
     """Inputs as for ``token_log_probs``; d_log_probs and d_entropies FP32 [N] are the loss's
     gradients, None for zeros -> that of hidden, BF16 [N, C], NaN where the logits are not finite;
     adds the head's to ``grad``, FP32 [V, C].  Repeats its bits at the same sizes.
     """
+    head, grad = _in_tiles(head, drawn), _in_tiles(grad, drawn)
     rows = backward_rows(head.shape[0])
     d_hidden = torch.empty_like(hidden)
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
         d_logits = _part_gradients(
             hidden[part], head, targets[part], temperatures[part], d_log_probs[part],
-            None if d_entropies is None else d_entropies[part],
+            None if d_entropies is None else d_entropies[part], drawn,
         )  # fmt: skip
         # FP32 out: cuBLAS may cut so long a sum, over the vocabulary, in pieces, and would add
         # those of a BF16 product in BF16.
@@ -344,12 +372,15 @@ def _part_gradients(
     temperatures: torch.Tensor,
     d_log_probs: torch.Tensor,
     d_entropies: torch.Tensor | None,
+    drawn: int | None,
 ) -> torch.Tensor:
-    """-> d logits BF16 [N, V]; the FP32 logits are freed when this returns."""
-    logits = bf16_gemm_nt(hidden, head, torch.float32)
+    """-> d logits BF16 [N, V], of all rows; the FP32 logits are freed when this returns."""
+    logits = head_logits(hidden, head, drawn)
     log_sums, entropies = log_sums_and_entropies(logits, temperatures)
     of_entropies = None if d_entropies is None else (entropies, d_entropies)
-    return logit_gradients(logits, targets, temperatures, log_sums, d_log_probs, of_entropies)
+    return logit_gradients(
+        logits, targets, temperatures, log_sums, d_log_probs, of_entropies, head.shape[0]
+    )
 
 
 def logit_gradients(
@@ -359,19 +390,21 @@ def logit_gradients(
     log_sums: torch.Tensor,
     d_log_probs: torch.Tensor,
     of_entropies: tuple[torch.Tensor, torch.Tensor] | None = None,
+    columns: int | None = None,
 ) -> torch.Tensor:
     """FP32 logits [N, V] and their L [N], int64 targets [N], FP32 temperatures and d
     log-probabilities [N], and the entropies with their gradients, FP32 [N] -> d logits, BF16 [N,
-    V].
+    V], or [N, ``columns``] with zeros behind V.
     """
     rows, vocab_size = logits.shape
-    assert logits.is_contiguous()
-    out = torch.empty(logits.shape, dtype=torch.bfloat16, device=logits.device)
-    grid = (rows * triton.cdiv(vocab_size, _WIDTH),)
+    columns = columns or vocab_size
+    assert logits.stride(1) == 1
+    out = torch.empty((rows, columns), dtype=torch.bfloat16, device=logits.device)
+    grid = (rows * triton.cdiv(columns, _WIDTH),)
     entropies, d_entropies = of_entropies or (None, None)
     _gradient_kernel[grid](
         logits, targets, temperatures, log_sums, d_log_probs, entropies, d_entropies, out,
-        vocab_size, _WIDTH, num_warps=4, enable_fp_fusion=False
+        vocab_size, logits.stride(0), columns, _WIDTH, num_warps=4, enable_fp_fusion=False
     )  # fmt: skip
     return out
 
@@ -379,18 +412,17 @@ def logit_gradients(
 @triton.jit
 def _gradient_kernel(
     LOGITS, TARGET, TEMPERATURE, LOG_SUM, D_LOG_PROB, ENTROPY, D_ENTROPY, OUT, V: tl.constexpr,
-    WIDTH: tl.constexpr
+    STRIDE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """One program WIDTH entries of a row, of which ``pieces`` consecutive programs compute one.  x
     and L have the forward's bits, so p is what was sampled from.
     """
-    pieces: tl.constexpr = (V + WIDTH - 1) // WIDTH
+    pieces: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
     n = (tl.program_id(0) // pieces).to(tl.int64)
     column = tl.program_id(0) % pieces * WIDTH + tl.arange(0, WIDTH)
-    inside = column < V
     inverse = inverse_temperature(tl.load(TEMPERATURE + n))
     scaled = tl.load(D_LOG_PROB + n) * inverse
-    x = tl.load(LOGITS + n * V + column, mask=inside, other=0.0) * inverse
+    x = tl.load(LOGITS + n * STRIDE + column, mask=column < STRIDE, other=0.0) * inverse
     log_p = x - tl.load(LOG_SUM + n)
     p = tl.exp(log_p)
     onehot = (column == tl.load(TARGET + n)).to(tl.float32)
@@ -398,4 +430,5 @@ def _gradient_kernel(
     if D_ENTROPY is not None:
         of_entropy = tl.load(D_ENTROPY + n) * inverse
         gradient -= p * (log_p + tl.load(ENTROPY + n)) * of_entropy
-    tl.store(OUT + n * V + column, gradient.to(tl.bfloat16), mask=inside)
+    gradient = tl.where(column < V, gradient, 0.0)
+    tl.store(OUT + n * COLUMNS + column, gradient.to(tl.bfloat16), mask=column < COLUMNS)

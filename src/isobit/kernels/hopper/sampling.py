@@ -71,13 +71,14 @@ def _gumbel(seed, index):
 @triton.jit
 def _draw_kernel(
     LOGITS, ROW, TEMPERATURE, KEY, POSITION, STATS, TOKEN, LOG_PROB,
-    V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+    V: tl.constexpr, STRIDE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
     """One program a sample; ``argmax`` takes the lowest index among equals."""
     n = tl.program_id(0).to(tl.int64)
     temperature = tl.load(TEMPERATURE + n)
     inverse = inverse_temperature(temperature)
-    logits = LOGITS + tl.load(ROW + n).to(tl.int64) * V
+    logits = LOGITS + tl.load(ROW + n).to(tl.int64) * STRIDE
     seed = splitmix64(tl.load(KEY + n).to(tl.uint64), tl.load(POSITION + n).to(tl.uint64))
 
     # S_c = m + log s; padding has m = -inf and s = 0.
@@ -88,7 +89,8 @@ def _draw_kernel(
 
     # Only the chosen chunk's logits are read again.
     column = tl.argmax(score, 0) * CHUNK + tl.arange(0, CHUNK)
-    score = tl.load(logits + column, mask=column < V, other=-float("inf")) * inverse
+    score = tl.load(logits + column, mask=column < STRIDE, other=0.0) * inverse
+    score = tl.where(column < V, score, -float("inf"))
     if temperature > 0:
         score += _gumbel(seed, column)
     token = tl.argmax(score, 0) + tl.min(column, 0)
@@ -110,7 +112,7 @@ def sample_tokens(
     vocab_size, chunks = logits.shape[1], stats.shape[2]
     _draw_kernel[(rows.numel(),)](
         logits, rows, temperatures, keys, positions, stats, tokens, log_probs,
-        vocab_size, CHUNK, chunks, triton.next_power_of_2(chunks), num_warps=8,
+        vocab_size, logits.stride(0), CHUNK, chunks, triton.next_power_of_2(chunks), num_warps=8,
         enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, log_probs

@@ -188,9 +188,11 @@ def scalar_head_backward(
 CHUNK = 1 << 22
 
 
-def head_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """hidden [N, C], published head [V, C] (snapped) -> FP32 logits [N, V]."""
-    return observe(grid_gemm_nt(snap_rows(hidden), head), "lm_head")
+def head_logits(hidden: torch.Tensor, head: torch.Tensor, drawn: int | None = None) -> torch.Tensor:
+    """hidden [N, C], published head [V, C] (snapped) -> FP32 logits [N, V] of its first ``drawn``
+    rows.
+    """
+    return observe(grid_gemm_nt(snap_rows(hidden), head[:drawn]), "lm_head")
 
 
 def token_log_probs(
@@ -198,12 +200,14 @@ def token_log_probs(
     head: torch.Tensor,
     targets: torch.Tensor,
     temperatures: torch.Tensor,
+    drawn: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [N, C], published head [V, C], targets int64 [N], temperatures FP32 [N] -> FP32
-    log-probabilities [N] and entropies [N].
+    log-probabilities [N] and entropies [N] of the distribution over the first ``drawn`` rows.
 
     Raises NonFiniteError where logits are not finite.
     """
+    head = head[:drawn]
     rows = _chunk_rows(head)
     picked = [hidden.new_empty(0, dtype=torch.float32)]
     entropies = [hidden.new_empty(0, dtype=torch.float32)]
@@ -223,10 +227,12 @@ def token_log_probs_backward(
     d_log_probs: torch.Tensor,
     grad: torch.Tensor,
     d_entropies: torch.Tensor | None = None,
+    drawn: int | None = None,
 ) -> torch.Tensor:
     """The gradients of the log-probabilities and of the entropies, FP32 [N] each (None for zeros)
     -> that of hidden [N, C]; adds the head's to ``grad``, FP32 [V, C].
     """
+    head, grad = head[:drawn], grad[:drawn]
     wide = head.float()
     d_hidden, d_head = torch.empty_like(hidden), torch.zeros_like(wide)
     rows = _chunk_rows(head)
