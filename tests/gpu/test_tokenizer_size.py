@@ -51,7 +51,7 @@ def wide_masters(config: ModelConfig, tokens: int, rows: int) -> Iterator[tuple[
 def test_scores_and_gradients_are_those_of_a_model_without_these_rows(
     name: str, preset: Preset, tokens: int
 ) -> None:
-    ids = (torch.arange(300) * 37 % tokens).cuda()
+    ids = torch.arange(300) * 37 % tokens
     packed, d = whole_batch(ids, (200, 100), ids.flip(0)), torch.linspace(-1, 1, 300).cuda()
     both = [policy(name, preset, tokens), policy(name, preset, tokens, rows=tokens)]
     scores = []
