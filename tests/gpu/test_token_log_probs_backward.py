@@ -78,6 +78,24 @@ def test_values_against_fp64(vocab_size: int, size: float) -> None:
     assert distance(grad, d_weight) < 4e-3
 
 
+@pytest.mark.parametrize("drawn", [5001, 5056, 5100])  # what fills a tile, none and less
+def test_rows_beyond_the_distribution_have_no_part_in_it(drawn: int) -> None:
+    """Even where they are infinite in the forward; a backward multiplies them by zeros."""
+    hidden, weight, targets, temperatures, d_log_probs = some_inputs(300, 5100)
+    given = targets % drawn, temperatures
+    exact = exact_gradients((hidden, weight[:drawn], *given, d_log_probs))
+    grad = torch.zeros_like(weight, dtype=torch.float32)
+    d_hidden = token_log_probs_backward(
+        hidden, weight, *given, d_log_probs, grad, torch.ones_like(d_log_probs) * 0, drawn
+    )
+    assert distance(d_hidden, exact[1]) < 4e-3
+    assert distance(grad[:drawn], exact[2]) < 4e-3 and not grad[drawn:].any()
+    alone = token_log_probs(hidden, weight[:drawn].contiguous(), *given)
+    weight[drawn:] = torch.inf
+    for whole, mine in zip(alone, token_log_probs(hidden, weight, *given, drawn), strict=True):
+        assert torch.equal(whole, mine) and mine.isfinite().all()
+
+
 def test_a_loss_falls_along_the_gradient() -> None:
     """The direction is that of the forward: a step along the gradient raises the log-probabilities
     by what the gradient says.
