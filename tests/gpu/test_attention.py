@@ -66,8 +66,8 @@ class Case:
             encoded = [Heads.encode(x, "e4m3") for x in inputs]
             self.exact = [x.dequantised().double().cuda() for x in encoded]
             self.q, k8, v8 = (x.values.cuda() for x in encoded)
-            self.q_scale = scale_of_byte(encoded[0].bytes).cuda()
-            k_byte, v_byte = (x.bytes.cuda() for x in encoded[1:])
+            self.q_scale = scale_of_byte(encoded[0].scales).cuda()
+            k_byte, v_byte = (x.scales.cuda() for x in encoded[1:])
             self.packed = PackedKeys(k8, k_byte, v8.half(), v_byte)
             values = self._page(v8).transpose(2, 3).contiguous().view(E4M3)
             self.pages = PagedKeys(

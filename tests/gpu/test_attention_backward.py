@@ -123,8 +123,8 @@ def make(
         return Case(
             lengths, q_values, None, PackedKeys(k_values, None, v_values, None), values, d_output
         )
-    packed = PackedKeys(k.values.cuda(), k.bytes.cuda(), v.values.half().cuda(), v.bytes.cuda())
-    return Case(lengths, q.values.cuda(), scale_of_byte(q.bytes).cuda(), packed, values, d_output)
+    packed = PackedKeys(k.values.cuda(), k.scales.cuda(), v.values.half().cuda(), v.scales.cuda())
+    return Case(lengths, q.values.cuda(), scale_of_byte(q.scales).cuda(), packed, values, d_output)
 
 
 def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:

@@ -173,7 +173,7 @@ def test_without_norms_the_bytes_are_those_of_the_specification(
     for ours, exact in zip(
         heads_of(*case.packed(format), format), case.specification(format), strict=True
     ):
-        assert same(ours.values, exact.values) and torch.equal(ours.bytes, exact.bytes)
+        assert same(ours.values, exact.values) and torch.equal(ours.scales, exact.scales)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -192,7 +192,7 @@ def test_with_norms_they_differ_only_where_a_sum_of_squares_rounds_differently(
         heads_of(*case.packed("e4m3"), "e4m3"), case.specification("e4m3"), strict=True
     ):
         assert (raw(ours.values) != raw(exact.values)).float().mean() < 1e-3
-        assert (ours.bytes != exact.bytes).float().mean() < 1e-3
+        assert (ours.scales != exact.scales).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -258,7 +258,7 @@ def test_a_vector_that_is_not_finite_is_marked(bad: float, norms: bool) -> None:
     vectors = case.qkv.view(40, 18, 64)
     vectors[3, 5, 7] = vectors[4, 14, 40] = vectors[5, 17, 63] = bad
     for got in heads_of(*case.packed("e4m3"), "e4m3"):
-        assert (got.bytes == 255).sum() == 1 and (raw(got.values)[got.bytes == 255] == 0x7F).all()
+        assert (got.scales == 255).sum() == 1 and (raw(got.values)[got.scales == 255] == 0x7F).all()
     queries, _ = case.packed("e4m3")
     assert queries.scales is not None and queries.scales[3, 5].isnan()
     assert same(
@@ -269,7 +269,7 @@ def test_a_vector_that_is_not_finite_is_marked(bad: float, norms: bool) -> None:
         for got, exact in zip(
             heads_of(*case.packed("e4m3"), "e4m3"), case.specification("e4m3"), strict=True
         ):
-            assert same(got.values, exact.values) and torch.equal(got.bytes, exact.bytes)
+            assert same(got.values, exact.values) and torch.equal(got.scales, exact.scales)
     for got in heads_of(*case.packed("bf16"), "bf16"):
         assert not got.values.isfinite().all()
 

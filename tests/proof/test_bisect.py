@@ -214,7 +214,7 @@ def test_the_cache_that_holds_something_else_than_was_written(
         exact(self, layer, slots, k, v)
         if layer == LAYER:
             page, offset = divmod(int(slots[0]), paged_attention_module.PAGE_TOKENS)
-            self.layers[layer].bytes[1, page, 0, offset] += 1
+            self.layers[layer].scales[1, page, 0, offset] += 1
 
     monkeypatch.setattr(paged_attention_module.SpecKvCache, "write", write)
     assert_named(part(), "layers.1.kv_cache.v", "KV write", "rollout")

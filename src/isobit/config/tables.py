@@ -173,7 +173,9 @@ class EvaluationConfig(Strict):
     """
 
 
-Preset = Literal["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
+Preset = Literal[
+    "fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8-rollout", "int8-linear", "int8"
+]
 
 
 class PrecisionConfig(Strict):
@@ -182,8 +184,9 @@ class PrecisionConfig(Strict):
     """
 
     preset: Preset = "fp8"
-    """fp8: linears, KV cache and attention in FP8 on both sides; fp8-linear: linears only; bf16;
-    fp32; fp8-rollout: FP8 rollout only.
+    """fp8: linears, KV cache and attention in FP8 on both sides; fp8-linear: linears only;
+    fp8-rollout: FP8 rollout only; int8, int8-linear and int8-rollout: likewise in INT8 behind a
+    Hadamard matrix; bf16; fp32.
     """
     first_layers_bf16: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """How many of the first decoder layers stay in BF16, with their KV cache and attention."""
@@ -192,9 +195,11 @@ class PrecisionConfig(Strict):
     modules_bf16: tuple[str, ...] = ()
     """Linears kept in BF16, as ``layers.3.down_proj`` or, in every layer, ``down_proj``."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
-    """Format of the operands of WGrad."""
+    """Format of the operands of WGrad, where linears are in FP8 or INT8."""
     scales: Literal["power_of_two", "fp32"] = "power_of_two"
-    """Scales of the linears' operands; those of Q, K and V are always powers of two."""
+    """Scales of the linears' FP8 operands; those of Q, K and V are powers of two in FP8, and
+    scales of INT8 are FP32.
+    """
 
     @model_validator(mode="before")
     @classmethod

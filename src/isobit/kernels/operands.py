@@ -23,20 +23,22 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from isobit.precision.flow import PrecisionFlow, Site
-from isobit.precision.quant_tensor import Format, QuantTensor, parts_of_rows
+from isobit.precision.quant_tensor import Format, Int8Rows, QuantTensor, parts_of_rows
 
 
 class Quantised(Protocol):
-    """E4M3 values and the scales of their groups, laid out as a back end's products read them."""
+    """E4M3 or INT8 values and the scales of their groups, laid out as a back end's products read
+    them.
+    """
 
     @property
     def values(self) -> torch.Tensor:
-        """E4M3 of two dimensions."""
+        """E4M3 or INT8 of two dimensions."""
         ...
 
     @property
     def scales(self) -> torch.Tensor:
-        """FP32, one a group."""
+        """FP32, one a group or, of INT8, a row."""
         ...
 
 
@@ -55,7 +57,7 @@ class LinearWeight:
     def rows(self, first: int, last: int) -> "LinearWeight":
         """Views of rows ``first`` .. ``last`` - 1 of matrix and bias: whole blocks of its parts."""
         matrix = self.matrix
-        if isinstance(matrix, QuantTensor):
+        if isinstance(matrix, QuantTensor | Int8Rows):
             matrix = matrix.rows(first, last)
         else:
             assert isinstance(matrix, torch.Tensor)
@@ -136,7 +138,7 @@ class QkvTransform:
     """What a layer does to Q, K and V between its projection and attention.
 
     x = x + bias;  Q and K: RMSNorm of each head, then rotary positions.  Each result is rounded to
-    the format between operators.  Before E4M3: Q and K times a Hadamard matrix.
+    the format between operators.  Before E4M3 or INT8: Q and K times a Hadamard matrix.
     """
 
     num_heads: int
@@ -150,7 +152,7 @@ class QkvTransform:
     bias: torch.Tensor | None  # [(H + 2 G) D]
     window: int | None = None
     """A query at position p sees the keys p - window + 1 .. p; None, all up to p."""
-    hadamard: bool = False  # whether attention reads Q and K in E4M3 (``isobit.kernels.spec.qkv``)
+    hadamard: bool = False  # whether attention reads 8 bits (``isobit.kernels.spec.qkv``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +228,8 @@ class Heads(Protocol):
         ...
 
     @property
-    def bytes(self) -> torch.Tensor:
-        """uint8 E8M0 [...]: the factor of the values is 2^(byte - 127)."""
+    def scales(self) -> torch.Tensor:
+        """The factors of the values, [...]: uint8 E8M0 for 2^(byte - 127), or FP32."""
         ...
 
 
@@ -439,4 +441,4 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def observe_heads(layer: int, queries: Heads, keys: Heads, values: Heads) -> None:
     """Show what a layer's attention reads: K, V and queries, [T, heads, D]."""
     for heads, name in ((keys, "kv_cache.k"), (values, "kv_cache.v"), (queries, "attention.q")):
-        observe(heads.values, "layers", layer, name, scales=heads.bytes)
+        observe(heads.values, "layers", layer, name, scales=heads.scales)

@@ -25,7 +25,7 @@ from isobit.kernels.sizes import AttentionShape, Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.layers import Gradient, Linear, Master, Norm, UnitBytes, Weights, norm_master
 from isobit.precision.flow import Graph, LinearShape, SiteShape
-from isobit.precision.quant_tensor import DTYPES
+from isobit.precision.quant_tensor import DTYPES, EIGHT_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Attention:
             plain[f"{path}.k_norm.weight"] if config.qk_norm else None,
             weights.linears[self._qkv.path].bias,
             config.window(self._layer),
-            hadamard=weights.graph.attention_format(self._layer) == "e4m3",
+            hadamard=weights.graph.attention_format(self._layer) in EIGHT_BITS,
         )
 
     def _gradients(self, gradient: Gradient) -> QkvGradients:

@@ -8,6 +8,7 @@ the training forward graph, that is, every site reads and writes the same format
 
 FProp is Y = X W^T, DGrad is dX = dY W, WGrad is dW = dY^T X. In E4M3, X and dY have 1x128 groups
 along the contraction, W has 128x128 blocks, and WGrad's two operands have groups of 128 tokens.
+In INT8, X and W have one scale a row, and DGrad and WGrad are in E4M3.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from itertools import groupby
 from typing import Literal
 
 from isobit.config.tables import PrecisionConfig
-from isobit.precision.quant_tensor import Format, ScaleKind, Side
+from isobit.precision.quant_tensor import EIGHT_BITS, Format, ScaleKind, Side
 from isobit.util.errors import ConfigError
 
 SiteKind = Literal["embedding", "norm", "linear", "router", "attention", "kv_cache", "head"]
@@ -154,6 +155,9 @@ _PRESETS: dict[str, dict[Side, tuple[Format, Format]]] = {
     "fp8-rollout": {"rollout": ("e4m3", "e4m3"), "training": ("bf16", "bf16")},
     "fp8-linear": {"rollout": ("e4m3", "bf16"), "training": ("e4m3", "bf16")},
     "fp8": {"rollout": ("e4m3", "e4m3"), "training": ("e4m3", "e4m3")},
+    "int8-rollout": {"rollout": ("int8", "int8"), "training": ("bf16", "bf16")},
+    "int8-linear": {"rollout": ("int8", "bf16"), "training": ("int8", "bf16")},
+    "int8": {"rollout": ("int8", "int8"), "training": ("int8", "int8")},
 }
 
 
@@ -200,10 +204,10 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
 
 
 def _linear_site(config: PrecisionConfig, name: str, linear: LinearShape, format: Format) -> Site:
-    if format != "e4m3":
+    if format not in EIGHT_BITS:
         return Site(name, "linear", format, dgrad=format, wgrad=format, parts=linear.rows)
     wgrad: Format = "e4m3" if config.wgrad == "fp8" else "bf16"
-    return Site(name, "linear", format, config.scales, format, wgrad, linear.rows)
+    return Site(name, "linear", format, config.scales, "e4m3", wgrad, linear.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,15 +263,17 @@ def describe_flow(flow: PrecisionFlow) -> list[str]:
 
 
 def _formats(site: Site) -> str:
-    name = {"e4m3": "E4M3", "bf16": "BF16", "fp32": "FP32"}
+    name = {"e4m3": "E4M3", "int8": "INT8", "bf16": "BF16", "fp32": "FP32"}
     text = name[site.forward]
     if site.kind == "linear":
         if site.forward == "e4m3":
             text += " 1x128 x 128x128" + (", FP32 scales" if site.scales == "fp32" else "")
+        elif site.forward == "int8":
+            text += " times Hadamard, a scale a row"
         text += (
             f"  dgrad {name[site.dgrad or site.forward]}, wgrad {name[site.wgrad or site.forward]}"
         )
-    elif site.kind in ("kv_cache", "attention") and site.forward == "e4m3":
+    elif site.kind in ("kv_cache", "attention") and site.forward in EIGHT_BITS:
         text += ", a scale a token and head"
     return text
 

@@ -1,8 +1,8 @@
-"""A quantised matrix, E4M3 values with the FP32 scales of their groups, and the constants that all
-quantisers share.
+"""Quantised matrices, E4M3 or INT8 values with the FP32 scales of their groups, and the constants
+that all quantisers share.
 
-Granularities of an [R, C] matrix, by the shape of the group that shares a scale; with b(n) = ceil(n
-/ 128), since the last group of a row, column or matrix may be short:
+**E4M3.** Granularities of an [R, C] matrix, by the shape of the group that shares a scale; with
+b(n) = ceil(n / 128), since the last group of a row, column or matrix may be short:
 
     1x128      scales [R, b(C)]       activations and output gradients, along the contraction
     128x128    scales [b(R), b(C)]    weights
@@ -19,6 +19,16 @@ E4M3 has 4 exponent and 3 mantissa bits, a largest value of 448, no infinity, an
 The floor on amax keeps gradients of 1e-12 and gives a block of zeros a scale. A block with a NaN or
 an infinity gets a NaN scale (E8M0 byte 0xFF) and the value byte 0x7F everywhere, so that no kernel
 can make it finite again.
+
+**INT8.** A matrix [R, C] is multiplied along its rows by blocks of a Hadamard matrix H, which
+spreads what stands out over a block, and has one FP32 scale a row. H has ``rotation_size(C)`` = n
+rows of +1 and -1, and H H = n. With amax the largest number of a row of X H, at least 2^-60:
+
+    value = round-to-nearest-even((X H) * (127 / amax))        -127 .. 127
+    scale = amax / 127                                         of a weight, divided by n
+
+Integer sums are exact, so X W^T = (values_x values_w^T) * scale_x * scale_w has one right answer.
+A row that was not finite has a NaN scale.
 """
 
 from dataclasses import dataclass
@@ -28,7 +38,8 @@ from typing import Literal
 
 import torch
 
-Format = Literal["e4m3", "bf16", "fp32"]
+Format = Literal["e4m3", "int8", "bf16", "fp32"]
+EIGHT_BITS: frozenset[Format] = frozenset({"e4m3", "int8"})
 ScaleKind = Literal["power_of_two", "fp32"]
 Side = Literal["rollout", "training"]
 
@@ -40,7 +51,14 @@ E8M0_BIAS = 127
 AMAX_FLOOR = 2.0**-60
 BLOCK = 128
 
-DTYPES: dict[Format, torch.dtype] = {"e4m3": E4M3, "bf16": torch.bfloat16, "fp32": torch.float32}
+INT8_MAX = 127.0
+
+DTYPES: dict[Format, torch.dtype] = {
+    "e4m3": E4M3,
+    "int8": torch.int8,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
 
 
 Granularity = Literal["1x128", "128x128", "128x1"]
@@ -130,6 +148,40 @@ class QuantTensor:
         """Overwrite in place, for all holders of this tensor."""
         assert (self.granularity, self.parts) == (other.granularity, other.parts)
         self.values.view(torch.uint8).copy_(other.values.view(torch.uint8))
+        self.scales.copy_(other.scales)
+
+
+def rotation_size(columns: int) -> int:
+    """Rows of the Hadamard matrix by which INT8 matrices of so many columns are multiplied: the
+    largest power of two up to 128 that divides them.
+    """
+    return min(BLOCK, columns & -columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Rows:
+    """INT8 values [R, C] of a matrix times H, and the FP32 scale [R] of each row."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def __post_init__(self) -> None:
+        assert self.values.dtype == torch.int8, self.values.dtype
+        assert self.scales.shape == self.values.shape[:1], (self.values.shape, self.scales.shape)
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "Int8Rows":
+        """Uninitialised."""
+        values = torch.empty((rows, columns), dtype=torch.int8, device=device)
+        return cls(values, torch.empty(rows, dtype=torch.float32, device=device))
+
+    def rows(self, first: int, last: int) -> "Int8Rows":
+        """Rows ``first`` .. ``last`` - 1, not copied."""
+        return Int8Rows(self.values[first:last], self.scales[first:last])
+
+    def copy_(self, other: "Int8Rows") -> None:
+        """Overwrite in place, for all holders of this matrix."""
+        self.values.copy_(other.values)
         self.scales.copy_(other.scales)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
 from isobit.kernels.spec import head as head_module
-from isobit.kernels.spec import pointwise, qkv
+from isobit.kernels.spec import pointwise, qkv, quantise
 from isobit.kernels.spec.quantise import publish_head
 from isobit.precision.flow import Site
 from isobit.proof.doctor_findings import require_close, require_equal
@@ -245,7 +245,7 @@ def hadamard(head_dim: int = 64) -> Case:
         "the Hadamard matrix",
         {"x": heads},
         lambda x: x @ matrix.to(x.dtype),
-        lambda rows: qkv.hadamard(heads[rows]),
+        lambda rows: quantise.hadamard(heads[rows], qkv.hadamard_size(head_dim)),
     )
 
 

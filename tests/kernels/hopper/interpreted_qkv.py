@@ -92,8 +92,8 @@ def check_forward(layout: tuple[int, int, int], is_e4m3: bool) -> None:
         assert torch.equal(ours.view(torch.uint8), exact.values.view(torch.uint8))
     scales, key_bytes, value_bytes = queries.scales, packed.key_bytes, packed.value_bytes
     assert scales is not None and key_bytes is not None and value_bytes is not None
-    assert torch.equal((scales.view(torch.int32) >> 23).to(torch.uint8), q.bytes)
-    assert torch.equal(key_bytes, k.bytes) and torch.equal(value_bytes, v.bytes)
+    assert torch.equal((scales.view(torch.int32) >> 23).to(torch.uint8), q.scales)
+    assert torch.equal(key_bytes, k.scales) and torch.equal(value_bytes, v.scales)
 
     values = torch.zeros(2, 2, keys, TILE * dim, dtype=torch.uint8).unbind()
     pages = PagedKeys(

@@ -82,7 +82,7 @@ def test_read_gives_a_token_back() -> None:
             3,
             2,
             64,
-        ) and k.bytes.shape == v.bytes.shape == (3, 2)
+        ) and k.scales.shape == v.scales.shape == (3, 2)
         for row, slot in enumerate(slots.tolist()):
             page, offset = divmod(slot, PAGE_TOKENS)
             bytes_of = [
@@ -93,16 +93,16 @@ def test_read_gives_a_token_back() -> None:
             if pages.key_bytes is None or pages.value_bytes is None:
                 assert (
                     torch.equal(v.values[row], pages.values[page, :, offset])
-                    and (k.bytes == 127).all()
-                    and (v.bytes == 127).all()
+                    and (k.scales == 127).all()
+                    and (v.scales == 127).all()
                 )
             else:
                 assert torch.equal(
                     v.values.view(torch.uint8)[row],
                     pages.values.view(torch.uint8)[page, :, :, offset],
                 )
-                assert torch.equal(k.bytes[row], pages.key_bytes[page, :, offset])
-                assert torch.equal(v.bytes[row], pages.value_bytes[page, :, offset])
+                assert torch.equal(k.scales[row], pages.key_bytes[page, :, offset])
+                assert torch.equal(v.scales[row], pages.value_bytes[page, :, offset])
 
 
 def test_the_fp32_flow_is_refused() -> None:

@@ -66,7 +66,7 @@ def test_tiles_before_every_window_are_not_read(
 
     def counting(pair: Heads) -> attention.KeyTile:
         nonlocal read
-        read += pair.bytes.shape[1]  # tiles of one sequence
+        read += pair.scales.shape[1]  # tiles of one sequence
         return build(pair)
 
     monkeypatch.setattr(attention.KeyTile, "build", counting)

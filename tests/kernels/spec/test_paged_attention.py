@@ -34,7 +34,7 @@ IDS = ["fp8", "bf16", "fp32", "mixed"]
 
 
 def raw(heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
-    return heads.values.view(torch.uint8), heads.bytes
+    return heads.values.view(torch.uint8), heads.scales
 
 
 def tokens(dtype: torch.dtype, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +45,7 @@ def tokens(dtype: torch.dtype, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
     cache = SpecKvCache(Shape(), mixed, 5)
     assert (cache.page_tokens, cache.num_pages) == (sizes.page_tokens, 5)
-    held = [x for arena in cache.layers for x in (arena.values, arena.bytes)]
+    held = [x for arena in cache.layers for x in (arena.values, arena.scales)]
     assert sum(x.nbytes for x in held) == 5 * sizes.page_bytes(Shape(), mixed)
     assert not any(x.view(torch.uint8).any() for x in held)
 

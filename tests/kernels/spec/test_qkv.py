@@ -39,8 +39,10 @@ def matrix(head_dim: int) -> torch.Tensor:
 def test_it_is_sylvesters_matrix(head_dim: int) -> None:
     assert hadamard_size(head_dim) == SIZES[head_dim]
     whole = torch.randint(-1000, 1000, (5, 3, head_dim)).float()  # their sums are exact
-    assert torch.equal(hadamard(whole), whole @ matrix(head_dim))
-    assert torch.equal(hadamard(hadamard(whole)), whole * SIZES[head_dim])
+    assert torch.equal(hadamard(whole, SIZES[head_dim]), whole @ matrix(head_dim))
+    assert torch.equal(
+        hadamard(hadamard(whole, SIZES[head_dim]), SIZES[head_dim]), whole * SIZES[head_dim]
+    )
 
 
 def test_sums_have_the_order_of_the_fast_transform() -> None:
@@ -51,7 +53,7 @@ def test_sums_have_the_order_of_the_fast_transform() -> None:
             if not i & apart:
                 a, b = torch.tensor([expected[i], expected[i + apart]])
                 expected[i], expected[i + apart] = float(a + b), float(a - b)
-    assert torch.equal(hadamard(x), torch.tensor(expected))
+    assert torch.equal(hadamard(x, 64), torch.tensor(expected))
 
 
 def test_products_of_vectors_with_large_channels_lose_less() -> None:
@@ -65,7 +67,7 @@ def test_products_of_vectors_with_large_channels_lose_less() -> None:
         read = [Heads.encode(x, "e4m3").dequantised().double() for x in (q, k)]
         return ((read[0] * read[1]).sum(-1) - exact).square().mean().sqrt()
 
-    assert 3 * lost(hadamard(q) / 64, hadamard(k)) < lost(q, k)
+    assert 3 * lost(hadamard(q, 64) / 64, hadamard(k, 64)) < lost(q, k)
 
 
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)

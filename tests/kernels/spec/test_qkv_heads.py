@@ -15,7 +15,7 @@ def test_a_token_is_encoded_by_itself(format: Format) -> None:
     for t in range(9):
         alone = Heads.encode(x[t : t + 1], format)
         assert torch.equal(alone.units(), whole.units()[t : t + 1]) and torch.equal(
-            alone.bytes, whole.bytes[t : t + 1]
+            alone.scales, whole.scales[t : t + 1]
         )
     assert whole.values.dtype == DTYPES[format]
 
@@ -54,7 +54,7 @@ def test_a_vector_that_is_not_finite_decodes_to_nan(format: Format, bad: float) 
     x = torch.randn(3, 64)
     x[1, 2] = bad
     heads = Heads.encode(x, format)
-    assert (heads.bytes == 255).tolist() == [False, True, False]
+    assert (heads.scales == 255).tolist() == [False, True, False]
     assert heads.dequantised()[1].isnan().all() and heads.dequantised()[0].isfinite().all()
 
 
@@ -62,7 +62,7 @@ def test_zeros_have_the_smallest_scale() -> None:
     for format in ("e4m3", "bf16", "fp32"):
         heads = Heads.encode(torch.zeros(1, 64), format)
         assert torch.equal(heads.dequantised(), torch.zeros(1, 64))
-        assert 0 < float(scale_of_byte(heads.bytes)) <= 2.0**-60
+        assert 0 < float(scale_of_byte(heads.scales)) <= 2.0**-60
 
 
 def test_stack_keeps_both() -> None:

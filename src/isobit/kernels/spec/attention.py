@@ -2,14 +2,14 @@
 the same bits.
 
 **Forward.**  For one query and the keys j that it sees, in KV tiles of 64 that start at multiples
-of 64 from the sequence's own position 0.  Q, K and V come with power-of-two scales s
+of 64 from the sequence's own position 0.  Q, K and V come with scales s
 (``isobit.kernels.spec.qkv``), c = log2(e) / sqrt(D):
 
     s_j = (q . k_j s_k) (s_q c) + log2(s_v)          the scale of V enters the exponent
     M   = running max of s,   p_j = 2^(s_j - M)      so p fits FP16, whatever the scales are
     l   = sum_j p_j / s_v                            FP32
-    o   = sum_j P(p_j) v_j / l                       P rounds to FP16 (fp8 flow) or to multiples of
-                                                     2^-23 (bf16, fp32)
+    o   = sum_j P(p_j) v_j / l                       P rounds to FP16 (fp8 and int8) or to multiples
+                                                     of 2^-23 (bf16, fp32)
     log-sum-exp (base 2) = M + log2(l)
 
 The bits agree because q . k and P . v over a tile are exact in FP64 (at most 53 bits) and rounded
@@ -46,13 +46,14 @@ from math import log, log2
 import torch
 
 from isobit.kernels.operands import QkvTransform, RopeTable, observe_heads, rounded
-from isobit.kernels.spec.qkv import Heads, stack_heads, transform_qkv
-from isobit.kernels.spec.quantise import reciprocal_of_byte, scale_of_byte
+from isobit.kernels.spec.qkv import Heads, factors, stack_heads, transform_qkv
+from isobit.kernels.spec.quantise import reciprocal_of_byte
 from isobit.precision.flow import Graph
-from isobit.precision.quant_tensor import E4M3, E8M0_BIAS, Format
+from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3, E8M0_BIAS, Format
 
 TILE = 64
 _LN2 = log(2.0)
+_SCALE = AMAX_FLOOR / 128  # below every FP32 scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +73,14 @@ class KeyTile:
         _, n, groups, width, dim = pair.values.shape
         shifted, shift = pair.shifted_units()
         units = shifted.view(2, n * groups, width, dim).double()
-        key_byte, value_byte = pair.bytes[:, :, :, None, None, :].unbind(0)
-        return cls(
-            units[0].transpose(1, 2),
-            scale_of_byte(key_byte).mul_(shift),
-            units[1],
-            value_byte.float() - float(E8M0_BIAS),
-            reciprocal_of_byte(value_byte),
-            shift,
-        )
+        keys, values = pair.scales[:, :, :, None, None, :].unbind(0)
+        if values.dtype == torch.uint8:
+            exponents, inverse = values.float() - float(E8M0_BIAS), reciprocal_of_byte(values)
+        else:
+            # A token that was never written has the scale 0; its probability is 0, too.
+            exponents, inverse = torch.log2(at_least := values.clamp(min=_SCALE)), 1.0 / at_least
+        key_scales = factors(keys) * shift
+        return cls(units[0].transpose(1, 2), key_scales, units[1], exponents, inverse, shift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ def attend(
     sequences of the slice s.
     """
     q = queries.units().double()
-    q_scale = (scale_of_byte(queries.bytes) * (log2(math.e) / q.shape[-1] ** 0.5))[..., None]
-    narrow = queries.values.dtype == E4M3
+    q_scale = (factors(queries.scales) * (log2(math.e) / q.shape[-1] ** 0.5))[..., None]
+    narrow = queries.values.dtype in (E4M3, torch.int8)
     first_seen = first_seen_key(visible, window)
     sums = None if window is None else _Sums.of_nothing(q)
     shift, most = 1.0, int(visible[0, -1])
@@ -371,7 +371,7 @@ def _attend_group(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> output FP32 [B L, H, D] and log-sum-exp (base 2) [B, G, R, L]."""
     batch, length = group.index.shape
-    kv_heads = keys.bytes.shape[-1]
+    kv_heads = keys.scales.shape[-1]
 
     def query_layout(x: torch.Tensor) -> torch.Tensor:  # [T, H, ...] -> [B, G, R, L, ...]
         return (

@@ -61,7 +61,7 @@ from isobit.kernels.spec.linear import (
 )
 from isobit.kernels.spec.pointwise import row_sum, swiglu_backward, swiglu_input, swiglu_saved
 from isobit.kernels.spec.quantise import snap_rows
-from isobit.precision.quant_tensor import E4M3, QuantTensor
+from isobit.precision.quant_tensor import E4M3, Int8Rows, QuantTensor
 
 
 def route(x: torch.Tensor, router: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
@@ -206,6 +206,9 @@ def one_expert(weight: LinearWeight, index: int, count: int) -> tuple[LinearWeig
     if isinstance(matrix, torch.Tensor):
         rows = _span(matrix.shape[0], index, count)
         return LinearWeight(site, matrix[rows]), rows
+    if isinstance(matrix, Int8Rows):
+        rows = _span(len(matrix.values), index, count)
+        return LinearWeight(site, matrix.rows(rows.start, rows.stop)), rows
     assert isinstance(matrix, QuantTensor)
     rows, blocks = (_span(len(one), index, count) for one in (matrix.values, matrix.scales))
     own = QuantTensor(matrix.values[rows], matrix.scales[blocks], "128x128", site.parts)
@@ -237,6 +240,8 @@ def _outputs(
 def _rows(x: Operand, index: torch.Tensor) -> Operand:
     if isinstance(x, torch.Tensor):
         return x.index_select(0, index)
+    if isinstance(x, Int8Rows):
+        return Int8Rows(x.values.index_select(0, index), x.scales.index_select(0, index))
     assert isinstance(x, QuantTensor)
     values = x.values.view(torch.uint8).index_select(0, index).view(E4M3)
     return QuantTensor(values, x.scales.index_select(0, index), x.granularity)

@@ -5,6 +5,9 @@
                          forward, read transposed
     WGrad  dW += dY^T X  E4M3: both operands in groups of 128 tokens, quantised directly from BF16
 
+A linear in INT8 has its backward in E4M3: W for DGrad is quantised from the numbers that its INT8
+stands for, and X for WGrad from BF16.
+
 Y and dX are rounded to the format between operators.  dW is FP32 and is added to the gradient of
 the FP32 master as one finished sum.  No bit of the backward has to agree with a rollout, so its
 GEMMs are plain FP32 over dequantised operands, which repeat at a fixed number of threads.
@@ -18,8 +21,14 @@ in FP32 in ascending order of K:
     Y[m, n] = sum over blocks k of  FP32(sum_j A[m, kj] B[n, kj]) * scale_a[m, k]
                                                                   * scale_b[block of n, k]
 
+In INT8 the sum over all of K is an integer, converted to FP32 once and multiplied by scale_a[m],
+then by scale_b[n].  ``torch._int_mm`` computes it where a check at the first use finds it exact: on
+CPUs without instructions for it (VNNI, AMX), oneDNN saturates sums of pairs at 16 bits.
+
 Shapes: A [M, K], B [N, K] (K-major, as FP8 tensor cores need it), Y [M, N] FP32.
 """
+
+from functools import cache
 
 import torch
 
@@ -27,13 +36,18 @@ from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGr
 from isobit.kernels.spec.quantise import (
     SHIFT,
     decode_e4m3,
+    dequantise_int8,
+    quantise_blocks,
+    quantise_int8,
     quantise_rows,
     quantise_tokens,
     shifted_e4m3,
     snap_rows,
 )
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, QuantTensor, block_sizes
+from isobit.precision.quant_tensor import BLOCK, Int8Rows, QuantTensor, block_sizes
+
+_int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage] (documented by name alone)
 
 
 def fp8_gemm_nt(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
@@ -67,9 +81,44 @@ def _block_product(left: torch.Tensor, right: torch.Tensor, k: int) -> torch.Ten
     return torch.mm(left[:, block], right[:, block].t()).float()
 
 
+def int8_gemm_nt(a: Int8Rows, b: Int8Rows) -> torch.Tensor:
+    """An activation A and a weight B -> A B^T in FP32."""
+    sums = integer_product(a.values, b.values).float()
+    return sums.mul_(a.scales[:, None]).mul_(b.scales)
+
+
+def integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A [M, K] and B [N, K], INT8 in -127 .. 127 with K at most 133,000 -> A B^T, INT32."""
+    if a.shape[1] > 1 and int_mm_is_exact():
+        return _int_mm(a, b.t())
+    return torch.mm(a.double(), b.double().t()).int()
+
+
+@cache
+def int_mm_is_exact() -> bool:
+    """Whether torch's product of INT8 matrices is exact on this machine, at the largest numbers and
+    at odd sizes.
+    """
+    for rows, columns, k in ((1, 1, 100), (3, 5, 7), (64, 48, 256), (65, 33, 129)):
+        number = torch.arange(rows * k).view(rows, k)
+        varied = number * 37 % 255 - 127
+        for a in (varied, torch.full_like(varied, 127), torch.full_like(varied, -127)):
+            left, right = a.to(torch.int8), a[torch.arange(columns) % rows].to(torch.int8)
+            exact = torch.mm(left.double(), right.double().t()).int()
+            if not torch.equal(_int_mm(left, right.t()), exact):
+                return False
+    return True
+
+
 def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
-    """x [T, K]: in 1x128 groups, or on the grid; saved in groups of 128 tokens, or as it is."""
-    read = quantise_rows(x, site.scales) if site.forward == "e4m3" else snap_rows(x)
+    """x [T, K]: in INT8, in 1x128 groups, or on the grid; saved in groups of 128 tokens, or as it
+    is.
+    """
+    read: Operand
+    if site.forward == "int8":
+        read = quantise_int8(x)
+    else:
+        read = quantise_rows(x, site.scales) if site.forward == "e4m3" else snap_rows(x)
     return LinearInput(read, input_saved(x, site) if save else None)
 
 
@@ -85,6 +134,9 @@ def input_saved(x: torch.Tensor, site: Site) -> Operand:
 
 def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
     """[T, K] -> [T, N]; the bits of a row depend on that row alone."""
+    if isinstance(weight.matrix, Int8Rows):
+        assert isinstance(x, Int8Rows)
+        return rounded(int8_gemm_nt(x, weight.matrix), torch.bfloat16)
     if isinstance(weight.matrix, QuantTensor):
         assert isinstance(x, QuantTensor)
         return rounded(fp8_gemm_nt(x, weight.matrix), torch.bfloat16)
@@ -116,12 +168,15 @@ def wgrad(dy: Operand, x: Operand, grad: torch.Tensor) -> None:
 
 
 def dequantised(weight: LinearWeight) -> torch.Tensor:
-    """FP32 [N, K]: the matrix that the forward multiplies with."""
-    if isinstance(weight.matrix, torch.Tensor):
-        return weight.matrix.float()
-    assert isinstance(weight.matrix, QuantTensor)
-    values = decode_e4m3(weight.matrix.values)
-    return _by_column(values, weight.matrix.row_scales(), (values.shape[1],))
+    """FP32 [N, K]: the matrix that the forward multiplies with, of INT8 in E4M3 blocks."""
+    matrix = weight.matrix
+    if isinstance(matrix, torch.Tensor):
+        return matrix.float()
+    if isinstance(matrix, Int8Rows):
+        matrix = quantise_blocks(dequantise_int8(matrix), weight.site.scales, weight.site.parts)
+    assert isinstance(matrix, QuantTensor)
+    values = decode_e4m3(matrix.values)
+    return _by_column(values, matrix.row_scales(), (values.shape[1],))
 
 
 def dequantise_rows(x: QuantTensor) -> torch.Tensor:

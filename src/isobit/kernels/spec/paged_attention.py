@@ -4,7 +4,7 @@ decodes, or a chunk of its prompt.
 **The cache** is one arena of pages in the flow's format; a page holds 64 tokens of every layer.  A
 page is a KV tile: tile j of a sequence is page j of its block table, so page boundaries and
 summation boundaries coincide.  Layout per layer: values [2 (K, V), page, KV head, token, dim] in
-E4M3, BF16 or FP32, and their E8M0 scale bytes [2, page, KV head, token].
+E4M3, INT8, BF16 or FP32, and their scales [2, page, KV head, token], bytes or, of INT8, FP32.
 
 **Attention** writes new K and V to their slots first; then each query attends over its sequence's
 pages with the arithmetic of ``isobit.kernels.spec.attention``.  Sequences with one new token form
@@ -61,7 +61,7 @@ class SpecKvCache:
         heads = Heads.encode(both, self.formats[layer])
         for target, source in (
             (_raw(arena.values), _raw(heads.values)),
-            (arena.bytes, heads.bytes),
+            (arena.scales, heads.scales),
         ):
             target.transpose(2, 3)[:, pages, offsets] = source
 
@@ -77,7 +77,7 @@ class SpecKvCache:
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages of every layer, ``sources[i]`` to ``targets[i]``."""
         for arena in self.layers:
-            for tensor in (_raw(arena.values), arena.bytes):
+            for tensor in (_raw(arena.values), arena.scales):
                 for source, target in zip(sources, targets, strict=True):
                     tensor[:, target] = tensor[:, source]
 
@@ -85,7 +85,7 @@ class SpecKvCache:
         """Set everything to zero, in place."""
         for arena in self.layers:
             _raw(arena.values).zero_()
-            arena.bytes.zero_()
+            arena.scales.zero_()
 
     def gather(self, layer: int, pages: torch.Tensor, width: int) -> Heads:
         """K and V of the first ``width`` tokens of the given pages, int64 [n] -> [2, n, G, width,
@@ -100,7 +100,9 @@ def _empty_heads(pages: tuple[int, ...], head_dim: int, format: Format) -> Heads
     """
     dtype = DTYPES[format]
     values = _untouched_zeros(prod(pages) * head_dim * dtype.itemsize).view(dtype)
-    return Heads(values.view(*pages, head_dim), _untouched_zeros(prod(pages)).view(pages))
+    scales = torch.float32 if format == "int8" else torch.uint8
+    zeros = _untouched_zeros(prod(pages) * scales.itemsize).view(scales)
+    return Heads(values.view(*pages, head_dim), zeros.view(pages))
 
 
 def _untouched_zeros(size: int) -> torch.Tensor:

@@ -3,17 +3,17 @@
     x = x + bias                  FP32 addition; Q, K and V, in models that have a bias
     x = RMSNorm(x)                Q and K, per head, in models that have these norms
     x = rotate(x)                 Q and K
-    x = hadamard(x)               Q and K, where attention reads E4M3; Q is also divided by the
-                                  size of H
+    x = hadamard(x)               Q and K, where attention reads E4M3 or INT8; Q is also divided
+                                  by the size of H
 
 Each result is rounded to the format between operators, except that the last one is rounded directly
-to E4M3.  In the backward, the gradient behind the rotation is rounded.
+to E4M3 or INT8.  In the backward, the gradient behind the rotation is rounded.
 
 **Rotation** (rotary position embedding): (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the two
 halves of each head, in FP32.  The gradient is the rotation by the negative angle.
 
-**Hadamard.**  Q and K are multiplied by a Hadamard matrix before they are rounded to E4M3, so that
-no channel stands out:
+**Hadamard.**  Q and K are multiplied by a Hadamard matrix before they are rounded to 8 bits, so
+that no channel stands out:
 
     q~ = H q / n      k~ = H k      q~ . k~ = q . k             H H = n, H symmetric
 
@@ -26,20 +26,21 @@ number is a mixture of all, and |q|^2 |k|^2 / n remains (FlashAttention-3, arXiv
 order of the fast transform: pairs of numbers 1, 2, 4, ..., n / 2 apart, each time (a, b) -> (a + b,
 a - b).  So every back end has the same bits.
 
-**Encoding.**  Queries, keys and values are stored as values times one power-of-two scale per token
-and head:
+**Encoding.**  Queries, keys and values are stored as values times one scale per token and head, a
+power of two except in INT8:
 
-    x[t, h, :] = values[t, h, :] * 2^(byte[t, h] - 127)
+    x[t, h, :] = values[t, h, :] * 2^(byte[t, h] - 127)        or * scales[t, h], FP32
 
     e4m3    values are E4M3, the scale is max(amax, 2^-60) / 448 rounded up to a power of two
+    int8    values are INT8, the scale is max(amax, 2^-60) / 127 in FP32
     bf16    values are BF16 (fp32: FP32) of magnitude below 2 on a grid of 2^-22, the scale is
             2^floor(log2 amax), at least 2^-60;  heads larger than 128: a grid of 2^-21
 
 The scale depends on one token's vector alone: nothing has to be calibrated, and a token's entry
-never changes when others are added.  The second form drops what lies more than 22 bits below the
+never changes when others are added.  The last form drops what lies more than 22 bits below the
 vector's largest number, which makes the products of attention exact
 (``isobit.kernels.spec.quantise``): a sum of 256 products of integers up to 2^22 is at most 2^52,
-where 2^23 would give 2^54.  A vector that is not finite has the byte 255.
+where 2^23 would give 2^54.  A vector that is not finite has the byte 255 or the scale NaN.
 """
 
 from collections.abc import Callable
@@ -53,9 +54,11 @@ from isobit.kernels.spec.quantise import (
     GRID_BITS,
     SHIFT,
     decode_e4m3,
+    hadamard,
     largest_exponent,
     quantise_heads,
     reciprocal_of_byte,
+    round_to_int8,
     scale_of_byte,
     shifted_e4m3,
 )
@@ -66,44 +69,36 @@ def hadamard_size(head_dim: int) -> int:
     return head_dim & -head_dim
 
 
-def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [..., D] -> H x, for each block of ``hadamard_size(D)`` numbers."""
-    size = hadamard_size(x.shape[-1])
-    blocks = x.view(*x.shape[:-1], -1, size)
-    for _ in range(size.bit_length() - 1):
-        # Sums of neighbours go to the first half and differences to the second: the next neighbours
-        # are twice as far apart in x, and after the last step all numbers are in order.
-        a, b = blocks[..., ::2], blocks[..., 1::2]
-        blocks = torch.cat([a + b, a - b], -1)
-    return blocks.view(x.shape)
-
-
 _SMALLEST_EXPONENT = -60
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Encoded heads: values [..., D] in the format's dtype and uint8 scale bytes [...]."""
+    """Encoded heads: values [..., D] in the format's dtype and their scales [...], uint8 bytes or
+    FP32.
+    """
 
     values: torch.Tensor
-    bytes: torch.Tensor
+    scales: torch.Tensor
 
     @classmethod
     def encode(cls, x: torch.Tensor, format: Format) -> "Heads":
         """[..., D], BF16 or FP32."""
         if format == "e4m3":
             return cls(*quantise_heads(x))
+        if format == "int8":
+            return cls(*round_to_int8(x.float()))
         byte = largest_exponent(x).clamp_(min=_SMALLEST_EXPONENT).add_(E8M0_BIAS)
         scaled = (x.float() * reciprocal_of_byte(byte)[..., None]).double()
         to_grid = 1.5 * 2.0 ** (52 - grid_bits(x.shape[-1]))
         return cls(scaled.add_(to_grid).sub_(to_grid).to(DTYPES[format]), byte.to(torch.uint8))
 
     def map(self, rearrange: Callable[[torch.Tensor], torch.Tensor]) -> "Heads":
-        """Apply one rearrangement of tokens and heads to values and scale bytes; E4M3 is passed as
+        """Apply one rearrangement of tokens and heads to values and scales; E4M3 is passed as
         bytes.
         """
         raw = self.values.view(torch.uint8) if self.values.dtype == E4M3 else self.values
-        return Heads(rearrange(raw).view(self.values.dtype), rearrange(self.bytes))
+        return Heads(rearrange(raw).view(self.values.dtype), rearrange(self.scales))
 
     def units(self) -> torch.Tensor:
         """FP32 [..., D]: the values without their scales."""
@@ -121,11 +116,16 @@ class Heads:
 
     def dequantised(self) -> torch.Tensor:
         """FP32 [..., D]."""
-        return self.units() * scale_of_byte(self.bytes)[..., None]
+        return self.units() * factors(self.scales)[..., None]
+
+
+def factors(scales: torch.Tensor) -> torch.Tensor:
+    """Scale bytes or FP32 scales -> FP32."""
+    return scales if scales.dtype == torch.float32 else scale_of_byte(scales)
 
 
 def grid_bits(head_dim: int) -> int:
-    """How many bits below the largest number the values of the second form reach."""
+    """How many bits below the largest number the values of the last form reach."""
     return GRID_BITS if head_dim <= BLOCK else GRID_BITS - 1
 
 
@@ -133,7 +133,7 @@ def stack_heads(first: Heads, second: Heads) -> Heads:
     """Two of one shape and format -> one with a leading dimension of 2."""
     raw = torch.uint8 if first.values.dtype == E4M3 else first.values.dtype
     values = torch.stack([first.values.view(raw), second.values.view(raw)])
-    return Heads(values.view(first.values.dtype), torch.stack([first.bytes, second.bytes]))
+    return Heads(values.view(first.values.dtype), torch.stack([first.scales, second.scales]))
 
 
 def rotate(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
@@ -199,9 +199,10 @@ def _through_hadamard(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, t
     """Q [T, H, D] and K [T, G, D], or their gradients -> H q / n and H k, in FP32.  H and 1 / n are
     their own transposes, so forward and backward are the same.
     """
-    wide = hadamard(torch.cat([q, k], 1).float())
+    size = hadamard_size(q.shape[-1])
+    wide = hadamard(torch.cat([q, k], 1).float(), size)
     q, k = wide.split([q.shape[1], k.shape[1]], 1)
-    return q / hadamard_size(q.shape[-1]), k
+    return q / size, k
 
 
 def _heads(qkv: torch.Tensor, transform: QkvTransform) -> tuple[torch.Tensor, ...]:

@@ -1,6 +1,7 @@
-"""Quantisation: E4M3 with a scale per group, the grid of the exact GEMM, and published weights.
+"""Quantisation: E4M3 with a scale per group, INT8 behind a Hadamard matrix, the grid of the exact
+GEMM, and published weights.
 
-**Quantising** takes FP32 or BF16 and gives the same bytes and scales on every back end:
+**E4M3.**  Quantising takes FP32 or BF16 and gives the same bytes and scales on every back end:
 
     scale = max(amax, 2^-60) / 448, rounded up to a power of two or kept in FP32    (per group)
     value = round-to-nearest-even(clamp(x / scale, -448, 448))
@@ -15,6 +16,11 @@ s eeee mmm, moved into the bits s 0eeee mmm0000000 of an FP16, reads as 2^-8 of 
 the exponent biases are 7 and 15 (subnormals included).  The NaN bytes 0x7F and 0xFF read as +-480:
 a block that was not finite has a NaN scale, and multiplying by the scale restores the NaN.
 
+**INT8** (``isobit.precision.quant_tensor``).  X H is summed in FP32 in the order of the fast
+transform: pairs of numbers 1, 2, 4, ..., n / 2 apart, each time (a, b) -> (a + b, a - b).  With
+one division a row, one multiplication a number and rounding to nearest even, every back end has the
+same bytes and scales.  A row with a NaN or an infinity gets the scale NaN and zeros.
+
 **The grid** gives products of BF16 and FP32 operands one right answer, too.  A block of 128 numbers
 of a row is rounded to multiples of 2^(k - 22), where 2^k <= amax < 2^(k+1): integers below 2^23
 times one power of two.  A product of two such blocks is a sum of 128 integers below 2^46, at most
@@ -25,6 +31,7 @@ even, by adding and subtracting 1.5 2^52 grid steps in FP64.  NaN and infinity s
 **Publishing** turns an FP32 master into the matrix that a linear or lm_head multiplies by:
 
     e4m3         128x128 blocks of the BF16 rounding
+    int8         rows of the BF16 rounding times H, the scales divided by n
     bf16, fp32   rows on the grid, of the BF16 rounding or of the master
     lm_head      rows on the grid
 """
@@ -43,9 +50,12 @@ from isobit.precision.quant_tensor import (
     E4M3_NAN_BYTE,
     E8M0_BIAS,
     E8M0_NAN_BYTE,
+    INT8_MAX,
+    Int8Rows,
     QuantTensor,
     ScaleKind,
     block_sizes,
+    rotation_size,
 )
 
 _ROUND_UP_ABOVE_1_75 = 0x1FFFFF  # carries into the exponent exactly when the mantissa is above 0.75
@@ -107,6 +117,40 @@ def quantise_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _to_e4m3(x * reciprocal_of_byte(byte)[..., None], byte[..., None], finite), byte.to(
         torch.uint8
     )
+
+
+def hadamard(x: torch.Tensor, size: int) -> torch.Tensor:
+    """FP32 [..., D] -> H x, for each block of ``size`` numbers, a power of two that divides D."""
+    blocks = x.reshape(*x.shape[:-1], -1, size)
+    for _ in range(size.bit_length() - 1):
+        # Sums of neighbours go to the first half and differences to the second: the next neighbours
+        # are twice as far apart in x, and after the last step all numbers are in order.
+        a, b = blocks[..., ::2], blocks[..., 1::2]
+        blocks = torch.cat([a + b, a - b], -1)
+    return blocks.view(x.shape)
+
+
+def quantise_int8(x: torch.Tensor) -> Int8Rows:
+    """[M, K] -> INT8 behind the Hadamard matrix, a scale a row.  Used for activations."""
+    rotated = hadamard(x.float(), rotation_size(x.shape[1]))
+    return Int8Rows(*round_to_int8(rotated))
+
+
+def round_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP32 [..., D] -> INT8 [..., D] and the FP32 scale of each vector [...]."""
+    amax = x.abs().amax(-1).clamp(min=AMAX_FLOOR)
+    values = (x * (INT8_MAX / amax)[..., None]).round_()
+    finite = torch.isfinite(amax)
+    if not bool(finite.all()):
+        values.masked_fill_(~finite[..., None], 0.0)
+        amax.masked_fill_(~finite, torch.nan)
+    return values.to(torch.int8), amax / INT8_MAX
+
+
+def dequantise_int8(weight: Int8Rows) -> torch.Tensor:
+    """A published weight -> FP32 [N, K], before the Hadamard matrix."""
+    wide = weight.values.float().mul_(weight.scales[:, None])
+    return hadamard(wide, rotation_size(wide.shape[1]))
 
 
 def scale_byte(amax: torch.Tensor) -> torch.Tensor:
@@ -246,6 +290,9 @@ def publish(site: Site, master: torch.Tensor) -> Operand:
     """FP32 [N, K] -> the matrix that ``linear`` multiplies by."""
     master = master.detach()
     source = master if site.forward == "fp32" else master.bfloat16()
+    if site.forward == "int8":
+        made = quantise_int8(source)
+        return Int8Rows(made.values, made.scales / rotation_size(source.shape[1]))
     if site.forward != "e4m3":
         return _snapped(source)
     return quantise_blocks(source, site.scales, site.parts)
@@ -254,6 +301,11 @@ def publish(site: Site, master: torch.Tensor) -> Operand:
 def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
     """Write newer values into the same tensors; returns how many numbers changed, as int64."""
     made = publish(weight.site, master)
+    if isinstance(made, Int8Rows):
+        assert isinstance(weight.matrix, Int8Rows)
+        changed = (made.values != weight.matrix.values).sum()
+        weight.matrix.copy_(made)
+        return changed
     if isinstance(made, QuantTensor):
         assert isinstance(weight.matrix, QuantTensor)
         changed = (_bytes(made) != _bytes(weight.matrix)).sum()

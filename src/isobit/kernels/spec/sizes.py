@@ -2,8 +2,9 @@
 
 a is the bytes of an activation (2, or 4 in fp32), f those of a number of Q, K, V or the cache.
 
-    matrix       N K and 4 per 128x128 block in E4M3, otherwise 2 or 4 N K
-    KV page      2 * 64 G (D f + 1)                             one byte of scale per vector
+    matrix       N K and 4 per 128x128 block in E4M3 or row in INT8, otherwise 2 or 4 N K
+    KV page      2 * 64 G (D f + 1)                             one byte of scale per vector, 4 of
+                                                                INT8
     encoded      (H + 2 G) (D f + 1) + 4 H                      and one log-sum-exp per query
     workspaces   the largest of these, which are never alive together:
       GEMM       8 T K + 8 N K + 16 T N                         operands and product in FP64, of
@@ -34,13 +35,20 @@ batched_tokens = 2048
 def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
     vectors = 2 * page_tokens * shape.num_kv_heads
     formats = kv_formats(shape, flow)
-    return sum(vectors * (shape.head_dim * DTYPES[format].itemsize + 1) for format in formats)
+    return sum(vectors * _vector(shape.head_dim, format) for format in formats)
+
+
+def _vector(head_dim: int, format: Format) -> int:
+    """An encoded vector of Q, K or V and its scale."""
+    return head_dim * DTYPES[format].itemsize + (4 if format == "int8" else 1)
 
 
 def matrix(site: Site, columns: int) -> int:
     numbers = sum(site.parts) * columns
     if site.forward == "e4m3":
         return numbers + 4 * len(block_sizes(site.parts)) * num_blocks(columns)
+    if site.forward == "int8":
+        return numbers + 4 * sum(site.parts)
     return DTYPES[site.forward].itemsize * numbers
 
 
@@ -50,7 +58,9 @@ def head_copy(numbers: int, itemsize: int) -> int:
 
 
 def read(site: Site, numbers: int) -> int:
-    """In E4M3 with one scale per 128 numbers, or snapped to the grid."""
+    """In E4M3 with one scale per 128 numbers, in INT8 with one a row, or snapped to the grid."""
+    if site.forward == "int8":
+        return numbers + 4
     return _quantised(numbers) if site.forward == "e4m3" else _itemsize(site) * numbers
 
 
@@ -103,7 +113,7 @@ def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
 
 def encoded(shape: AttentionShape, format: Format) -> int:
     heads = shape.num_heads + 2 * shape.num_kv_heads
-    return heads * (shape.head_dim * DTYPES[format].itemsize + 1) + 4 * shape.num_heads
+    return heads * _vector(shape.head_dim, format) + 4 * shape.num_heads
 
 
 def attention_gradients(shape: AttentionShape) -> int:
