@@ -191,6 +191,25 @@ def test_the_share_that_is_compared_is_said(
     assert f"compared {line['log_prob_diff/share']:.0%}" in said
 
 
+def test_steps_without_signal_are_no_part_of_what_could_be_compared(
+    make_config: MakeConfig, write_reward: WriteReward, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen before: "compared were 71%, those of the first of 1 updates a batch"."""
+    body = "reward.calls = getattr(reward, 'calls', 0) + 1; return float(reward.calls % 2)"
+    level_at_first = body.replace("float(", "float(reward.calls > 17 and ")
+    training = {"prompts_per_step": 2, "samples_per_prompt": 6, "without_signal": "skip"}
+    config = make_config(write_reward(level_at_first), training=training)
+    config = config.model_copy(
+        update={"reward": config.reward.model_copy(update={"in_process": True})}
+    )
+    summary = train(config)
+    first, last = steps(config.output)
+    assert summary.steps_without_signal == 1 and first["log_prob_diff/tokens_compared"] == 0
+    assert "log_prob_diff/share" not in first and "log_prob_diff/share" not in last
+    assert summary.tokens_compared == summary.tokens_learnt > 0
+    assert "compared were" not in capsys.readouterr().out
+
+
 def test_evaluation_has_a_top_p_of_its_own(make_config: MakeConfig) -> None:
     """verl's ``val_kwargs.top_p``: an evaluation that truncates what training does not."""
     for given, expected in ((None, 0.9), (0.5, 0.5), (1.0, 1.0)):
