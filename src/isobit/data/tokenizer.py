@@ -136,7 +136,8 @@ def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizer
         if not mentions(tokenizer, name):
             known = sorted({name for one in _templates(tokenizer) for name in _names(one)})
             near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            other = "leave it out, or name one that the folder's chat template reads"
+            hint = f"; did you mean {near[0]!r}?" if near else f"; {other}"
             raise ValueError(f"the chat template reads no variable {name!r}{hint}")
 
 

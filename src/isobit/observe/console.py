@@ -267,7 +267,7 @@ def describe_result(name: str, result: EvalResult) -> str:
         low, high = (f"{unit * bound:.{digits}f}" for bound in result.interval)
         text += f" (95% interval {low} to {high})"
     if result.right is not None:
-        text += f", {100 * result.right:.1f}% exactly right"
+        text += f", {100 * result.right:.1f}% exactly right (reward at least 1)"
     text += f" on {result.problems} problems"
     text += f", {result.samples} samples each" if result.samples > 1 else ""
     text += "".join(
