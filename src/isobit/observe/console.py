@@ -235,9 +235,13 @@ class Console:
 
 def terminal_on(name: Literal["stdout", "stderr"]) -> rich.console.Console:
     """A standard stream.  Printing to it never raises, even where its reader or the terminal is
-    closed, so it cannot end a run.
+    closed, so it cannot end a run.  In a notebook all lines are one output.
     """
-    return rich.console.Console(file=cast(TextIO, Standard(name)))
+    stream = cast(TextIO, Standard(name))
+    terminal = rich.console.Console(file=stream)
+    if not terminal.is_jupyter:
+        return terminal
+    return rich.console.Console(file=stream, force_jupyter=False, force_terminal=False)
 
 
 def silent() -> Console:
