@@ -71,6 +71,24 @@ def test_an_unknown_command_exits_2_and_names_those_that_exist(capsys):
     assert all(name in shown for name in COMMANDS)
 
 
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        ("serve", "transformers serve RUN/model"),
+        ("chat", "transformers chat RUN/model"),
+        ("push", "isobit export RUN --to hf://ORG/NAME"),
+        ("compare", "isobit report RUN RUN"),
+        ("plot", "isobit report RUN"),
+        ("merge", "RUN/model is a Hugging Face folder"),
+    ],
+)
+def test_a_command_of_other_tools_is_answered(command: str, answer: str, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "runs/mine"])
+    assert f"isobit: error: no command {command!r}: " in (said := capsys.readouterr().err)
+    assert answer in said
+
+
 def test_a_users_mistake_is_one_line_without_traceback(capsys, monkeypatch):
     monkeypatch.setattr(
         main_module, "import_module", command_that(raises=ConfigError("a.b: unknown key"))

@@ -140,6 +140,24 @@ def test_what_cannot_be_planned_is_refused(tmp_path, capsys, words, said):
     assert not output.exists()
 
 
+def test_a_dry_run_for_a_gpu_that_is_not_here_says_how_to_plan_it(
+    tmp_path, capsys, monkeypatch, config_alone
+):
+    problem = "torch sees no NVIDIA GPU"
+    monkeypatch.setattr("isobit.kernels.backend.usable_devices", lambda: {"cuda": problem})
+    words = ["train", QUICKSTART, "--dry-run", "--output", str(tmp_path / "run"), *TINY]
+    assert main([*words, "--device", "cuda"]) == 2
+    assert f"{problem}; use device 'cpu', or plan for a GPU that" in capsys.readouterr().err
+
+
+def test_a_dry_run_without_weights_says_how_to_plan_it(tmp_path, capsys, config_alone):
+    words = ["--output", str(tmp_path / "run"), "--checkpoint.keep_last", "0", *TINY]
+    words += ["--model", str(config_alone("qwen3-8b")), "--training.prompts_per_step", "1"]
+    assert main(["train", QUICKSTART, "--dry-run", *words]) == 2
+    said = capsys.readouterr().err
+    assert "neither model.safetensors nor" in said and "--gpu h200 plans from config.json" in said
+
+
 def test_a_plan_takes_no_triton(tmp_path, config_alone):
     """On a machine that has neither a GPU nor the packages for one."""
     recipe = tmp_path / "r.toml"

@@ -2,6 +2,7 @@
 added.
 """
 
+import re
 import tomllib
 from typing import Any
 
@@ -121,10 +122,37 @@ def test_each_name_in_an_unknown_table_is_answered() -> None:
         ("[algorithm]\nname = 'grpo'\ngamma = 1", "only reinforce_pp and ppo have it"),
         ("[training]\nstepz = 1", "training.stepz: unknown key; did you mean training.steps?"),
         ("[rollout]\ntensor_model_parallel_size = 2", "share an engine with cluster.rollout_tp"),
+        ("[hub]\nrepo = 'a/b'", "hub.repo: unknown key; not here (TRL: hub): no key pushes"),
+        ("[tracking]\nentity = 'me'", "tracking.entity: unknown key; not here (NeMo RL: logger.w"),
+        ("[tracking]\nmlflow = true", 'mlflow: unknown key; write tracking.to = ["mlflow"]'),
+        ("[tracking]\ntensorboard = true", 'unknown key; write tracking.to = ["tensorboard"]'),
+        (
+            "[data.train]\ntype = 'mixture'\n[data.train.sources.a]\ntype = 'jsonl'\npath = 'x'\n"
+            "weight = 3",
+            "data.train.sources.a.weight: unknown key; did you mean data.train.weights?",
+        ),
+        (
+            "[data.train]\ntype = 'mixture'\n[data.train.sets.a]\ntype = 'jsonl'\npath = 'x'",
+            "data.train.sets: unknown key; data.train has ",
+        ),
     ],
 )
 def test_names_are_answered_where_they_stand(text: str, answer: str) -> None:
     assert answer in answered(text)
+
+
+def test_a_name_of_our_own_in_an_unknown_table_is_not_taken_for_another_frameworks() -> None:
+    """``type`` is the last part of verl's ``algorithm.kl_ctrl.type`` too."""
+    listed = {
+        name
+        for rows in foreign_rows().values()
+        for row in rows
+        for names in row.names.values()
+        for name in names
+    }
+    for name in {key.path.rpartition(".")[2] for key in all_keys(RunConfig)} - listed:
+        message = answered(f"[mine.below]\n{name.removesuffix('[]')} = 1")
+        assert not re.search(r"not here|leave it out", message), message
 
 
 def test_a_name_without_a_key_of_this_command_says_of_which() -> None:

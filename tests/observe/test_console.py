@@ -34,6 +34,20 @@ def test_lines_are_plain_and_there_is_no_bar_without_a_terminal() -> None:
     )
 
 
+def test_in_a_notebook_lines_are_one_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen before: a display of its own for each line, with a blank line between."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *_: pytest.fail("a display of its own"))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
+    console = Console()
+    console.line("step 1")
+    with console.busy("training"):
+        console.line("step 2", "green")
+    assert capsys.readouterr().out == "step 1\nstep 2\n"
+
+
 def test_without_a_terminal_a_line_now_and_then_stands_in_the_place_of_the_bar() -> None:
     out = StringIO()
     with Console(Terminal(file=out)).generating("rollout") as progress:

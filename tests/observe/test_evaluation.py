@@ -55,6 +55,12 @@ def test_wilson_interval_gives_newcombes_figures(
     assert wilson_interval(right, problems) == pytest.approx((low, high), abs=5e-5)
 
 
+def test_wilson_interval_ends_at_0_and_1_where_none_or_all_are_right() -> None:
+    for problems in range(1, 600):
+        assert wilson_interval(0, problems)[0] == 0.0 < wilson_interval(1, problems)[0]
+        assert wilson_interval(problems, problems)[1] == 1.0 > wilson_interval(0, problems)[1]
+
+
 def test_bootstrap_interval_is_near_the_normal_one_for_many_even_scores() -> None:
     scores = [index / 400 for index in range(401)]
     low, high = bootstrap_interval(scores)
@@ -112,7 +118,7 @@ def test_a_mean_is_an_accuracy_only_where_every_reward_is_0_or_1(
     assert (figures["accuracy"], figures["right"]) == (accuracy, right)
     text = describe_result("held_out", result)
     assert text.startswith(said)
-    assert (f"{100 * right:.1f}% exactly right" in text) == (accuracy is None)
+    assert (f"{100 * right:.1f}% exactly right (reward at least 1)" in text) == (accuracy is None)
     assert ("eval/held_out/right" in result.scalars("held_out")) == (accuracy is None)
     assert EvalResult.from_json(json.loads(json.dumps(asdict(result)))) == result
 

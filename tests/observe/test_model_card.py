@@ -90,6 +90,15 @@ def test_the_figures_are_those_up_to_the_step(run: Path) -> None:
     assert "75.0% | 3 |" in end and "Of 1,507 log-probabilities" in end
 
 
+def test_a_mean_reward_is_no_accuracy_in_the_index_either(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 3, "eval/held|out/accuracy": 0.4, "eval/held|out/right": 0.1}')
+    card = model_card(replace(FACTS, record=read_run(run), step=3))
+    (result,) = front_matter(card)["model-index"][0]["results"]
+    assert result["metrics"] == [{"type": "mean_reward", "value": 0.4}]
+    assert "held\N{BROKEN BAR}out mean reward" in card
+
+
 def test_names_cannot_break_a_table_or_be_markup(run: Path) -> None:
     card = model_card(replace(FACTS, name="<script>*x*\n# Hello", record=read_run(run), step=3))
     assert front_matter(card)["model-index"][0]["name"] == "<script>*x* # Hello"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from isobit.algorithms.registry import ALGORITHMS, build_algorithm
 from isobit.config.recipes import RunConfig
 from isobit.run.loop import train
 from isobit.run.setup import read_rl
@@ -18,8 +19,6 @@ from isobit.util.errors import ConfigError
 MakeConfig = Callable[..., RunConfig]
 WriteReward = Callable[[str], str]
 PARITY = "return float(completion.token_ids[0] % 2)"
-NAMES = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-NAMES += ("gspo", "cispo", "remax", "ppo")
 
 
 def steps(output: Path) -> list[dict[str, Any]]:
@@ -27,7 +26,7 @@ def steps(output: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "reward/mean" in line]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_trains_on_its_own_samples_bit_for_bit(
     name: str, make_config: MakeConfig, write_reward: WriteReward, tiny_folder: Path
 ) -> None:
@@ -38,7 +37,7 @@ def test_every_algorithm_trains_on_its_own_samples_bit_for_bit(
     assert summary.tokens_differing == 0 < summary.tokens_compared
     first, last = steps(config.output)
     assert first["ratio/mean"] == first["ratio/min"] == first["ratio/max"] == 1.0
-    assert ("value/loss" in last) == (name == "ppo")
+    assert ("value/loss" in last) == build_algorithm(config.algorithm).needs_values
     before, after = (
         load_file(folder / "model.safetensors") for folder in (tiny_folder, summary.model)
     )
@@ -189,6 +188,25 @@ def test_the_share_that_is_compared_is_said(
     said = capsys.readouterr().out
     assert "those of the first of 2 updates a batch (training.updates_per_batch)" in said
     assert f"compared {line['log_prob_diff/share']:.0%}" in said
+
+
+def test_steps_without_signal_are_no_part_of_what_could_be_compared(
+    make_config: MakeConfig, write_reward: WriteReward, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen before: "compared were 71%, those of the first of 1 updates a batch"."""
+    body = "reward.calls = getattr(reward, 'calls', 0) + 1; return float(reward.calls % 2)"
+    level_at_first = body.replace("float(", "float(reward.calls > 17 and ")
+    training = {"prompts_per_step": 2, "samples_per_prompt": 6, "without_signal": "skip"}
+    config = make_config(write_reward(level_at_first), training=training)
+    config = config.model_copy(
+        update={"reward": config.reward.model_copy(update={"in_process": True})}
+    )
+    summary = train(config)
+    first, last = steps(config.output)
+    assert summary.steps_without_signal == 1 and first["log_prob_diff/tokens_compared"] == 0
+    assert "log_prob_diff/share" not in first and "log_prob_diff/share" not in last
+    assert summary.tokens_compared == summary.tokens_learnt > 0
+    assert "compared were" not in capsys.readouterr().out
 
 
 def test_evaluation_has_a_top_p_of_its_own(make_config: MakeConfig) -> None:

@@ -46,6 +46,19 @@ COMMANDS = {
     "schema": "print the JSON schema of a recipe, for editors, or its keys as a page",
 }
 """Each command is a function ``run_NAME(arguments) -> exit code`` in ``isobit.cli``."""
+_ELSEWHERE = {
+    "serve": "`transformers serve RUN/model` does it (docs/after_training.md)",
+    "chat": "`transformers chat RUN/model URL` does it (docs/after_training.md)",
+    "push": "use `isobit export RUN --to hf://ORG/NAME`",
+    "upload": "use `isobit export RUN --to hf://ORG/NAME`",
+    "compare": "use `isobit report RUN RUN`",
+    "plot": "use `isobit report RUN`",
+    "merge": "RUN/model is a Hugging Face folder, and `isobit export` writes others",
+    "convert": "RUN/model is a Hugging Face folder, and `isobit export` writes others",
+    "generate": "use `isobit rollout FOLDER --prompt TEXT`",
+    "evaluate": "use `isobit eval FOLDER --data WHAT`",
+}
+"""Commands of other tools, and what to do here."""
 _FILES = {
     "sft": "train",
     "diff": "replay",
@@ -94,7 +107,11 @@ def program() -> NoReturn:
 
 def _obey(words: Sequence[str]) -> int:
     if not words or words[0] not in COMMANDS:
-        _parser().parse_args(words or ["--help"])
+        parser = _parser()
+        if words and words[0] in _ELSEWHERE:
+            answer = f"{_ELSEWHERE[words[0]]}; isobit --help has the commands"
+            parser.error(f"no command {words[0]!r}: {answer}")
+        parser.parse_args(words or ["--help"])
     try:
         module = import_module(f"isobit.cli.{_FILES.get(words[0], words[0])}")
         return getattr(module, f"run_{words[0]}")(words[1:])

@@ -118,8 +118,9 @@ def _explain_value(detail: ErrorDetails, model: type[BaseModel], path: str) -> s
 
 
 def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
-    """The kinds that have the key, if another kind of the table has it; else a near key of the same
-    table; else the key of that name in another table; else the keys of the table.
+    """The kinds that have the key, if another kind of the table has it; else the list of the table
+    that takes the name as a value; else a near key of the same table or of one around it; else the
+    key of that name in another table; else the keys of the table.
     """
     dashes = "--" if "-" in path else ""  # a flag of a command line
     table, _, name = path.replace("-", "_").rpartition(".")
@@ -129,9 +130,18 @@ def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
         return (
             f"; only {', '.join(others)} and {last} have it" if others else f"; only {last} has it"
         )
+    for key in all_keys(model):
+        of, taken = key.path.rpartition(".")[0], key.kind.partition("list of ")[2].split(" | ")
+        if of == table and name in taken:
+            return f'; write {dashes}{key.path} = ["{name}"]'
     hint = did_you_mean(name, siblings)
     if hint:
         return hint.replace("mean ", f"mean {dashes}{table}." if table else f"mean {dashes}")
+    outer = table
+    while "." in (outer := outer.rpartition(".")[0]):
+        around = [key.path for key in all_keys(model) if key.path.rpartition(".")[0] == outer]
+        if hint := did_you_mean(f"{outer}.{name}", around):
+            return hint
     elsewhere = [key.path for key in all_keys(model) if key.path.rpartition(".")[2] == name]
     if elsewhere:
         return f"; did you mean {dashes}{elsewhere[0]}?"
@@ -185,15 +195,19 @@ def foreign_rows() -> Mapping[str, Sequence[ForeignRow]]:
 
 @cache
 def _foreign_names() -> Mapping[str, tuple[str, ForeignRow]]:
-    """Each name, and the last part of each as far as it means one thing, with its row."""
+    """Each name, and the last part of each as far as it means one thing, with its row. A part that
+    ends one of our keys (``type``) means that, unless the row's key ends so too.
+    """
     found: dict[str, tuple[str, ForeignRow]] = {}
     last: dict[str, list[tuple[str, ForeignRow]]] = {}
     for row in (row for rows in foreign_rows().values() for row in rows):
         for name in (name for names in row.names.values() for name in names):
             found.setdefault(name, (name, row))
             last.setdefault(name.rpartition(".")[2], []).append((name, row))
+    ours = {key.path.rpartition(".")[2] for key in all_keys(RunConfig)}
     for part, meant in last.items():
-        if len({id(row) for _, row in meant}) == 1:
+        is_ours = part in ours and meant[0][1].key.rpartition(".")[2] != part
+        if len({id(row) for _, row in meant}) == 1 and not is_ours:
             found.setdefault(part, meant[0])
     return found
 

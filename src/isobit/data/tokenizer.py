@@ -134,9 +134,10 @@ def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizer
         if name in _TAKEN or name == "messages":
             raise ValueError(f"{name!r} is no variable of a template: rendering sets it itself")
         if not mentions(tokenizer, name):
-            known = sorted({name for one in _templates(tokenizer) for name in _names(one)})
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            known = {name for one in _templates(tokenizer) for name in _names(one)}
+            near = get_close_matches(name, sorted(known - _TAKEN), n=1)
+            other = "leave it out, or name one that the folder's chat template reads"
+            hint = f"; did you mean {near[0]!r}?" if near else f"; {other}"
             raise ValueError(f"the chat template reads no variable {name!r}{hint}")
 
 

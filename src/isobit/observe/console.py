@@ -235,9 +235,13 @@ class Console:
 
 def terminal_on(name: Literal["stdout", "stderr"]) -> rich.console.Console:
     """A standard stream.  Printing to it never raises, even where its reader or the terminal is
-    closed, so it cannot end a run.
+    closed, so it cannot end a run.  In a notebook all lines are one output.
     """
-    return rich.console.Console(file=cast(TextIO, Standard(name)))
+    stream = cast(TextIO, Standard(name))
+    terminal = rich.console.Console(file=stream)
+    if not terminal.is_jupyter:
+        return terminal
+    return rich.console.Console(file=stream, force_jupyter=False, force_terminal=False)
 
 
 def silent() -> Console:
@@ -267,7 +271,7 @@ def describe_result(name: str, result: EvalResult) -> str:
         low, high = (f"{unit * bound:.{digits}f}" for bound in result.interval)
         text += f" (95% interval {low} to {high})"
     if result.right is not None:
-        text += f", {100 * result.right:.1f}% exactly right"
+        text += f", {100 * result.right:.1f}% exactly right (reward at least 1)"
     text += f" on {result.problems} problems"
     text += f", {result.samples} samples each" if result.samples > 1 else ""
     text += "".join(

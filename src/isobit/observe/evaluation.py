@@ -58,7 +58,8 @@ def wilson_interval(right: int, problems: int) -> Interval:
     share, spread = right / problems, Z_95**2 / problems
     middle = share + spread / 2
     half = Z_95 * math.sqrt(share * (1 - share) / problems + spread / (4 * problems))
-    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
+    low = (middle - half) / (1 + spread) if right else 0.0  # 0 and 1 without rounding
+    return low, (middle + half) / (1 + spread) if right < problems else 1.0
 
 
 def bootstrap_interval(scores: Sequence[float]) -> Interval:

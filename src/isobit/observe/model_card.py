@@ -141,8 +141,7 @@ def _results(record: RunRecord) -> list[EvalResult] | None:
             values = record.values(f"eval/{name}/{figure}")
             if not values:
                 continue
-            is_share = figure == "accuracy" and 0 <= values[-1] <= 1
-            metric = figure if is_share or figure == "loss" else "mean_reward"
+            metric = figure if figure == "loss" or is_accuracy(record, name) else "mean_reward"
             sources = record.setting("config", "data", "eval", name)
             hub = _hub_datasets(sources) or [_one_line(name)]
             found.append(

@@ -131,7 +131,7 @@ def plan_training(
     rewards = describe_rewards(config.reward)
     model = plan.model.config
     flow = build_flow(config.precision, decoder_shape(model))
-    device = plan.choose_device() if card is None else _planned_device(plan, card)
+    device = _device_here(plan) if card is None else _planned_device(plan, card)
     start: list[str] = []
     if resume:
         preview(config, plan.inputs, device, allowed, start.append)
@@ -164,6 +164,18 @@ def plan_training(
     return DryRun(plan, size, flow, memory, processes, time, name, disk, here, rewards, start)
 
 
+def _device_here(plan: AnyPlan) -> torch.device:
+    """Raises ConfigError for a device that this machine has not, as a run would."""
+    try:
+        return plan.choose_device()
+    except ConfigError as error:
+        if plan.config.device != "cuda":
+            raise
+        raise ConfigError(
+            f"{error}, or plan for a GPU that is elsewhere: --gpu h100 or h200, and --gpus N"
+        ) from None
+
+
 def _planned_device(plan: AnyPlan, card: Card) -> torch.device:
     """The device of a GPU that need not be here.  Raises ConfigError for a model that it does not
     compute.
@@ -185,10 +197,10 @@ def _weight_bytes(plan: AnyPlan, tolerant: bool) -> int:
     on_hub = is_hub_name(plan.config.model)
     try:
         return sum(file.stat().st_size for file in weight_files(source.described.folder))
-    except ModelError:
+    except ModelError as error:
         if tolerant or on_hub:
             return 0
-        raise
+        raise ModelError(f"{error}; --gpu h200 plans from config.json alone") from None
 
 
 def _step_work(

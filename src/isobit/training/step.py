@@ -82,7 +82,7 @@ class StepMetrics:
     tokens: int  # of prompts and responses that were put through the updates
     has_signal: bool  # whether any update had
     repeat: Repeat | None = None  # of a micro-batch, where that was due
-    tokens_learnt: int = 0  # response tokens of the fresh samples
+    tokens_learnt: int = 0  # response tokens of the fresh samples of the updates that were taken
     untaught: Mapping[str, int] = field(default_factory=dict)
     """Where no update had a signal: the completions by why, a name of ``UNTAUGHT``."""
 
@@ -138,6 +138,9 @@ class Learner:
             bool(part) and (signal or self.trainer.config.without_signal == "take")
             for part, signal in zip(parts, signals, strict=True)
         ]
+        tokens_learnt = sum(
+            one.response_length for part in compress(parts, taken) for one in part if one.fresh
+        )
         updates, repeat = self._update(parts, taken, step)
         if self.replay is not None:
             self.replay.keep(fresh, self.trainer.policy.version)
@@ -166,7 +169,7 @@ class Learner:
             mismatch=mismatch,
             samples=len(learnt),
             excluded_samples=sum(len(group.completions) for group in groups) - len(learnt),
-            tokens_learnt=sum(one.response_length for one in learnt),
+            tokens_learnt=tokens_learnt,
             tokens=self.trainer.config.epochs
             * sum(one.length for part in compress(parts, taken) for one in part),
             untaught=untaught,

@@ -282,6 +282,17 @@ def test_runs_with_different_rewards_are_marked(
     assert ("different rewards (reward.function)" in text) == (functions[0] != functions[1])
 
 
+def test_different_rewards_are_named_by_their_tables(write_run: WriteRun, tmp_path: Path) -> None:
+    parts = {"accuracy": {"function": "exact_match", "weight": 1.0, "model": None}}
+    rewards = ({"function": "a.py:f", "parts": {}}, {"function": "a.py:f", "parts": parts})
+    made = [
+        write_run([step_line(1)], [], manifest(config={"reward": reward}), name=str(place))
+        for place, reward in enumerate(rewards)
+    ]
+    text = Page(write_comparison(made, tmp_path / "both.html")).text
+    assert "different rewards (reward.parts):" in text
+
+
 def test_partial_credit_is_a_mean_reward_beside_the_share_that_is_right(
     write_run: WriteRun,
 ) -> None:

@@ -238,7 +238,8 @@ def _ends(records: Sequence[RunRecord]) -> list[Row]:
 
 def _notes(records: Sequence[RunRecord]) -> list[str]:
     """What a reader of the figures side by side must know."""
-    differing = [key for key, _ in _settings(records) if key.partition(".")[0] == "reward"]
+    keys = (key.split(".") for key, _ in _settings(records))
+    differing = dict.fromkeys(".".join(key[:2]) for key in keys if key[0] == "reward")
     if not differing:
         return []
     return [
