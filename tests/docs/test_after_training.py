@@ -1,24 +1,19 @@
 """docs/after_training.md: its commands, as they stand there, on the starter model.
 
 The server and the harness run where their packages are: in the environment that ISOBIT_TOOLS names,
-or in the one of the tests.  ``hf`` is there always, and talks to a hub of the test's own.
+or in the one of the tests.  The upload is given an API of the hub that keeps the files.
 """
 
-import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from base64 import b64decode
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -131,7 +126,8 @@ def test_the_harness_measures_what_isobit_does(place: Path) -> None:
         text=True,
         check=False,
     )
-    row = re.search(r"\|sums\|Yaml\|last\|  0\|exact_match\|↑  \|([\d.]+) *\|", done.stdout)
+    columns = r"\|sums *\|Yaml *\|last *\| *0\|exact_match *\|↑ *\| *([\d.]+) *\|"
+    row = re.search(columns, done.stdout)
     assert row is not None, done.stdout + done.stderr
     ours = isobit.evaluate(
         "starter",
@@ -143,87 +139,32 @@ def test_the_harness_measures_what_isobit_does(place: Path) -> None:
     assert float(row[1]) == pytest.approx(ours["sums"].accuracy)
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A hub that takes every upload, and keeps it."""
+class Hub:
+    """An API of the hub that keeps what is uploaded; tests/run/test_export.py has one over HTTP."""
 
-    files: dict[str, bytes]
-    made: list[dict[str, object]]
+    def __init__(self) -> None:
+        self.created: list[tuple[str, bool]] = []
+        self.files: dict[str, bytes] = {}
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        host = f"http://{self.headers['Host']}/ORG/sums"
-        if self.path == "/api/repos/create":
-            self.made.append(json.loads(body))
-            self.answer({"url": host, "id": "ORG/sums"})
-        elif self.path == "/api/models/ORG/sums/preupload/main":
-            paths = [file["path"] for file in json.loads(body)["files"]]
-            self.answer(
-                {
-                    "files": [
-                        {"path": path, "uploadMode": "regular", "shouldIgnore": False}
-                        for path in paths
-                    ]
-                }
-            )
-        elif self.path == "/api/models/ORG/sums/commit/main":
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.files[line["value"]["path"]] = b64decode(line["value"]["content"])
-            self.answer({"commitUrl": f"{host}/commit/abc", "commitOid": "abc"})
-        else:
-            self.answer({})  # is the card's header valid: yes
+    def create_repo(self, name: str, private: bool, exist_ok: bool) -> None:
+        self.created.append((name, private))
 
-    def do_GET(self) -> None:
-        self.answer({})
+    def list_repo_files(self, name: str) -> list[str]:
+        return []
 
-    def answer(self, value: object) -> None:
-        text = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quietly."""
+    def upload_folder(self, folder_path: Path, **settings: object) -> SimpleNamespace:
+        self.files = {path.name: path.read_bytes() for path in folder_path.iterdir()}
+        return SimpleNamespace(repo_url="https://hub/ORG/sums")
 
 
-@contextmanager
-def hub() -> Iterator[tuple[str, type[Hub]]]:
-    kept = type("KeptHub", (Hub,), {"files": {}, "made": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), kept)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", kept
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def test_an_export_is_uploaded_with_its_card(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_published_with_its_card(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
     monkeypatch.chdir(place)
-    lines = block("sh", "hf upload").splitlines()
-    assert [line.split()[0] for line in lines] == ["isobit", "hf", "hf"]
-    arguments = lines[0].replace("runs/quickstart", "runs/quickstart/model").split()[1:]
-    assert main(arguments) == 0
-    with hub() as (address, kept):
-        done = subprocess.run(
-            [str(HERE / "hf"), *lines[2].split()[1:]],
-            env=environment(
-                HF_ENDPOINT=address,
-                HF_HUB_OFFLINE="0",
-                HF_TOKEN="hf_of_the_test",
-                HF_HOME=str(place / "hub"),
-                HF_HUB_DISABLE_XET="1",
-            ),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (made,) = kept.made
-    assert (made["organization"], made["name"], made["visibility"]) == ("ORG", "sums", "private")
-    assert kept.files == {path.name: path.read_bytes() for path in (place / "sums").iterdir()}
-    assert kept.files["README.md"].startswith(b"---\nlibrary_name: transformers\n")
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_test")
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    login, command = block("sh", "hf://").splitlines()
+    assert login == "hf auth login"
+    assert main(command.replace("runs/quickstart", "runs/quickstart/model").split()[1:]) == 0
+    assert hub.created == [("ORG/sums", True)]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} < set(hub.files)
+    assert hub.files["README.md"].startswith(b"---\nlibrary_name: transformers\n")
