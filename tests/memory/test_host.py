@@ -37,7 +37,7 @@ QWEN2 = replace(
 )  # no linear but down_proj's output fits blocks
 VALUES, REWARD = replace(QWEN3, value_head=True), replace(QWEN2, score_head=True)
 SHAPES = ["qwen3", "qwen2", "value head", "reward model"]
-PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
+PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8-rollout", "int8"]
 
 
 @pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD], ids=SHAPES)
@@ -93,7 +93,7 @@ def pass_bytes(policy: Policy, tokens: int, length: int, recompute: Recompute) -
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))
 @pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD], ids=SHAPES)
-@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
 def test_activations_are_what_the_forward_keeps(
     shape: ModelConfig, preset: Preset, recompute: Recompute
 ) -> None:

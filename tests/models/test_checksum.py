@@ -72,7 +72,7 @@ def test_rows_add_up_to_the_whole(
     assert added_up(parts) == whole
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp8", "fp8-rollout"])
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "fp8-rollout", "int8"])
 def test_every_published_byte_of_a_policy_counts(preset: str) -> None:
     policy = random_policy(TINY, preset, seed=0)
     whole = policy.checksum()

@@ -13,7 +13,7 @@ import pytest
 from tests.forked import AVX2, ran
 from tests.models import exactness_probe
 
-EXACT = ("fp32", "bf16", "fp8-linear", "fp8")
+EXACT = ("fp32", "bf16", "fp8-linear", "fp8", "int8")
 CONTROL = "fp8-rollout"
 Compared = tuple[dict[str, int], str]
 

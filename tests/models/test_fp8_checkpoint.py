@@ -169,7 +169,7 @@ def test_a_run_resumed_before_its_first_update_reads_the_folders_bytes(tmp_path:
     assert torch.equal(qkv_of(again).scales, qkv_of(policy).scales)
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-rollout"])
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-rollout", "int8"])
 def test_other_flows_read_the_numbers(tmp_path: Path, preset: Preset) -> None:
     stored = write(tmp_path)
     policy = load_policy(tmp_path, PrecisionConfig(preset=preset), trainable=False)

@@ -47,7 +47,7 @@ SHAPES = {
     "untied": replace(TIED, tied_embeddings=False),
     "qwen2": replace(TIED, family="qwen2"),
 }
-PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"]
+PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8"]
 LENGTHS = (9, 4)
 
 
@@ -199,7 +199,7 @@ def test_a_folder_is_read_one_master_at_a_time(
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
-@pytest.mark.parametrize("preset", ["bf16", "fp8"])
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_tensors_put_another_one_where_this_one_was(preset: Preset, shape: str) -> None:
     policy, other = make_policy(preset, shape), make_policy(preset, shape, seed=7)
     frozen, restored = FrozenPolicy.of(policy), FrozenPolicy.of(other)
@@ -431,7 +431,7 @@ def test_the_score_is_that_of_the_last_token_that_is_no_padding(tmp_path: Path) 
     assert list(without_padding([3, 0, 0], None)) == [3, 0, 0]
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
 def test_a_score_does_not_depend_on_neighbours_order_or_packing(
     preset: str, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ def make_policy(preset: Preset) -> Policy:
     return random_policy(TINY, PrecisionConfig(preset=preset), 0)
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8"])
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8"])
 def test_both_sides_of_one_policy_are_what_its_flow_says(preset: Preset) -> None:
     policy = make_policy(preset)
     one = is_one_function(function_of(policy, "rollout"), function_of(policy, "training"))

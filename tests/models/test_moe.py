@@ -26,7 +26,7 @@ from tests.models.policies import logits_of, whole_batch
 
 LENGTHS = (5, 17, 1, 40)
 TOKENS = sum(LENGTHS)
-PRESETS: tuple[Preset, ...] = ("fp32", "bf16", "fp8")
+PRESETS: tuple[Preset, ...] = ("fp32", "bf16", "fp8", "int8")
 EXPERTS = Experts(8, 2, 40, True, (1,))
 CONFIG = ModelConfig("qwen3_moe", 64, 96, 48, 3, 4, 2, 32, 64, 1e-6, 1e4, False, experts=EXPERTS)
 

@@ -206,7 +206,7 @@ def test_gradients_are_those_of_autograd(family: Family, kv_heads: int, tied: bo
         assert error(ours[name], gradient) < 3 * error(yardstick[name], gradient) + 1e-6, name
 
 
-@pytest.mark.parametrize("flow", ["bf16", "fp8-linear", "fp8", "mixed"])
+@pytest.mark.parametrize("flow", ["bf16", "fp8-linear", "fp8", "int8-linear", "int8", "mixed"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_gradients_in_lower_precision_are_near_those(family: Family, flow: str) -> None:
     policy = make(family, FLOWS[flow])
@@ -252,7 +252,7 @@ def test_the_forward_has_the_bits_of_the_decoder(flow: str, recompute: Recompute
     assert torch.equal(scores.entropies, passed.entropies)
 
 
-@pytest.mark.parametrize("preset", ["fp32", "fp8"])
+@pytest.mark.parametrize("preset", ["fp32", "fp8", "int8"])
 def test_a_sequence_has_no_say_in_the_forward_of_another(preset: Preset) -> None:
     policy = make("qwen3", PrecisionConfig(preset=preset))
     batch, _ = make_batch(64)

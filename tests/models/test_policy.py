@@ -65,7 +65,7 @@ def test_publish_quantises_the_bf16_rounding_of_the_master_in_place() -> None:
     assert torch.equal(read.plain["norm.weight"], masters["norm.weight"].bfloat16())
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp8"])
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_a_value_head_is_published_in_place_and_restored(preset: Preset) -> None:
     config, name = replace(CONFIG, value_head=True), "value_head.weight"
     policy = random_policy(config, PrecisionConfig(preset=preset), seed=0)
@@ -95,7 +95,7 @@ def test_the_policy_does_not_share_memory_with_what_it_was_made_from() -> None:
 
 
 CONFIG_PUBLISHED_CHANGE = ModelConfig("qwen3", 64, 128, 256, 2, 2, 2, 64, 128, 1e-6, 1e4, True)
-PRESETS: list[Preset] = ["fp8", "bf16", "fp8-rollout"]
+PRESETS: list[Preset] = ["fp8", "bf16", "fp8-rollout", "int8", "int8-rollout"]
 
 
 def publish_after(policy: Policy, move: float) -> float:

@@ -106,7 +106,7 @@ def test_a_tied_head_is_skipped_by_name_and_has_no_tensor() -> None:
     assert "lm_head.weight" not in contents.layout
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp32"])
+@pytest.mark.parametrize("preset", ["bf16", "fp32", "int8"])
 def test_a_flow_without_fp8_is_refused(preset: str) -> None:
     policy = random_policy(WHOLE, PrecisionConfig.model_validate({"preset": preset}), 0)
     with pytest.raises(ConfigError, match=rf"flow {preset} samples with no matrix in FP8.*bf16"):

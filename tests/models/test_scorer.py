@@ -55,7 +55,7 @@ def test_values_and_all_gradients_are_those_of_autograd(tied: bool) -> None:
         assert error(ours[name], gradient) < 3 * error(yardstick[name], gradient) + 1e-6, name
 
 
-@pytest.mark.parametrize("flow", ["bf16", "fp8", "mixed"])
+@pytest.mark.parametrize("flow", ["bf16", "fp8", "int8", "mixed"])
 def test_gradients_in_lower_precision_are_near_those(flow: str) -> None:
     policy, others = make("qwen3", FLOWS[flow], head="value"), some_others()
     wanted = exact(policy, torch.float64, others)
@@ -152,7 +152,7 @@ def test_a_reward_models_scores_and_gradients_are_those_of_autograd() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("head", get_args(ScalarHead))
-@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
 def test_a_sequence_has_no_say_in_the_values_of_another(
     preset: Preset, head: ScalarHead, threads: int
 ) -> None:

@@ -20,7 +20,7 @@ from isobit.rollout.runner import empty_cache, rollout_states
 from isobit.util.errors import ConfigError
 from tests.ranks import in_ranks
 
-EXACT: tuple[Preset, ...] = ("fp8", "fp8-linear", "bf16", "fp32")
+EXACT: tuple[Preset, ...] = ("fp8", "fp8-linear", "int8", "int8-linear", "bf16", "fp32")
 SMALL = ModelConfig("qwen3", 700, 384, 640, 2, 8, 4, 64, 256, 1e-6, 1e4, tied_embeddings=False)
 """For 2 ranks and 4 the shares of hidden size, width and vocabulary are unequal."""
 TIED = replace(SMALL, family="qwen2", tied_embeddings=True, num_heads=12, num_kv_heads=4)

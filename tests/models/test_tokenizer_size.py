@@ -31,7 +31,7 @@ TOKENS = 99
 WIDE = replace(TINY, vocab_size=160, num_layers=2, tokenizer_size=TOKENS)
 NARROW = replace(WIDE, vocab_size=TOKENS, tokenizer_size=None)
 PRESETS = get_args(Preset)
-EXACT: tuple[Preset, ...] = ("fp8", "fp8-linear", "bf16", "fp32")
+EXACT: tuple[Preset, ...] = ("fp8", "fp8-linear", "int8", "bf16", "fp32")
 
 
 def masters(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:

@@ -68,7 +68,7 @@ def with_bf16_logits(
     return Routing(experts.int(), weights / weights.sum(-1, keepdim=True), logits)
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp8"])
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_exact_flows_route_alike(preset: Preset) -> None:
     result = verify_policy(make(preset), SMALL)
     counts = result.comparison

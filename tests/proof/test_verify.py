@@ -22,7 +22,7 @@ from isobit.util.errors import ConfigError, NonFiniteError
 from tests.forked import AVX2, ran
 from tests.tiny import TINY
 
-EXACT: tuple[Preset, ...] = ("fp32", "bf16", "fp8-linear", "fp8")
+EXACT: tuple[Preset, ...] = ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
 SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=6)
 
 

@@ -100,7 +100,7 @@ def recorded_log_probs(groups: list[list[Completion]]) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16", "fp32"])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "int8", "int8-linear", "bf16", "fp32"])
 def test_recorded_log_probabilities_are_those_of_the_training_forward(preset: Preset):
     policy, wanted = policy_of(preset), requests()
     groups, engine = generate_with(policy, wanted, **TIGHT)

@@ -83,7 +83,7 @@ def drawn_waiting(sampling: tuple[tuple[str, Any], ...]) -> Groups:
     return generate_with(policy_of("fp8"), requests(**dict(sampling)), kv_pages=40)[0]
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-linear", "fp8"])
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8"])
 def test_every_flow(preset: Preset) -> None:
     policy, wanted = policy_of(preset), requests()
     direct, pipelined, _, _ = generate_both(policy, wanted)

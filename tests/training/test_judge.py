@@ -124,7 +124,7 @@ def test_long_completions_are_punished(make_trainer: MakeTrainer, make_groups: M
     assert any(length > 16 for length, _ in found)
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-linear", "fp8"])
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-linear", "fp8", "int8"])
 def test_at_step_0_the_reference_is_the_policy_bit_for_bit(
     preset: str,
     make_trainer: MakeTrainer,

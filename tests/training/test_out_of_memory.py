@@ -88,7 +88,7 @@ def equal(first: Trainer, second: Trainer) -> bool:
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
-@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout"])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8"])
 def test_the_result_is_that_of_the_smaller_budget(
     preset: str, fails_in: str, make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:
@@ -115,7 +115,7 @@ def test_the_result_is_that_of_the_smaller_budget(
     assert all(master.grad is None for master in limited.policy.masters.values())
 
 
-@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout"])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8"])
 def test_updates_before_it_keep_their_cut_and_a_recorded_change_is_made_again(
     preset: str, make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:

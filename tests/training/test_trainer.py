@@ -91,7 +91,7 @@ def test_gradients_do_not_depend_on_the_cut(
             assert error < tolerance, f"{name} at {budget} tokens: {error:.2e}"
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8", "int8-linear"])
 def test_training_twice_gives_the_same_bits(
     preset: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
 ) -> None:

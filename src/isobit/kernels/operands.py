@@ -23,7 +23,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from isobit.precision.flow import PrecisionFlow, Site
-from isobit.precision.quant_tensor import Format, Int8Rows, QuantTensor, parts_of_rows
+from isobit.precision.quant_tensor import Format, QuantisedWeight, parts_of_rows
 
 
 class Quantised(Protocol):
@@ -57,7 +57,7 @@ class LinearWeight:
     def rows(self, first: int, last: int) -> "LinearWeight":
         """Views of rows ``first`` .. ``last`` - 1 of matrix and bias: whole blocks of its parts."""
         matrix = self.matrix
-        if isinstance(matrix, QuantTensor | Int8Rows):
+        if isinstance(matrix, QuantisedWeight):
             matrix = matrix.rows(first, last)
         else:
             assert isinstance(matrix, torch.Tensor)

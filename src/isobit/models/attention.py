@@ -154,8 +154,9 @@ class Attention:
     ) -> tuple[LinearInput, torch.Tensor]:
         """Apply o_proj to attention's output; -> o_proj's input and output."""
         observe(out, "layers", self._layer, "attention")
-        made = self._out.input(weights, weights.tensor_parallel.whole_groups(out), save)
-        return made, self._out.joined(weights, made, weights.tensor_parallel.queries)
+        split = weights.tensor_parallel
+        made = self._out.input(weights, out, save, split.queries)
+        return made, self._out.joined(weights, made, split.queries)
 
     def _transform(self, weights: Weights) -> QkvTransform:
         config, plain, path = self._config, weights.plain, f"layers.{self._layer}"

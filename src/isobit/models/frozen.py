@@ -27,7 +27,7 @@ from isobit.models.layers import Weights
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.precision.flow import PrecisionFlow, build_flow
-from isobit.precision.quant_tensor import QuantTensor, Side
+from isobit.precision.quant_tensor import QuantisedWeight, Side
 from isobit.records.batch import PackedBatch, first_fit_decreasing
 from isobit.util.errors import CheckpointError, ModelError
 
@@ -267,7 +267,7 @@ def _copy(weights: Weights, decoder: Decoder) -> Weights:
     def copied(matrix: Operand) -> Operand:
         if isinstance(matrix, torch.Tensor):
             return copies[id(matrix)]
-        assert isinstance(matrix, QuantTensor), "a weight is in blocks"
+        assert isinstance(matrix, QuantisedWeight), "a weight is a matrix or in 8 bits"
         values, scales = copies[id(matrix.values)], copies[id(matrix.scales)]
         return replace(matrix, values=values, scales=scales)
 

@@ -204,9 +204,14 @@ class Linear:
         whole = split.input(weights.backend, x, cuts)
         return split.columns(self.forward(weights, whole), split.hidden)
 
-    def input(self, weights: Weights, x: torch.Tensor, save: bool) -> LinearInput:
-        """x [T, K] as this linear reads it, with ``save`` also as its WGrad does."""
-        return weights.backend.linear_input(x, weights.linears[self.path].site, save)
+    def input(self, weights: Weights, x: torch.Tensor, save: bool, cuts: Cuts = ()) -> LinearInput:
+        """x [T, K], of which each rank has its ``cuts``, as this linear reads it, with ``save``
+        also as its WGrad does. What is quantised together is gathered before.
+        """
+        site, split = weights.linears[self.path].site, weights.tensor_parallel
+        if split.cuts_groups(site, cuts):
+            x = split.columns(x, cuts)
+        return weights.backend.linear_input(x, site, save)
 
     def backward(
         self,

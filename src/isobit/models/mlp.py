@@ -60,9 +60,13 @@ class Mlp:
         h, b = self._norm.forward(weights, h, x, save=False)
         gate_up = self._gate_up.forward(weights, b)
         self._observe(weights, gate_up)
-        site = weights.linears[self._down.path].site
-        activation = weights.backend.swiglu_input(gate_up, site)
-        return h, self._down.joined(weights, activation, weights.tensor_parallel.width)
+        site, split = weights.linears[self._down.path].site, weights.tensor_parallel
+        if split.cuts_groups(site, split.width):
+            mine = weights.backend.swiglu(gate_up)
+            activation = self._down.input(weights, mine, False, split.width)
+        else:
+            activation = weights.backend.swiglu_input(gate_up, site)
+        return h, self._down.joined(weights, activation, split.width)
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None

@@ -14,7 +14,6 @@ if it is not tied, and ``value_head.weight`` or ``score.weight``.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 
@@ -31,7 +30,7 @@ from isobit.parallel.gradient_sum import ExchangedSum, GradientSum, Targets, fol
 from isobit.parallel.slots import ONE_SLOT, Slots, SlotSum
 from isobit.parallel.world import ALONE, World, raised_on_all
 from isobit.precision.flow import PrecisionFlow, Site, build_flow
-from isobit.precision.quant_tensor import DTYPES, QuantTensor, Side, block_sizes
+from isobit.precision.quant_tensor import DTYPES, QuantisedWeight, QuantTensor, Side
 from isobit.util.errors import MismatchError
 from isobit.util.terminal import say
 
@@ -191,9 +190,9 @@ class Published:
             path, kind = name.rpartition(".")[0], self._described[name].kind
             if kind == "matrix":
                 for held in self._of(path):
-                    if isinstance(held.matrix, QuantTensor):
+                    if isinstance(held.matrix, QuantisedWeight):
                         yield held.matrix.values, at
-                        yield held.matrix.scales, _blocks_at(held.matrix, at)
+                        yield held.matrix.scales, held.matrix.scales_above(at)
                     else:
                         assert isinstance(held.matrix, torch.Tensor)
                         yield held.matrix, at
@@ -224,13 +223,6 @@ class Published:
             made = held.copy_(made)
         for weights in self.sides.values():
             weights.plain[PUBLISHED] = made
-
-
-def _blocks_at(matrix: QuantTensor, rows: Sequence[int]) -> list[int]:
-    """The number of blocks above each of these rows, which are boundaries of blocks."""
-    sizes = block_sizes(matrix.parts or (matrix.values.shape[0],))
-    above = dict(zip(accumulate(sizes, initial=0), range(len(sizes) + 1), strict=True))
-    return [above[row] for row in rows]
 
 
 def _distinct(biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

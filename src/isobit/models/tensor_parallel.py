@@ -7,8 +7,9 @@ Of P ranks, each holds the embedding and norms whole, and of the rest
     gate_up_proj                     some columns of gate and up
     o_proj, down_proj, lm_head       some columns of their outputs
 
-Inputs of o_proj and down_proj are gathered in the linear's own format, and their outputs are
-gathered too, so that every rank has the whole residual stream:
+Inputs of o_proj and down_proj are gathered in the linear's own format, or in BF16 before they are
+quantised to INT8, since a row has one scale. Their outputs are gathered too, so that every rank has
+the whole residual stream:
 
     a = norm(h)                 out = attend(qkv_proj(a))     this rank's heads
     x = o_proj(joined(out))     this rank's columns           x = joined(x)
@@ -17,7 +18,7 @@ gathered too, so that every rank has the whole residual stream:
 
 One rank computes the whole sum of an output element, so no number depends on P. For each token and
 layer H D + I bytes of E4M3 with their scales and 4 C bytes of BF16 are gathered, as much as two
-all-reduces in BF16 would move.
+all-reduces in BF16 would move; with linears in INT8 or BF16 it is 2 (H D + I) and 4 C bytes.
 
 Shares consist of whole blocks of 128 columns and may be unequal; a size with fewer blocks than
 ranks is cut at multiples of 16. Heads are divided evenly.
@@ -41,7 +42,8 @@ from isobit.kernels.operands import LinearInput, Operand
 from isobit.models.config import ModelConfig
 from isobit.models.fp8_checkpoint import parts_of
 from isobit.parallel.world import ALONE, World
-from isobit.precision.quant_tensor import BLOCK, E4M3, QuantTensor, num_blocks
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import BLOCK, E4M3, Int8Rows, QuantTensor, num_blocks
 from isobit.util.errors import ConfigError
 
 Cuts = tuple[int, ...]  # rank r has `cuts[r]` to `cuts[r + 1]`
@@ -146,21 +148,25 @@ class TensorParallel:
         if self.size == 1:
             return matrix
         mine = [self.mine(self._by_part[name]) for name in parts]
-        if isinstance(matrix, torch.Tensor):
-            split = matrix.split(list(parts.values()))
+
+        def taken(tensor: torch.Tensor) -> torch.Tensor:
+            split = tensor.split(list(parts.values()))
             return torch.cat([part[rows] for part, rows in zip(split, mine, strict=True)])
+
+        if isinstance(matrix, torch.Tensor):
+            return taken(matrix)
+        if isinstance(matrix, Int8Rows):
+            return Int8Rows(taken(matrix.values), taken(matrix.scales))
         assert isinstance(matrix, QuantTensor), "a weight is in blocks"
         return _fused(
             [_rows_of(part, rows) for part, rows in zip(parts_of(matrix), mine, strict=True)]
         )
 
-    def whole_groups(self, out: torch.Tensor) -> torch.Tensor:
-        """The output of this rank's heads [T, H D / P] if it consists of whole groups of 128, else
-        that of all heads, because a group is quantised as a whole.
+    def cuts_groups(self, site: Site, cuts: Cuts) -> bool:
+        """Whether numbers that the linear ``site`` quantises together are in several shares: of a
+        row in INT8, otherwise of a group of 128. Then its input is gathered before.
         """
-        if self.size == 1 or all(cut % BLOCK == 0 for cut in self.queries):
-            return out
-        return joined_columns(self.world, out, self.queries)
+        return self.size > 1 and (site.forward == "int8" or any(cut % BLOCK for cut in cuts))
 
     def input(self, backend: Backend, x: LinearInput, cuts: Cuts) -> LinearInput:
         """A linear's whole input [T, K], from this rank's columns or already whole."""

@@ -31,6 +31,7 @@ Integer sums are exact, so X W^T = (values_x values_w^T) * scale_x * scale_w has
 A row that was not finite has a NaN scale.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -138,6 +139,14 @@ class QuantTensor:
         parts = parts_of_rows(self.parts, first, last)
         return QuantTensor(self.values[first:last], self.scales[blocks], "128x128", parts)
 
+    def scales_above(self, rows: Sequence[int]) -> list[int]:
+        """How many rows of scales belong to the rows of a weight above each of these, which are
+        boundaries of blocks.
+        """
+        sizes = block_sizes(self.parts or (self.values.shape[0],))
+        above = dict(zip(accumulate(sizes, initial=0), range(len(sizes) + 1), strict=True))
+        return [above[row] for row in rows]
+
     def row_scales(self) -> torch.Tensor:
         """The scales of 128x128 blocks, repeated for each row: a new FP32 [R, b(C)]."""
         assert self.granularity == "128x128", self.granularity
@@ -179,10 +188,18 @@ class Int8Rows:
         """Rows ``first`` .. ``last`` - 1, not copied."""
         return Int8Rows(self.values[first:last], self.scales[first:last])
 
+    def scales_above(self, rows: Sequence[int]) -> list[int]:
+        """How many scales belong to the rows above each of these."""
+        return list(rows)
+
     def copy_(self, other: "Int8Rows") -> None:
         """Overwrite in place, for all holders of this matrix."""
         self.values.copy_(other.values)
         self.scales.copy_(other.scales)
+
+
+QuantisedWeight = QuantTensor | Int8Rows
+"""A linear's published matrix in 8 bits."""
 
 
 def dequantise(matrix: QuantTensor) -> torch.Tensor:

@@ -29,8 +29,15 @@ def flow(preset: str, **options: int) -> PrecisionFlow:
     return build_flow(PrecisionConfig.model_validate({"preset": preset, **options}), LAYERS)
 
 
-FLOWS = [flow("fp8"), flow("bf16"), flow("fp32"), flow("fp8", first_layers_bf16=1)]
-IDS = ["fp8", "bf16", "fp32", "mixed"]
+FLOWS = [
+    flow("fp8"),
+    flow("int8"),
+    flow("bf16"),
+    flow("fp32"),
+    flow("fp8", first_layers_bf16=1),
+    flow("int8", first_layers_bf16=1),
+]
+IDS = ["fp8", "int8", "bf16", "fp32", "mixed", "mixed int8"]
 
 
 def raw(heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
