@@ -2,7 +2,7 @@
 forward, and bytes for the memory plan.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -22,6 +22,7 @@ from isobit.kernels.operands import (
     observe,
     router_losses,
 )
+from isobit.models.fp8_checkpoint import MasterValues, master_of
 from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.records.batch import RouterScores
@@ -307,3 +308,48 @@ class Norm:
         return weights.backend.rms_norm_backward(
             dy, h, weights.plain[name], self.epsilon, d_residual, gradient(name)
         )
+
+
+_READERS = {
+    "input_norm": ("qkv_proj",),
+    "post_attention_norm": ("gate_up_proj", "router", "experts.gate_up_proj"),
+}
+"""What reads a layer's norms."""
+_OUTSTANDING, _USUAL = 8.0, 4.0
+
+
+def outstanding(norm: torch.Tensor) -> torch.Tensor:
+    """A norm's weight [C] -> the power of two, FP32 [C], by which each channel stands out: 1 for
+    weights of up to 8 times the median's size, else what is left beyond 4 times.
+    """
+    size = norm.abs().float()
+    times = size / size.median().clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(times > _OUTSTANDING, torch.exp2(torch.log2(times / _USUAL).ceil()), 1.0)
+
+
+def fold_norms(
+    masters: Iterable[tuple[str, MasterValues]],
+    is_folded: Callable[[str], bool],
+    note: Callable[[int], None],
+) -> Iterator[tuple[str, MasterValues]]:
+    """The masters of a decoder in which no channel of a norm stands out, where ``is_folded`` of the
+    linear that reads it, by path: INT8 has one scale a token, in which such a channel would leave
+    the others few steps.  The norm's weights are divided by ``outstanding`` and the columns of what
+    reads it multiplied: the same function, and in BF16 the same numbers times powers of two.
+    ``note`` gets the number of channels of each norm that is changed.
+    """
+    factors: dict[str, torch.Tensor] = {}
+    for name, values in masters:
+        path = name.removesuffix(".weight")
+        layer, _, own = path.rpartition(".")
+        readers = [f"{layer}.{reader}" for reader in _READERS.get(own, ())]
+        if isinstance(values, torch.Tensor) and any(map(is_folded, readers)):
+            factor = outstanding(values)
+            if channels := int((factor > 1).sum()):
+                note(channels)
+                values = values / factor
+                factors |= dict.fromkeys(readers, factor)
+        elif path in factors:
+            wide = values if isinstance(values, torch.Tensor) else master_of(values)
+            values = wide * factors.pop(path)
+        yield name, values

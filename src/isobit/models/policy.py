@@ -25,7 +25,7 @@ from isobit.models.checksum import checksum_of
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import PUBLISHED, build_decoder, master_shapes
 from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
-from isobit.models.layers import Weights
+from isobit.models.layers import Weights, fold_norms
 from isobit.parallel.gradient_sum import ExchangedSum, GradientSum, Targets, fold_of
 from isobit.parallel.slots import ONE_SLOT, Slots, SlotSum
 from isobit.parallel.world import ALONE, World, raised_on_all
@@ -92,6 +92,8 @@ class Published:
         """
         pairs = masters.items() if isinstance(masters, Mapping) else masters
         names: list[str] = []
+        folded: list[int] = []
+        pairs = fold_norms(pairs, self._is_int8, folded.append)
         for name, values in pairs:
             names.append(name)
             if isinstance(values, QuantTensor):
@@ -103,6 +105,12 @@ class Published:
             yield name, master
         if len(self.conversion):
             say(f"isobit: {self.conversion}")
+        if folded:
+            say(
+                f"isobit: {sum(folded)} channels of {len(folded)} norms, whose weights are more "
+                "than 8 times the median, are moved into the matrices behind them for INT8: the "
+                "same function"
+            )
         assert names == list(self._described), "masters do not fit the configuration"
 
     @torch.no_grad()
@@ -201,6 +209,13 @@ class Published:
                     yield bias, at
             else:
                 yield self.sides["rollout"].plain[name], at
+
+    def _is_int8(self, path: str) -> bool:
+        """Whether either side reads the linear ``path`` in INT8."""
+        described = self._described.get(f"{path}.weight")
+        if described is None or described.kind != "matrix":
+            return False
+        return any(site.forward == "int8" for site in self._sites(path).values())
 
     def _sites(self, path: str) -> dict[Side, Site]:
         return {side: self._flow.graph(side).site(path) for side in SIDES}

@@ -1,0 +1,107 @@
+"""Channels of a norm that stand out, planted in models that compute the same function: they are
+moved into the matrices behind it before INT8 has one scale for all channels of a token.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isobit.config.tables import PrecisionConfig, Preset
+from isobit.models.config import Experts, ModelConfig
+from isobit.models.fp8_checkpoint import MasterValues
+from isobit.models.layers import fold_norms, outstanding
+from isobit.models.policy import Policy, random_masters
+from isobit.models.scorer import Scorer
+from isobit.proof.verify import VerifyOptions, verify_policy
+from tests.models.policies import whole_batch
+
+DENSE = ModelConfig("qwen3", 300, 128, 256, 2, 4, 2, 32, 512, 1e-6, 1e6, tied_embeddings=True)
+SHAPES = {
+    "dense": DENSE,
+    "experts": replace(DENSE, family="qwen3_moe", experts=Experts(4, 2, 64, True)),
+}
+CHANNELS = [3, 17, 64, 65, 100, 127]
+
+
+def masters(name: str, factor: float) -> dict[str, torch.Tensor]:
+    """Random weights; ``CHANNELS`` of each layer's norms times ``factor``, undone behind them."""
+    made = dict(random_masters(SHAPES[name], 0))
+    for path, values in made.items():
+        own = path.removesuffix(".weight").rpartition(".")[2]
+        if path.startswith("layers."):
+            if own in ("input_norm", "post_attention_norm"):
+                values[CHANNELS] *= factor
+            elif own in ("qkv_proj", "gate_up_proj", "router"):
+                values[:, CHANNELS] /= factor
+    return made
+
+
+def log_probs(config: ModelConfig, preset: Preset, of: dict[str, torch.Tensor]) -> torch.Tensor:
+    ids = torch.arange(200) * 37 % config.vocab_size
+    policy = Policy(config, PrecisionConfig(preset=preset), of, trainable=False)
+    return Scorer(policy).score(whole_batch(ids, (120, 80), ids.flip(0))).log_probs
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).double().square().mean().sqrt())
+
+
+def folded(of: dict[str, torch.Tensor]) -> Iterator[tuple[str, MasterValues]]:
+    return fold_norms(of.items(), lambda path: path.startswith("layers."), lambda _: None)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("factor", [16.0, 300.0, 2.0**14])
+def test_a_folded_model_is_the_same_function(name: str, factor: float) -> None:
+    """By powers of two, which round nothing."""
+    given = masters(name, factor)
+    moved = {path: values for path, values in folded(given) if isinstance(values, torch.Tensor)}
+    for layer in (0, 1):
+        norm, matrix = (f"layers.{layer}.{n}.weight" for n in ("input_norm", "qkv_proj"))
+        times = given[norm] / moved[norm]
+        assert (times[CHANNELS] > 1).all() and (times > 1).sum() == len(CHANNELS)
+        assert torch.equal(times.log2(), times.log2().round())
+        assert torch.equal(moved[norm].bfloat16() * times, given[norm].bfloat16().float())
+        assert torch.equal(moved[matrix] / times, given[matrix])
+    exact = log_probs(SHAPES[name], "fp32", masters(name, 1.0))
+    assert distance(log_probs(SHAPES[name], "fp32", moved), exact) < 2e-6
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("factor", [2.0**4, 2.0**8, 2.0**14])
+def test_int8_loses_no_more_than_without_outliers(
+    name: str, factor: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its log-probabilities are as far from BF16's, within a half."""
+    lost = []
+    for planted in (1.0, factor):
+        given = masters(name, planted)
+        lost.append(
+            distance(log_probs(SHAPES[name], "int8", given), log_probs(SHAPES[name], "bf16", given))
+        )
+    assert lost[1] < 1.5 * lost[0]
+    told = capsys.readouterr()
+    assert "24 channels of 4 norms" in told.out + told.err
+
+
+def test_rollout_and_training_have_the_same_bits() -> None:
+    policy = Policy(DENSE, PrecisionConfig(preset="int8"), masters("dense", 2.0**8))
+    result = verify_policy(policy, VerifyOptions(5, 2, 6))
+    assert result.comparison.tokens_differing == 0 < result.comparison.tokens_compared
+
+
+@pytest.mark.parametrize("preset", ["fp8", "bf16", "fp32"])
+def test_flows_without_int8_keep_their_masters(preset: Preset) -> None:
+    given = masters("dense", 2.0**8)
+    policy = Policy(DENSE, PrecisionConfig(preset=preset), given)
+    assert all(torch.equal(policy.masters[name], values) for name, values in given.items())
+
+
+def test_what_stands_out_is_beyond_8_times_the_median_and_moves_by_powers_of_two() -> None:
+    norm = torch.tensor([1.0, -1.0, 0.5, 8.0, -8.5, 100.0, 0.0])
+    factor = outstanding(norm)
+    assert factor.tolist() == [1, 1, 1, 1, 4, 32, 1]
+    assert (norm / factor).abs().max() <= 8 and torch.equal(outstanding(norm / factor), factor**0)
+    assert torch.equal(outstanding(torch.zeros(5)), torch.ones(5))
