@@ -77,6 +77,14 @@ def hadamard(x1, x2, N: tl.constexpr, HALF: tl.constexpr):
     return x1 + x2, x1 - x2
 
 
+@triton.jit
+def rotated(x, N: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+    """FP32 [N, SIZE] -> x H, H of blocks of 2^LEVELS columns."""
+    for level in tl.static_range(LEVELS):
+        x = _pairs(x, 1 << level, N, SIZE)
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive rows of a matrix whose blocks are whole, except perhaps the last."""

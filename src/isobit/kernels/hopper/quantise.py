@@ -1,4 +1,4 @@
-"""Quantisers to E4M3, fused with what makes their input: the bytes of
+"""Quantisers to E4M3 and INT8, fused with what makes their input: the bytes of
 ``isobit.kernels.spec.quantise``.
 
     quantise_rows        [M, K] BF16            -> values, scales
@@ -6,6 +6,10 @@
     rms_norm_quantise    h + x, then RMSNorm    -> new h, values, scales (and the norm if asked for)
     swiglu_quantise      silu(gate) * up        -> values, scales
     swiglu               silu(gate) * up        -> BF16, for a layer in BF16
+
+and ``quantise_int8``, ``rms_norm_int8`` and ``swiglu_int8``, in which one program takes a whole
+row, since that has one scale.  The Hadamard transform has a fixed order and a maximum has none, so
+the bits depend on no layout.
 
 Inputs are rounded to BF16 first, as on the CPU.  amax is compared by its bits, in which a NaN is
 larger than any number, so a group that is not finite is found without a comparison of NaN.  The
@@ -26,8 +30,17 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import padded_size, runs
-from isobit.precision.quant_tensor import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX, ScaleKind, num_blocks
+from isobit.kernels.hopper.device_functions import padded_size, rotated, runs
+from isobit.precision.quant_tensor import (
+    AMAX_FLOOR,
+    BLOCK,
+    E4M3,
+    E4M3_MAX,
+    Int8Rows,
+    ScaleKind,
+    num_blocks,
+    rotation_size,
+)
 
 _FLOOR_BITS = 0x21800000
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -86,25 +99,54 @@ def to_e4m3(x, amax_bits, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def quantise_groups(x, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """[GROUPS * 128] FP32 -> E4M3 [GROUPS * 128] and FP32 scales [GROUPS]."""
-    x = tl.reshape(x, [GROUPS, 128])
-    values, scales = to_e4m3(x, amax_bits(x, 1)[:, None], POWER_OF_TWO)
-    return tl.reshape(values, [GROUPS * 128]), tl.reshape(scales, [GROUPS])
+def to_int8(x, amax_bits):
+    """FP32 x and its rows' ``amax_bits``, broadcast to x -> INT8 x, FP32 scales like the bits."""
+    bits = tl.maximum(amax_bits, FLOOR_BITS)
+    bad = bits >= _INF_BITS
+    amax = bits.to(tl.float32, bitcast=True)
+    scale = tl.where(bad, float("nan"), tl.div_rn(amax, tl.full(amax.shape, 127.0, tl.float32)))
+    y = tl.where(bad, 0.0, x * tl.div_rn(tl.full(amax.shape, 127.0, tl.float32), amax))
+    # 1.5 * 2^23 more is the integer that is nearest to y, in the lowest bits.
+    return (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), scale
+
+
+@triton.jit
+def quantise_groups(
+    x, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr = None
+):
+    """[GROUPS * 128] FP32 -> E4M3 [GROUPS * 128] and FP32 scales [GROUPS]; or with LEVELS, of a
+    whole row, INT8 behind a Hadamard matrix of 2^LEVELS rows, and FP32 [1].
+    """
+    if LEVELS is None:
+        x = tl.reshape(x, [GROUPS, 128])
+        values, scales = to_e4m3(x, amax_bits(x, 1)[:, None], POWER_OF_TWO)
+        scales = tl.reshape(scales, [GROUPS])
+    else:
+        x = rotated(tl.reshape(x, [1, GROUPS * 128]), 1, GROUPS * 128, LEVELS)
+        values, scales = to_int8(x, amax_bits(x, 1)[:, None])
+        scales = tl.reshape(scales, [1])
+    return tl.reshape(values, [GROUPS * 128]), scales
+
+
+@triton.jit
+def scale_groups(first, GROUPS: tl.constexpr, LEVELS: tl.constexpr):
+    """The numbers of the groups whose scales ``quantise_groups`` gives."""
+    count: tl.constexpr = GROUPS if LEVELS is None else 1
+    return first + tl.arange(0, count)
 
 
 @triton.jit
 def _quantise_kernel(
     X, VALUES, SCALES, scale_stride, K: tl.constexpr, X_ROW: tl.constexpr, OUT: tl.constexpr,
-    OUT_ROW: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    OUT_ROW: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """One program GROUPS groups of one row: K numbers of the X_ROW in it, to OUT of OUT_ROW."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * 128 + tl.arange(0, GROUPS * 128)
-    group = first + tl.arange(0, GROUPS)
+    group = scale_groups(first, GROUPS, LEVELS)
     x = tl.load(X + row * X_ROW + column, mask=column < K, other=0.0).to(tl.float32)
-    values, scales = quantise_groups(x, GROUPS, POWER_OF_TWO)
+    values, scales = quantise_groups(x, GROUPS, POWER_OF_TWO, LEVELS)
     tl.store(VALUES + row * OUT_ROW + column, values, mask=column < OUT)
     tl.store(SCALES + group * scale_stride + row, scales, mask=group < (K + 127) // 128)
 
@@ -113,7 +155,7 @@ def _quantise_kernel(
 def _rms_norm_kernel(
     H, X, WEIGHT, H_OUT, NORM, VALUES, SCALES, scale_stride, epsilon,
     C: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr,
-    QUANTISE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    QUANTISE: tl.constexpr, POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """One program a row of C numbers, padded to WIDTH: one layout for every batch."""
     row = tl.program_id(0).to(tl.int64)
@@ -131,8 +173,8 @@ def _rms_norm_kernel(
     if KEEP:
         tl.store(NORM + row * C + column, y, mask=inside)
     if QUANTISE:
-        values, scales = quantise_groups(y.to(tl.float32), WIDTH // 128, POWER_OF_TWO)
-        group = tl.arange(0, WIDTH // 128)
+        values, scales = quantise_groups(y.to(tl.float32), WIDTH // 128, POWER_OF_TWO, LEVELS)
+        group = scale_groups(0, WIDTH // 128, LEVELS)
         tl.store(VALUES + row * C + column, values, mask=inside)
         tl.store(SCALES + group * scale_stride + row, scales, mask=group < (C + 127) // 128)
 
@@ -186,17 +228,19 @@ def _swiglu_kernel(GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _swiglu_quantise_kernel(
     GATE_UP, VALUES, SCALES, scale_stride, C: tl.constexpr, GROUPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """One program GROUPS groups of one row: gate [row, column], up [row, C + column]."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * 128 + tl.arange(0, GROUPS * 128)
-    group = first + tl.arange(0, GROUPS)
+    group = scale_groups(first, GROUPS, LEVELS)
     inside = column < C
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
-    values, scales = quantise_groups(gated(gate, up).to(tl.float32), GROUPS, POWER_OF_TWO)
+    values, scales = quantise_groups(
+        gated(gate, up).to(tl.float32), GROUPS, POWER_OF_TWO, LEVELS
+    )
     tl.store(VALUES + row * C + column, values, mask=inside)
     tl.store(SCALES + group * scale_stride + row, scales, mask=group < (C + 127) // 128)
 
@@ -230,8 +274,34 @@ def _quantise(
     grid = (x.shape[0], triton.cdiv(columns, groups * BLOCK))
     _quantise_kernel[grid](
         x, out.values, out.scales, out.scales.stride(1), columns, row, written,
-        out.values.stride(0), groups, scales == "power_of_two", num_warps=4,
+        out.values.stride(0), groups, scales == "power_of_two", None, num_warps=4,
     )  # fmt: skip
+
+
+def quantise_int8(x: torch.Tensor) -> Int8Rows:
+    """[M, K] BF16 or FP32, contiguous -> INT8 behind the Hadamard matrix."""
+    rows, columns = x.shape
+    out, width = Int8Rows.empty(rows, columns, x.device), width_of_row(columns)
+    _quantise_kernel[(rows,)](
+        x, out.values, out.scales, 0, columns, columns, columns, columns, width // BLOCK, False,
+        levels(columns), num_warps=warps_of_row(width), enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def levels(columns: int) -> int:
+    """Of the Hadamard matrix, of 2^levels rows, for INT8 rows of so many numbers."""
+    return rotation_size(columns).bit_length() - 1
+
+
+def width_of_row(columns: int) -> int:
+    """Numbers of a program that takes a whole row, a power of two."""
+    return max(BLOCK, triton.next_power_of_2(columns))
+
+
+def warps_of_row(width: int) -> int:
+    """Of a program that holds so many numbers: at most 32 a thread, up to 16384."""
+    return min(16, max(4, width // 1024))
 
 
 def _groups_of_program(columns: int) -> int:
@@ -249,21 +319,41 @@ def rms_norm_quantise(
     """Residual h [M, C] and the layer's output x to add to it (or None), both BF16 -> new h,
     RMSNorm(h) if ``keep``, and its quantisation, unless ``scales`` is None.
     """
+    out = None if scales is None else QuantRows.empty(*h.shape, h.device)
+    return *_rms_norm(h, x, weight, epsilon, out, keep, scales == "power_of_two"), out
+
+
+def rms_norm_int8(
+    h: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, epsilon: float, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, Int8Rows]:
+    """``rms_norm_quantise`` to INT8."""
+    out = Int8Rows.empty(*h.shape, h.device)
+    return *_rms_norm(h, x, weight, epsilon, out, keep), out
+
+
+def _rms_norm(
+    h: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    out: QuantRows | Int8Rows | None,
+    keep: bool,
+    power_of_two: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The new h and, with ``keep``, the norm; its quantisation to ``out``."""
     rows, columns = h.shape
     h_out = h if x is None else torch.empty_like(h)
     norm = torch.empty_like(h) if keep else None
-    out = None if scales is None else QuantRows.empty(rows, columns, h.device)
-    values, scale, stride = (
-        (h, h, 0) if out is None else (out.values, out.scales, out.scales.stride(1))
-    )
-    width = max(BLOCK, triton.next_power_of_2(columns))
+    values, scale = (h, h) if out is None else (out.values, out.scales)
+    width = width_of_row(columns)
     _rms_norm_kernel[(rows,)](
-        h, h if x is None else x, weight, h_out, h if norm is None else norm, values, scale, stride,
-        epsilon,
-        columns, width, x is not None, keep, out is not None, scales == "power_of_two",
+        h, h if x is None else x, weight, h_out, h if norm is None else norm, values, scale,
+        out.scales.stride(1) if isinstance(out, QuantRows) else 0, epsilon,
+        columns, width, x is not None, keep, out is not None, power_of_two,
+        levels(columns) if isinstance(out, Int8Rows) else None,
         num_warps=8 if width >= 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
-    return h_out, norm, out
+    return h_out, norm
 
 
 def swiglu_quantise(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
@@ -274,7 +364,18 @@ def swiglu_quantise(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -
     grid = (rows, triton.cdiv(columns, groups * BLOCK))
     _swiglu_quantise_kernel[grid](
         gate_up, out.values, out.scales, out.scales.stride(1), columns, groups,
-        scales == "power_of_two", num_warps=4, enable_fp_fusion=False,
+        scales == "power_of_two", None, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def swiglu_int8(gate_up: torch.Tensor) -> Int8Rows:
+    """``swiglu_quantise`` to INT8."""
+    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    out, width = Int8Rows.empty(rows, columns, gate_up.device), width_of_row(columns)
+    _swiglu_quantise_kernel[(rows,)](
+        gate_up, out.values, out.scales, 0, columns, width // BLOCK, False, levels(columns),
+        num_warps=warps_of_row(width), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
