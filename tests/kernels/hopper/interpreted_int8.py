@@ -2,14 +2,23 @@
 specification's.
 """
 
+from dataclasses import replace
+
 import torch
 from triton.runtime import interpreter
 
+from isobit.kernels.hopper.int8 import Tiles, int8_gemm_nt, transposed_e4m3
+from isobit.kernels.hopper.linear import linear
+from isobit.kernels.hopper.publish import publish, republish
 from isobit.kernels.hopper.quantise import quantise_int8, rms_norm_int8
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.spec import quantise as specification
-from isobit.precision.quant_tensor import Int8Rows
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import Int8Rows, ScaleKind, block_sizes
 from tests.kernels.hopper.interpreted_qkv import convert
 
+SITE = Site("qkv_proj", "linear", "int8", dgrad="e4m3", wgrad="e4m3")
 COLUMNS = (1, 7, 16, 80, 128, 576, 768)
 
 
@@ -36,8 +45,58 @@ def check_quantisers(columns: int) -> None:
     assert_same(made, specification.quantise_int8(norm))
 
 
+def check_products(columns: int) -> None:
+    """However they are cut up."""
+    weight = specification.publish(SITE, torch.randn(70, columns))
+    assert isinstance(weight, Int8Rows)
+    x = specification.quantise_int8(torch.randn(19, columns).bfloat16())
+    exact = linear_specification.linear(x, LinearWeight(SITE, weight))
+    for cut in (Tiles(16, 64, 1, 1, swaps=True), Tiles(32, 64, 2, 1, swaps=True)):
+        assert torch.equal(int8_gemm_nt(x, weight, cut), exact)
+    for cut in (Tiles(64, 128, 1, 1, swaps=False), Tiles(64, 128, 4, 1, swaps=False)):
+        assert torch.equal(int8_gemm_nt(x, weight, cut), exact)
+    assert torch.equal(linear(x, LinearWeight(SITE, weight)), exact)
+    one = Int8Rows(x.values[5:6], x.scales[5:6])
+    assert torch.equal(linear(one, LinearWeight(SITE, weight)), exact[5:6])
+
+
+def check_published(columns: int) -> None:
+    master = wild(20, columns).float() + torch.randn(20, columns) * 1e-3
+    exact = specification.publish(SITE, master)
+    weight = LinearWeight(SITE, publish(SITE, torch.ones_like(master)))
+    matrix, before = weight.matrix, specification.publish(SITE, torch.ones_like(master))
+    assert isinstance(exact, Int8Rows)
+    assert isinstance(matrix, Int8Rows)
+    assert isinstance(before, Int8Rows)
+    assert_same(matrix, before)
+    assert int(republish(weight, master)) == int((exact.values != before.values).sum())
+    assert_same(matrix, exact)
+
+
+def check_transposed(parts: tuple[int, ...], columns: int, scales: ScaleKind) -> None:
+    """What DGrad reads: the specification's E4M3, in whole blocks."""
+    site = replace(SITE, parts=parts, scales=scales)
+    master = torch.randn(sum(parts), columns) * torch.exp(3 * torch.randn(sum(parts), 1))
+    master[3, 5] = torch.nan
+    weight = publish(site, master)
+    assert isinstance(weight, Int8Rows)
+    wide = specification.dequantise_int8(weight)
+    exact = specification.quantise_blocks(wide, scales, parts)
+    made = transposed_e4m3(weight, parts, scales)
+    assert torch.equal(made.scales.view(torch.int32), exact.scales.t().view(torch.int32))
+    blocks = exact.values.view(torch.uint8).t().split(block_sizes(parts), 1)
+    for block, whole in zip(blocks, made.values.view(torch.uint8).split(128, 1), strict=True):
+        assert torch.equal(whole[:, : block.shape[1]], block)
+        assert not whole[:, block.shape[1] :].any()
+
+
 def main() -> None:
     interpreter._convert_float = convert
     torch.manual_seed(0)
     for columns in COLUMNS:
         check_quantisers(columns)
+        check_products(columns)
+        check_published(columns)
+    check_products(1152)
+    check_transposed((128, 40), 80, "power_of_two")
+    check_transposed((256,), 192, "fp32")

@@ -1,6 +1,6 @@
 """The linear layer on Hopper: its operands in the formats of a site, and its three products.
 
-    FProp   Y   = X W^T       ``isobit.kernels.hopper.gemm``
+    FProp   Y   = X W^T       ``isobit.kernels.hopper.gemm`` and ``int8``
     DGrad   dX  = dY W
     WGrad   dW += dY^T X
             dW[n, k] += sum over token groups t of
@@ -9,7 +9,7 @@
 In E4M3, DGrad's dY is in 1x128 groups along N and W's 128x128 blocks are the forward's, both in
 whole blocks of W's parts.  WGrad's operands are in groups of 128 tokens (``token_groups``), or in
 BF16 (``precision.wgrad``, and layers in BF16).  Where both copies of an operand are needed, one
-kernel reads it once.
+kernel reads it once.  A linear in INT8 has its backward in E4M3.
 
 FP8 tensor cores read both operands along the contraction, so W is transposed here, a layer at a
 time, rather than stored twice.  Each WGrad adds one finished sum to every element of the master's
@@ -30,12 +30,18 @@ from isobit.kernels.hopper.gemm import (
     deep_gemm_or_triton,
     fp8_gemm_nt,
 )
-from isobit.kernels.hopper.quantise import QuantRows, quantise_gradient, quantise_rows
+from isobit.kernels.hopper.int8 import int8_gemm_nt, transposed_e4m3
+from isobit.kernels.hopper.quantise import (
+    QuantRows,
+    quantise_gradient,
+    quantise_int8,
+    quantise_rows,
+)
 from isobit.kernels.hopper.token_groups import gradient_both, quantise_both, quantise_tokens
 from isobit.kernels.hopper.wgrad import triton_fp8_gemm_tn
 from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, QuantTensor, ScaleKind, num_blocks
+from isobit.precision.quant_tensor import BLOCK, Int8Rows, QuantTensor, ScaleKind, num_blocks
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false
@@ -118,7 +124,11 @@ def bf16_gemm_tn(dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
-    """x BF16 [T, K]: in 1x128 groups or as it is; saved in groups of 128 tokens or as it is."""
+    """x BF16 [T, K]: in 1x128 groups, in INT8 or as it is; saved in groups of 128 tokens or as it
+    is.
+    """
+    if site.forward == "int8":
+        return LinearInput(quantise_int8(x), input_saved(x, site) if save else None)
     if save and site.wgrad == "e4m3":
         return LinearInput(*quantise_both(x, site.scales))
     read = quantise_rows(x, site.scales) if site.forward == "e4m3" else x
@@ -140,6 +150,9 @@ def input_saved(x: torch.Tensor, site: Site) -> Operand:
 
 def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
     """[T, K] -> BF16 [T, N]."""
+    if isinstance(x, Int8Rows):
+        assert isinstance(weight.matrix, Int8Rows)
+        return int8_gemm_nt(x, weight.matrix)
     if isinstance(x, QuantRows):
         assert isinstance(weight.matrix, QuantTensor)
         return fp8_gemm_nt(x, weight.matrix, weight.site.scales)
@@ -150,7 +163,7 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
     """dY BF16 [T, N] as DGrad and WGrad read it."""
-    if site.forward != "e4m3":
+    if site.dgrad != "e4m3":
         return OutputGradient(dy, dy)
     parts = site.parts or (dy.shape[1],)
     if site.wgrad != "e4m3":
@@ -160,6 +173,10 @@ def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
 
 def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:
     """dX = dY W, BF16 [T, K]."""
+    if isinstance(weight.matrix, Int8Rows):
+        assert isinstance(dy, QuantRows)
+        parts, scales = weight.site.parts or (len(weight.matrix.values),), weight.site.scales
+        return fp8_gemm_nt(dy, transposed_e4m3(weight.matrix, parts, scales), scales)
     if isinstance(weight.matrix, QuantTensor):
         assert isinstance(dy, QuantRows)
         return fp8_gemm_nn(dy, weight.matrix, weight.site.scales)

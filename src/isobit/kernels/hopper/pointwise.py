@@ -27,11 +27,18 @@ import triton.language as tl
 
 from isobit.kernels.hopper.device_functions import add_block_sums
 from isobit.kernels.hopper.linear import input_saved, linear_input, output_gradient
-from isobit.kernels.hopper.quantise import rms_norm_quantise, swiglu, swiglu_quantise
+from isobit.kernels.hopper.quantise import (
+    rms_norm_int8,
+    rms_norm_quantise,
+    swiglu,
+    swiglu_int8,
+    swiglu_quantise,
+)
 from isobit.kernels.hopper.swiglu_backward import swiglu_backward_bf16, swiglu_backward_quantise
 from isobit.kernels.hopper.token_groups import swiglu_both, swiglu_tokens
 from isobit.kernels.operands import LinearInput, Normed, Operand, OutputGradient, is_observed
 from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import EIGHT_BITS
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -94,9 +101,13 @@ def add_rms_norm(
     keep: bool = False,
 ) -> Normed:
     """h and x BF16 [T, C]; the norm itself is written only where it is read."""
-    scales = site.scales if site is not None and site.forward == "e4m3" else None
-    keep = keep or scales is None or save or is_observed()
-    h, norm, quantised = rms_norm_quantise(h, x, weight, epsilon, scales, keep)
+    format = None if site is None else site.forward
+    keep = keep or format not in EIGHT_BITS or save or is_observed()
+    if format == "int8":
+        h, norm, quantised = rms_norm_int8(h, x, weight, epsilon, keep)
+    else:
+        scales = site.scales if site is not None and format == "e4m3" else None
+        h, norm, quantised = rms_norm_quantise(h, x, weight, epsilon, scales, keep)
     if site is None:
         return Normed(h, norm, None)
     read = norm if quantised is None else quantised
@@ -179,6 +190,8 @@ def rms_norm_backward(
 
 def swiglu_input(gate_up: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
     """gate_up BF16 [T, 2 C] -> ``swiglu`` as the linear ``site`` reads it."""
+    if site.forward == "int8" and (not save or site.wgrad == "e4m3"):
+        return LinearInput(swiglu_int8(gate_up), swiglu_saved(gate_up, site) if save else None)
     if save and site.wgrad == "e4m3":
         return LinearInput(*swiglu_both(gate_up, site.scales))
     if not save and site.forward == "e4m3":
@@ -195,6 +208,6 @@ def swiglu_backward(
     d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
 ) -> OutputGradient:
     """[T, C] and [T, 2 C], BF16 -> the gradient of ``gate_up``, as dY of the linear ``site``."""
-    if site.forward == "e4m3" and site.wgrad == "e4m3":
+    if site.dgrad == site.wgrad == "e4m3":
         return OutputGradient(*swiglu_backward_quantise(d_activation, gate_up, site.scales))
     return output_gradient(swiglu_backward_bf16(d_activation, gate_up), site)

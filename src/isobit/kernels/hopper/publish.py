@@ -1,9 +1,10 @@
-"""Publishing a weight: FP32 master -> BF16 -> E4M3 in 128x128 blocks, in place and in one pass.
+"""Publishing a weight: FP32 master -> BF16 -> E4M3 in 128x128 blocks or INT8 rows, in place and in
+one pass.
 
-The bytes are those of ``isobit.kernels.spec.quantise.quantise_blocks(master.bfloat16())``; blocks
-begin anew at each part, and a launch takes one run of them
-(``isobit.kernels.hopper.device_functions``).  A program holds its block in registers, so a weight
-costs 4 bytes in and 1 byte out, and one more in where changed bytes are counted.
+The bytes are those of ``isobit.kernels.spec.quantise.publish``; blocks begin anew at each part, and
+a launch takes one run of them (``isobit.kernels.hopper.device_functions``).  A program holds its
+block or row in registers, so a weight costs 4 bytes in and 1 byte out, and one more in where
+changed bytes are counted.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -15,10 +16,24 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.device_functions import runs
-from isobit.kernels.hopper.quantise import amax_bits, to_e4m3
+from isobit.kernels.hopper.quantise import (
+    amax_bits,
+    levels,
+    quantise_groups,
+    to_e4m3,
+    warps_of_row,
+    width_of_row,
+)
 from isobit.kernels.operands import LinearWeight, Operand
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, DTYPES, QuantTensor, ScaleKind, num_blocks
+from isobit.precision.quant_tensor import (
+    BLOCK,
+    DTYPES,
+    Int8Rows,
+    QuantTensor,
+    ScaleKind,
+    num_blocks,
+)
 
 
 @triton.jit
@@ -87,9 +102,51 @@ def publish_blocks(
         )  # fmt: skip
 
 
+@triton.jit
+def _publish_rows_kernel(
+    MASTER, VALUES, SCALES, CHANGED, K: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr
+):
+    """One program a row of K numbers, padded to WIDTH."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < K
+    place = row * K + column
+    if CHANGED is not None:
+        before = tl.load(VALUES + place, mask=inside, other=0).to(tl.int32)
+    x = tl.load(MASTER + place, mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32)
+    values, scale = quantise_groups(x, WIDTH // 128, False, LEVELS)
+    if CHANGED is not None:
+        differing = (before != values.to(tl.int32)) & inside
+        tl.store(CHANGED + row, tl.sum(differing.to(tl.int32), 0))
+    tl.store(VALUES + place, values, mask=inside)
+    tl.store(SCALES + row + tl.arange(0, 1), scale * (1.0 / (1 << LEVELS)))
+
+
+def publish_rows(
+    master: torch.Tensor, out: Int8Rows, changed: torch.Tensor | None = None
+) -> None:
+    """Overwrite ``out`` with the quantisation of master, FP32 [N, K].
+
+    ``changed``, int32 [N], receives how many values of each row have changed.
+    """
+    rows, columns = master.shape
+    assert out.values.shape == master.shape
+    assert master.dtype == torch.float32
+    assert all(x.is_contiguous() for x in (master, out.values, out.scales))
+    width = width_of_row(columns)
+    _publish_rows_kernel[(rows,)](
+        master.detach(), out.values, out.scales, changed, columns, width, levels(columns),
+        num_warps=warps_of_row(width), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 def publish(site: Site, master: torch.Tensor) -> Operand:
-    """FP32 [N, K] -> 128x128 blocks of the BF16 rounding, or that rounding."""
+    """FP32 [N, K] -> 128x128 blocks or INT8 rows of the BF16 rounding, or that rounding."""
     master = master.detach()
+    if site.forward == "int8":
+        rows = Int8Rows.empty(*master.shape, master.device)
+        publish_rows(master, rows)
+        return rows
     if site.forward != "e4m3":
         return master.to(DTYPES[site.forward], copy=True)
     made = QuantTensor.empty_blocks(*master.shape, master.device, site.parts)
@@ -100,6 +157,10 @@ def publish(site: Site, master: torch.Tensor) -> Operand:
 def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
     """Write newer values into the same tensors; -> how many numbers have changed, int64."""
     master, matrix = master.detach(), weight.matrix
+    if isinstance(matrix, Int8Rows):
+        changed = torch.empty(len(master), dtype=torch.int32, device=master.device)
+        publish_rows(master, matrix, changed)
+        return changed.sum()
     if isinstance(matrix, QuantTensor):
         changed = torch.empty(matrix.scales.shape, dtype=torch.int32, device=master.device)
         publish_blocks(master, matrix, weight.site.scales, changed)

@@ -1,0 +1,221 @@
+"""INT8 on Hopper: the linears' product, and a matrix as DGrad reads it.
+
+    Y[m, n] = BF16((float(sum over all k of X[m, k] W[n, k]) * scale_x[m]) * scale_w[n])
+
+The sum is an INT32, which is exact in any order below K = 133,000, so tiles and splits of K may
+depend on M: a row has the specification's bits in every batch.
+
+    few rows     K is read in several parts at once, so that all multiprocessors read W; each leaves
+                 its sums, and a second kernel adds and scales them.  W's rows are the left operand:
+                 the tensor cores take 64 of them at a time, and as few as 8 tokens on the right.
+    many rows    tiles of 128 x 128 by 4 warps, two programs a multiprocessor
+
+DGrad is in E4M3: a matrix is multiplied by H again (H H = n, by which its scales were divided) and
+quantised in 128x128 blocks, written transposed.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
+# (Triton's types know neither launch options nor what a kernel computes with)
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from isobit.kernels.hopper.device_functions import padded_size, rotated, runs
+from isobit.kernels.hopper.quantise import amax_bits, levels, to_e4m3
+from isobit.precision.quant_tensor import BLOCK, Int8Rows, QuantTensor, ScaleKind, num_blocks
+
+_PROGRAMS = 132  # multiprocessors of a Hopper card
+_MOST_SPLITS = 8
+_BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
+_FEW = 64  # rows, up to which W is the left operand
+_WIDTH = 1024  # columns of a program that adds splits
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a product is cut up."""
+
+    block_m: int  # tokens
+    block_n: int
+    splits: int  # of K
+    stages: int
+    swaps: bool  # whether W is the left operand
+
+
+def tiles(m: int, n: int, k: int) -> Tiles:
+    """By what keeps the multiprocessors busy; no choice changes a bit."""
+    if k % 16:  # rows that are not loaded by vectors would not fit the registers of a large tile
+        return Tiles(16, 64, 1, 1, swaps=True)
+    if m <= _FEW:
+        block_m = max(16, triton.next_power_of_2(m))
+        return Tiles(block_m, 64, _splits(triton.cdiv(n, 64), k, 2 * _PROGRAMS - 8), 6, swaps=True)
+    if triton.cdiv(m, 128) * triton.cdiv(n, 128) >= _PROGRAMS:
+        return Tiles(128, 128, 1, 3, swaps=False)
+    programs = triton.cdiv(m, 64) * triton.cdiv(n, 128)
+    return Tiles(64, 128, _splits(programs, k, _PROGRAMS), 4, swaps=False)
+
+
+def _splits(programs: int, k: int, wanted: int) -> int:
+    """The smallest power of two that gives enough programs, within the bounds above."""
+    splits = 1
+    while 2 * splits <= min(_MOST_SPLITS, num_blocks(k) // _BLOCKS_OF_SPLIT):
+        if splits * programs >= wanted:
+            break
+        splits *= 2
+    return splits
+
+
+@triton.jit
+def _scaled(sums, x_scale, w_scale):
+    """INT32 sums -> BF16."""
+    return (sums.to(tl.float32) * x_scale * w_scale).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _gemm_kernel(
+    X, W, X_SCALE, W_SCALE, OUT, m, n, k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SWAPS: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of OUT, BF16 [m, n], or of one of SPLITS parts of K, INT32 [SPLITS, m, n];
+    bands of 8 tile rows share W in the L2 cache.
+    """
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    band = tl.program_id(0) // (8 * tiles_n)
+    height = tl.minimum(tiles_m - band * 8, 8)
+    row = band * 8 + tl.program_id(0) % (8 * tiles_n) % height
+    row = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) % (8 * tiles_n) // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    blocks = tl.cdiv(k, 128)
+    first = 0
+    if SPLITS > 1:
+        each = tl.cdiv(blocks, SPLITS)
+        first = tl.program_id(1) * each
+        blocks = tl.minimum(blocks, first + each)
+    depth = first * 128 + tl.arange(0, 128)
+    x_place = (row % m).to(tl.int64) * k  # rows beyond the matrix repeat others, not stored
+    w_place = (column % n).to(tl.int64) * k
+    if SWAPS:
+        left, right = W + w_place[:, None] + depth[None, :], X + x_place[None, :] + depth[:, None]
+        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
+    else:
+        left, right = X + x_place[:, None] + depth[None, :], W + w_place[None, :] + depth[:, None]
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for block in range(first, blocks):
+        if WHOLE_K:
+            a = tl.load(left)
+            b = tl.load(right)
+        else:
+            rest = k - block * 128
+            a = tl.load(left, mask=tl.arange(0, 128)[None, :] < rest, other=0)
+            b = tl.load(right, mask=tl.arange(0, 128)[:, None] < rest, other=0)
+        sums = tl.dot(a, b, sums, out_dtype=tl.int32)
+        left += 128
+        right += 128
+    if SWAPS:
+        sums = tl.trans(sums)
+    inside = (row < m)[:, None] & (column < n)[None, :]
+    place = OUT + row[:, None].to(tl.int64) * n + column[None, :]
+    if SPLITS > 1:
+        tl.store(place + tl.program_id(1).to(tl.int64) * m * n, sums, mask=inside)
+    else:
+        x_scale = tl.load(X_SCALE + row % m)
+        w_scale = tl.load(W_SCALE + column % n)
+        tl.store(place, _scaled(sums, x_scale[:, None], w_scale[None, :]), mask=inside)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _add_splits_kernel(
+    SUMS, X_SCALE, W_SCALE, OUT, m, n, SPLITS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """One program WIDTH columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < n
+    total = tl.zeros([WIDTH], tl.int32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(SUMS + (split * m + row) * n + column, mask=inside, other=0)
+    w_scale = tl.load(W_SCALE + column, mask=inside, other=0.0)
+    tl.store(OUT + row * n + column, _scaled(total, tl.load(X_SCALE + row), w_scale), mask=inside)
+
+
+def int8_gemm_nt(x: Int8Rows, weight: Int8Rows, cut: Tiles | None = None) -> torch.Tensor:
+    """X [M, K], W [N, K], contiguous -> X W^T, BF16 [M, N]."""
+    assert all(one.values.is_contiguous() for one in (x, weight))
+    (m, k), n = x.values.shape, weight.values.shape[0]
+    out = torch.empty((m, n), dtype=torch.bfloat16, device=x.values.device)
+    if not m:
+        return out
+    cut = cut or tiles(m, n, k)
+    sums = out
+    if cut.splits > 1:
+        sums = torch.empty((cut.splits, m, n), dtype=torch.int32, device=out.device)
+    grid = (triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n), cut.splits)
+    _gemm_kernel[grid](
+        x.values, weight.values, x.scales, weight.scales, sums, m, n, k,
+        cut.block_m, cut.block_n, cut.splits, cut.swaps, k % BLOCK == 0,
+        num_warps=4, num_stages=cut.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    if cut.splits > 1:
+        width = min(_WIDTH, triton.next_power_of_2(n))
+        _add_splits_kernel[(m, triton.cdiv(n, width))](
+            sums, x.scales, weight.scales, out, m, n, cut.splits, width,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _e4m3_kernel(
+    VALUES, SCALES, OUT_VALUES, OUT_SCALES,
+    N: tl.constexpr, K: tl.constexpr, OUT_ROW: tl.constexpr, OUT_BLOCKS: tl.constexpr,
+    LEVELS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """One program a block, of N rows to N of the OUT_ROW columns, with zeros up to a whole
+    block.
+    """
+    block_n = tl.program_id(1)
+    block_k = tl.program_id(0)
+    n = block_n.to(tl.int64) * 128 + tl.arange(0, 128)
+    k = block_k.to(tl.int64) * 128 + tl.arange(0, 128)
+    if N % 128 or K % 128:
+        inside = (n < N)[:, None] & (k < K)[None, :]
+        values = tl.load(VALUES + n[:, None] * K + k[None, :], mask=inside, other=0)
+        scales = tl.load(SCALES + n, mask=n < N, other=0.0)
+    else:
+        values = tl.load(VALUES + n[:, None] * K + k[None, :])
+        scales = tl.load(SCALES + n)
+    x = rotated(values.to(tl.float32) * scales[:, None], 128, 128, LEVELS)
+    bits = tl.max(amax_bits(x, 1)[:, None], 0, keep_dims=True)
+    made, scale = to_e4m3(x, bits, POWER_OF_TWO)
+    made = made.to(tl.uint8, bitcast=True)
+    if N % 128 or K % 128:  # numbers beyond the matrix are NaN in a block that is not finite
+        made = tl.where((n < N)[:, None] & (k < K)[None, :], made, 0)
+    place = OUT_VALUES + k[:, None] * OUT_ROW + n[None, :]
+    tl.store(place, tl.trans(made), mask=(k < K)[:, None])
+    tl.store(OUT_SCALES + block_k * OUT_BLOCKS + block_n + tl.zeros([1, 1], tl.int32), scale)
+
+
+def transposed_e4m3(
+    weight: Int8Rows, parts: tuple[int, ...], scales: ScaleKind = "power_of_two"
+) -> QuantTensor:
+    """A published weight [N, K] of these ``parts`` -> its numbers in E4M3 blocks, transposed: [K,
+    ``padded_size``], as ``isobit.kernels.hopper.linear.transpose_blocks`` lays them out.
+    """
+    n, k = weight.values.shape
+    assert sum(parts) == n
+    out = QuantTensor.empty_blocks(k, padded_size(parts), weight.values.device)
+    to_values = out.values.view(torch.uint8)
+    for run in runs(parts):
+        _e4m3_kernel[(num_blocks(k), run.blocks)](
+            weight.values[run.first :], weight.scales[run.first :],
+            to_values[:, run.first_block * BLOCK :], out.scales[:, run.first_block :], run.size, k,
+            *out.values.shape[1:], *out.scales.shape[1:], levels(k), scales == "power_of_two",
+            num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
