@@ -5,21 +5,34 @@ specification's.
 from dataclasses import replace
 
 import torch
+import triton
+import triton.language as tl
 from triton.runtime import interpreter
 
-from isobit.kernels.hopper.int8 import Tiles, int8_gemm_nt, transposed_e4m3
+from isobit.kernels.hopper import quantise
+from isobit.kernels.hopper.dispatch import gather, make_dispatch
+from isobit.kernels.hopper.experts import swiglu_rows
+from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt, transpose_experts
+from isobit.kernels.hopper.int8 import Tiles, int8_gemm_nt, transposed_weight
 from isobit.kernels.hopper.linear import linear
 from isobit.kernels.hopper.publish import publish, republish
-from isobit.kernels.hopper.quantise import quantise_int8, rms_norm_int8
+from isobit.kernels.hopper.quantise import quantise_int8, rms_norm_int8, swiglu, swiglu_int8
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.spec import quantise as specification
+from isobit.kernels.spec.experts import one_expert
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Rows, ScaleKind, block_sizes
 from tests.kernels.hopper.interpreted_qkv import convert
 
 SITE = Site("qkv_proj", "linear", "int8", dgrad="e4m3", wgrad="e4m3")
 COLUMNS = (1, 7, 16, 80, 128, 576, 768)
+
+
+@triton.jit
+def _four_sigmoids(x):
+    """The plain expression: the interpreter knows no instructions."""
+    return 4.0 / (1.0 + tl.exp(-x))
 
 
 def wild(rows: int, columns: int) -> torch.Tensor:
@@ -40,9 +53,15 @@ def check_quantisers(columns: int) -> None:
     x = wild(7, columns)
     assert_same(quantise_int8(x), specification.quantise_int8(x))
     h, weight = wild(7, columns), torch.randn(columns).bfloat16()
-    _, norm, made = rms_norm_int8(h, x, weight, 1e-6, keep=True)
+    new, norm, made = rms_norm_int8(h, x, weight, 1e-6, keep=True)
     assert norm is not None
     assert_same(made, specification.quantise_int8(norm))
+    again, nothing, without = rms_norm_int8(h, x, weight, 1e-6, keep=False)
+    assert nothing is None
+    assert torch.equal(again.view(torch.int16), new.view(torch.int16))
+    assert_same(without, made)
+    gate_up = torch.cat([wild(7, columns), torch.randn(7, columns).bfloat16()], 1)
+    assert_same(swiglu_int8(gate_up), specification.quantise_int8(swiglu(gate_up)))
 
 
 def check_products(columns: int) -> None:
@@ -82,7 +101,7 @@ def check_transposed(parts: tuple[int, ...], columns: int, scales: ScaleKind) ->
     assert isinstance(weight, Int8Rows)
     wide = specification.dequantise_int8(weight)
     exact = specification.quantise_blocks(wide, scales, parts)
-    made = transposed_e4m3(weight, parts, scales)
+    made = transposed_weight(weight, parts, scales)
     assert torch.equal(made.scales.view(torch.int32), exact.scales.t().view(torch.int32))
     blocks = exact.values.view(torch.uint8).t().split(block_sizes(parts), 1)
     for block, whole in zip(blocks, made.values.view(torch.uint8).split(128, 1), strict=True):
@@ -90,8 +109,39 @@ def check_transposed(parts: tuple[int, ...], columns: int, scales: ScaleKind) ->
         assert not whole[:, block.shape[1] :].any()
 
 
+def check_experts(width: int, columns: int, scales: ScaleKind) -> None:
+    """Each has the rows of its own linear, forward and turned for DGrad."""
+    count, top_k, tokens = 3, 2, 9
+    parts = (width,) * (2 * count)
+    site = replace(SITE, parts=parts, scales=scales)
+    weight = LinearWeight(site, publish(site, torch.randn(sum(parts), columns)))
+    x = specification.quantise_int8(torch.randn(tokens, columns).bfloat16())
+    chosen = torch.rand(tokens, count).argsort(1)[:, :top_k].int()
+    dispatch = make_dispatch(chosen, count)
+    matrices = ExpertMatrices.of(weight, count)
+    assert not matrices.suits_deep_gemm
+    made = grouped_gemm_nt(gather(x, dispatch, pads=True), matrices, dispatch)
+    places = dispatch.places.flatten().long()
+    activation, plain = (swiglu_rows(made, dispatch, kind, pads=True) for kind in ("int8", None))
+    exact = specification.quantise_int8(plain.values[places])
+    assert activation.scales is not None
+    assert_same(Int8Rows(activation.values[places], activation.scales[0, 0, places]), exact)
+    turned = transpose_experts(matrices, site)
+    assert turned.scales is not None
+    for index in range(count):
+        own, _ = one_expert(weight, index, count)
+        exact = linear_specification.linear(x, own)
+        token, rank = (chosen == index).nonzero().unbind(1)
+        assert torch.equal(made[dispatch.places[token, rank].long()], exact[token])
+        assert isinstance(own.matrix, Int8Rows)
+        alone = transposed_weight(own.matrix, own.site.parts, scales)
+        assert torch.equal(turned.values[index].view(torch.uint8), alone.values.view(torch.uint8))
+        assert torch.equal(turned.scales[index], alone.scales)
+
+
 def main() -> None:
     interpreter._convert_float = convert
+    quantise.four_sigmoids = _four_sigmoids
     torch.manual_seed(0)
     for columns in COLUMNS:
         check_quantisers(columns)
@@ -100,3 +150,5 @@ def main() -> None:
     check_products(1152)
     check_transposed((128, 40), 80, "power_of_two")
     check_transposed((256,), 192, "fp32")
+    check_experts(40, 80, "power_of_two")
+    check_experts(128, 256, "fp32")

@@ -54,7 +54,7 @@ def test_places() -> None:
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_gather(scaled: bool) -> None:
-    sizes = {"C": 2048, "WIDTH": 1024, "TOP_K": 8, "GROUPS": 16}
+    sizes = {"C": 2048, "WIDTH": 1024, "TOP_K": 8, "NUMBER": 16, "GROUPS": 16}
     absent = {} if scaled else dict.fromkeys(("SCALES", "OUT_SCALES"))
     words: dict[str, str] = dict.fromkeys(("X", "OUT"), "*u8" if scaled else "*bf16")
     made = compiled(dispatch._gather_kernel, sizes | absent, 4, words, fuses=True)
@@ -74,30 +74,40 @@ def test_combine(weighted: bool) -> None:
 @pytest.mark.parametrize("columns", [768, 96])
 def test_swiglu(columns: int, scaled: bool) -> None:
     sizes = {"C": columns, "GROUPS": 8 if columns > 128 else 1, "POWER_OF_TWO": True}
-    absent = {} if scaled else {"SCALES": None}
+    absent = {"LEVELS": None} if scaled else {"LEVELS": None, "SCALES": None}
     values = {"VALUES": E4M3 if scaled else "*bf16"}
     compiled(experts._swiglu_rows_kernel, sizes | absent, 4, values)
 
 
+def test_swiglu_in_int8() -> None:
+    sizes = {"C": 768, "GROUPS": 8, "POWER_OF_TWO": False, "LEVELS": 7}
+    made = compiled(experts._swiglu_rows_kernel, sizes, 4, {"VALUES": "*i8"})
+    assert made.wide_loads == 2 and "st.global.v2.b32" in made.ptx
+
+
 @pytest.mark.parametrize(
-    ("rows", "warps", "sizes", "scaled"),
+    ("rows", "warps", "sizes", "format"),
     [
-        (64, 4, (1536, 2048, 768), True),
-        (64, 4, (192, 160, 96), False),
-        (128, 8, (1536, 2048, 768), False),
-        (128, 8, (192, 160, 96), True),
+        (64, 4, (1536, 2048, 768), "e4m3"),
+        (64, 4, (192, 160, 96), "bf16"),
+        (64, 4, (1536, 2048, 768), "s8"),
+        (128, 8, (1536, 2048, 768), "bf16"),
+        (128, 8, (192, 160, 96), "e4m3"),
+        (128, 8, (192, 160, 96), "s8"),
     ],
 )  # any two of a tile, whole blocks and a format
-def test_grouped_gemm(rows: int, warps: int, sizes: tuple[int, int, int], scaled: bool) -> None:
+def test_grouped_gemm(rows: int, warps: int, sizes: tuple[int, int, int], format: str) -> None:
     constants: dict[str, Any] = dict(zip(("N", "K", "PART"), sizes, strict=True))
-    constants |= {"BLOCK_M": rows, "BLOCK_N": 128, "SCALED": scaled}
+    scaled = format != "bf16"
+    constants |= {"BLOCK_M": rows, "BLOCK_N": 128, "SCALED": scaled, "INT8": format == "s8"}
     absent = {} if scaled else dict.fromkeys(("A_SCALE", "B_SCALE"))
     stages = grouped_gemm.stages(rows, 1 if scaled else 2)
+    types = {"e4m3": E4M3, "bf16": "*bf16", "s8": "*i8"}
     made = compiled(
         grouped_gemm._grouped_gemm_kernel, constants | absent, warps,
-        dict.fromkeys("AB", E4M3 if scaled else "*bf16"), num_stages=stages,
+        dict.fromkeys("AB", types[format]), num_stages=stages,
     )  # fmt: skip
-    assert made.products == {"e4m3" if scaled else "bf16"}
+    assert made.products == {format}
 
 
 @pytest.mark.parametrize(("n", "k"), [(1536, 2048), (192, 160)])

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.operands import Operand
-from isobit.precision.quant_tensor import BLOCK, E4M3, num_blocks
+from isobit.precision.quant_tensor import BLOCK, DTYPES, EIGHT_BITS, Format, Int8Rows, num_blocks
 
 TOKENS = tl.constexpr(64)  # of a block
 _COUNTED = tl.constexpr(32)  # blocks that are added up at once
@@ -53,8 +53,8 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class GroupedRows:
-    """An operand in dispatched rows: E4M3 values [rows, K] with FP32 scales [rows / height, ceil(K
-    / 128), height], or BF16 values without.
+    """An operand in dispatched rows: E4M3 or INT8 values [rows, K] with FP32 scales [rows / height,
+    groups, height], in INT8 of one group, or BF16 values without.
     """
 
     values: torch.Tensor
@@ -62,14 +62,14 @@ class GroupedRows:
 
     @classmethod
     def empty(
-        cls, dispatch: Dispatch, columns: int, device: torch.device, is_quantised: bool
+        cls, dispatch: Dispatch, columns: int, device: torch.device, format: Format
     ) -> "GroupedRows":
         """Uninitialised."""
-        dtype = E4M3 if is_quantised else torch.bfloat16
-        values = torch.empty((dispatch.rows, columns), dtype=dtype, device=device)
-        if not is_quantised:
+        values = torch.empty((dispatch.rows, columns), dtype=DTYPES[format], device=device)
+        if format not in EIGHT_BITS:
             return cls(values, None)
-        shape = (dispatch.rows // dispatch.height, num_blocks(columns), dispatch.height)
+        groups = 1 if format == "int8" else num_blocks(columns)
+        shape = (dispatch.rows // dispatch.height, groups, dispatch.height)
         return cls(values, torch.empty(shape, dtype=torch.float32, device=device))
 
     def zero_(self) -> "GroupedRows":
@@ -187,9 +187,10 @@ def make_dispatch(experts: torch.Tensor, num_experts: int, height: int | None = 
 @triton.jit(do_not_specialize=["scale_stride", "height"])
 def _gather_kernel(
     X, SCALES, scale_stride, PLACES, OUT, OUT_SCALES, height,
-    C: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, NUMBER: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One program WIDTH columns of one choice; the first also its scales, GROUPS of C / 128."""
+    """One program WIDTH columns of one choice; the first also its scales, GROUPS for NUMBER."""
     choice = tl.program_id(0).to(tl.int64)
     row = tl.load(PLACES + choice).to(tl.int64)
     token = choice // TOP_K
@@ -197,29 +198,31 @@ def _gather_kernel(
     x = tl.load(X + token * C + column, mask=column < C)
     tl.store(OUT + row * C + column, x, mask=column < C)
     if SCALES is not None:
-        number: tl.constexpr = (C + 127) // 128
         group = tl.arange(0, GROUPS)
-        inside = (group < number) & (tl.program_id(1) == 0)
+        inside = (group < NUMBER) & (tl.program_id(1) == 0)
         scales = tl.load(SCALES + group * scale_stride + token, mask=inside)
-        place = OUT_SCALES + row // height * number * height + row % height
+        place = OUT_SCALES + row // height * NUMBER * height + row % height
         tl.store(place + group.to(tl.int64) * height, scales, mask=inside)
 
 
 def gather(x: Operand, dispatch: Dispatch, pads: bool = False) -> GroupedRows:
     """x [T, C] -> the rows of the tokens' choices; padding is zeros with ``pads``."""
     values = x if isinstance(x, torch.Tensor) else x.values
-    scales = x.scales if isinstance(x, QuantRows) else None
-    columns = values.shape[1]
-    out = GroupedRows.empty(dispatch, columns, values.device, scales is not None)
+    scales = None if isinstance(x, torch.Tensor) else x.scales
+    columns, device = values.shape[1], values.device
+    format = "bf16" if scales is None else "int8" if isinstance(x, Int8Rows) else "e4m3"
+    out = GroupedRows.empty(dispatch, columns, device, format)
     if pads:
         out.zero_()
     choices, top_k = dispatch.places.numel(), dispatch.places.shape[1]
     width = min(_WIDTH, triton.next_power_of_2(columns))
     bytes_of = torch.uint8 if scales is not None else torch.bfloat16
+    stride = x.scales.stride(1) if isinstance(x, QuantRows) else 0
+    groups = 1 if out.scales is None else out.scales.shape[1]
     _gather_kernel[(choices, triton.cdiv(columns, width))](
-        values.view(bytes_of), scales, 0 if scales is None else scales.stride(1), dispatch.places,
-        out.values.view(bytes_of), out.scales, dispatch.height,
-        columns, width, top_k, triton.next_power_of_2(num_blocks(columns)), num_warps=4,
+        values.view(bytes_of), scales, stride, dispatch.places, out.values.view(bytes_of),
+        out.scales, dispatch.height, columns, width, top_k, groups, triton.next_power_of_2(groups),
+        num_warps=4,
     )  # fmt: skip
     return out
 

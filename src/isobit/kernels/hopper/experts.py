@@ -21,6 +21,7 @@ a layer at a time.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import triton
@@ -36,7 +37,14 @@ from isobit.kernels.hopper.grouped_gemm import (
 )
 from isobit.kernels.hopper.linear import input_saved, output_gradient
 from isobit.kernels.hopper.pointwise import swiglu_backward, swiglu_saved
-from isobit.kernels.hopper.quantise import gated, quantise_groups
+from isobit.kernels.hopper.quantise import (
+    gated,
+    levels,
+    quantise_groups,
+    scale_groups,
+    warps_of_row,
+    width_of_row,
+)
 from isobit.kernels.hopper.sizes import MASKED_TOKENS
 from isobit.kernels.operands import (
     ExpertGradients,
@@ -48,7 +56,7 @@ from isobit.kernels.operands import (
     logit_gradient,
 )
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, ScaleKind, num_blocks
+from isobit.precision.quant_tensor import BLOCK, ScaleKind
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -68,9 +76,11 @@ class SavedExperts:
 @triton.jit(do_not_specialize=["height"])
 def _swiglu_rows_kernel(
     GATE_UP, PLACES, VALUES, SCALES, height,
-    C: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    C: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One program GROUPS groups of one choice's row, gate before up; in BF16 without SCALES."""
+    """One program GROUPS groups of one choice's row, gate before up; in BF16 without SCALES, in
+    INT8 with LEVELS.
+    """
     row = tl.load(PLACES + tl.program_id(0)).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * 128 + tl.arange(0, GROUPS * 128)
@@ -81,27 +91,35 @@ def _swiglu_rows_kernel(
     if SCALES is None:
         tl.store(VALUES + row * C + column, y, mask=inside)
     else:
-        values, scales = quantise_groups(y.to(tl.float32), GROUPS, POWER_OF_TWO)
+        values, scales = quantise_groups(y.to(tl.float32), GROUPS, POWER_OF_TWO, LEVELS)
         tl.store(VALUES + row * C + column, values, mask=inside)
-        number: tl.constexpr = (C + 127) // 128
-        group = first + tl.arange(0, GROUPS)
+        number: tl.constexpr = (C + 127) // 128 if LEVELS is None else 1
+        group = scale_groups(first, GROUPS, LEVELS)
         place = SCALES + row // height * number * height + row % height
         tl.store(place + group.to(tl.int64) * height, scales, mask=group < number)
 
 
 def swiglu_rows(
-    gate_up: torch.Tensor, dispatch: Dispatch, scales: ScaleKind | None, pads: bool
+    gate_up: torch.Tensor,
+    dispatch: Dispatch,
+    scales: ScaleKind | Literal["int8"] | None,
+    pads: bool,
 ) -> GroupedRows:
-    """BF16 [rows, 2 I] -> the activation as down reads it; padding is zeros with ``pads``."""
-    columns = gate_up.shape[1] // 2
-    out = GroupedRows.empty(dispatch, columns, gate_up.device, scales is not None)
+    """BF16 [rows, 2 I] -> the activation as down reads it: in E4M3 with such scales, in INT8 or in
+    BF16.  Padding is zeros with ``pads``.
+    """
+    columns, is_int8 = gate_up.shape[1] // 2, scales == "int8"
+    format = "bf16" if scales is None else "int8" if is_int8 else "e4m3"
+    out = GroupedRows.empty(dispatch, columns, gate_up.device, format)
     if pads:
         out.zero_()
-    groups = min(8, triton.next_power_of_2(num_blocks(columns)))
+    most = width_of_row(columns) // BLOCK
+    groups = most if is_int8 else min(8, most)
     grid = (dispatch.places.numel(), triton.cdiv(columns, groups * BLOCK))
     _swiglu_rows_kernel[grid](
         gate_up, dispatch.places, out.values, out.scales, dispatch.height,
-        columns, groups, scales == "power_of_two", num_warps=4, enable_fp_fusion=False,
+        columns, groups, scales == "power_of_two", levels(columns) if is_int8 else None,
+        num_warps=warps_of_row(groups * BLOCK), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -143,7 +161,7 @@ def _multiply(
     num_experts = dispatch.counts.shape[0]
     wide = ExpertMatrices.of(gate_up, num_experts)
     made = grouped_gemm_nt(gather(x, dispatch, pads), wide, dispatch)
-    scales = down.site.scales if down.site.forward == "e4m3" else None
+    scales = {"e4m3": down.site.scales, "int8": "int8"}.get(down.site.forward)
     activation = swiglu_rows(made, dispatch, scales, pads)
     return made, grouped_gemm_nt(activation, ExpertMatrices.of(down, num_experts), dispatch)
 
@@ -206,7 +224,7 @@ def _weigh(
 def _dgrad(dy: Operand, weight: LinearWeight, dispatch: Dispatch) -> torch.Tensor:
     """dX = dY W of each row's expert, BF16 [rows, K]."""
     matrices = ExpertMatrices.of(weight, dispatch.counts.shape[0])
-    return grouped_gemm_nt(GroupedRows.of(dy), transpose_experts(matrices), dispatch)
+    return grouped_gemm_nt(GroupedRows.of(dy), transpose_experts(matrices, weight.site), dispatch)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ and dense kernels and the Triton kernel here agree (tests/gpu/test_experts.py). 
 them may therefore depend on anything.
 
 DeepGEMM has one grid of blocks a matrix, so experts whose parts are not whole blocks, and BF16
-sizes that are not whole tiles, go to Triton.  It has no grouped WGrad: that is
+sizes that are not whole tiles, go to Triton, and so does INT8.  It has no grouped WGrad: that is
 ``isobit.kernels.hopper.wgrad`` in E4M3, and a kernel here in BF16.
 """
 
@@ -26,10 +26,12 @@ import triton.language as tl
 
 from isobit.kernels.hopper.dispatch import Dispatch, GroupedRows
 from isobit.kernels.hopper.gemm import BackEnd, call_deep_gemm, deep_gemm_or_triton, stages
+from isobit.kernels.hopper.int8 import transposed_e4m3
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.kernels.hopper.wgrad import triton_fp8_gemm_tn
 from isobit.kernels.operands import LinearWeight, Operand
-from isobit.precision.quant_tensor import BLOCK, E4M3, num_blocks
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import BLOCK, E4M3, Int8Rows, num_blocks
 
 _WHOLE = 64  # DeepGEMM's BF16 tiles
 
@@ -37,7 +39,8 @@ _WHOLE = 64  # DeepGEMM's BF16 tiles
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
     """The matrices of E experts: E4M3 values [E, N, K] with FP32 scales [E, blocks of N, blocks of
-    K], or BF16 values without.  Blocks of N begin anew at each ``part`` rows.
+    K], INT8 values with FP32 scales [E, N, 1], or BF16 values without.  Blocks of N begin anew at
+    each ``part`` rows.
     """
 
     values: torch.Tensor
@@ -51,14 +54,21 @@ class ExpertMatrices:
         values = matrix if isinstance(matrix, torch.Tensor) else matrix.values
         scales = None if isinstance(matrix, torch.Tensor) else matrix.scales
         if scales is not None:
-            scales = scales.view(num_experts, -1, scales.shape[1])
+            groups = 1 if isinstance(matrix, Int8Rows) else scales.shape[1]
+            scales = scales.view(num_experts, -1, groups)
         parts = weight.site.parts
         return cls(values.view(num_experts, -1, values.shape[1]), scales, parts[0])
+
+    @property
+    def is_int8(self) -> bool:
+        return self.values.dtype == torch.int8
 
     @property
     def suits_deep_gemm(self) -> bool:
         """Whether DeepGEMM takes its sizes."""
         _, n, k = self.values.shape
+        if self.is_int8:
+            return False
         if self.scales is None:
             return n % _WHOLE == 0 and k % _WHOLE == 0
         return self.part == n or self.part % BLOCK == 0
@@ -105,9 +115,11 @@ def grouped_gemm_nt(
 def _grouped_gemm_kernel(
     A, B, A_SCALE, B_SCALE, OUT, EXPERTS, rows, a_scale_stride,
     N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of OUT [rows, N] of one expert and part, walked as in ``gemm``."""
+    """One program a tile of OUT [rows, N] of one expert and part, walked as in ``gemm``.  Scales
+    are of blocks along K where SCALED; INT8 has them a row, behind the product.
+    """
     tiles_of_part: tl.constexpr = (PART + BLOCK_N - 1) // BLOCK_N
     tiles_n: tl.constexpr = N // PART * tiles_of_part
     blocks_k: tl.constexpr = (K + 127) // 128
@@ -125,7 +137,7 @@ def _grouped_gemm_kernel(
     depth = tl.arange(0, 128)
     a_place = A + row[:, None].to(tl.int64) * K + depth[None, :]
     b_place = B + b_row[None, :] * K + depth[:, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if INT8 else tl.float32)
     for block in range(0, tl.where(label < 0, 0, blocks_k)):
         if K % 128 == 0:
             a = tl.load(a_place)
@@ -133,7 +145,9 @@ def _grouped_gemm_kernel(
         else:
             a = tl.load(a_place, mask=depth[None, :] < K - block * 128, other=0.0)
             b = tl.load(b_place, mask=depth[:, None] < K - block * 128, other=0.0)
-        if SCALED:
+        if INT8:
+            acc = tl.dot(a, b, acc, out_dtype=tl.int32)
+        elif SCALED:
             scale = tl.load(A_SCALE + block.to(tl.int64) * a_scale_stride + row) * tl.load(
                 B_SCALE + (expert * tiles_n + tile_n) * blocks_k + block
             )
@@ -142,6 +156,9 @@ def _grouped_gemm_kernel(
             acc = tl.dot(a, b, acc)
         a_place += 128
         b_place += 128
+    if INT8:
+        b_scale = tl.load(B_SCALE + b_row)
+        acc = acc.to(tl.float32) * tl.load(A_SCALE + row)[:, None] * b_scale[None, :]
     place = OUT + row[:, None].to(tl.int64) * N + column[None, :]
     tl.store(place, acc.to(tl.bfloat16), mask=(within < PART)[None, :])
 
@@ -156,7 +173,7 @@ def _triton_grouped_gemm_nt(
     grid = (dispatch.rows // block_m * (n // b.part) * num_blocks(b.part),)
     _grouped_gemm_kernel[grid](
         a.values, b.values, a.scales, b.scales, out, dispatch.experts, dispatch.rows,
-        dispatch.height, n, k, b.part, block_m, BLOCK, a.scales is not None,
+        dispatch.height, n, k, b.part, block_m, BLOCK, a.scales is not None, b.is_int8,
         num_warps=warps, num_stages=stages(block_m, a.values.element_size()),
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -189,8 +206,14 @@ def _transpose_kernel(
         tl.store(OUT_SCALES + (expert * blocks_k + block_k) * blocks_n + block_n, scale)
 
 
-def transpose_experts(b: ExpertMatrices) -> ExpertMatrices:
-    """[E, N, K] -> [E, K, N], each part of N in whole blocks; the same numbers and scales."""
+def transpose_experts(b: ExpertMatrices, site: Site) -> ExpertMatrices:
+    """[E, N, K] -> [E, K, N], each part of N in whole blocks; the same numbers and scales, or of
+    INT8 what DGrad reads.
+    """
+    if b.is_int8:
+        assert b.scales is not None
+        made = transposed_e4m3(b.values, b.scales, b.part, site.scales)
+        return ExpertMatrices(*made, b.values.shape[2])
     num_experts, n, k = b.values.shape
     is_quantised = b.scales is not None
     part = b.part if is_quantised else n

@@ -26,7 +26,14 @@ import triton.language as tl
 
 from isobit.kernels.hopper.device_functions import padded_size, rotated, runs
 from isobit.kernels.hopper.quantise import amax_bits, levels, to_e4m3
-from isobit.precision.quant_tensor import BLOCK, Int8Rows, QuantTensor, ScaleKind, num_blocks
+from isobit.precision.quant_tensor import (
+    BLOCK,
+    E4M3,
+    Int8Rows,
+    QuantTensor,
+    ScaleKind,
+    num_blocks,
+)
 
 _PROGRAMS = 132  # multiprocessors of a Hopper card
 _MOST_SPLITS = 8
@@ -172,21 +179,24 @@ def int8_gemm_nt(x: Int8Rows, weight: Int8Rows, cut: Tiles | None = None) -> tor
 
 @triton.jit
 def _e4m3_kernel(
-    VALUES, SCALES, OUT_VALUES, OUT_SCALES,
-    N: tl.constexpr, K: tl.constexpr, OUT_ROW: tl.constexpr, OUT_BLOCKS: tl.constexpr,
-    LEVELS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    VALUES, SCALES, OUT_VALUES, OUT_SCALES, N: tl.constexpr, PART: tl.constexpr, K: tl.constexpr,
+    OUT_ROW: tl.constexpr, OUT_BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """One program a block, of N rows to N of the OUT_ROW columns, with zeros up to a whole
-    block.
+    """One program a block of one matrix of N rows; the rows of a part go to as many of the OUT_ROW
+    columns, with zeros up to a whole block.
     """
-    block_n = tl.program_id(1)
+    of_part: tl.constexpr = (PART + 127) // 128
     block_k = tl.program_id(0)
-    n = block_n.to(tl.int64) * 128 + tl.arange(0, 128)
+    block_n = tl.program_id(1)
+    matrix = tl.program_id(2).to(tl.int64)
     k = block_k.to(tl.int64) * 128 + tl.arange(0, 128)
-    if N % 128 or K % 128:
-        inside = (n < N)[:, None] & (k < K)[None, :]
+    within = block_n % of_part * 128 + tl.arange(0, 128)
+    n = matrix * N + block_n // of_part * PART + within
+    if PART % 128 or K % 128:
+        inside = (within < PART)[:, None] & (k < K)[None, :]
         values = tl.load(VALUES + n[:, None] * K + k[None, :], mask=inside, other=0)
-        scales = tl.load(SCALES + n, mask=n < N, other=0.0)
+        scales = tl.load(SCALES + n, mask=within < PART, other=0.0)
     else:
         values = tl.load(VALUES + n[:, None] * K + k[None, :])
         scales = tl.load(SCALES + n)
@@ -194,15 +204,34 @@ def _e4m3_kernel(
     bits = tl.max(amax_bits(x, 1)[:, None], 0, keep_dims=True)
     made, scale = to_e4m3(x, bits, POWER_OF_TWO)
     made = made.to(tl.uint8, bitcast=True)
-    if N % 128 or K % 128:  # numbers beyond the matrix are NaN in a block that is not finite
-        made = tl.where((n < N)[:, None] & (k < K)[None, :], made, 0)
-    place = OUT_VALUES + k[:, None] * OUT_ROW + n[None, :]
+    if PART % 128 or K % 128:  # numbers beyond the matrix are NaN in a block that is not finite
+        made = tl.where((within < PART)[:, None] & (k < K)[None, :], made, 0)
+    to = block_n * 128 + tl.arange(0, 128)
+    place = OUT_VALUES + (matrix * K + k)[:, None] * OUT_ROW + to[None, :]
     tl.store(place, tl.trans(made), mask=(k < K)[:, None])
-    tl.store(OUT_SCALES + block_k * OUT_BLOCKS + block_n + tl.zeros([1, 1], tl.int32), scale)
+    block = (matrix * ((K + 127) // 128) + block_k) * OUT_BLOCKS + block_n
+    tl.store(OUT_SCALES + block + tl.zeros([1, 1], tl.int32), scale)
 
 
 def transposed_e4m3(
-    weight: Int8Rows, parts: tuple[int, ...], scales: ScaleKind = "power_of_two"
+    values: torch.Tensor, scales: torch.Tensor, part: int, kind: ScaleKind = "power_of_two"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Published matrices [E, N, K] with scales [E, N, 1] -> their numbers in E4M3 blocks that begin
+    anew at each ``part`` of N, transposed: values [E, K, N in whole blocks] and FP32 scales [E,
+    blocks of K, blocks of N].
+    """
+    count, n, k = values.shape
+    blocks_k, blocks_n = num_blocks(k), n // part * num_blocks(part)
+    made = torch.empty((count, k, blocks_n * BLOCK), dtype=E4M3, device=values.device)
+    made_scales = torch.empty(
+        (count, blocks_k, blocks_n), dtype=torch.float32, device=values.device
+    )
+    _turn(values, scales, made, made_scales, part, kind)
+    return made, made_scales
+
+
+def transposed_weight(
+    weight: Int8Rows, parts: tuple[int, ...], kind: ScaleKind = "power_of_two"
 ) -> QuantTensor:
     """A published weight [N, K] of these ``parts`` -> its numbers in E4M3 blocks, transposed: [K,
     ``padded_size``], as ``isobit.kernels.hopper.linear.transpose_blocks`` lays them out.
@@ -210,12 +239,27 @@ def transposed_e4m3(
     n, k = weight.values.shape
     assert sum(parts) == n
     out = QuantTensor.empty_blocks(k, padded_size(parts), weight.values.device)
-    to_values = out.values.view(torch.uint8)
     for run in runs(parts):
-        _e4m3_kernel[(num_blocks(k), run.blocks)](
-            weight.values[run.first :], weight.scales[run.first :],
-            to_values[:, run.first_block * BLOCK :], out.scales[:, run.first_block :], run.size, k,
-            *out.values.shape[1:], *out.scales.shape[1:], levels(k), scales == "power_of_two",
-            num_warps=8, enable_fp_fusion=False,
+        rows, columns = slice(run.first, run.first + run.size), run.first_block * BLOCK
+        _turn(
+            weight.values[None, rows], weight.scales[None, rows], out.values[None, :, columns:],
+            out.scales[None, :, run.first_block :], run.size, kind,
         )  # fmt: skip
     return out
+
+
+def _turn(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    made: torch.Tensor,
+    made_scales: torch.Tensor,
+    part: int,
+    kind: ScaleKind,
+) -> None:
+    """INT8 [E, N, K] to E4M3 [E, K, N in whole blocks], perhaps columns of more."""
+    count, n, k = values.shape
+    _e4m3_kernel[(num_blocks(k), n // part * num_blocks(part), count)](
+        values, scales, made.view(torch.uint8), made_scales, n, part, k, made.stride(1),
+        made_scales.stride(1), levels(k), kind == "power_of_two",
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip

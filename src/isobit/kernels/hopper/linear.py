@@ -30,7 +30,7 @@ from isobit.kernels.hopper.gemm import (
     deep_gemm_or_triton,
     fp8_gemm_nt,
 )
-from isobit.kernels.hopper.int8 import int8_gemm_nt, transposed_e4m3
+from isobit.kernels.hopper.int8 import int8_gemm_nt, transposed_weight
 from isobit.kernels.hopper.quantise import (
     QuantRows,
     quantise_gradient,
@@ -176,7 +176,7 @@ def dgrad(dy: Operand, weight: LinearWeight) -> torch.Tensor:
     if isinstance(weight.matrix, Int8Rows):
         assert isinstance(dy, QuantRows)
         parts, scales = weight.site.parts or (len(weight.matrix.values),), weight.site.scales
-        return fp8_gemm_nt(dy, transposed_e4m3(weight.matrix, parts, scales), scales)
+        return fp8_gemm_nt(dy, transposed_weight(weight.matrix, parts, scales), scales)
     if isinstance(weight.matrix, QuantTensor):
         assert isinstance(dy, QuantRows)
         return fp8_gemm_nn(dy, weight.matrix, weight.site.scales)

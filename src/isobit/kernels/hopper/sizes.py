@@ -1,9 +1,10 @@
 """Bytes of the operands on Hopper (``isobit.kernels.sizes``); needs no Triton.
 
-q(n) = n + n / 32 bytes are n numbers in E4M3 with an FP32 scale for each 128.
+q(n) = n + n / 32 bytes are n numbers in E4M3 with an FP32 scale for each 128; an INT8 matrix has n
+and 4 a row.
 
-    encoded      H D + 4 H + 3 G D + 2 G in E4M3, with V as FP16 copies; or 2 (H + 2 G) D in BF16;
-                 and 4 H of log-sum-exps
+    encoded      H D + 4 H + 3 G D + 2 G in E4M3, or 8 G in INT8, with V as FP16 copies; or
+                 2 (H + 2 G) D in BF16; and 4 H of log-sum-exps
     attention's  4 H D + 4 G D + 8 H of copies in which every sequence is whole tiles
     backward
     lm_head      6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows backward: a part of the logits
@@ -18,7 +19,14 @@ from collections.abc import Mapping
 from isobit.kernels.operands import KvShape, kv_formats
 from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
 from isobit.precision.flow import PrecisionFlow, Site
-from isobit.precision.quant_tensor import BLOCK, DTYPES, Format, block_sizes, num_blocks
+from isobit.precision.quant_tensor import (
+    BLOCK,
+    DTYPES,
+    EIGHT_BITS,
+    Format,
+    block_sizes,
+    num_blocks,
+)
 from isobit.util.errors import ConfigError
 
 page_tokens = 128
@@ -34,6 +42,8 @@ _LABELS = 12
 _SCALES = 1024  # a lower bound for the bytes of a transposed matrix to one of its scales
 HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so many
 _TILE = 128
+_SCALE: dict[Format, int] = {"e4m3": 1, "int8": 4}
+"""Bytes of the scale of a vector of K or V."""
 
 
 def forward_rows(vocab_size: int) -> int:
@@ -57,13 +67,15 @@ def page_formats(shape: KvShape, flow: PrecisionFlow) -> tuple[Format, ...]:
 def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:
     vectors = 2 * page_tokens * shape.num_kv_heads
     return sum(
-        vectors * (shape.head_dim * DTYPES[format].itemsize + (format == "e4m3"))
+        vectors * (shape.head_dim * DTYPES[format].itemsize + _SCALE.get(format, 0))
         for format in page_formats(shape, flow)
     )
 
 
 def matrix(site: Site, columns: int) -> int:
     numbers = sum(site.parts) * columns
+    if site.forward == "int8":
+        return numbers + 4 * sum(site.parts)
     if site.forward != "e4m3":
         return 2 * numbers
     return numbers + 4 * len(block_sizes(site.parts)) * num_blocks(columns)
@@ -75,7 +87,7 @@ def head_copy(numbers: int, itemsize: int) -> int:
 
 
 def read(site: Site, numbers: int) -> int:
-    return _quantised(numbers) if site.forward == "e4m3" else 0
+    return _operand(site, numbers) if site.forward in EIGHT_BITS else 0
 
 
 def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
@@ -86,15 +98,15 @@ def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
 
 def gradient(site: Site, numbers: int) -> int:
     """Two copies in E4M3, or one of them beside the gradient itself; DGrad's is in whole blocks."""
-    if site.forward != "e4m3":
+    if site.dgrad != "e4m3":
         return 2 * numbers
     rows = _quantised(-(-numbers * _whole(site) // sum(site.parts)))
     return rows + (_quantised(numbers) if site.wgrad == "e4m3" else 2 * numbers)
 
 
 def transposed(site: Site, columns: int) -> int:
-    """The matrix's bytes, each part in whole blocks."""
-    if site.forward != "e4m3":
+    """The matrix in E4M3, each part in whole blocks."""
+    if site.dgrad != "e4m3":
         return 0
     return _whole(site) * columns
 
@@ -127,9 +139,10 @@ def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:
 def encoded(shape: AttentionShape, format: Format) -> int:
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     sums = 4 * shape.num_heads
-    if format != "e4m3":
+    if format not in EIGHT_BITS:
         return 2 * (queries + 2 * keys) + sums
-    return queries + 4 * shape.num_heads + 3 * keys + 2 * shape.num_kv_heads + sums
+    scales = 4 * shape.num_heads + 2 * shape.num_kv_heads * _SCALE[format]
+    return queries + 3 * keys + scales + sums
 
 
 def attention_gradients(shape: AttentionShape) -> int:
@@ -155,7 +168,9 @@ def _rows(logits: int, vocab_size: int) -> int:
 
 
 def _operand(site: Site, numbers: int) -> int:
-    """An input of the forward, in E4M3 or BF16."""
+    """An input of the forward, in E4M3, INT8 or BF16."""
+    if site.forward == "int8":
+        return numbers + 4
     return _quantised(numbers) if site.forward == "e4m3" else 2 * numbers
 
 

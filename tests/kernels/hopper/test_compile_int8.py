@@ -1,0 +1,142 @@
+"""The kernels of INT8 compile for sm_90: wide accesses, integer products, no spills, and a Hadamard
+transform in registers.
+"""
+
+import re
+from typing import Any
+
+import pytest
+
+from isobit.kernels.hopper import int8, publish, quantise
+from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
+
+TYPES = {
+    **dict.fromkeys(("X", "H", "H_OUT", "NORM", "WEIGHT", "GATE_UP", "OUT"), "*bf16"),
+    **dict.fromkeys(("SCALES", "X_SCALE", "W_SCALE", "OUT_SCALES", "MASTER"), "*fp32"),
+    **dict.fromkeys(("CHANGED", "SUMS"), "*i32"),
+    **dict.fromkeys((*"mnk", "scale_stride"), "i32"),
+    "VALUES": "*i8",
+    "OUT_VALUES": "*u8",
+    "epsilon": "fp32",
+}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], warps: int, **how: Any) -> Compiled:
+    """One that does not spill."""
+    its_own = {name: constants[name] for name in kernel.arg_names if name in constants}
+    made = compile_for_hopper(kernel, TYPES | how.pop("types", {}), its_own, warps, **how)
+    assert made.stack == 0
+    return made
+
+
+def row_constants(columns: int) -> tuple[dict[str, Any], int]:
+    """What kernels that take whole rows are compiled with, and the numbers of a program."""
+    width = quantise.width_of_row(columns)
+    constants = {
+        **dict.fromkeys(("C", "K", "X_ROW", "OUT", "OUT_ROW"), columns), "WIDTH": width,
+        "GROUPS": width // 128, "POWER_OF_TWO": False, "LEVELS": quantise.levels(columns),
+        "ADD": True, "KEEP": True, "QUANTISE": True,
+    }  # fmt: skip
+    return constants, width
+
+
+def assert_in_registers(made: Compiled) -> None:
+    """Of shared memory, only what joins the warps' maxima; no product is joined to a sum."""
+    assert made.shared <= 64 and made.wide_loads and made.wide_stores
+    assert not re.search(r"\bfma\.rn\.f32\b", made.ptx)
+
+
+@pytest.mark.parametrize("columns", [4096, 12288, 5120])
+def test_rows(columns: int) -> None:
+    constants, width = row_constants(columns)
+    made = compiled(quantise._quantise_kernel, constants, quantise.warps_of_row(width))
+    assert_in_registers(made)
+
+
+@pytest.mark.parametrize("columns", [4096, 12288])
+def test_swiglu(columns: int) -> None:
+    constants, width = row_constants(columns)
+    made = compiled(quantise._swiglu_quantise_kernel, constants, quantise.warps_of_row(width))
+    assert made.shared <= 64 and made.wide_loads and made.wide_stores
+
+
+@pytest.mark.parametrize(("columns", "warps"), [(1024, 4), (4096, 8), (8192, 8)])
+def test_rms_norm(columns: int, warps: int) -> None:
+    constants, _ = row_constants(columns)
+    made = compiled(quantise._rms_norm_kernel, constants, warps)
+    assert made.wide_loads and made.wide_stores
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("columns", [4096, 12288])
+def test_publish(columns: int, counted: bool) -> None:
+    constants, width = row_constants(columns)
+    absent = {} if counted else {"CHANGED": None}
+    warps = quantise.warps_of_row(width)
+    assert_in_registers(compiled(publish._publish_rows_kernel, constants | absent, warps))
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize(("rows", "part", "columns"), [(24576, 24576, 4096), (192, 96, 1040)])
+def test_copy_for_dgrad(rows: int, part: int, columns: int, power_of_two: bool) -> None:
+    blocks = rows // part * -(-part // 128)
+    constants = {
+        "N": rows, "PART": part, "K": columns, "OUT_ROW": 128 * blocks, "OUT_BLOCKS": blocks,
+        "LEVELS": quantise.levels(columns), "POWER_OF_TWO": power_of_two,
+    }  # fmt: skip
+    made = compiled(int8._e4m3_kernel, constants, 8)
+    assert made.wide_loads and made.wide_stores
+    assert made.programs >= 2
+
+
+SIZES = [
+    (1, 4096, 4096),
+    (8, 24576, 4096),
+    (20, 4096, 12288),
+    (64, 6144, 4096),
+    (128, 4096, 4096),
+    (8192, 4096, 12288),
+    (8192, 1152, 576),
+    (3, 1152, 1040),
+]
+"""Every kind of tiles, split and whole, and K that is no multiple of 128."""
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
+def test_product(m: int, n: int, k: int) -> None:
+    cut = int8.tiles(m, n, k)
+    constants = {
+        "BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "SPLITS": cut.splits, "SWAPS": cut.swaps,
+        "WHOLE_K": k % 128 == 0,
+    }  # fmt: skip
+    types = {**dict.fromkeys("XW", "*i8"), "OUT": "*i32" if cut.splits > 1 else "*bf16"}
+    made = compiled(
+        int8._gemm_kernel, constants, 4, types=types, multiples="nk", num_stages=cut.stages
+    )
+    assert made.products == {"s8"}
+    assert "cp.async.cg.shared.global" in made.ptx and made.wide_stores
+    assert made.programs >= (3 if cut.block_m <= 32 else 2)
+
+
+def test_sizes_take_every_kind_of_tiles() -> None:
+    cuts = [int8.tiles(*size) for size in SIZES]
+    kinds = {(cut.block_m, cut.splits > 1, cut.swaps) for cut in cuts}
+    assert kinds >= {(16, True, True), (16, False, True), (64, True, False), (128, False, False)}
+    assert max(cut.splits for cut in cuts) <= 8
+
+
+def test_rows_without_vectors() -> None:
+    cut = int8.tiles(300, 1001, 200)
+    constants = {
+        "BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "SPLITS": cut.splits, "SWAPS": cut.swaps,
+        "WHOLE_K": False,
+    }  # fmt: skip
+    types = dict.fromkeys("XW", "*i8")
+    made = compiled(int8._gemm_kernel, constants, 4, types=types, num_stages=cut.stages)
+    assert made.products == {"s8"}
+
+
+def test_splits_are_added() -> None:
+    constants = {"SPLITS": 8, "WIDTH": 1024}
+    made = compiled(int8._add_splits_kernel, constants, 4, multiples="n")
+    assert made.wide_loads and made.wide_stores
