@@ -122,9 +122,7 @@ def _publish_rows_kernel(
     tl.store(SCALES + row + tl.arange(0, 1), scale * (1.0 / (1 << LEVELS)))
 
 
-def publish_rows(
-    master: torch.Tensor, out: Int8Rows, changed: torch.Tensor | None = None
-) -> None:
+def publish_rows(master: torch.Tensor, out: Int8Rows, changed: torch.Tensor | None = None) -> None:
     """Overwrite ``out`` with the quantisation of master, FP32 [N, K].
 
     ``changed``, int32 [N], receives how many values of each row have changed.

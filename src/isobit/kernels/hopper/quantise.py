@@ -238,9 +238,7 @@ def _swiglu_quantise_kernel(
     inside = column < C
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
-    values, scales = quantise_groups(
-        gated(gate, up).to(tl.float32), GROUPS, POWER_OF_TWO, LEVELS
-    )
+    values, scales = quantise_groups(gated(gate, up).to(tl.float32), GROUPS, POWER_OF_TWO, LEVELS)
     tl.store(VALUES + row * C + column, values, mask=inside)
     tl.store(SCALES + group * scale_stride + row, scales, mask=group < (C + 127) // 128)
 
