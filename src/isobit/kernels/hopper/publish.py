@@ -119,7 +119,8 @@ def _publish_rows_kernel(
         differing = (before != values.to(tl.int32)) & inside
         tl.store(CHANGED + row, tl.sum(differing.to(tl.int32), 0))
     tl.store(VALUES + place, values, mask=inside)
-    tl.store(SCALES + row + tl.arange(0, 1), scale * (1.0 / (1 << LEVELS)))
+    divided = tl.where(scale == scale, scale * (1.0 / (1 << LEVELS)), scale)  # NaN keeps its bits
+    tl.store(SCALES + row + tl.arange(0, 1), divided)
 
 
 def publish_rows(master: torch.Tensor, out: Int8Rows, changed: torch.Tensor | None = None) -> None:

@@ -131,8 +131,7 @@ def quantise_groups(
 @triton.jit
 def scale_groups(first, GROUPS: tl.constexpr, LEVELS: tl.constexpr):
     """The numbers of the groups whose scales ``quantise_groups`` gives."""
-    count: tl.constexpr = GROUPS if LEVELS is None else 1
-    return first + tl.arange(0, count)
+    return first + tl.arange(0, GROUPS if LEVELS is None else 1)
 
 
 @triton.jit
@@ -294,7 +293,7 @@ def levels(columns: int) -> int:
 
 def width_of_row(columns: int) -> int:
     """Numbers of a program that takes a whole row, a power of two."""
-    return max(BLOCK, triton.next_power_of_2(columns))
+    return max(BLOCK, 1 << (columns - 1).bit_length())
 
 
 def warps_of_row(width: int) -> int:

@@ -1,0 +1,380 @@
+"""INT8 on a GPU: values, scales and products of the specification, whatever the batch and however a
+product is cut up; gradients as near as the format allows; one function in rollout and training.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isobit.config.tables import Preset
+from isobit.kernels.operands import LinearInput, LinearWeight, Operand
+from isobit.kernels.spec import linear as linear_specification
+from isobit.kernels.spec import quantise as specification
+from isobit.kernels.spec.experts import one_expert
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import BLOCK, Format, Int8Rows, ScaleKind, block_sizes
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from isobit.kernels.hopper import pointwise
+from isobit.kernels.hopper.dispatch import gather, make_dispatch
+from isobit.kernels.hopper.experts import experts, experts_saving, swiglu_rows
+from isobit.kernels.hopper.grouped_gemm import (
+    ExpertMatrices,
+    grouped_gemm_nt,
+    transpose_experts,
+)
+from isobit.kernels.hopper.int8 import Tiles, int8_gemm_nt, tiles, transposed_weight
+from isobit.kernels.hopper.linear import dgrad, linear, linear_input, output_gradient, wgrad
+from isobit.kernels.hopper.publish import publish, publish_rows, republish
+from isobit.kernels.hopper.quantise import (
+    quantise_int8,
+    rms_norm_int8,
+    swiglu,
+    swiglu_int8,
+)
+from isobit.kernels.hopper.token_groups import quantise_tokens
+from isobit.kernels.operands import Routing
+from isobit.models.policy import Policy
+from isobit.proof.verify import VerifyOptions, verify_policy
+
+MakePolicy = Callable[..., Policy]
+
+KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
+COLUMNS = (1, 7, 16, 80, 128, 576, 896, 1040, 1536, 4096, 5120, 12288, 28672)
+MATRICES = [
+    ((576, 192, 192), 576),  # SmolLM2-135M's q, k and v
+    ((576,), 1536),
+    ((1040, 1040), 576),
+    ((256, 128, 72), 80),
+    ((384, 512), 1024),
+]
+SIZES = [(1536, 1024), (257, 896), (1001, 960), (100, 200), (7, 77), (4096, 12288), (24576, 4096)]
+ROWS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 128, 129, 257, 300)
+TENSOR_CORE = 2e-3  # of a norm: FP8 tensor cores keep 14 bits within a group
+BF16_ROUNDING = 3e-3  # 1.7e-3, and the above
+
+
+def site(parts: tuple[int, ...] = (), kind: ScaleKind = "power_of_two") -> Site:
+    return Site("qkv_proj", "linear", "int8", kind, "e4m3", "e4m3", parts)
+
+
+def on_cpu(x: Operand) -> Int8Rows:
+    assert isinstance(x, Int8Rows)
+    return Int8Rows(x.values.cpu(), x.scales.cpu())
+
+
+def assert_same(ours: Operand, exact: Operand) -> None:
+    """To the bit: NaNs compare, too."""
+    mine, theirs = on_cpu(ours), on_cpu(exact)
+    assert torch.equal(mine.values, theirs.values)
+    assert torch.equal(mine.scales.view(torch.int32), theirs.scales.view(torch.int32))
+
+
+def wild(rows: int, columns: int) -> torch.Tensor:
+    """Magnitudes over many orders; rows of zeros, of tiny numbers, and some that are not finite."""
+    x = (torch.randn(rows, columns) * torch.exp(5 * torch.randn(rows, columns))).bfloat16()
+    x[0], x[rows // 4], x[rows // 3] = -0.0, torch.randn(columns) * 1e-30, 3e38
+    x[rows // 2, -1], x[rows - 1, 0] = torch.inf, torch.nan
+    return x
+
+
+def bf16(rows: int, columns: int) -> torch.Tensor:
+    spread = torch.exp(torch.randn(rows, columns, device="cuda"))
+    return (torch.randn(rows, columns, device="cuda") * spread).bfloat16()
+
+
+def published(parts: tuple[int, ...], k: int, kind: ScaleKind = "power_of_two") -> LinearWeight:
+    master = torch.randn(sum(parts), k, device="cuda")
+    master *= torch.exp(2 * torch.randn(sum(parts), 1, device="cuda"))
+    made = site(parts, kind)
+    return LinearWeight(made, publish(made, master))
+
+
+def of_host(weight: LinearWeight) -> LinearWeight:
+    return LinearWeight(weight.site, on_cpu(weight.matrix))
+
+
+def relative(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    exact = exact.double().cpu()
+    return float((ours.double().cpu() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_rows(columns: int) -> None:
+    for rows in (1, 67, 300):
+        x = wild(rows, columns)
+        assert_same(quantise_int8(x.cuda()), specification.quantise_int8(x))
+
+
+def test_every_bf16_number() -> None:
+    bits = torch.randperm(65536, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    x = bits.to(torch.uint16).view(torch.bfloat16)
+    finite = torch.where(x.isfinite(), x, torch.zeros_like(x))
+    for case in (x, finite, torch.where(finite.abs() < 1, finite, torch.zeros_like(x))):
+        for columns in (1, 16, 128):
+            rows = case.view(-1, columns)
+            assert_same(quantise_int8(rows.cuda()), specification.quantise_int8(rows))
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_norm_is_quantised_as_it_is_rounded_whether_kept_or_not(columns: int) -> None:
+    weight = torch.randn(columns).bfloat16().cuda()
+    h, x = torch.randn(70, columns).bfloat16().cuda(), wild(70, columns).cuda()
+    new, norm, made = rms_norm_int8(h, x, weight, 1e-6, keep=True)
+    assert norm is not None
+    torch.testing.assert_close(new, h + x, rtol=0, atol=0, equal_nan=True)
+    assert_same(made, specification.quantise_int8(norm.cpu()))
+    for rows in (slice(0, 70), slice(5, 6), slice(13, 40)):
+        other, nothing, without = rms_norm_int8(h[rows], x[rows], weight, 1e-6, keep=False)
+        assert nothing is None
+        assert torch.equal(other.view(torch.int16), new[rows].view(torch.int16))
+        assert_same(without, Int8Rows(made.values[rows], made.scales[rows]))
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_swiglu_is_quantised_as_it_is_rounded(columns: int) -> None:
+    for gate_up in (3 * torch.randn(50, 2 * columns), wild(50, 2 * columns)):
+        gate_up = gate_up.bfloat16().cuda()
+        made = swiglu_int8(gate_up)
+        assert_same(made, specification.quantise_int8(swiglu(gate_up).cpu()))
+        alone = swiglu_int8(gate_up[7:8])
+        assert_same(alone, Int8Rows(made.values[7:8], made.scales[7:8]))
+
+
+@pytest.mark.parametrize("wgrad_format", ["e4m3", "bf16"])
+def test_inputs_with_what_wgrad_reads(wgrad_format: Format) -> None:
+    made_site, columns = replace(site(), wgrad=wgrad_format), 576
+    x, gate_up = bf16(300, columns), bf16(300, 2 * columns)
+    weight, y = torch.ones(columns, device="cuda").bfloat16(), swiglu(gate_up)
+    normed = pointwise.add_rms_norm(x, None, weight, 1e-6, made_site, save=True)
+    assert normed.norm is not None and normed.input is not None
+    given = [
+        (linear_input(x, made_site, save=True), x),
+        (normed.input, normed.norm),
+        (pointwise.swiglu_input(gate_up, made_site, save=True), y),
+    ]
+    for made, read in given:
+        assert_same(made.read, specification.quantise_int8(read.cpu()))
+        assert made.saved is not None
+        if wgrad_format == "bf16":
+            assert isinstance(made.saved, torch.Tensor) and torch.equal(made.saved, read)
+            continue
+        expected = quantise_tokens(read)
+        assert not isinstance(made.saved, torch.Tensor)
+        values = [one.values.view(torch.uint8) for one in (made.saved, expected)]
+        assert torch.equal(*values) and torch.equal(made.saved.scales, expected.scales)
+    for without in (linear_input(x, made_site), pointwise.swiglu_input(gate_up, made_site)):
+        assert without.saved is None
+    alone = pointwise.add_rms_norm(x, None, weight, 1e-6, made_site)
+    assert alone.norm is None and alone.input is not None
+    assert_same(alone.input.read, normed.input.read)
+
+
+@pytest.mark.parametrize(("n", "k"), SIZES)
+def test_products_are_the_specifications_in_every_batch(n: int, k: int) -> None:
+    weight, x = published((n,), k), bf16(max(ROWS), k)
+    whole = linear(linear_input(x, weight.site).read, weight)
+    some = slice(None) if n * k < 2e6 else slice(0, 20)
+    read = specification.quantise_int8(x[some].cpu())
+    assert torch.equal(whole[some].cpu(), linear_specification.linear(read, of_host(weight)))
+    for m in ROWS:
+        assert torch.equal(linear(linear_input(x[:m], weight.site).read, weight), whole[:m]), m
+        last = linear_input(x[-m:], weight.site).read
+        assert torch.equal(linear(last, weight), whole[-m:]), m
+
+
+def test_a_large_batch_has_the_bits_of_a_small_one() -> None:
+    for n, k in ((6144, 4096), (1000, 576), (4096, 12288)):
+        weight, x = published((n,), k), bf16(8192, k)
+        whole = linear(linear_input(x, weight.site).read, weight)
+        for rows in (slice(0, 1), slice(4000, 4100), slice(8191, 8192), slice(1024, 3072)):
+            one = linear_input(x[rows], weight.site).read
+            assert torch.equal(linear(one, weight), whole[rows])
+
+
+@pytest.mark.parametrize(("n", "k"), [(1536, 1024), (257, 912), (300, 1040)])
+def test_products_do_not_depend_on_how_they_are_cut_up(n: int, k: int) -> None:
+    weight = published((n,), k).matrix
+    assert isinstance(weight, Int8Rows)
+    for m in (1, 60, 300):
+        x = quantise_int8(bf16(m, k))
+        exact = int8_gemm_nt(x, weight, tiles(m, n, k))
+        for splits in (1, 2, 8):
+            for block_m in (16, 32, 64):
+                cut = Tiles(block_m, 64, splits, 4, swaps=True)
+                assert torch.equal(int8_gemm_nt(x, weight, cut), exact), cut
+            for block_m in (64, 128):
+                cut = Tiles(block_m, 128, splits, 3, swaps=False)
+                assert torch.equal(int8_gemm_nt(x, weight, cut), exact), cut
+
+
+def test_largest_sums() -> None:
+    """127 * 127 * K of either sign, and those that are rounded to FP32 halfway."""
+    m, n, k = 5, 300, 12288
+    for sign in (1, -1):
+        x = torch.full((m, k), 127, dtype=torch.int8)
+        w = torch.full((n, k), 127 * sign, dtype=torch.int8)
+        w[torch.arange(n), torch.arange(n)] = 1
+        scales = torch.rand(m), torch.rand(n)
+        left, right = Int8Rows(x, scales[0]), Int8Rows(w, scales[1])
+        exact = linear_specification.linear(left, LinearWeight(site(), right))
+        left, right = (Int8Rows(one.values.cuda(), one.scales.cuda()) for one in (left, right))
+        ours = int8_gemm_nt(left, right)
+        assert torch.equal(ours.cpu(), exact)
+
+
+def test_a_row_that_is_not_finite_is_alone() -> None:
+    weight, x = published((300,), 576), bf16(70, 576)
+    finite = linear(linear_input(x, weight.site).read, weight)
+    x[3, 5], x[9, 7] = torch.nan, torch.inf
+    made = linear(linear_input(x, weight.site).read, weight)
+    others = [row for row in range(70) if row not in (3, 9)]
+    assert made[[3, 9]].isnan().all() and torch.equal(made[others], finite[others])
+
+
+@pytest.mark.parametrize("columns", [80, 576, 4096, 12288])
+def test_publishing(columns: int) -> None:
+    weight = LinearWeight(site(), publish(site(), torch.ones(300, columns, device="cuda")))
+    matrix = weight.matrix
+    assert isinstance(matrix, Int8Rows)
+    places = matrix.values.data_ptr(), matrix.scales.data_ptr()
+    strange = wild(300, columns).float() * (1 + 1e-3 * torch.randn(300, columns))
+    for master in (strange, torch.randn(300, columns), torch.randn(300, columns)):
+        before = matrix.values.cpu()
+        changed = republish(weight, master.cuda())
+        exact = specification.publish(site(), master)
+        assert isinstance(exact, Int8Rows)
+        assert_same(matrix, exact)
+        assert_same(publish(site(), master.cuda()), exact)
+        assert changed.dtype == torch.int64
+        assert int(changed) == int((before != exact.values).sum()) > 0
+        assert int(republish(weight, master.cuda())) == 0
+        counted = torch.empty(300, dtype=torch.int32, device="cuda")
+        publish_rows(torch.zeros_like(master).cuda(), matrix, counted)
+        assert torch.equal(counted.cpu(), (exact.values != 0).sum(1).int())
+    assert places == (matrix.values.data_ptr(), matrix.scales.data_ptr())
+    for first, last in ((0, 100), (100, 300)):
+        republish(weight.rows(first, last), strange[first:last].cuda())
+    assert_same(matrix, specification.publish(site(), strange))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("parts", "k"), MATRICES)
+def test_what_dgrad_multiplies_by_is_the_specifications(
+    parts: tuple[int, ...], k: int, kind: ScaleKind
+) -> None:
+    for broken in (False, True):
+        master = torch.randn(sum(parts), k, device="cuda")
+        if broken:
+            master[-1, -1] = torch.nan
+        matrix = publish(site(parts), master)
+        assert isinstance(matrix, Int8Rows)
+        turned = transposed_weight(matrix, parts, kind)
+        wide = specification.dequantise_int8(on_cpu(matrix))
+        exact = specification.quantise_blocks(wide, kind, parts)
+        scales = turned.scales.cpu().view(torch.int32)
+        assert torch.equal(scales, exact.scales.t().contiguous().view(torch.int32))
+        blocks = exact.values.view(torch.uint8).t().split(block_sizes(parts), 1)
+        whole = turned.values.view(torch.uint8).cpu().split(BLOCK, 1)
+        for mine, block in zip(whole, blocks, strict=True):
+            assert torch.equal(mine[:, : block.shape[1]], block)
+            assert not mine[:, block.shape[1] :].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("parts", "k"), MATRICES)
+def test_dgrad(parts: tuple[int, ...], k: int, kind: ScaleKind) -> None:
+    weight = published(parts, k, kind)
+    exact_weight = linear_specification.dequantised(of_host(weight)).double()
+    for m in (1, 100, 257):
+        dy = bf16(m, sum(parts))
+        rows = output_gradient(dy, weight.site).rows
+        ours = dgrad(rows, weight)
+        assert ours.shape == (m, k) and ours.dtype == torch.bfloat16
+        expected = specification.quantise_rows(dy.cpu(), kind, parts)
+        read = linear_specification.dequantise_rows(expected).double()
+        assert relative(ours, read @ exact_weight) < BF16_ROUNDING
+        theirs = linear_specification.dgrad(expected, of_host(weight))
+        exact = dy.cpu().double() @ exact_weight
+        assert relative(ours, exact) < 1.02 * relative(theirs, exact)
+        assert torch.equal(ours, dgrad(rows, weight))
+
+
+@pytest.mark.parametrize("wgrad_format", ["e4m3", "bf16"])
+def test_wgrad(wgrad_format: Format) -> None:
+    parts, k = MATRICES[0]
+    made_site = replace(site(parts), wgrad=wgrad_format)
+    x, dy = bf16(300, k), bf16(300, sum(parts))
+    saved, d = linear_input(x, made_site, save=True).saved, output_gradient(dy, made_site)
+    assert saved is not None
+    start = torch.randn(sum(parts), k, device="cuda")
+    grad, product = start.clone(), torch.zeros_like(start)
+    wgrad(d.tokens, saved, grad)
+    wgrad(d.tokens, saved, product)
+    host = linear_specification.output_gradient(dy.cpu(), made_site).tokens
+    theirs = linear_specification.input_saved(x.cpu(), made_site)
+    wide = [linear_specification.dequantise_tokens(one).double() for one in (host, theirs)]
+    assert relative(product, wide[0].t() @ wide[1]) < TENSOR_CORE
+    assert wgrad_format == "bf16" or torch.equal(grad, start + product)  # a finished sum
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_of_swiglu(kind: ScaleKind) -> None:
+    made_site, columns = site((576, 576), kind), 576
+    dy, gate_up = bf16(200, columns), bf16(200, 2 * columns)
+    ours = pointwise.swiglu_backward(dy, gate_up, made_site)
+    theirs = pointwise.swiglu_backward(dy, gate_up, replace(made_site, forward="e4m3"))
+    for mine, other in ((ours.rows, theirs.rows), (ours.tokens, theirs.tokens)):
+        assert not isinstance(mine, torch.Tensor) and not isinstance(other, torch.Tensor)
+        assert torch.equal(mine.values.view(torch.uint8), other.values.view(torch.uint8))
+        assert torch.equal(mine.scales, other.scales)
+
+
+@pytest.mark.parametrize(
+    ("count", "top_k", "width", "hidden"), [(16, 4, 256, 512), (6, 3, 80, 320), (128, 8, 768, 2048)]
+)
+def test_experts(count: int, top_k: int, width: int, hidden: int) -> None:
+    """Each one's rows are those of a linear of its own, and no token sees the others."""
+    gate_up, down = published((width,) * (2 * count), hidden), published((hidden,) * count, width)
+    tokens = 300
+    x, logits = bf16(tokens, hidden), torch.randn(tokens, count, device="cuda")
+    chosen = logits.argsort(1, descending=True)[:, :top_k].int()
+    routing = Routing(chosen.contiguous(), torch.rand(tokens, top_k, device="cuda"), logits)
+    read = linear_input(x, gate_up.site).read
+    dispatch = make_dispatch(routing.experts, count)
+    matrices = [ExpertMatrices.of(weight, count) for weight in (gate_up, down)]
+    made = grouped_gemm_nt(gather(read, dispatch), matrices[0], dispatch)
+    outer = grouped_gemm_nt(swiglu_rows(made, dispatch, "int8", False), matrices[1], dispatch)
+    turned = transpose_experts(matrices[0], gate_up.site)
+    assert turned.scales is not None and isinstance(read, Int8Rows)
+    for index in range(0, count, max(1, count // 6)):
+        own, narrow = (one_expert(weight, index, count)[0] for weight in (gate_up, down))
+        token, rank = (routing.experts == index).nonzero().unbind(1)
+        rows = dispatch.places[token, rank].long()
+        inner = linear(Int8Rows(read.values[token], read.scales[token]), own)
+        assert torch.equal(made[rows], inner)
+        assert torch.equal(outer[rows], linear(swiglu_int8(inner), narrow))
+        assert isinstance(own.matrix, Int8Rows)
+        alone = transposed_weight(own.matrix, own.site.parts)
+        assert torch.equal(turned.values[index].view(torch.uint8), alone.values.view(torch.uint8))
+        assert torch.equal(turned.scales[index], alone.scales)
+    whole = experts(read, routing, gate_up, down)
+    assert whole.isfinite().all()
+    for m in (1, 7, 64, 257):
+        part = Routing(routing.experts[:m], routing.weights[:m], routing.logits[:m])
+        given = LinearInput(linear_input(x[:m], gate_up.site).read, x[:m])
+        assert torch.equal(experts(given.read, part, gate_up, down), whole[:m])
+        assert torch.equal(experts_saving(given, part, gate_up, down)[0], whole[:m])
+
+
+def test_no_log_probability_differs(shape: str, make_policy: MakePolicy) -> None:
+    preset: Preset = "int8-linear"
+    options = VerifyOptions(prompts=10, samples=3, max_new_tokens=24)
+    result = verify_policy(make_policy(shape, preset), options)
+    assert result.comparison.tokens_differing == 0 and result.missing == ()
+    assert result.comparison.routings_differing == 0
+    assert result.comparison.tokens_compared > 10_000
