@@ -143,10 +143,10 @@ def packed_rows(packed: PackedKeys, rows: torch.Tensor) -> PackedKeys:
     def take(x: torch.Tensor) -> torch.Tensor:
         return x.view(torch.uint8)[rows].view(x.dtype)
 
-    key_bytes, value_bytes = (
-        None if x is None else x[rows] for x in (packed.key_bytes, packed.value_bytes)
+    key_scales, value_scales = (
+        None if x is None else x[rows] for x in (packed.key_scales, packed.value_scales)
     )
-    return PackedKeys(take(packed.keys), key_bytes, take(packed.values), value_bytes)
+    return PackedKeys(take(packed.keys), key_scales, take(packed.values), value_scales)
 
 
 def ints(values: list[int]) -> torch.Tensor:

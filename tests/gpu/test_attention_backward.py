@@ -92,7 +92,7 @@ class Case:
         keys = self.keys
         q, k, v = self.dequantised
         packed = PackedKeys(
-            keys.keys[rows], cut(keys.key_bytes), keys.values[rows], cut(keys.value_bytes)
+            keys.keys[rows], cut(keys.key_scales), keys.values[rows], cut(keys.value_scales)
         )
         length, scales = rows.stop - rows.start, cut(self.query_scales)
         return Case(

@@ -29,7 +29,7 @@ def tensors(cache: HopperKvCache) -> list[torch.Tensor]:
     every = (
         x
         for pages in cache.layers
-        for x in (pages.keys, pages.key_bytes, pages.values, pages.value_bytes)
+        for x in (pages.keys, pages.key_scales, pages.values, pages.value_scales)
     )
     return [x.view(torch.uint8) for x in every if x is not None]
 

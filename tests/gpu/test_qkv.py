@@ -129,9 +129,9 @@ def same_queries(a: Queries, b: Queries) -> bool:
 def same_keys(a: PackedKeys, b: PackedKeys) -> bool:
     pairs = (
         (a.keys, b.keys),
-        (a.key_bytes, b.key_bytes),
+        (a.key_scales, b.key_scales),
         (a.values, b.values),
-        (a.value_bytes, b.value_bytes),
+        (a.value_scales, b.value_scales),
     )
     return all(same(x, y) for x, y in pairs)
 
@@ -140,8 +140,8 @@ def heads_of(queries: Queries, keys: PackedKeys, format: Format) -> list[Heads]:
     """As the specification has them."""
     tensors = [
         (queries.values, queries.scales),
-        (keys.keys, keys.key_bytes),
-        (keys.values.to(DTYPES[format]), keys.value_bytes),
+        (keys.keys, keys.key_scales),
+        (keys.values.to(DTYPES[format]), keys.value_scales),
     ]
     ones = [torch.full(x.shape[:2], E8M0_BIAS, dtype=torch.uint8) for x, _ in tensors]
     if queries.scales is not None:
@@ -153,7 +153,7 @@ def heads_of(queries: Queries, keys: PackedKeys, format: Format) -> list[Heads]:
 
 
 def rows_of(keys: PackedKeys, rows: slice) -> PackedKeys:
-    byte = (None if x is None else x[rows] for x in (keys.key_bytes, keys.value_bytes))
+    byte = (None if x is None else x[rows] for x in (keys.key_scales, keys.value_scales))
     return PackedKeys(keys.keys[rows], next(byte), keys.values[rows], next(byte))
 
 
@@ -243,8 +243,8 @@ def test_slots_in_any_order_and_nothing_else_is_written(tokens: int, format: For
     for target, source in ((expected.keys, keys.keys), (expected.values, keys.values)):
         target.view(torch.uint8)[slots[written].cuda()] = source.view(torch.uint8)[written.cuda()]
     for target, source in (
-        (expected.key_bytes, keys.key_bytes),
-        (expected.value_bytes, keys.value_bytes),
+        (expected.key_scales, keys.key_scales),
+        (expected.value_scales, keys.value_scales),
     ):
         if target is not None and source is not None:
             target[slots[written].cuda()] = source[written.cuda()]
@@ -298,7 +298,7 @@ def test_gather_lays_a_batch_end_to_end() -> None:
         chosen = PackedKeys(
             *(
                 raw(x)[pick]
-                for x in (keys.keys, keys.key_bytes, keys.values, keys.value_bytes)
+                for x in (keys.keys, keys.key_scales, keys.values, keys.value_scales)
                 if x is not None
             )
         )
@@ -308,7 +308,7 @@ def test_gather_lays_a_batch_end_to_end() -> None:
 
 
 def tensors(keys: PackedKeys) -> list[torch.Tensor]:
-    return [x for x in (keys.keys, keys.key_bytes, keys.values, keys.value_bytes) if x is not None]
+    return [x for x in (keys.keys, keys.key_scales, keys.values, keys.value_scales) if x is not None]
 
 
 def test_offsets_beyond_two_to_the_31() -> None:
@@ -322,7 +322,7 @@ def test_offsets_beyond_two_to_the_31() -> None:
         keys=k.view(count, 8, TILE, 128).view(E4M3),
         values=v.view(count, 8, 128, TILE).view(E4M3),
     )
-    large = replace(large, key_bytes=scales[0], value_bytes=scales[1])
+    large = replace(large, key_scales=scales[0], value_scales=scales[1])
     slots = (count - 1) * TILE + torch.arange(3)
     encode_paged(
         case.qkv.cuda(), case.transform("e4m3"), case.positions.cuda(), slots.cuda(), large

@@ -90,10 +90,10 @@ def check_forward(layout: tuple[int, int, int], is_e4m3: bool) -> None:
         return
     for ours, exact in ((queries.values, q), (packed.keys, k), (packed.values.to(E4M3), v)):
         assert torch.equal(ours.view(torch.uint8), exact.values.view(torch.uint8))
-    scales, key_bytes, value_bytes = queries.scales, packed.key_bytes, packed.value_bytes
-    assert scales is not None and key_bytes is not None and value_bytes is not None
+    scales, key_scales, value_scales = queries.scales, packed.key_scales, packed.value_scales
+    assert scales is not None and key_scales is not None and value_scales is not None
     assert torch.equal((scales.view(torch.int32) >> 23).to(torch.uint8), q.scales)
-    assert torch.equal(key_bytes, k.scales) and torch.equal(value_bytes, v.scales)
+    assert torch.equal(key_scales, k.scales) and torch.equal(value_scales, v.scales)
 
     values = torch.zeros(2, 2, keys, TILE * dim, dtype=torch.uint8).unbind()
     pages = PagedKeys(

@@ -33,7 +33,7 @@ def tensors(cache: HopperKvCache) -> list[torch.Tensor]:
     every = (
         x
         for pages in cache.layers
-        for x in (pages.keys, pages.key_bytes, pages.values, pages.value_bytes)
+        for x in (pages.keys, pages.key_scales, pages.values, pages.value_scales)
     )
     return [x for x in every if x is not None]
 
@@ -52,12 +52,12 @@ def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
                 pages.values.shape == (5, 2, 64, PAGE_TOKENS)
                 and pages.keys.dtype == pages.values.dtype == E4M3
             )
-            assert pages.key_bytes is not None and pages.key_bytes.shape == (5, 2, PAGE_TOKENS)
+            assert pages.key_scales is not None and pages.key_scales.shape == (5, 2, PAGE_TOKENS)
         else:
             assert (
                 pages.values.shape == pages.keys.shape
                 and pages.values.dtype == torch.bfloat16
-                and pages.key_bytes is None
+                and pages.key_scales is None
             )
 
 
@@ -90,7 +90,7 @@ def test_read_gives_a_token_back() -> None:
                 for x in (k.values[row], pages.keys[page, :, offset].contiguous())
             ]
             assert torch.equal(*bytes_of)
-            if pages.key_bytes is None or pages.value_bytes is None:
+            if pages.key_scales is None or pages.value_scales is None:
                 assert (
                     torch.equal(v.values[row], pages.values[page, :, offset])
                     and (k.scales == 127).all()
@@ -101,8 +101,8 @@ def test_read_gives_a_token_back() -> None:
                     v.values.view(torch.uint8)[row],
                     pages.values.view(torch.uint8)[page, :, :, offset],
                 )
-                assert torch.equal(k.scales[row], pages.key_bytes[page, :, offset])
-                assert torch.equal(v.scales[row], pages.value_bytes[page, :, offset])
+                assert torch.equal(k.scales[row], pages.key_scales[page, :, offset])
+                assert torch.equal(v.scales[row], pages.value_scales[page, :, offset])
 
 
 def test_the_fp32_flow_is_refused() -> None:

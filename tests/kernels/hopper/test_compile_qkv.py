@@ -11,7 +11,7 @@ TYPES = {
     **dict.fromkeys(("QKV", "BIAS", "Q_NORM", "K_NORM"), "*bf16"),
     **dict.fromkeys(("COS", "SIN", "Q_SCALE"), "*fp32"),
     **dict.fromkeys(("POSITION", "SLOT"), "*i64"),
-    **dict.fromkeys(("K_BYTE", "V_BYTE", "K_BYTE_OUT", "V_BYTE_OUT"), "*u8"),
+    **dict.fromkeys(("K_SCALE", "V_SCALE", "K_SCALE_OUT", "V_SCALE_OUT"), "*u8"),
     **dict.fromkeys(("TABLE", "START", "LENGTH", "ARENA", "SOURCE", "TARGET"), "*i32"),
     **dict.fromkeys(("tokens", "pages", "table_stride"), "i32"),
     "epsilon": "fp32",
@@ -59,7 +59,7 @@ def test_encode(
         "H": 32, "G": 8, "D": dim, "TILE": qkv.TILE, "N": tiling.tokens, "HEADS": tiling.heads,
         "HADAMARD": e4m3, "E4M3": e4m3,
     }  # fmt: skip
-    constants |= {} if e4m3 else {"Q_SCALE": None, "K_BYTE": None, "V_BYTE": None}
+    constants |= {} if e4m3 else {"Q_SCALE": None, "K_SCALE": None, "V_SCALE": None}
     constants |= dict.fromkeys(absent if paged else (*absent, "SLOT"))
     types = TYPES | value_types(e4m3, paged)
     made = compile_for_hopper(qkv._encode_kernel, types, constants, tiling.warps)
@@ -73,7 +73,7 @@ def test_encode(
 @pytest.mark.parametrize("e4m3", [False, True])
 def test_gather(dim: int, e4m3: bool) -> None:
     constants: dict[str, Any] = {"G": 8, "D": dim, "TILE": qkv.TILE, "N": qkv._GATHERED}
-    constants |= {} if e4m3 else dict.fromkeys(("K_BYTE", "V_BYTE", "K_BYTE_OUT", "V_BYTE_OUT"))
+    constants |= {} if e4m3 else dict.fromkeys(("K_SCALE", "V_SCALE", "K_SCALE_OUT", "V_SCALE_OUT"))
     paged, packed = value_types(e4m3, True), value_types(e4m3, False)
     types = TYPES | paged | {"K_OUT": packed["K"], "V_OUT": packed["V"]}
     made = compile_for_hopper(qkv._gather_kernel, types, constants, 4, fuses=True)

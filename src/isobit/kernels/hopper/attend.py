@@ -83,14 +83,14 @@ class HopperKvCache:
         """K and V [T, G, D] at slots int64 [T] = page * 128 + offset; BF16 has bytes of 127."""
         pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
         paged = self.layers[layer]
-        if paged.key_bytes is None or paged.value_bytes is None:
+        if paged.key_scales is None or paged.value_scales is None:
             keys, values = paged.keys[pages, :, offsets], paged.values[pages, :, offsets]
             units = torch.full(keys.shape[:2], E8M0_BIAS, dtype=torch.uint8, device=keys.device)
             return Heads(keys, units), Heads(values, units)
         keys = paged.keys.view(torch.uint8)[pages, :, offsets].view(E4M3)
         values = paged.values.view(torch.uint8)[pages, :, :, offsets].view(E4M3)
-        return Heads(keys, paged.key_bytes[pages, :, offsets]), Heads(
-            values, paged.value_bytes[pages, :, offsets]
+        return Heads(keys, paged.key_scales[pages, :, offsets]), Heads(
+            values, paged.value_scales[pages, :, offsets]
         )
 
     def clear(self) -> None:
@@ -132,9 +132,9 @@ class _Arena:
         keys = keys.view(*rows, PAGE_TOKENS, -1)
         if self.bytes is None:
             return PagedKeys(keys, None, values.view(*rows, PAGE_TOKENS, -1), None)
-        key_bytes, value_bytes = self.bytes[:, index].view(2, *rows, PAGE_TOKENS)
+        key_scales, value_scales = self.bytes[:, index].view(2, *rows, PAGE_TOKENS)
         return PagedKeys(
-            keys.view(E4M3), key_bytes, values.view(*rows, -1, PAGE_TOKENS).view(E4M3), value_bytes
+            keys.view(E4M3), key_scales, values.view(*rows, -1, PAGE_TOKENS).view(E4M3), value_scales
         )
 
     def copy(self, pairs: torch.Tensor) -> None:
@@ -235,8 +235,8 @@ def _key_heads(keys: PackedKeys, format: Format) -> tuple[Heads, Heads]:
     ones = torch.full_like(keys.keys[..., 0], _ONE, dtype=torch.uint8)
     values = keys.values.to(DTYPES[format])  # FP16 copies of E4M3 numbers
     return (
-        Heads(keys.keys, ones if keys.key_bytes is None else keys.key_bytes),
-        Heads(values, ones if keys.value_bytes is None else keys.value_bytes),
+        Heads(keys.keys, ones if keys.key_scales is None else keys.key_scales),
+        Heads(values, ones if keys.value_scales is None else keys.value_scales),
     )
 
 

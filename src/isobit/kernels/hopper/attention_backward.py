@@ -63,7 +63,7 @@ FLAT = gl.NVMMASharedLayout(0, 32, rank=1)  # FP32 vectors
 
 @triton.jit
 def _prepare_kernel(
-    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, O, LSE, DO, START, LENGTH, PADDED_START, Q_OUT, K_OUT, V_OUT,
+    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, O, LSE, DO, START, LENGTH, PADDED_START, Q_OUT, K_OUT, V_OUT,
     DO_OUT, STATS, padded_tokens,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -107,9 +107,9 @@ def _prepare_kernel(
         wide = at[:, None] * D + d[None, :]
         k = tl.load(K + wide, mask=inside[:, None], other=0.0)
         v = tl.load(V + wide, mask=inside[:, None], other=0.0)
-        if K_BYTE is not None:
-            k_scale = _power_of_two(tl.load(K_BYTE + at, mask=inside, other=0))[:, None]
-            v_scale = _power_of_two(tl.load(V_BYTE + at, mask=inside, other=0))[:, None]
+        if K_SCALE is not None:
+            k_scale = _power_of_two(tl.load(K_SCALE + at, mask=inside, other=0))[:, None]
+            v_scale = _power_of_two(tl.load(V_SCALE + at, mask=inside, other=0))[:, None]
             k = (k.to(tl.float32) * k_scale).to(tl.bfloat16)
             v = (v.to(tl.float32) * v_scale).to(tl.bfloat16)
         tl.store(K_OUT + to[:, None] * D + d[None, :], k)
@@ -510,7 +510,7 @@ def attention_backward(
     kv_heads, device = keys.keys.shape[1], queries.device
     _form(queries, query_scales, keys)
     _check_shape(heads, kv_heads, dim)
-    encoded = queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes
+    encoded = queries, query_scales, keys.keys, keys.key_scales, keys.values, keys.value_scales
     if not all(x is None or x.is_contiguous() for x in (*encoded, output, log_sum_exp, d_output)):
         raise ValueError("the backward of attention takes contiguous tensors")
     # Every sequence on whole blocks.  The rows are a bound: the host does not know the lengths.

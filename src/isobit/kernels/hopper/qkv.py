@@ -178,7 +178,7 @@ def _vector_row(t, slot, g, G: tl.constexpr, TILE: tl.constexpr, PAGED: tl.const
 
 @triton.jit
 def _keys(
-    QKV, BIAS, NORM, cos, sin, K, K_BYTE, t, slot, inside, unit, epsilon,
+    QKV, BIAS, NORM, cos, sin, K, K_SCALE, t, slot, inside, unit, epsilon,
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr,
     PAGED: tl.constexpr, HADAMARD: tl.constexpr, E4M3: tl.constexpr,
@@ -193,14 +193,14 @@ def _keys(
         if E4M3:
             byte = _scale_byte(tl.maximum(_amax_bits(y1), _amax_bits(y2)))
             _store_halves(K, row, inside, _to_e4m3(y1, byte), _to_e4m3(y2, byte), HALF)
-            tl.store(K_BYTE + row, byte.to(tl.uint8), mask=inside)
+            tl.store(K_SCALE + row, byte.to(tl.uint8), mask=inside)
         else:
             _store_halves(K, row, inside, y1.to(tl.bfloat16), y2.to(tl.bfloat16), HALF)
 
 
 @triton.jit
 def _values(
-    QKV, BIAS, V, V_BYTE, t, slot, inside, g,
+    QKV, BIAS, V, V_SCALE, t, slot, inside, g,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr,
     E4M3: tl.constexpr,
 ):  # fmt: skip
@@ -215,14 +215,14 @@ def _values(
             _to_e4m3(x, byte).to(tl.float16),
             mask=inside[:, None],
         )
-        tl.store(V_BYTE + row, byte.to(tl.uint8), mask=inside)
+        tl.store(V_SCALE + row, byte.to(tl.uint8), mask=inside)
     else:
         tl.store(V + row[:, None] * D + d[None, :], x.to(tl.bfloat16), mask=inside[:, None])
 
 
 @triton.jit
 def _value_bytes(
-    QKV, BIAS, V_BYTE, SLOT, first, i, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    QKV, BIAS, V_SCALE, SLOT, first, i, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
     """Rows i of N tokens -> E4M3 values as int32 [rows, D], slots and which of them exist; stores
@@ -235,7 +235,7 @@ def _value_bytes(
     inside = slot >= 0
     x = _load(QKV, BIAS, t, inside, (H + G + g) * D + tl.arange(0, D), (H + 2 * G) * D)
     byte = _scale_byte(_amax_bits(x))
-    tl.store(V_BYTE + _vector_row(t, slot, g, G, TILE, True), byte.to(tl.uint8), mask=inside)
+    tl.store(V_SCALE + _vector_row(t, slot, g, G, TILE, True), byte.to(tl.uint8), mask=inside)
     return _to_e4m3(x, byte).to(tl.uint8, bitcast=True).to(tl.int32), slot, inside
 
 
@@ -248,22 +248,22 @@ def _store_bytes(V, y, slot, inside, g, G: tl.constexpr, D: tl.constexpr, TILE: 
 
 @triton.jit
 def _transposed_values(
-    QKV, BIAS, V, V_BYTE, SLOT, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    QKV, BIAS, V, V_SCALE, SLOT, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
     """V as [D, token]: a word at a time where four slots fill one, else a byte."""
     # Four loads of every fourth row: a thread then holds all four bytes of a word.
     first = tl.program_id(0).to(tl.int64) * N
     i = tl.arange(0, N // 4) * 4
-    y0, slot0, in0 = _value_bytes(QKV, BIAS, V_BYTE, SLOT, first, i, tokens, g, H, G, D, TILE, N)
+    y0, slot0, in0 = _value_bytes(QKV, BIAS, V_SCALE, SLOT, first, i, tokens, g, H, G, D, TILE, N)
     y1, slot1, in1 = _value_bytes(
-        QKV, BIAS, V_BYTE, SLOT, first, i + 1, tokens, g, H, G, D, TILE, N
+        QKV, BIAS, V_SCALE, SLOT, first, i + 1, tokens, g, H, G, D, TILE, N
     )
     y2, slot2, in2 = _value_bytes(
-        QKV, BIAS, V_BYTE, SLOT, first, i + 2, tokens, g, H, G, D, TILE, N
+        QKV, BIAS, V_SCALE, SLOT, first, i + 2, tokens, g, H, G, D, TILE, N
     )
     y3, slot3, in3 = _value_bytes(
-        QKV, BIAS, V_BYTE, SLOT, first, i + 3, tokens, g, H, G, D, TILE, N
+        QKV, BIAS, V_SCALE, SLOT, first, i + 3, tokens, g, H, G, D, TILE, N
     )
 
     # [N / 4, D] words, stored transposed: a page's row of TILE bytes is TILE / 4 words.
@@ -291,7 +291,7 @@ def _transposed_values(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _encode_kernel(
-    QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, SLOT, Q, Q_SCALE, K, K_BYTE, V, V_BYTE, tokens,
+    QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, SLOT, Q, Q_SCALE, K, K_SCALE, V, V_SCALE, tokens,
     epsilon,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr, HADAMARD: tl.constexpr, E4M3: tl.constexpr,
@@ -328,7 +328,7 @@ def _encode_kernel(
             )  # fmt: skip
         else:
             _keys(
-                QKV, BIAS, K_NORM, cos, sin, K, K_BYTE, t, slot, written, unit - QUERY_UNITS,
+                QKV, BIAS, K_NORM, cos, sin, K, K_SCALE, t, slot, written, unit - QUERY_UNITS,
                 epsilon,
                 H, G, HALF, TILE, N, HEADS, SLOT is not None, HADAMARD, E4M3,
             )  # fmt: skip
@@ -336,10 +336,10 @@ def _encode_kernel(
         g = unit - QUERY_UNITS - KEY_UNITS
         # Only E4M3 pages hold V as [D, token].
         if E4M3 and SLOT is not None:
-            _transposed_values(QKV, BIAS, V, V_BYTE, SLOT, tokens, g, H, G, D, TILE, N)
+            _transposed_values(QKV, BIAS, V, V_SCALE, SLOT, tokens, g, H, G, D, TILE, N)
         else:
             _values(
-                QKV, BIAS, V, V_BYTE, t, slot, written, g, H, G, D, TILE, SLOT is not None, E4M3
+                QKV, BIAS, V, V_SCALE, t, slot, written, g, H, G, D, TILE, SLOT is not None, E4M3
             )
 
 
@@ -381,8 +381,8 @@ def _empty_packed(
     keys, values = (torch.empty((*vectors, dim), dtype=dtype, device=device) for dtype in (k, v))
     if not is_quantised:
         return PackedKeys(keys, None, values, None)
-    key_bytes, value_bytes = torch.empty((2, *vectors), dtype=torch.uint8, device=device)
-    return PackedKeys(keys, key_bytes, values, value_bytes)
+    key_scales, value_scales = torch.empty((2, *vectors), dtype=torch.uint8, device=device)
+    return PackedKeys(keys, key_scales, values, value_scales)
 
 
 def _encode(
@@ -403,7 +403,7 @@ def _encode(
             f"heads of {dim}, contiguous: {qkv.is_contiguous()}; qkv must be contiguous, with head "
             f"sizes of {' or '.join(map(str, HEAD_SIZES))}"
         )
-    quantised = out.key_bytes is not None
+    quantised = out.key_scales is not None
     values = torch.empty((tokens, heads, dim), dtype=out.keys.dtype, device=qkv.device)
     scales = (
         torch.empty((tokens, heads), dtype=torch.float32, device=qkv.device) if quantised else None
@@ -414,7 +414,7 @@ def _encode(
         _encode_kernel[(triton.cdiv(tokens, plan.tokens), units)](
             qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos, transform.sin,
             positions, slots, values, scales,
-            out.keys, out.key_bytes, out.values, out.value_bytes, tokens, transform.epsilon,
+            out.keys, out.key_scales, out.values, out.value_scales, tokens, transform.epsilon,
             heads, kv_heads, dim, TILE, plan.tokens, plan.heads, transform.hadamard, quantised,
             num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -423,7 +423,7 @@ def _encode(
 
 @triton.jit
 def _gather_kernel(
-    K, K_BYTE, V, V_BYTE, TABLE, START, LENGTH, K_OUT, K_BYTE_OUT, V_OUT, V_BYTE_OUT, table_stride,
+    K, K_SCALE, V, V_SCALE, TABLE, START, LENGTH, K_OUT, K_SCALE_OUT, V_OUT, V_SCALE_OUT, table_stride,
     G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One program N tokens and one KV head of one sequence; N divides a page."""
@@ -441,14 +441,14 @@ def _gather_kernel(
     vector = page * TILE + offset
     out = row[:, None] * D + d[None, :]
     tl.store(K_OUT + out, tl.load(K + vector[:, None] * D + d[None, :]), mask=inside[:, None])
-    if K_BYTE is None:
+    if K_SCALE is None:
         tl.store(V_OUT + out, tl.load(V + vector[:, None] * D + d[None, :]), mask=inside[:, None])
     else:
         # V is read as [D, token] and stored transposed and widened.
         v = tl.load(V + (page * (TILE * D) + offset)[None, :] + d[:, None] * TILE)
         tl.store(V_OUT + out, tl.trans(v).to(tl.float16), mask=inside[:, None])
-        tl.store(K_BYTE_OUT + row, tl.load(K_BYTE + vector), mask=inside)
-        tl.store(V_BYTE_OUT + row, tl.load(V_BYTE + vector), mask=inside)
+        tl.store(K_SCALE_OUT + row, tl.load(K_SCALE + vector), mask=inside)
+        tl.store(V_SCALE_OUT + row, tl.load(V_SCALE + vector), mask=inside)
 
 
 def gather_pages(
@@ -465,10 +465,10 @@ def gather_pages(
     table int32 [B, pages], starts and lengths int32 [B], the lengths at most max_length.
     """
     _, kv_heads, _, dim = pages.keys.shape
-    out = _empty_packed((total, kv_heads), dim, pages.key_bytes is not None, pages.keys.device)
+    out = _empty_packed((total, kv_heads), dim, pages.key_scales is not None, pages.keys.device)
     _gather_kernel[(kv_heads, triton.cdiv(max_length, _GATHERED), lengths.numel())](
-        pages.keys, pages.key_bytes, pages.values, pages.value_bytes, table, starts, lengths,
-        out.keys, out.key_bytes, out.values, out.value_bytes,
+        pages.keys, pages.key_scales, pages.values, pages.value_scales, table, starts, lengths,
+        out.keys, out.key_scales, out.values, out.value_scales,
         table.stride(0), kv_heads, dim, TILE, _GATHERED, num_warps=4,
     )  # fmt: skip
     return out
