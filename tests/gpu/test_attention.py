@@ -308,5 +308,5 @@ def test_shapes_that_are_not_supported_are_refused() -> None:
 def test_forms_are_not_mixed() -> None:
     narrow, wide = Case("e4m3", [10], 4, 2, 64), Case("bf16", [10], 4, 2, 64)
     for queries, scales in ((wide.q, None), (narrow.q, None)):
-        with pytest.raises(ValueError, match="E4M3 with scales and bytes, or BF16 without"):
+        with pytest.raises(ValueError, match="E4M3 with scales and bytes, INT8 with FP32 scales, or BF16"):
             decode_attention(queries[:1], scales, narrow.pages, narrow.table, ints([1]), 10)

@@ -1,19 +1,21 @@
 """Batch-invariant attention on Hopper: decode over pages, prefill and training over packed
 sequences.
 
-The kernels have an FP8 and a BF16 form.  c = log2(e) / sqrt(D), M the running maximum of s; a
-masked key has s = -inf:
+The kernels have an FP8, an INT8 and a BF16 form.  c = log2(e) / sqrt(D), M the running maximum of
+s; a masked key has s = -inf:
 
     FP8     s_j = (q . k_j) s_k (s_q c) + log2(s_v)    FP8 MMA, then one product and one fma in FP32
             p_j = 2^(s_j - M)
             l   = sum_j p_j / s_v                      FP32, along a fixed tree over the key index
             o   = sum_j FP16(p_j) FP16(v_j) / l        FP16 MMA; E4M3 -> FP16 is exact
+    INT8    the same with an INT8 MMA, whose INT32 sums are exact in FP32, and with FP32 scales, of
+            which log2(s_v) and 1 / s_v are rounded
     BF16    s_j = (q . k_j) c
             p_j = 2^fma(q . k_j, c, -M)
             l   = sum_j p_j
             o   = sum_j BF16(p_j) v_j / l
 
-in KV tiles of 128 (FP8) or 64 (BF16) tokens.  The keys are cut into parts of 8192 at fixed
+in KV tiles of 128 (BF16: 64) tokens.  The keys are cut into parts of 8192 at fixed
 positions.  A part starts from nothing; parts are joined in ascending order:
 
     M' = max(M, m)    O' = o 2^(m - M') + O 2^(M - M')    L' = l 2^(m - M') + L 2^(M - M')
@@ -37,12 +39,13 @@ queries share tiles, and decode agree.
 
 A NaN in K or V reaches the output of every query that sees it.  One in V also reaches the earlier
 queries of its tile, since the weight of a masked key is multiplied too: beyond a sequence's length
-pages may hold any finite numbers.
+pages may hold any finite numbers, and scales of zero.
 
-Layouts.  Pages of TILE tokens: K [page, G, token, D] E4M3; V [page, G, D, token] E4M3, transposed,
-because an FP8 tile cannot be transposed on its way to the tensor cores; E8M0 scale bytes [page, G,
-token].  Packed: K [T, G, D] E4M3, V [T, G, D] as FP16 copies of the E4M3 values, bytes [T, G].  In
-the BF16 form K and V are both [page, G, token, D] or [T, G, D], without bytes.
+Layouts.  Pages of TILE tokens: K [page, G, token, D]; V [page, G, D, token], transposed, because a
+tile of 8 bits cannot be transposed on its way to the tensor cores; scales [page, G, token], E8M0
+bytes in the FP8 form and FP32 in the INT8 form.  Packed: K [T, G, D], V [T, G, D] as FP16 copies of
+the 8-bit values, scales [T, G].  In the BF16 form K and V are both [page, G, token, D] or [T, G,
+D], without scales.
 
 Measured on one H200 (32 query heads, 8 KV heads of 128): benchmarks/results/attention.json.
 """
@@ -73,7 +76,7 @@ class Form:
     """How the kernels are built for a format.  All but the tile affects only the time."""
 
     scaled: bool
-    tile: int  # keys; divides a page, and is one in the FP8 form
+    tile: int  # keys; divides a page, and is one in the forms of 8 bits
     decode_stages: int
     decode_registers: int | None
     """The most a thread may have, so that four programs fit a multiprocessor."""
@@ -95,6 +98,8 @@ BF16 = Form(
     prefill_stages=3,
 )  # fmt: skip
 _FORMS = {E4M3: FP8, torch.int8: INT8, torch.bfloat16: BF16}
+SCALES = {E4M3: torch.uint8, torch.int8: torch.float32}
+"""The dtype of the scales of K and V, by that of K."""
 
 
 @triton.jit
@@ -532,7 +537,7 @@ def _prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PagedKeys:
-    """K and V pages of one layer (layouts above); without bytes in the BF16 form."""
+    """K and V pages of one layer (layouts above); without scales in the BF16 form."""
 
     keys: torch.Tensor
     key_scales: torch.Tensor | None
@@ -542,7 +547,7 @@ class PagedKeys:
 
 @dataclass(frozen=True, slots=True)
 class PackedKeys:
-    """K and V of packed sequences (layouts above); without bytes in the BF16 form."""
+    """K and V of packed sequences (layouts above); without scales in the BF16 form."""
 
     keys: torch.Tensor
     key_scales: torch.Tensor | None
@@ -559,8 +564,9 @@ def decode_attention(
     max_length: int,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query a sequence: E4M3 [B, H, D] with FP32 scales [B, H], or BF16; table int32 [B,
-    pages], lengths int32 [B], at most max_length; a query sees the last ``window`` keys, or all.
+    """One query a sequence: E4M3 or INT8 [B, H, D] with FP32 scales [B, H], or BF16; table int32
+    [B, pages], lengths int32 [B], at most max_length; a query sees the last ``window`` keys, or
+    all.
 
     -> output BF16 [B, H, D] and log-sum-exp (base 2) FP32 [B, H].  The launch depends on B,
     max_length and the window alone, so it can be captured.
@@ -607,8 +613,9 @@ def prefill_attention(
     max_length: int,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed queries, E4M3 [T, H, D] with FP32 scales [T, H], or BF16: of sequence b the last
-    query_counts[b] of lengths[b] tokens; each sees the last ``window`` keys up to its own, or all.
+    """Packed queries, E4M3 or INT8 [T, H, D] with FP32 scales [T, H], or BF16: of sequence b the
+    last query_counts[b] of lengths[b] tokens; each sees the last ``window`` keys up to its own, or
+    all.
 
     query_starts and key_starts (int32 [B]) are the first rows of a sequence's queries and keys. ->
     output BF16 [T, H, D] and log-sum-exp (base 2) FP32 [T, H].
@@ -642,11 +649,15 @@ def _form(
     queries: torch.Tensor, query_scales: torch.Tensor | None, keys: PagedKeys | PackedKeys
 ) -> Form:
     form = _FORMS.get(queries.dtype, BF16)
-    missing = {x is None for x in (query_scales, keys.key_scales, keys.value_scales)}
-    if missing != {not form.scaled} or keys.keys.dtype != queries.dtype:
+    scale = SCALES.get(queries.dtype)
+    wanted = [None if scale is None else torch.float32, scale, scale]
+    scales = query_scales, keys.key_scales, keys.value_scales
+    if [None if x is None else x.dtype for x in scales] != wanted or (
+        keys.keys.dtype != queries.dtype
+    ):
         raise ValueError(
             f"queries of {queries.dtype} over keys of {keys.keys.dtype}: attention on Hopper takes "
-            "E4M3 with scales and bytes, or BF16 without"
+            "E4M3 with scales and bytes, INT8 with FP32 scales, or BF16 without"
         )
     return form
 

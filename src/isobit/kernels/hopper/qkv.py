@@ -33,14 +33,15 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.attention import TILE, PackedKeys, PagedKeys
+from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
 from isobit.kernels.hopper.device_functions import hadamard
 from isobit.kernels.hopper.quantise import _INF_BITS, _ROUND_UP_ABOVE_1_75, FLOOR_BITS
 from isobit.kernels.hopper.support import HEAD_SIZES
 from isobit.kernels.operands import QkvTransform
-from isobit.precision.quant_tensor import E4M3, Format
+from isobit.precision.quant_tensor import DTYPES, Format
 from isobit.util.errors import ConfigError
 
+_NAMES = {dtype: format for format, dtype in DTYPES.items()}
 _GATHERED = 64  # tokens of one gathering program
 
 
@@ -58,7 +59,7 @@ TILINGS = (Tiling(1024, 4, 1, 1), Tiling(math.inf, 32, 8, 8))
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """values [T, H, D], E4M3 or BF16; FP32 scales [T, H] in E4M3."""
+    """values [T, H, D], E4M3, INT8 or BF16; FP32 scales [T, H], except in BF16."""
 
     values: torch.Tensor
     scales: torch.Tensor | None
@@ -135,6 +136,42 @@ def _to_e4m3(x, byte):
 
 
 @triton.jit
+def _amax(amax_bits):
+    """The largest magnitude as an INT8 vector has it: FP32, not below the floor."""
+    return tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_int8(x, amax_bits):
+    """FP32 [N, n] and [N] -> INT8, rounded to nearest even; 0 where the vector is not finite."""
+    amax = _amax(amax_bits)
+    inverse = tl.div_rn(tl.full(amax.shape, 127.0, tl.float32), amax)
+    # The sum with 1.5 2^23 is rounded to an integer, in the bits of which the last byte is x's.
+    bits = (x * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True)
+    return tl.where((amax_bits >= _INF_BITS)[:, None], 0, bits).to(tl.int8)
+
+
+@triton.jit
+def _encoded(x, amax_bits, FORMAT: tl.constexpr):
+    """FP32 [N, n] and their vectors' ``amax_bits`` [N] -> values in an 8-bit format."""
+    if FORMAT == "e4m3":
+        return _to_e4m3(x, _scale_byte(amax_bits))
+    else:
+        return _to_int8(x, amax_bits)
+
+
+@triton.jit
+def _scale(amax_bits, FORMAT: tl.constexpr):
+    """Of K and V, [N]: E8M0 bytes or FP32, NaN where the vector is not finite."""
+    if FORMAT == "e4m3":
+        return _scale_byte(amax_bits).to(tl.uint8)
+    else:
+        amax = _amax(amax_bits)
+        scale = tl.div_rn(amax, tl.full(amax.shape, 127.0, tl.float32))
+        return tl.where(amax_bits >= _INF_BITS, float("nan"), scale)
+
+
+@triton.jit
 def _store_halves(OUT, row, inside, y1, y2, HALF: tl.constexpr):
     """Two halves of vectors as rows of OUT."""
     at = OUT + row[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
@@ -146,7 +183,7 @@ def _store_halves(OUT, row, inside, y1, y2, HALF: tl.constexpr):
 def _queries(
     QKV, BIAS, NORM, cos, sin, Q, Q_SCALE, t, inside, unit, epsilon,
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
-    HADAMARD: tl.constexpr, E4M3: tl.constexpr,
+    HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS query heads of N tokens, to Q [T, H, D]."""
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, H), num_stages=1):
@@ -158,13 +195,20 @@ def _queries(
             y1 *= 1.0 / (2 * HALF)
             y2 *= 1.0 / (2 * HALF)
         row = t * H + head
-        if E4M3:
-            byte = _scale_byte(tl.maximum(_amax_bits(y1), _amax_bits(y2)))
-            _store_halves(Q, row, inside, _to_e4m3(y1, byte), _to_e4m3(y2, byte), HALF)
-            scale = (byte << 23).to(tl.float32, bitcast=True)
-            tl.store(Q_SCALE + row, tl.where(byte == 255, float("nan"), scale), mask=inside)
-        else:
+        if FORMAT == "bf16":
             _store_halves(Q, row, inside, y1.to(tl.bfloat16), y2.to(tl.bfloat16), HALF)
+        else:
+            bits = tl.maximum(_amax_bits(y1), _amax_bits(y2))
+            y1 = _encoded(y1, bits, FORMAT)
+            y2 = _encoded(y2, bits, FORMAT)
+            _store_halves(Q, row, inside, y1, y2, HALF)
+            if FORMAT == "e4m3":
+                byte = _scale_byte(bits)
+                power = (byte << 23).to(tl.float32, bitcast=True)
+                scale = tl.where(byte == 255, float("nan"), power)
+            else:
+                scale = _scale(bits, FORMAT)
+            tl.store(Q_SCALE + row, scale, mask=inside)
 
 
 @triton.jit
@@ -181,7 +225,7 @@ def _keys(
     QKV, BIAS, NORM, cos, sin, K, K_SCALE, t, slot, inside, unit, epsilon,
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr,
-    PAGED: tl.constexpr, HADAMARD: tl.constexpr, E4M3: tl.constexpr,
+    PAGED: tl.constexpr, HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS key heads of N tokens, to pages or packed; in qkv they follow the query heads."""
     for g in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, G), num_stages=1):
@@ -190,43 +234,42 @@ def _keys(
             (H + 2 * G) * (2 * HALF), N, HALF, HADAMARD,
         )  # fmt: skip
         row = _vector_row(t, slot, g, G, TILE, PAGED)
-        if E4M3:
-            byte = _scale_byte(tl.maximum(_amax_bits(y1), _amax_bits(y2)))
-            _store_halves(K, row, inside, _to_e4m3(y1, byte), _to_e4m3(y2, byte), HALF)
-            tl.store(K_SCALE + row, byte.to(tl.uint8), mask=inside)
-        else:
+        if FORMAT == "bf16":
             _store_halves(K, row, inside, y1.to(tl.bfloat16), y2.to(tl.bfloat16), HALF)
+        else:
+            bits = tl.maximum(_amax_bits(y1), _amax_bits(y2))
+            y1 = _encoded(y1, bits, FORMAT)
+            y2 = _encoded(y2, bits, FORMAT)
+            _store_halves(K, row, inside, y1, y2, HALF)
+            tl.store(K_SCALE + row, _scale(bits, FORMAT), mask=inside)
 
 
 @triton.jit
 def _values(
     QKV, BIAS, V, V_SCALE, t, slot, inside, g,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr,
-    E4M3: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """V as [token, D]."""
     d = tl.arange(0, D)
     x = _load(QKV, BIAS, t, inside, (H + G + g) * D + d, (H + 2 * G) * D)
     row = _vector_row(t, slot, g, G, TILE, PAGED)
-    if E4M3:
-        byte = _scale_byte(_amax_bits(x))
-        tl.store(
-            V + row[:, None] * D + d[None, :],
-            _to_e4m3(x, byte).to(tl.float16),
-            mask=inside[:, None],
-        )
-        tl.store(V_SCALE + row, byte.to(tl.uint8), mask=inside)
+    at = V + row[:, None] * D + d[None, :]
+    if FORMAT == "bf16":
+        tl.store(at, x.to(tl.bfloat16), mask=inside[:, None])
     else:
-        tl.store(V + row[:, None] * D + d[None, :], x.to(tl.bfloat16), mask=inside[:, None])
+        bits = _amax_bits(x)
+        tl.store(at, _encoded(x, bits, FORMAT).to(tl.float16), mask=inside[:, None])
+        tl.store(V_SCALE + row, _scale(bits, FORMAT), mask=inside)
 
 
 @triton.jit
 def _value_bytes(
     QKV, BIAS, V_SCALE, SLOT, first, i, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, N: tl.constexpr
+    TILE: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Rows i of N tokens -> E4M3 values as int32 [rows, D], slots and which of them exist; stores
-    the scale bytes.
+    """Rows i of N tokens -> the bytes of 8-bit values as int32 [rows, D], slots and which of them
+    exist; stores the scales.
 
     Rows are rotated so that a row's number is its slot's within N, if slots are consecutive.
     """
@@ -234,9 +277,10 @@ def _value_bytes(
     slot = tl.load(SLOT + t, mask=t < tokens, other=-1)
     inside = slot >= 0
     x = _load(QKV, BIAS, t, inside, (H + G + g) * D + tl.arange(0, D), (H + 2 * G) * D)
-    byte = _scale_byte(_amax_bits(x))
-    tl.store(V_SCALE + _vector_row(t, slot, g, G, TILE, True), byte.to(tl.uint8), mask=inside)
-    return _to_e4m3(x, byte).to(tl.uint8, bitcast=True).to(tl.int32), slot, inside
+    bits = _amax_bits(x)
+    row = _vector_row(t, slot, g, G, TILE, True)
+    tl.store(V_SCALE + row, _scale(bits, FORMAT), mask=inside)
+    return _encoded(x, bits, FORMAT).to(tl.uint8, bitcast=True).to(tl.int32), slot, inside
 
 
 @triton.jit
@@ -249,21 +293,23 @@ def _store_bytes(V, y, slot, inside, g, G: tl.constexpr, D: tl.constexpr, TILE: 
 @triton.jit
 def _transposed_values(
     QKV, BIAS, V, V_SCALE, SLOT, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, N: tl.constexpr
+    TILE: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
     """V as [D, token]: a word at a time where four slots fill one, else a byte."""
     # Four loads of every fourth row: a thread then holds all four bytes of a word.
     first = tl.program_id(0).to(tl.int64) * N
     i = tl.arange(0, N // 4) * 4
-    y0, slot0, in0 = _value_bytes(QKV, BIAS, V_SCALE, SLOT, first, i, tokens, g, H, G, D, TILE, N)
+    y0, slot0, in0 = _value_bytes(
+        QKV, BIAS, V_SCALE, SLOT, first, i, tokens, g, H, G, D, TILE, N, FORMAT
+    )
     y1, slot1, in1 = _value_bytes(
-        QKV, BIAS, V_SCALE, SLOT, first, i + 1, tokens, g, H, G, D, TILE, N
+        QKV, BIAS, V_SCALE, SLOT, first, i + 1, tokens, g, H, G, D, TILE, N, FORMAT
     )
     y2, slot2, in2 = _value_bytes(
-        QKV, BIAS, V_SCALE, SLOT, first, i + 2, tokens, g, H, G, D, TILE, N
+        QKV, BIAS, V_SCALE, SLOT, first, i + 2, tokens, g, H, G, D, TILE, N, FORMAT
     )
     y3, slot3, in3 = _value_bytes(
-        QKV, BIAS, V_SCALE, SLOT, first, i + 3, tokens, g, H, G, D, TILE, N
+        QKV, BIAS, V_SCALE, SLOT, first, i + 3, tokens, g, H, G, D, TILE, N, FORMAT
     )
 
     # [N / 4, D] words, stored transposed: a page's row of TILE bytes is TILE / 4 words.
@@ -294,7 +340,7 @@ def _encode_kernel(
     QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, SLOT, Q, Q_SCALE, K, K_SCALE, V, V_SCALE, tokens,
     epsilon,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr, HADAMARD: tl.constexpr, E4M3: tl.constexpr,
+    HEADS: tl.constexpr, HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """One program N tokens and HEADS query heads, or HEADS key heads, or one value head, in this
     order along axis 1 of the grid.  Without SLOT, K and V are packed.
@@ -324,22 +370,22 @@ def _encode_kernel(
         if unit < QUERY_UNITS:
             _queries(
                 QKV, BIAS, Q_NORM, cos, sin, Q, Q_SCALE, t, inside, unit, epsilon,
-                H, G, HALF, N, HEADS, HADAMARD, E4M3,
+                H, G, HALF, N, HEADS, HADAMARD, FORMAT,
             )  # fmt: skip
         else:
             _keys(
                 QKV, BIAS, K_NORM, cos, sin, K, K_SCALE, t, slot, written, unit - QUERY_UNITS,
                 epsilon,
-                H, G, HALF, TILE, N, HEADS, SLOT is not None, HADAMARD, E4M3,
+                H, G, HALF, TILE, N, HEADS, SLOT is not None, HADAMARD, FORMAT,
             )  # fmt: skip
     else:
         g = unit - QUERY_UNITS - KEY_UNITS
-        # Only E4M3 pages hold V as [D, token].
-        if E4M3 and SLOT is not None:
-            _transposed_values(QKV, BIAS, V, V_SCALE, SLOT, tokens, g, H, G, D, TILE, N)
+        # Only pages of 8 bits hold V as [D, token].
+        if FORMAT != "bf16" and SLOT is not None:
+            _transposed_values(QKV, BIAS, V, V_SCALE, SLOT, tokens, g, H, G, D, TILE, N, FORMAT)
         else:
             _values(
-                QKV, BIAS, V, V_SCALE, t, slot, written, g, H, G, D, TILE, SLOT is not None, E4M3
+                QKV, BIAS, V, V_SCALE, t, slot, written, g, H, G, D, TILE, SLOT is not None, FORMAT
             )
 
 
@@ -367,21 +413,24 @@ def encode_packed(
     Raises ConfigError for the FP32 format, which attention on a GPU does not take.
     """
     if format == "fp32":
-        raise ConfigError("the fp32 flow runs on the CPU: attention on a GPU takes e4m3 and bf16")
+        raise ConfigError(
+            "the fp32 flow runs on the CPU: attention on a GPU takes e4m3, int8 and bf16"
+        )
     vectors = (qkv.shape[0], transform.num_kv_heads)
-    packed = _empty_packed(vectors, transform.head_dim, format == "e4m3", qkv.device)
+    packed = _empty_packed(vectors, transform.head_dim, DTYPES[format], qkv.device)
     return _encode(qkv, transform, positions, None, packed), packed
 
 
 def _empty_packed(
-    vectors: tuple[int, int], dim: int, is_quantised: bool, device: torch.device
+    vectors: tuple[int, int], dim: int, dtype: torch.dtype, device: torch.device
 ) -> PackedKeys:
     """Uninitialised K and V of [tokens, KV heads] vectors."""
-    k, v = (E4M3, torch.float16) if is_quantised else (torch.bfloat16, torch.bfloat16)
-    keys, values = (torch.empty((*vectors, dim), dtype=dtype, device=device) for dtype in (k, v))
-    if not is_quantised:
+    scale = SCALES.get(dtype)
+    v = torch.bfloat16 if scale is None else torch.float16
+    keys, values = (torch.empty((*vectors, dim), dtype=d, device=device) for d in (dtype, v))
+    if scale is None:
         return PackedKeys(keys, None, values, None)
-    key_scales, value_scales = torch.empty((2, *vectors), dtype=torch.uint8, device=device)
+    key_scales, value_scales = torch.empty((2, *vectors), dtype=scale, device=device)
     return PackedKeys(keys, key_scales, values, value_scales)
 
 
@@ -403,10 +452,11 @@ def _encode(
             f"heads of {dim}, contiguous: {qkv.is_contiguous()}; qkv must be contiguous, with head "
             f"sizes of {' or '.join(map(str, HEAD_SIZES))}"
         )
-    quantised = out.key_scales is not None
     values = torch.empty((tokens, heads, dim), dtype=out.keys.dtype, device=qkv.device)
     scales = (
-        torch.empty((tokens, heads), dtype=torch.float32, device=qkv.device) if quantised else None
+        None
+        if out.key_scales is None
+        else torch.empty((tokens, heads), dtype=torch.float32, device=qkv.device)
     )
     plan = next(plan for plan in TILINGS if tokens <= plan.most)
     units = triton.cdiv(heads, plan.heads) + triton.cdiv(kv_heads, plan.heads) + kv_heads
@@ -415,8 +465,8 @@ def _encode(
             qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos, transform.sin,
             positions, slots, values, scales,
             out.keys, out.key_scales, out.values, out.value_scales, tokens, transform.epsilon,
-            heads, kv_heads, dim, TILE, plan.tokens, plan.heads, transform.hadamard, quantised,
-            num_warps=plan.warps, enable_fp_fusion=False,
+            heads, kv_heads, dim, TILE, plan.tokens, plan.heads, transform.hadamard,
+            _NAMES[out.keys.dtype], num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return Queries(values, scales)
 
@@ -465,7 +515,7 @@ def gather_pages(
     table int32 [B, pages], starts and lengths int32 [B], the lengths at most max_length.
     """
     _, kv_heads, _, dim = pages.keys.shape
-    out = _empty_packed((total, kv_heads), dim, pages.key_scales is not None, pages.keys.device)
+    out = _empty_packed((total, kv_heads), dim, pages.keys.dtype, pages.keys.device)
     _gather_kernel[(kv_heads, triton.cdiv(max_length, _GATHERED), lengths.numel())](
         pages.keys, pages.key_scales, pages.values, pages.value_scales, table, starts, lengths,
         out.keys, out.key_scales, out.values, out.value_scales,
