@@ -139,7 +139,9 @@ def quantise_int8(x: torch.Tensor) -> Int8Rows:
 def round_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 [..., D] -> INT8 [..., D] and the FP32 scale of each vector [...]."""
     amax = x.abs().amax(-1).clamp(min=AMAX_FLOOR)
-    values = (x * (INT8_MAX / amax)[..., None]).round_()
+    # A tensor, because torch divides a number by a tensor in two roundings.
+    inverse = amax.new_tensor(INT8_MAX) / amax
+    values = (x * inverse[..., None]).round_()
     finite = torch.isfinite(amax)
     if not bool(finite.all()):
         values.masked_fill_(~finite[..., None], 0.0)
