@@ -20,8 +20,8 @@ from isobit.kernels.hopper.attention import (
     decode_attention,
     prefill_attention,
 )
-from isobit.kernels.spec.attention import KeyTile, attend
 from isobit.kernels.spec.attention import TILE as EXACT_TILE
+from isobit.kernels.spec.attention import KeyTile, attend
 from isobit.kernels.spec.qkv import Heads, factors, stack_heads
 from isobit.precision.quant_tensor import Format
 from tests.kernels.hopper.interpreted_qkv import convert

@@ -91,7 +91,11 @@ def check_forward(layout: tuple[int, int, int], format: Format, bad: float | Non
         assert all(map(torch.equal, found, made))
         return
     q, k, v = (Heads.encode(x, format) for x in made)
-    for ours, exact in ((queries.values, q), (packed.keys, k), (packed.values.to(DTYPES[format]), v)):
+    for ours, exact in (
+        (queries.values, q),
+        (packed.keys, k),
+        (packed.values.to(DTYPES[format]), v),
+    ):
         assert torch.equal(ours.view(torch.uint8), exact.values.view(torch.uint8))
     scales = torch.cat([factors(x.scales) for x in (q, k, v)], 1)
     found = queries.scales, packed.key_scales, packed.value_scales
@@ -113,9 +117,15 @@ def check_forward(layout: tuple[int, int, int], format: Format, bad: float | Non
     table = torch.tensor([[0, 1]], dtype=torch.int32)
     total = int(length)
     got = gather_pages(pages, table, torch.zeros_like(length), length, total, total)
-    for one, other in ((got.keys, packed.keys), (got.values, packed.values), *zip(
-        (got.key_scales, got.value_scales), (packed.key_scales, packed.value_scales), strict=True
-    )):
+    for one, other in (
+        (got.keys, packed.keys),
+        (got.values, packed.values),
+        *zip(
+            (got.key_scales, got.value_scales),
+            (packed.key_scales, packed.value_scales),
+            strict=True,
+        ),
+    ):
         assert one is not None and other is not None
         assert torch.equal(one[-TOKENS:].view(torch.uint8), other.view(torch.uint8))
 

@@ -67,7 +67,8 @@ def test_queries(dim: int, window: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
-    ("qk", "v", "scale"), [("*bf16", "*bf16", None), (E4M3, "*fp16", "*u8"), ("*i8", "*fp16", "*fp32")]
+    ("qk", "v", "scale"),
+    [("*bf16", "*bf16", None), (E4M3, "*fp16", "*u8"), ("*i8", "*fp16", "*fp32")],
 )
 def test_prepare(dim: int, qk: str, v: str, scale: str | None) -> None:
     types, constants = TYPES | {"Q": qk, "K": qk, "V": v}, {"H": 32, "G": 8, "D": dim}

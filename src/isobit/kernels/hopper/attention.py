@@ -119,13 +119,15 @@ def _factor(scale):
 
 @triton.jit
 def _at_least(scale):
-    """V's FP32 scales; of tokens that were never written, whose probability is 0, not 0."""
+    """V's FP32 scales.  Those of tokens that were never written are 0: their probability is 0, and
+    is multiplied by numbers that have to be finite.  A NaN stays.
+    """
     return tl.maximum(scale, _SMALLEST_SCALE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _log2(scale):
-    """V's scales, E8M0 bytes or FP32 -> their logarithms."""
+    """V's scales, E8M0 bytes or FP32 -> their base-2 logarithms in FP32."""
     if scale.dtype == tl.uint8:
         return scale.to(tl.float32) - 127.0
     else:
@@ -134,7 +136,7 @@ def _log2(scale):
 
 @triton.jit
 def _inverse(scale):
-    """V's scales, E8M0 bytes or FP32 -> one by them."""
+    """V's scales, E8M0 bytes or FP32 -> their inverses in FP32."""
     if scale.dtype == tl.uint8:
         return _power_of_two(254 - scale.to(tl.int32))
     else:
@@ -324,7 +326,8 @@ def _decode_kernel(
             seen = seen & ((first + t)[:, None] >= first_seen)
             masked = masked | (first < first_seen)
         p, m, l, decay = _weigh(
-            tl.dot(k, q), seen, q_scale, k_scale, v_scale, c, m, l, masked, TILE, N, 0, SCALED, WINDOW
+            tl.dot(k, q), seen, q_scale, k_scale, v_scale, c, m, l, masked, TILE, N, 0, SCALED,
+            WINDOW
         )  # fmt: skip
         if SCALED:  # pages hold V as [D, token] already
             v = tl.load(V + page * (PAGE * D) + d[:, None] * PAGE + t[None, :])
@@ -437,7 +440,7 @@ def _prefill_part(
     for first in tl.range(unmasked_end, part_end, TILE, num_stages=1):
         j = first + t
         inside = j < length
-        if FLOAT:  # as above, or every thread would take the logarithms of all keys
+        if FLOAT:  # as above, or Triton has every thread take the logarithms of 32 keys
             k_scale = next_k_scale
             v_scale = next_v_scale
             ahead = tl.minimum(j + TILE, length - 1)
@@ -452,7 +455,20 @@ def _prefill_part(
         if WINDOW:
             seen = seen & (j[None, :] > position[:, None] - WINDOW)
         p, m, l, decay = _weigh(
-            tl.dot(q, k), seen, q_scale, k_scale, v_scale, c, m, l, True, TILE, NQ, 1, SCALED, WINDOW
+            tl.dot(q, k),
+            seen,
+            q_scale,
+            k_scale,
+            v_scale,
+            c,
+            m,
+            l,
+            True,
+            TILE,
+            NQ,
+            1,
+            SCALED,
+            WINDOW,
         )
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     return m, _final_sum(l, NQ, False), acc
@@ -585,8 +601,8 @@ def decode_attention(
         part_output = log_sum_exp.new_empty((batch, parts, heads, dim))
         part_max, part_sum = log_sum_exp.new_empty((2, batch, parts, heads))
     _decode_kernel[(kv_heads, batch, parts)](
-        queries, query_scales, pages.keys, pages.key_scales, pages.values, pages.value_scales, table,
-        lengths, output, log_sum_exp,
+        queries, query_scales, pages.keys, pages.key_scales, pages.values, pages.value_scales,
+        table, lengths, output, log_sum_exp,
         part_output, part_max, part_sum, math.log2(math.e) / dim**0.5, table.stride(0),
         heads, kv_heads, dim, TILE, form.tile, PART, _COLUMNS, form.decode_stages, parts > 1,
         form.scaled, window or 0,

@@ -64,8 +64,8 @@ FLAT = gl.NVMMASharedLayout(0, 32, rank=1)  # FP32 vectors
 
 @triton.jit
 def _prepare_kernel(
-    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, O, LSE, DO, START, LENGTH, PADDED_START, Q_OUT, K_OUT, V_OUT,
-    DO_OUT, STATS, padded_tokens,
+    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, O, LSE, DO, START, LENGTH, PADDED_START, Q_OUT, K_OUT,
+    V_OUT, DO_OUT, STATS, padded_tokens,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """One program GROUP tokens of one head of Q, or of K and V: padded copies in BF16 [head, padded
@@ -499,9 +499,9 @@ def attention_backward(
     """Gradients of ``prefill_attention`` over whole sequences, with respect to the dequantised Q, K
     and V.
 
-    queries E4M3 or INT8 [T, H, D] with FP32 scales [T, H], or BF16 without; output and d_output BF16 [T, H,
-    D]; log_sum_exp FP32 [T, H], base 2; sequence b is rows starts[b] to starts[b] + lengths[b]
-    (int32 [B], at most max_length, disjoint).
+    queries E4M3 or INT8 [T, H, D] with FP32 scales [T, H], or BF16 without; output and d_output
+    BF16 [T, H, D]; log_sum_exp FP32 [T, H], base 2; sequence b is rows starts[b] to starts[b] +
+    lengths[b] (int32 [B], at most max_length, disjoint).
 
     -> dq BF16 [T, H, D], dk and dv BF16 [T, G, D]; rows of no sequence are undefined.  Raises
     ValueError for shapes and formats that attention on Hopper does not take, and for tensors that

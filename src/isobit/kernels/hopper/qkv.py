@@ -4,19 +4,21 @@ and the flow's format.
     x = BF16(qkv + bias)                           Q, K and V, if there is a bias; added in FP32
     x = BF16(x / sqrt(mean(x^2) + eps) w)          Q and K, in models that have these norms
     x = BF16(x1 cos - x2 sin | x2 cos + x1 sin)    Q and K, products and sums in FP32
-    x = H x                                        Q and K, before e4m3, in FP32; Q's divided by D
+    x = H x                                        Q and K, before 8 bits, in FP32; Q's divided by D
     e4m3: byte  = that of max(amax, 2^-60) / 448 rounded up to a power of two
           value = E4M3(x 2^(127 - byte))
+    int8: scale = max(amax, 2^-60) / 127           FP32
+          value = INT8(x (127 / max(amax, 2^-60)))
     bf16: value = x
 
 The bytes are those of ``isobit.kernels.spec.qkv``, except where the sum of squares rounds
 differently: here it adds two numbers at a time along one fixed tree.  Neither the block size nor
 the layout can change a vector's bits (the tree, `max`, no contraction to fma), so decode, prefill
-and training agree.  In e4m3 a vector that is not finite has the scale byte 255 and the value bytes
-0x7F.
+and training agree.  A vector that is not finite has the scale byte 255 and the value bytes 0x7F in
+e4m3, the scale NaN and zeros in int8.
 
 K and V go to pages (rollout) or are packed (training), in the layouts of
-``isobit.kernels.hopper.attention``.  A page holds V in E4M3 as [D, token], so four consecutive
+``isobit.kernels.hopper.attention``.  A page holds V of 8 bits as [D, token], so four consecutive
 slots are written as a word; a single token's V is D bytes, each in its own sector, and these writes
 are most of the time in decode.  ``gather_pages`` lays the pages of a batch end to end for prefill.
 """
@@ -137,7 +139,7 @@ def _to_e4m3(x, byte):
 
 @triton.jit
 def _amax(amax_bits):
-    """The largest magnitude as an INT8 vector has it: FP32, not below the floor."""
+    """The largest magnitude, FP32, at least 2^-60."""
     return tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
 
 
@@ -146,7 +148,7 @@ def _to_int8(x, amax_bits):
     """FP32 [N, n] and [N] -> INT8, rounded to nearest even; 0 where the vector is not finite."""
     amax = _amax(amax_bits)
     inverse = tl.div_rn(tl.full(amax.shape, 127.0, tl.float32), amax)
-    # The sum with 1.5 2^23 is rounded to an integer, in the bits of which the last byte is x's.
+    # The sum with 1.5 * 2^23 is an integer, the last byte of whose bits is the value.
     bits = (x * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True)
     return tl.where((amax_bits >= _INF_BITS)[:, None], 0, bits).to(tl.int8)
 
@@ -265,8 +267,9 @@ def _values(
 
 @triton.jit
 def _value_bytes(
-    QKV, BIAS, V_SCALE, SLOT, first, i, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr
+    QKV, BIAS, V_SCALE, SLOT, first, i, tokens, g,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Rows i of N tokens -> the bytes of 8-bit values as int32 [rows, D], slots and which of them
     exist; stores the scales.
@@ -473,7 +476,8 @@ def _encode(
 
 @triton.jit
 def _gather_kernel(
-    K, K_SCALE, V, V_SCALE, TABLE, START, LENGTH, K_OUT, K_SCALE_OUT, V_OUT, V_SCALE_OUT, table_stride,
+    K, K_SCALE, V, V_SCALE, TABLE, START, LENGTH, K_OUT, K_SCALE_OUT, V_OUT, V_SCALE_OUT,
+    table_stride,
     G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One program N tokens and one KV head of one sequence; N divides a page."""
