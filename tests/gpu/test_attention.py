@@ -3,13 +3,13 @@ values are right.
 """
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
-from isobit.kernels.spec.qkv import Heads
-from isobit.kernels.spec.quantise import scale_of_byte
-from isobit.precision.quant_tensor import E4M3
+from isobit.kernels.spec.qkv import Heads, factors
+from isobit.precision.quant_tensor import E4M3, Format
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -24,7 +24,7 @@ from isobit.kernels.hopper.attention import (
 )
 
 LAYOUTS = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (16, 1, 64), (8, 8, 128)]
-FORMS = ["e4m3", "bf16"]
+FORMS: list[Format] = ["e4m3", "int8", "bf16"]
 # Windows below a tile, of whole tiles and not, of a part and one key more, beyond all sequences.
 WINDOWS = [1, 20, 64, 100, 128, 129, 1000, 4096, PART, PART + 1, 3 * PART]
 WINDOWED = [
@@ -41,7 +41,7 @@ class Case:
 
     def __init__(
         self,
-        form: str,
+        form: Format,
         lengths: list[int],
         heads: int,
         kv_heads: int,
@@ -62,16 +62,16 @@ class Case:
             k[::13, :, 3] *= 20
         self.lengths, self.starts = lengths, [sum(lengths[:b]) for b in range(len(lengths))]
         inputs = [x.bfloat16() for x in (q, k, v)]
-        if form == "e4m3":
-            encoded = [Heads.encode(x, "e4m3") for x in inputs]
+        if form != "bf16":
+            encoded = [Heads.encode(x, form) for x in inputs]
             self.exact = [x.dequantised().double().cuda() for x in encoded]
             self.q, k8, v8 = (x.values.cuda() for x in encoded)
-            self.q_scale = scale_of_byte(encoded[0].scales).cuda()
-            k_byte, v_byte = (x.scales.cuda() for x in encoded[1:])
-            self.packed = PackedKeys(k8, k_byte, v8.half(), v_byte)
-            values = self._page(v8).transpose(2, 3).contiguous().view(E4M3)
+            self.q_scale = factors(encoded[0].scales).cuda()
+            k_scale, v_scale = (x.scales.cuda() for x in encoded[1:])
+            self.packed = PackedKeys(k8, k_scale, v8.half(), v_scale)
+            values = self._page(v8).transpose(2, 3).contiguous().view(v8.dtype)
             self.pages = PagedKeys(
-                self._page(k8).view(E4M3), self._page(k_byte), values, self._page(v_byte)
+                self._page(k8).view(k8.dtype), self._page(k_scale), values, self._page(v_scale)
             )
         else:
             self.exact = [x.double().cuda() for x in inputs]
@@ -111,7 +111,7 @@ class Case:
         """The queries of some packed rows and their scales."""
         if self.q_scale is None:
             return self.q[rows], None
-        return self.q.view(torch.uint8)[rows].view(E4M3), self.q_scale[rows]
+        return self.q.view(torch.uint8)[rows].view(self.q.dtype), self.q_scale[rows]
 
     def prefill(
         self, ranges: list[tuple[int, int]], window: int | None = None
@@ -143,10 +143,10 @@ def packed_rows(packed: PackedKeys, rows: torch.Tensor) -> PackedKeys:
     def take(x: torch.Tensor) -> torch.Tensor:
         return x.view(torch.uint8)[rows].view(x.dtype)
 
-    key_bytes, value_bytes = (
-        None if x is None else x[rows] for x in (packed.key_bytes, packed.value_bytes)
+    key_scales, value_scales = (
+        None if x is None else x[rows] for x in (packed.key_scales, packed.value_scales)
     )
-    return PackedKeys(take(packed.keys), key_bytes, take(packed.values), value_bytes)
+    return PackedKeys(take(packed.keys), key_scales, take(packed.values), value_scales)
 
 
 def ints(values: list[int]) -> torch.Tensor:
@@ -156,7 +156,7 @@ def ints(values: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(("layout", "window"), WINDOWED)
 @pytest.mark.parametrize("form", FORMS)
 def test_decode_and_chunks_equal_the_training_forward(
-    form: str, layout: tuple[int, int, int], window: int | None
+    form: Format, layout: tuple[int, int, int], window: int | None
 ) -> None:
     lengths = [1, 63, 64, 65, 127, 128, 129, 700, PART - 1, PART, PART + 1, 2 * PART + 300]
     case = Case(form, lengths, *layout)
@@ -192,7 +192,7 @@ def test_decode_and_chunks_equal_the_training_forward(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_window_that_covers_everything_changes_no_bit(form: str) -> None:
+def test_a_window_that_covers_everything_changes_no_bit(form: Format) -> None:
     lengths = [300, PART + 200, 77]
     case = Case(form, lengths, 32, 8, 128)
     ranges = [(0, n) for n in lengths]
@@ -201,7 +201,7 @@ def test_a_window_that_covers_everything_changes_no_bit(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_keys_before_the_window_are_not_read(form: str) -> None:
+def test_keys_before_the_window_are_not_read(form: Format) -> None:
     """What a page holds there, NaN even, does not matter: tiles before the window are skipped."""
     window, last = 100, PART + 1000
     case = Case(form, [last], 8, 2, 128)
@@ -211,7 +211,10 @@ def test_keys_before_the_window_are_not_read(form: str) -> None:
         for x in (case.pages.keys, case.pages.values):
             if x.dtype == E4M3:
                 x.view(torch.uint8)[page] = 0x7F
-            else:
+            elif form == "bf16":
+                x[page] = torch.nan
+        for x in (case.pages.key_scales, case.pages.value_scales):
+            if x is not None and form == "int8":
                 x[page] = torch.nan
     dirty = decode_attention(*case.queries(rows), case.pages, case.table, counts, last, window)
     assert all(map(torch.equal, clean, dirty)) and clean[0].isfinite().all()
@@ -219,7 +222,7 @@ def test_keys_before_the_window_are_not_read(form: str) -> None:
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_sequence_alone_equals_itself_in_company(form: str, window: int | None) -> None:
+def test_a_sequence_alone_equals_itself_in_company(form: Format, window: int | None) -> None:
     lengths = [300, PART + 200, 77]
     case = Case(form, lengths, 32, 8, 128)
     output, lse, _ = case.prefill([(0, n) for n in lengths], window)
@@ -236,7 +239,7 @@ def test_a_sequence_alone_equals_itself_in_company(form: str, window: int | None
 @pytest.mark.parametrize("window", [None, 1, 100, 4096])
 @pytest.mark.parametrize("length", [500, PART + 600])
 @pytest.mark.parametrize("form", FORMS)
-def test_values_against_fp64(form: str, length: int, window: int | None) -> None:
+def test_values_against_fp64(form: Format, length: int, window: int | None) -> None:
     case = Case(
         form, [length], 8, 2, 128, plain=True
     )  # with scores in the thousands the tensor cores' 14 bits are what one would measure
@@ -256,19 +259,18 @@ def test_values_against_fp64(form: str, length: int, window: int | None) -> None
 
 @pytest.mark.parametrize("which", ["keys", "values"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_nan_reaches_every_query_that_sees_it(form: str, which: str) -> None:
+def test_a_nan_reaches_every_query_that_sees_it(form: Format, which: str) -> None:
     length, place = PART + 300, PART + 100
     case = Case(form, [length], 8, 2, 128)
     for stored in (case.packed, case.pages):
-        values = getattr(stored, which)
-        paged = (int(case.table[0, place // TILE]), slice(None), place % TILE)
-        where = (
-            place
-            if stored is case.packed
-            else (
-                paged if which == "keys" or form == "bf16" else (*paged[:2], slice(None), paged[2])
-            )
-        )
+        # An INT8 vector that is not finite has zeros and the scale NaN.
+        name = {"keys": "key_scales", "values": "value_scales"}[which] if form == "int8" else which
+        values = getattr(stored, name)
+        where: Any = place
+        if stored is case.pages:
+            page, slot = int(case.table[0, place // TILE]), place % TILE
+            transposed = form == "e4m3" and which == "values"
+            where = (page, slice(None), *([slice(None)] if transposed else []), slot)
         if values.dtype == E4M3:
             values.view(torch.uint8)[where] = 0x7F
         else:
@@ -288,10 +290,12 @@ def test_a_nan_reaches_every_query_that_sees_it(form: str, which: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_nan_query_stays_one(form: str) -> None:
+def test_a_nan_query_stays_one(form: Format) -> None:
     case = Case(form, [PART + 300], 8, 2, 128)
     if form == "e4m3":
         case.q.view(torch.uint8)[PART + 200] = 0x7F
+    elif case.q_scale is not None:
+        case.q_scale[PART + 200] = torch.nan
     else:
         case.q[PART + 200] = torch.nan
     output, _, _ = case.prefill([(0, PART + 300)])
@@ -307,6 +311,10 @@ def test_shapes_that_are_not_supported_are_refused() -> None:
 
 def test_forms_are_not_mixed() -> None:
     narrow, wide = Case("e4m3", [10], 4, 2, 64), Case("bf16", [10], 4, 2, 64)
-    for queries, scales in ((wide.q, None), (narrow.q, None)):
-        with pytest.raises(ValueError, match="E4M3 with scales and bytes, or BF16 without"):
+    whole = Case("int8", [10], 4, 2, 64)
+    assert whole.q_scale is not None
+    for queries, scales in ((wide.q, None), (narrow.q, None), (whole.q, whole.q_scale[:1])):
+        with pytest.raises(
+            ValueError, match="E4M3 with scales and bytes, INT8 with FP32 scales, or BF16"
+        ):
             decode_attention(queries[:1], scales, narrow.pages, narrow.table, ints([1]), 10)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from isobit.kernels.spec.qkv import Heads
-from isobit.kernels.spec.quantise import scale_of_byte
+from isobit.kernels.spec.qkv import Heads, factors
 from isobit.precision.quant_tensor import Format
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
@@ -20,7 +19,7 @@ from isobit.kernels.hopper.attention_backward import attention_backward
 
 LAYOUTS = [(32, 8, 128), (16, 1, 128), (8, 8, 128), (14, 2, 64), (16, 1, 64), (4, 4, 64)]
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 700, 3000]
-FORMATS: list[Format] = ["e4m3", "bf16"]
+FORMATS: list[Format] = ["e4m3", "int8", "bf16"]
 WINDOWED = [
     *((layout, None) for layout in LAYOUTS),
     *((LAYOUTS[0], window) for window in (20, 100, 1024)),
@@ -31,8 +30,8 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass
 class Case:
-    """Packed sequences: what the kernels read, and the numbers that it stands for (q, k, v in BF16,
-    exactly).
+    """Packed sequences: what the kernels read, and the numbers that it stands for, exactly (q, k, v
+    in BF16; in FP32 for INT8).
     """
 
     lengths: list[int]
@@ -92,7 +91,7 @@ class Case:
         keys = self.keys
         q, k, v = self.dequantised
         packed = PackedKeys(
-            keys.keys[rows], cut(keys.key_bytes), keys.values[rows], cut(keys.value_bytes)
+            keys.keys[rows], cut(keys.key_scales), keys.values[rows], cut(keys.value_scales)
         )
         length, scales = rows.stop - rows.start, cut(self.query_scales)
         return Case(
@@ -116,7 +115,8 @@ def make(
         return torch.randn(sum(lengths), n, dim, generator=generator)
 
     q, k, v = (Heads.encode(normal(n).bfloat16(), format) for n in (heads, kv_heads, kv_heads))
-    q_values, k_values, v_values = (x.dequantised().bfloat16().cuda() for x in (q, k, v))
+    exact = torch.float32 if format == "int8" else torch.bfloat16
+    q_values, k_values, v_values = (x.dequantised().to(exact).cuda() for x in (q, k, v))
     values = q_values, k_values, v_values
     d_output = (normal(heads) * magnitude).bfloat16().cuda()
     if format == "bf16":
@@ -124,7 +124,7 @@ def make(
             lengths, q_values, None, PackedKeys(k_values, None, v_values, None), values, d_output
         )
     packed = PackedKeys(k.values.cuda(), k.scales.cuda(), v.values.half().cuda(), v.scales.cuda())
-    return Case(lengths, q.values.cuda(), scale_of_byte(q.scales).cuda(), packed, values, d_output)
+    return Case(lengths, q.values.cuda(), factors(q.scales).cuda(), packed, values, d_output)
 
 
 def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
@@ -200,9 +200,10 @@ def test_a_nan_stays_in_its_sequence() -> None:
         assert torch.equal(dirty[:100], before[:100]) and torch.equal(dirty[300:], before[300:])
 
 
+@pytest.mark.parametrize("format", ["e4m3", "int8"])
 @pytest.mark.parametrize("layout", [(32, 8, 128), (14, 2, 64)])
-def test_tiny_gradients_survive(layout: tuple[int, int, int]) -> None:
-    case = make([700, 65], layout, "e4m3", magnitude=1e-12)
+def test_tiny_gradients_survive(layout: tuple[int, int, int], format: Format) -> None:
+    case = make([700, 65], layout, format, magnitude=1e-12)
     for got, exact in zip(case.gradients(), case.autograd(torch.float64), strict=True):
         assert exact.abs().median() < 1e-12
         assert relative_error(got, exact) < 5e-3

@@ -212,8 +212,8 @@ def test_a_page_write_is_named(
         result = exact(qkv, transform, positions, slots, pages)
         if where.layer == LAYER:
             page, offset = divmod(int(slots[0]), 128)
-            assert pages.value_bytes is not None
-            pages.value_bytes[page, 0, offset] += 1
+            assert pages.value_scales is not None
+            pages.value_scales[page, 0, offset] += 1
         return result
 
     monkeypatch.setattr(attend, "encode_paged", planted)

@@ -64,16 +64,18 @@ def calibrated(policy: Policy) -> Calibration:
     return calibration
 
 
-def test_the_shadow_is_the_policy_of_bf16(shape: str, make_policy: MakePolicy) -> None:
-    shadow = shadow_of(make_policy(shape, "fp8"))
+@pytest.mark.parametrize("preset", ["fp8", "int8"])
+def test_the_shadow_is_the_policy_of_bf16(shape: str, preset: str, make_policy: MakePolicy) -> None:
+    shadow = shadow_of(make_policy(shape, preset))
     assert shadow.is_equal_to(make_policy(shape, "bf16"))
     flow = build_flow(SHADOW, decoder_shape(shadow.config))
     planned = FrozenModel("BF16 shadow", shadow.config, flow, "algorithm", lasting=False)
     assert planned.weight_bytes(shadow.backend.sizes) == shadow.num_bytes
 
 
-def test_two_runs_set_the_same_bounds(make_policy: MakePolicy) -> None:
-    first, second = (calibrated(make_policy("qwen3", "fp8")).bounds for _ in range(2))
+@pytest.mark.parametrize("preset", ["fp8", "int8"])
+def test_two_runs_set_the_same_bounds(preset: str, make_policy: MakePolicy) -> None:
+    first, second = (calibrated(make_policy("qwen3", preset)).bounds for _ in range(2))
     assert first == second != CONFIGURED
 
 

@@ -27,14 +27,14 @@ def check(policy: Policy) -> VerifyResult:
     return verify_policy(policy, OPTIONS)
 
 
-@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16"])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "int8", "int8-linear", "bf16"])
 def test_no_log_probability_differs(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
     result = check(make_policy(shape, preset))
     assert result.comparison.tokens_differing == 0
     assert result.missing == () and result.comparison.tokens_compared > 10_000
 
 
-@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+@pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 def test_no_routing_differs(preset: Preset, make_policy: MakePolicy) -> None:
     comparison = check(make_policy("moe", preset)).comparison
     assert comparison.routings_differing == 0 and comparison.routings_compared > 10_000

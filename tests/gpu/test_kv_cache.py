@@ -1,4 +1,4 @@
-"""Copying pages on a Hopper GPU: every layer of both formats, and no other page."""
+"""Copying pages on a Hopper GPU: every layer of every format, and no other page."""
 
 from dataclasses import dataclass
 
@@ -29,17 +29,18 @@ def tensors(cache: HopperKvCache) -> list[torch.Tensor]:
     every = (
         x
         for pages in cache.layers
-        for x in (pages.keys, pages.key_bytes, pages.values, pages.value_bytes)
+        for x in (pages.keys, pages.key_scales, pages.values, pages.value_scales)
     )
     return [x.view(torch.uint8) for x in every if x is not None]
 
 
 @pytest.mark.parametrize("options", [{}, {"first_layers_bf16": 1, "last_layers_bf16": 2}])
+@pytest.mark.parametrize("preset", ["fp8", "int8"])
 @pytest.mark.parametrize("pairs", [[], [(3, 0)], [(3, 0), (3, 7), (5, 6), (1, 8)]])
 def test_pages_are_copied_in_every_layer(
-    pairs: list[tuple[int, int]], options: dict[str, int]
+    pairs: list[tuple[int, int]], preset: str, options: dict[str, int]
 ) -> None:
-    flow = build_flow(PrecisionConfig.model_validate({"preset": "fp8", **options}), LAYERS)
+    flow = build_flow(PrecisionConfig.model_validate({"preset": preset, **options}), LAYERS)
     cache = HopperKvCache(Shape(), flow, 9, torch.zeros(1).cuda().device)
     for x in tensors(cache):
         x.copy_(torch.randint(0, 256, x.shape))

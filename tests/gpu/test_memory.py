@@ -61,7 +61,7 @@ def update(trainer: Trainer, lengths: tuple[int, ...], seed: int = 0) -> None:
     assert metrics.skipped is None, metrics.skipped
 
 
-@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+@pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 20}])
 def test_a_released_engine_holds_nothing_and_draws_the_same_again(
     preset: str, sampling: dict[str, int], make_policy: MakePolicy

@@ -33,7 +33,7 @@ def batches() -> list[PackedBatch]:
     return pack(sequences, 100)
 
 
-@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+@pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 def test_it_repeats_and_a_flipped_bit_is_named(
     shape: str,
     preset: Preset,

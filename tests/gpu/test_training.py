@@ -68,7 +68,7 @@ def on_cpu(policy: Policy, precision: PrecisionConfig) -> Policy:
     )
 
 
-@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16"])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "int8", "bf16"])
 def test_gradients_against_the_cpus(shape: str, preset: Preset, make_policy: MakePolicy) -> None:
     """Against FP32 they are not worse than the CPU's in the same flow: the two flows' bits differ,
     their errors do not.
@@ -87,7 +87,7 @@ def test_gradients_against_the_cpus(shape: str, preset: Preset, make_policy: Mak
     assert worst[0] < 1.5
 
 
-@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+@pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 def test_the_forward_has_the_same_bits_with_gradients_and_without(
     shape: str, preset: Preset, make_policy: MakePolicy
 ) -> None:
@@ -97,7 +97,7 @@ def test_the_forward_has_the_same_bits_with_gradients_and_without(
         assert torch.equal(gradients(policy, recompute)[0], plain)
 
 
-@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+@pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 def test_gradients_repeat_their_bits_also_when_layers_are_computed_again(
     shape: str, preset: Preset, make_policy: MakePolicy
 ) -> None:

@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from isobit.kernels.hopper.attention import TILE, PagedKeys
+from isobit.kernels.hopper.attention import SCALES, TILE, PagedKeys
 from isobit.kernels.hopper.device_functions import hadamard
 from isobit.kernels.hopper.qkv import encode_packed, encode_paged, gather_pages
 from isobit.kernels.hopper.qkv_backward import qkv_backward
 from isobit.kernels.operands import QkvGradients, QkvTransform, RopeTable
 from isobit.kernels.spec import qkv as specification
-from isobit.kernels.spec.qkv import Heads
+from isobit.kernels.spec.qkv import Heads, factors
 from isobit.kernels.spec.quantise import hadamard as exact_hadamard
-from isobit.precision.quant_tensor import E4M3
+from isobit.precision.quant_tensor import DTYPES, E4M3, Format
 
 LAYOUTS = [(3, 1, 64), (2, 1, 128)]
 TOKENS, POSITIONS = 7, 50
@@ -46,13 +46,13 @@ def random_vectors(*shape: int) -> torch.Tensor:
     return x.bfloat16()
 
 
-def make(layout: tuple[int, int, int], is_e4m3: bool) -> QkvTransform:
+def make(layout: tuple[int, int, int], format: Format) -> QkvTransform:
     heads, keys, dim = layout
     frequencies = 10000.0 ** -(torch.arange(dim // 2, dtype=torch.float64) / (dim // 2))
     rope = RopeTable.build(frequencies, POSITIONS)
     bias = random_vectors(heads + 2 * keys, 2, dim)[:, 0].reshape(-1)
     return QkvTransform(
-        *layout, rope.cos, rope.sin, 1e-6, None, None, bias.contiguous(), hadamard=is_e4m3
+        *layout, rope.cos, rope.sin, 1e-6, None, None, bias.contiguous(), hadamard=format != "bf16"
     )
 
 
@@ -75,32 +75,40 @@ def check_hadamard() -> None:
         assert torch.equal(y.nan_to_num(), expected.nan_to_num())
 
 
-def check_forward(layout: tuple[int, int, int], is_e4m3: bool) -> None:
-    """Packed, and in pages that are gathered again."""
-    transform, (heads, keys, dim) = make(layout, is_e4m3), layout
-    qkv = random_vectors(TOKENS, heads + 2 * keys, dim).view(TOKENS, -1)
+def check_forward(layout: tuple[int, int, int], format: Format, bad: float | None = None) -> None:
+    """Packed, and in pages that are gathered again; perhaps with vectors that are not finite."""
+    transform, (heads, keys, dim) = make(layout, format), layout
+    qkv = random_vectors(TOKENS, heads + 2 * keys, dim)
+    if bad is not None:
+        qkv[3, 1, 7] = qkv[4, heads, 40] = qkv[5, -1, dim - 1] = bad
+    qkv = qkv.view(TOKENS, -1)
     positions = torch.randint(0, POSITIONS, (TOKENS,))
     rows = RopeTable(transform.cos, transform.sin).rows(positions)
     made = specification.transform_qkv(0, qkv, transform, rows)
-    q, k, v = (Heads.encode(x, "e4m3") if is_e4m3 else None for x in made)
-    queries, packed = encode_packed(qkv, transform, positions, "e4m3" if is_e4m3 else "bf16")
-    if q is None or k is None or v is None:
+    queries, packed = encode_packed(qkv, transform, positions, format)
+    if format == "bf16":
         found = queries.values, packed.keys, packed.values
         assert all(map(torch.equal, found, made))
         return
-    for ours, exact in ((queries.values, q), (packed.keys, k), (packed.values.to(E4M3), v)):
+    q, k, v = (Heads.encode(x, format) for x in made)
+    for ours, exact in (
+        (queries.values, q),
+        (packed.keys, k),
+        (packed.values.to(DTYPES[format]), v),
+    ):
         assert torch.equal(ours.view(torch.uint8), exact.values.view(torch.uint8))
-    scales, key_bytes, value_bytes = queries.scales, packed.key_bytes, packed.value_bytes
-    assert scales is not None and key_bytes is not None and value_bytes is not None
-    assert torch.equal((scales.view(torch.int32) >> 23).to(torch.uint8), q.scales)
-    assert torch.equal(key_bytes, k.scales) and torch.equal(value_bytes, v.scales)
+    scales = torch.cat([factors(x.scales) for x in (q, k, v)], 1)
+    found = queries.scales, packed.key_scales, packed.value_scales
+    ours = torch.cat([factors(x) for x in found if x is not None], 1)
+    assert torch.equal(ours.isnan(), scales.isnan()) and scales.isnan().any() == (bad is not None)
+    assert torch.equal(ours.nan_to_num(), scales.nan_to_num())
 
     values = torch.zeros(2, 2, keys, TILE * dim, dtype=torch.uint8).unbind()
     pages = PagedKeys(
-        values[0].view(2, keys, TILE, dim).view(E4M3),
-        torch.zeros(2, keys, TILE, dtype=torch.uint8),
-        values[1].view(2, keys, dim, TILE).view(E4M3),
-        torch.zeros(2, keys, TILE, dtype=torch.uint8),
+        values[0].view(2, keys, TILE, dim).view(DTYPES[format]),
+        torch.zeros(2, keys, TILE, dtype=SCALES[DTYPES[format]]),
+        values[1].view(2, keys, dim, TILE).view(DTYPES[format]),
+        torch.zeros(2, keys, TILE, dtype=SCALES[DTYPES[format]]),
     )
     slots = torch.arange(TOKENS) + TILE - 3  # across the end of a page
     again = encode_paged(qkv, transform, positions, slots, pages)
@@ -109,12 +117,21 @@ def check_forward(layout: tuple[int, int, int], is_e4m3: bool) -> None:
     table = torch.tensor([[0, 1]], dtype=torch.int32)
     total = int(length)
     got = gather_pages(pages, table, torch.zeros_like(length), length, total, total)
-    assert torch.equal(got.keys[-TOKENS:].view(torch.uint8), packed.keys.view(torch.uint8))
-    assert torch.equal(got.values[-TOKENS:], packed.values)
+    for one, other in (
+        (got.keys, packed.keys),
+        (got.values, packed.values),
+        *zip(
+            (got.key_scales, got.value_scales),
+            (packed.key_scales, packed.value_scales),
+            strict=True,
+        ),
+    ):
+        assert one is not None and other is not None
+        assert torch.equal(one[-TOKENS:].view(torch.uint8), other.view(torch.uint8))
 
 
-def check_backward(layout: tuple[int, int, int], is_e4m3: bool) -> None:
-    transform, (heads, keys, dim) = make(layout, is_e4m3), layout
+def check_backward(layout: tuple[int, int, int], format: Format) -> None:
+    transform, (heads, keys, dim) = make(layout, format), layout
     qkv = random_vectors(TOKENS, heads + 2 * keys, dim).view(TOKENS, -1)
     positions = torch.randint(0, POSITIONS, (TOKENS,))
     counts = [heads, keys, keys]
@@ -134,6 +151,8 @@ def main() -> None:
     torch.manual_seed(0)
     check_hadamard()
     for layout in LAYOUTS:
-        for is_e4m3 in (False, True):
-            check_forward(layout, is_e4m3)
-            check_backward(layout, is_e4m3)
+        for format in ("bf16", "e4m3", "int8"):
+            check_forward(layout, format)
+            check_backward(layout, format)
+        for bad in (torch.nan, torch.inf):
+            check_forward(layout, "int8", bad)

@@ -8,10 +8,11 @@ import torch
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.attend import PAGE_TOKENS, HopperKvCache
+from isobit.kernels.hopper.attention import SCALES
 from isobit.kernels.hopper.linear import joined_rows
 from isobit.kernels.hopper.quantise import QuantRows
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
-from isobit.precision.quant_tensor import E4M3
+from isobit.precision.quant_tensor import DTYPES, E4M3, EIGHT_BITS
 from isobit.util.errors import ConfigError
 from tests.sites import shape_of_layers
 
@@ -33,13 +34,20 @@ def tensors(cache: HopperKvCache) -> list[torch.Tensor]:
     every = (
         x
         for pages in cache.layers
-        for x in (pages.keys, pages.key_bytes, pages.values, pages.value_bytes)
+        for x in (pages.keys, pages.key_scales, pages.values, pages.value_scales)
     )
     return [x for x in every if x is not None]
 
 
 @pytest.mark.parametrize(
-    "mixed", [flow("fp8"), flow("bf16"), flow("fp8", first_layers_bf16=1, last_layers_bf16=1)]
+    "mixed",
+    [
+        flow("fp8"),
+        flow("int8"),
+        flow("bf16"),
+        flow("fp8", first_layers_bf16=1, last_layers_bf16=1),
+        flow("int8", first_layers_bf16=1, last_layers_bf16=1),
+    ],
 )
 def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
     cache = HopperKvCache(Shape(), mixed, 5, "cpu")
@@ -47,22 +55,22 @@ def test_pages_are_zero_and_of_the_promised_size(mixed: PrecisionFlow) -> None:
     assert all(x.is_contiguous() and not x.view(torch.uint8).any() for x in tensors(cache))
     for pages, format in zip(cache.layers, cache.formats, strict=True):
         assert pages.keys.shape == (5, 2, PAGE_TOKENS, 64)
-        if format == "e4m3":
-            assert (
-                pages.values.shape == (5, 2, 64, PAGE_TOKENS)
-                and pages.keys.dtype == pages.values.dtype == E4M3
-            )
-            assert pages.key_bytes is not None and pages.key_bytes.shape == (5, 2, PAGE_TOKENS)
+        if format in EIGHT_BITS:
+            assert pages.values.shape == (5, 2, 64, PAGE_TOKENS)
+            assert pages.keys.dtype == pages.values.dtype == DTYPES[format]
+            assert pages.key_scales is not None and pages.key_scales.shape == (5, 2, PAGE_TOKENS)
+            assert pages.key_scales.dtype == SCALES[DTYPES[format]]
         else:
             assert (
                 pages.values.shape == pages.keys.shape
                 and pages.values.dtype == torch.bfloat16
-                and pages.key_bytes is None
+                and pages.key_scales is None
             )
 
 
-def test_layers_are_apart_and_cleared_in_place() -> None:
-    cache = HopperKvCache(Shape(), flow("fp8", first_layers_bf16=1, last_layers_bf16=1), 3, "cpu")
+@pytest.mark.parametrize("preset", ["fp8", "int8"])
+def test_layers_are_apart_and_cleared_in_place(preset: str) -> None:
+    cache = HopperKvCache(Shape(), flow(preset, first_layers_bf16=1, last_layers_bf16=1), 3, "cpu")
     views = tensors(cache)
     for i, x in enumerate(views):
         x.view(torch.uint8).fill_(i + 1)
@@ -71,8 +79,9 @@ def test_layers_are_apart_and_cleared_in_place() -> None:
     assert not any(x.view(torch.uint8).any() for x in views)
 
 
-def test_read_gives_a_token_back() -> None:
-    cache = HopperKvCache(Shape(), flow("fp8", first_layers_bf16=1), 3, "cpu")
+@pytest.mark.parametrize("preset", ["fp8", "int8"])
+def test_read_gives_a_token_back(preset: str) -> None:
+    cache = HopperKvCache(Shape(), flow(preset, first_layers_bf16=1), 3, "cpu")
     for x in tensors(cache):
         x.view(torch.uint8).copy_(torch.randint(0, 120, x.view(torch.uint8).shape))
     slots = torch.tensor([2 * PAGE_TOKENS + 7, 0, PAGE_TOKENS + 127])
@@ -90,7 +99,7 @@ def test_read_gives_a_token_back() -> None:
                 for x in (k.values[row], pages.keys[page, :, offset].contiguous())
             ]
             assert torch.equal(*bytes_of)
-            if pages.key_bytes is None or pages.value_bytes is None:
+            if pages.key_scales is None or pages.value_scales is None:
                 assert (
                     torch.equal(v.values[row], pages.values[page, :, offset])
                     and (k.scales == 127).all()
@@ -101,8 +110,8 @@ def test_read_gives_a_token_back() -> None:
                     v.values.view(torch.uint8)[row],
                     pages.values.view(torch.uint8)[page, :, :, offset],
                 )
-                assert torch.equal(k.scales[row], pages.key_bytes[page, :, offset])
-                assert torch.equal(v.scales[row], pages.value_bytes[page, :, offset])
+                assert torch.equal(k.scales[row], pages.key_scales[page, :, offset])
+                assert torch.equal(v.scales[row], pages.value_scales[page, :, offset])
 
 
 def test_the_fp32_flow_is_refused() -> None:

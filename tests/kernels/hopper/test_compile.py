@@ -9,7 +9,6 @@ from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(("Q_SCALE", "LSE", "PART_O", "PART_M", "PART_L"), "*fp32"),
-    **dict.fromkeys(("K_BYTE", "V_BYTE"), "*u8"),
     **dict.fromkeys(("TABLE", "LENGTH", "Q_START", "Q_COUNT", "K_START"), "*i32"),
     **dict.fromkeys(("table_stride", "max_parts", "start"), "i32"),
     "O": "*bf16",
@@ -17,13 +16,24 @@ TYPES = {
 }
 FORMS = {
     "fp8": (attention.FP8, {}, {"e4m3", "f16"}),
-    "bf16": (attention.BF16, dict.fromkeys(("Q_SCALE", "K_BYTE", "V_BYTE")), {"bf16"}),
+    "int8": (attention.INT8, {}, {"s8", "f16"}),
+    "bf16": (attention.BF16, dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE")), {"bf16"}),
 }
 """Each with the tensors that it lacks, and with what it multiplies."""
 VARIANTS = [(64, True, 0), (128, False, 0), (128, True, 0), (128, True, 4096)]
 """Size of a head, more than one part, window.  With several parts a kernel is that of one part, and
 joins them.
 """
+
+VALUES = {"fp8": E4M3, "int8": "*i8", "bf16": "*bf16"}
+
+
+def types(name: str, paged: bool) -> dict[str, str]:
+    """Of a form's Q, K and V and their scales; packed V is in FP16 unless it is in BF16."""
+    value = VALUES[name] if paged or name == "bf16" else "*fp16"
+    scale = "*u8" if name == "fp8" else "*fp32"
+    made = {"Q": VALUES[name], "K": VALUES[name], "V": value}
+    return TYPES | made | dict.fromkeys(("K_SCALE", "V_SCALE"), scale)
 
 
 def shape(dim: int, **more: Any) -> dict[str, Any]:
@@ -39,27 +49,26 @@ def test_decode(name: str, dim: int, split: bool, window: int) -> None:
         SCALED=form.scaled, WINDOW=window,
     )  # fmt: skip
     made = compile_for_hopper(
-        attention._decode_kernel, TYPES | dict.fromkeys("QKV", E4M3 if form.scaled else "*bf16"),
-        constants | absent, 4, num_stages=form.decode_stages, maxnreg=form.decode_registers,
+        attention._decode_kernel, types(name, paged=True), constants | absent, 4,
+        num_stages=form.decode_stages, maxnreg=form.decode_registers,
     )  # fmt: skip
     assert made.products == products
     assert made.programs >= (4 if form.scaled else 2)
     # What does not change in the loop may wait there: four programs need it.
-    assert made.stack <= (16 if form.scaled and dim == 128 else 0)
+    assert made.stack <= ({"fp8": 16, "int8": 24, "bf16": 0}[name] if dim == 128 else 0)
 
 
 @pytest.mark.parametrize(("dim", "split", "window"), VARIANTS)
 @pytest.mark.parametrize("name", FORMS)
 def test_prefill(name: str, dim: int, split: bool, window: int) -> None:
     form, absent, products = FORMS[name]
-    types = {"Q": E4M3, "K": E4M3, "V": "*fp16"} if form.scaled else dict.fromkeys("QKV", "*bf16")
     constants = shape(
         dim, TILE=form.tile, NQ=form.queries, STAGES=form.prefill_stages, SPLIT=split,
         SCALED=form.scaled, WINDOW=window,
     )  # fmt: skip
     made = compile_for_hopper(
-        attention._prefill_kernel, TYPES | types, constants | absent, form.prefill_warps,
-        num_stages=form.prefill_stages,
+        attention._prefill_kernel, types(name, paged=False), constants | absent,
+        form.prefill_warps, num_stages=form.prefill_stages,
     )  # fmt: skip
     assert made.products == products
     assert made.sass.count("WARPGROUP.DEPBAR") <= made.sass.count("GMMA") // 4  # they overlap

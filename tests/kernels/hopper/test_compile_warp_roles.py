@@ -11,7 +11,6 @@ from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hoppe
 TYPES = {
     **dict.fromkeys(("O", "DO", "DQ", "DK", "DV", "Q_OUT", "K_OUT", "V_OUT", "DO_OUT"), "*bf16"),
     **dict.fromkeys(("Q_SCALE", "LSE", "STATS"), "*fp32"),
-    **dict.fromkeys(("K_BYTE", "V_BYTE"), "*u8"),
     **dict.fromkeys(("START", "LENGTH", "PADDED_START"), "*i32"),
     **dict.fromkeys(("c", "scale"), "fp32"), **dict.fromkeys(("padded_tokens", "groups"), "i32"),
     "GRAD": "*fp32", "STARTS": "*i32",
@@ -67,13 +66,16 @@ def test_queries(dim: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("e4m3", [False, True])
-def test_prepare(dim: int, e4m3: bool) -> None:
-    qk, v = (E4M3, "*fp16") if e4m3 else ("*bf16", "*bf16")
-    types = TYPES | {"Q": qk, "K": qk, "V": v}
-    constants: dict[str, Any] = {"H": 32, "G": 8, "D": dim} | (
-        {} if e4m3 else dict.fromkeys(("Q_SCALE", "K_BYTE", "V_BYTE"))
-    )
+@pytest.mark.parametrize(
+    ("qk", "v", "scale"),
+    [("*bf16", "*bf16", None), (E4M3, "*fp16", "*u8"), ("*i8", "*fp16", "*fp32")],
+)
+def test_prepare(dim: int, qk: str, v: str, scale: str | None) -> None:
+    types, constants = TYPES | {"Q": qk, "K": qk, "V": v}, {"H": 32, "G": 8, "D": dim}
+    if scale is None:
+        constants |= dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE"))
+    else:
+        types |= dict.fromkeys(("K_SCALE", "V_SCALE"), scale)
     made = compile_for_hopper(attention_backward._prepare_kernel, types, constants, 4, fuses=True)
     assert made.stack == 0 and made.wide_loads and made.wide_stores
 

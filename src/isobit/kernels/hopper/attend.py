@@ -6,6 +6,7 @@ one launch a tensor copies pages in all layers:
 
     e4m3    values [2 (K, V), layer, page, KV head * 128 * D] and scale bytes [2, layer, page, KV
             head * 128]
+    int8    the same with FP32 scales
     bf16    values alone
 
 ``PackedAttention`` is that of the training forward, causal within each sequence of a packed batch.
@@ -23,6 +24,7 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.attention import (
+    SCALES,
     PackedKeys,
     PagedKeys,
     decode_attention,
@@ -42,7 +44,7 @@ from isobit.kernels.operands import (
 )
 from isobit.kernels.spec.qkv import Heads
 from isobit.precision.flow import Graph, PrecisionFlow
-from isobit.precision.quant_tensor import DTYPES, E4M3, E8M0_BIAS, Format
+from isobit.precision.quant_tensor import DTYPES, E8M0_BIAS, Format
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false
@@ -83,31 +85,33 @@ class HopperKvCache:
         """K and V [T, G, D] at slots int64 [T] = page * 128 + offset; BF16 has bytes of 127."""
         pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
         paged = self.layers[layer]
-        if paged.key_bytes is None or paged.value_bytes is None:
+        if paged.key_scales is None or paged.value_scales is None:
             keys, values = paged.keys[pages, :, offsets], paged.values[pages, :, offsets]
             units = torch.full(keys.shape[:2], E8M0_BIAS, dtype=torch.uint8, device=keys.device)
             return Heads(keys, units), Heads(values, units)
-        keys = paged.keys.view(torch.uint8)[pages, :, offsets].view(E4M3)
-        values = paged.values.view(torch.uint8)[pages, :, :, offsets].view(E4M3)
-        return Heads(keys, paged.key_bytes[pages, :, offsets]), Heads(
-            values, paged.value_bytes[pages, :, offsets]
+        dtype = paged.keys.dtype
+        keys = paged.keys.view(torch.uint8)[pages, :, offsets].view(dtype)
+        values = paged.values.view(torch.uint8)[pages, :, :, offsets].view(dtype)
+        return Heads(keys, paged.key_scales[pages, :, offsets]), Heads(
+            values, paged.value_scales[pages, :, offsets]
         )
 
     def clear(self) -> None:
         for arena in self._arenas.values():
             arena.values.zero_()
-            if arena.bytes is not None:
-                arena.bytes.zero_()
+            if arena.scales is not None:
+                arena.scales.zero_()
 
 
 @dataclass(frozen=True, slots=True)
 class _Arena:
-    """The layers of one format: values [2, layers, pages, G * 128 * D], E4M3 as uint8, and scale
-    bytes [2, layers, pages, G * 128].
+    """The layers of one format: values [2, layers, pages, G * 128 * D], 8 bits as uint8, and scales
+    [2, layers, pages, G * 128].
     """
 
     values: torch.Tensor
-    bytes: torch.Tensor | None
+    scales: torch.Tensor | None
+    dtype: torch.dtype  # of the values
     kv_heads: int
 
     @classmethod
@@ -116,30 +120,28 @@ class _Arena:
     ) -> "_Arena":
         """Zeros, so that keys beyond a sequence's end are finite: 0 times a NaN would not be 0."""
         rows, vectors = (2, layers, pages), shape.num_kv_heads * PAGE_TOKENS
-        dtype = torch.uint8 if format == "e4m3" else torch.bfloat16
-        values = torch.zeros((*rows, vectors * shape.head_dim), dtype=dtype, device=device)
-        scales = (
-            torch.zeros((*rows, vectors), dtype=torch.uint8, device=device)
-            if format == "e4m3"
-            else None
-        )
-        return cls(values, scales, shape.num_kv_heads)
+        dtype = DTYPES[format]
+        raw, scale = torch.uint8 if dtype in SCALES else dtype, SCALES.get(dtype)
+        values = torch.zeros((*rows, vectors * shape.head_dim), dtype=raw, device=device)
+        scales = None
+        if scale is not None:
+            scales = torch.zeros((*rows, vectors), dtype=scale, device=device)
+        return cls(values, scales, dtype, shape.num_kv_heads)
 
     def layer(self, index: int) -> PagedKeys:
         """The pages of the format's index-th layer."""
         keys, values = self.values[:, index]
         rows = (keys.shape[0], self.kv_heads)
         keys = keys.view(*rows, PAGE_TOKENS, -1)
-        if self.bytes is None:
+        if self.scales is None:
             return PagedKeys(keys, None, values.view(*rows, PAGE_TOKENS, -1), None)
-        key_bytes, value_bytes = self.bytes[:, index].view(2, *rows, PAGE_TOKENS)
-        return PagedKeys(
-            keys.view(E4M3), key_bytes, values.view(*rows, -1, PAGE_TOKENS).view(E4M3), value_bytes
-        )
+        key_scales, value_scales = self.scales[:, index].view(2, *rows, PAGE_TOKENS)
+        values = values.view(*rows, -1, PAGE_TOKENS).view(self.dtype)
+        return PagedKeys(keys.view(self.dtype), key_scales, values, value_scales)
 
     def copy(self, pairs: torch.Tensor) -> None:
         """Sources and targets, int32 [2, n] on the device."""
-        for tensor in (self.values, self.bytes):
+        for tensor in (self.values, self.scales):
             if tensor is not None:
                 words = tensor.view(torch.int32).view(-1, *tensor.view(torch.int32).shape[2:])
                 grid = (triton.cdiv(words.shape[2], _COPIED), pairs.shape[1], words.shape[0])
@@ -223,20 +225,24 @@ class PackedAttention:
 
 
 def query_heads(queries: Queries) -> Heads:
-    """As an observer compares them: with E8M0 bytes, also where there are no scales."""
+    """As an observer compares them: with E8M0 bytes, also where there are no scales; INT8's are
+    FP32.
+    """
     if queries.scales is None:
         return Heads(
             queries.values, torch.full_like(queries.values[..., 0], _ONE, dtype=torch.uint8)
         )
+    if queries.values.dtype == torch.int8:
+        return Heads(queries.values, queries.scales)
     return Heads(queries.values, (queries.scales.view(torch.int32) >> 23).to(torch.uint8))
 
 
 def _key_heads(keys: PackedKeys, format: Format) -> tuple[Heads, Heads]:
     ones = torch.full_like(keys.keys[..., 0], _ONE, dtype=torch.uint8)
-    values = keys.values.to(DTYPES[format])  # FP16 copies of E4M3 numbers
+    values = keys.values.to(DTYPES[format])  # FP16 copies of 8-bit numbers
     return (
-        Heads(keys.keys, ones if keys.key_bytes is None else keys.key_bytes),
-        Heads(values, ones if keys.value_bytes is None else keys.value_bytes),
+        Heads(keys.keys, ones if keys.key_scales is None else keys.key_scales),
+        Heads(values, ones if keys.value_scales is None else keys.value_scales),
     )
 
 

@@ -1,19 +1,21 @@
 """Batch-invariant attention on Hopper: decode over pages, prefill and training over packed
 sequences.
 
-The kernels have an FP8 and a BF16 form.  c = log2(e) / sqrt(D), M the running maximum of s; a
-masked key has s = -inf:
+The kernels have an FP8, an INT8 and a BF16 form.  c = log2(e) / sqrt(D), M the running maximum of
+s; a masked key has s = -inf:
 
     FP8     s_j = (q . k_j) s_k (s_q c) + log2(s_v)    FP8 MMA, then one product and one fma in FP32
             p_j = 2^(s_j - M)
             l   = sum_j p_j / s_v                      FP32, along a fixed tree over the key index
             o   = sum_j FP16(p_j) FP16(v_j) / l        FP16 MMA; E4M3 -> FP16 is exact
+    INT8    the same with an INT8 MMA, whose INT32 sums are exact in FP32, and with FP32 scales, of
+            which log2(s_v) and 1 / s_v are rounded
     BF16    s_j = (q . k_j) c
             p_j = 2^fma(q . k_j, c, -M)
             l   = sum_j p_j
             o   = sum_j BF16(p_j) v_j / l
 
-in KV tiles of 128 (FP8) or 64 (BF16) tokens.  The keys are cut into parts of 8192 at fixed
+in KV tiles of 128 (BF16: 64) tokens.  The keys are cut into parts of 8192 at fixed
 positions.  A part starts from nothing; parts are joined in ascending order:
 
     M' = max(M, m)    O' = o 2^(m - M') + O 2^(M - M')    L' = l 2^(m - M') + L 2^(M - M')
@@ -37,12 +39,13 @@ queries share tiles, and decode agree.
 
 A NaN in K or V reaches the output of every query that sees it.  One in V also reaches the earlier
 queries of its tile, since the weight of a masked key is multiplied too: beyond a sequence's length
-pages may hold any finite numbers.
+pages may hold any finite numbers, and scales of zero.
 
-Layouts.  Pages of TILE tokens: K [page, G, token, D] E4M3; V [page, G, D, token] E4M3, transposed,
-because an FP8 tile cannot be transposed on its way to the tensor cores; E8M0 scale bytes [page, G,
-token].  Packed: K [T, G, D] E4M3, V [T, G, D] as FP16 copies of the E4M3 values, bytes [T, G].  In
-the BF16 form K and V are both [page, G, token, D] or [T, G, D], without bytes.
+Layouts.  Pages of TILE tokens: K [page, G, token, D]; V [page, G, D, token], transposed, because a
+tile of 8 bits cannot be transposed on its way to the tensor cores; scales [page, G, token], E8M0
+bytes in the FP8 form and FP32 in the INT8 form.  Packed: K [T, G, D], V [T, G, D] as FP16 copies of
+the 8-bit values, scales [T, G].  In the BF16 form K and V are both [page, G, token, D] or [T, G,
+D], without scales.
 
 Measured on one H200 (32 query heads, 8 KV heads of 128): benchmarks/results/attention.json.
 """
@@ -60,9 +63,11 @@ import triton.language as tl
 
 from isobit.kernels.hopper.sizes import page_tokens as PAGE_TOKENS
 from isobit.kernels.hopper.support import MOST_QUERY_HEADS, heads_problem
+from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3
 
 TILE = PAGE_TOKENS
 PART = 8192
+_SMALLEST_SCALE = tl.constexpr(AMAX_FLOOR / 128)  # below every FP32 scale
 _COLUMNS = MOST_QUERY_HEADS  # query heads of one decode program, padded
 
 
@@ -71,7 +76,7 @@ class Form:
     """How the kernels are built for a format.  All but the tile affects only the time."""
 
     scaled: bool
-    tile: int  # keys; divides a page, and is one in the FP8 form
+    tile: int  # keys; divides a page, and is one in the forms of 8 bits
     decode_stages: int
     decode_registers: int | None
     """The most a thread may have, so that four programs fit a multiprocessor."""
@@ -84,16 +89,84 @@ FP8 = Form(
     scaled=True, tile=128, decode_stages=3, decode_registers=128, queries=64, prefill_warps=4,
     prefill_stages=2,
 )  # fmt: skip
+INT8 = Form(
+    scaled=True, tile=128, decode_stages=3, decode_registers=128, queries=64, prefill_warps=4,
+    prefill_stages=2,
+)  # fmt: skip
 BF16 = Form(
     scaled=False, tile=64, decode_stages=5, decode_registers=None, queries=128, prefill_warps=8,
     prefill_stages=3,
 )  # fmt: skip
+_FORMS = {E4M3: FP8, torch.int8: INT8, torch.bfloat16: BF16}
+SCALES = {E4M3: torch.uint8, torch.int8: torch.float32}
+"""The dtype of the scales of K and V, by that of K."""
 
 
 @triton.jit
 def _power_of_two(exponent):
     """Biased exponent -> 2^(exponent - 127) in FP32."""
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _factor(scale):
+    """E8M0 byte or FP32 scale -> FP32."""
+    if scale.dtype == tl.uint8:
+        return _power_of_two(scale)
+    else:
+        return scale
+
+
+@triton.jit
+def _at_least(scale):
+    """V's FP32 scales.  Those of tokens that were never written are 0: their probability is 0, and
+    is multiplied by numbers that have to be finite.  A NaN stays.
+    """
+    return tl.maximum(scale, _SMALLEST_SCALE, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _log2(scale):
+    """V's scales, E8M0 bytes or FP32 -> their base-2 logarithms in FP32."""
+    if scale.dtype == tl.uint8:
+        return scale.to(tl.float32) - 127.0
+    else:
+        return tl.math.log2(_at_least(scale))
+
+
+@triton.jit
+def _inverse(scale):
+    """V's scales, E8M0 bytes or FP32 -> their inverses in FP32."""
+    if scale.dtype == tl.uint8:
+        return _power_of_two(254 - scale.to(tl.int32))
+    else:
+        return 1.0 / _at_least(scale)
+
+
+@triton.jit
+def _to_half(v):
+    """E4M3 or INT8 -> FP16, which is exact."""
+    if v.dtype == tl.int8:
+        # The byte v + 128 below 0x64 is the FP16 1024 + 128 + v: three instructions for two
+        # numbers, where the plain conversion takes seven.
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 x, y;
+                prmt.b32 x, $1, 0x64, 0x4140;
+                xor.b32 x, x, 0x00800080;
+                mov.b32 y, 0x64806480;
+                sub.rn.f16x2 $0, x, y;
+            }
+            """,
+            "=r,r",
+            [v],
+            tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return v.to(tl.float16)
 
 
 @triton.jit
@@ -135,7 +208,7 @@ def _finite(m, WINDOW: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    qk, seen, q_scale, k_byte, v_byte, c, m, l, MASKED, TILE: tl.constexpr, N: tl.constexpr,
+    qk, seen, q_scale, k_scale, v_scale, c, m, l, MASKED, TILE: tl.constexpr, N: tl.constexpr,
     AXIS: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
     """A tile's products q . k, of N queries and with the keys along AXIS -> p, the new maximum and
@@ -145,11 +218,11 @@ def _weigh(
     # product takes V's values as they are; ``terms`` removes it from the sum.  A power of two
     # rounds nothing.
     if SCALED:
-        k_scale = tl.expand_dims(_power_of_two(k_byte), 1 - AXIS)
+        k_factor = tl.expand_dims(_factor(k_scale), 1 - AXIS)
         s = tl.math.fma(
-            qk * k_scale,
+            qk.to(tl.float32) * k_factor,
             tl.expand_dims(q_scale, AXIS),
-            tl.expand_dims(v_byte.to(tl.float32) - 127.0, 1 - AXIS),
+            tl.expand_dims(_log2(v_scale), 1 - AXIS),
         )
     else:
         s = qk
@@ -160,7 +233,7 @@ def _weigh(
         m_new = tl.maximum(m, tl.max(s, AXIS))
         finite = _finite(m_new, WINDOW)
         p = tl.math.exp2(s - tl.expand_dims(finite, AXIS))
-        terms = p * tl.expand_dims(_power_of_two(254 - v_byte.to(tl.int32)), 1 - AXIS)
+        terms = p * tl.expand_dims(_inverse(v_scale), 1 - AXIS)
     else:
         m_new = tl.maximum(m, tl.max(s, AXIS) * c)
         finite = _finite(m_new, WINDOW)
@@ -185,7 +258,7 @@ def _first_seen(position, WINDOW: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, TABLE, LENGTH, O, LSE, PART_O, PART_M, PART_L, c,
+    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, TABLE, LENGTH, O, LSE, PART_O, PART_M, PART_L, c,
     table_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     PART: tl.constexpr, N: tl.constexpr,
@@ -231,18 +304,18 @@ def _decode_kernel(
     # ``page`` counts slabs [page, G]: one KV head of one page, PAGE tokens.
     if SCALED:
         page = tl.load(table + start // PAGE).to(tl.int64) * G + g
-        next_k_byte = tl.load(K_BYTE + page * PAGE + t)
-        next_v_byte = tl.load(V_BYTE + page * PAGE + t)
+        next_k_scale = tl.load(K_SCALE + page * PAGE + t)
+        next_v_scale = tl.load(V_SCALE + page * PAGE + t)
     # num_stages here is 5% faster than as a launch option.
     for first in tl.range(start, end, TILE, num_stages=STAGES):
         page = tl.load(table + first // PAGE).to(tl.int64) * G + g
-        k_byte = next_k_byte if SCALED else None
-        v_byte = next_v_byte if SCALED else None
+        k_scale = next_k_scale if SCALED else None
+        v_scale = next_v_scale if SCALED else None
         if SCALED:
             # Scales are loaded one tile ahead, or the loop would stall.
             ahead = tl.load(table + tl.minimum(first + TILE, end - 1) // PAGE).to(tl.int64) * G + g
-            next_k_byte = tl.load(K_BYTE + ahead * PAGE + t)
-            next_v_byte = tl.load(V_BYTE + ahead * PAGE + t)
+            next_k_scale = tl.load(K_SCALE + ahead * PAGE + t)
+            next_v_scale = tl.load(V_SCALE + ahead * PAGE + t)
         rows = first % PAGE + t  # of the page: a BF16 tile is half of one
         k = tl.load(K + page * (PAGE * D) + rows[:, None] * D + d[None, :])
         # A tile is read whole, since pages hold finite numbers beyond the length; only the last
@@ -253,11 +326,12 @@ def _decode_kernel(
             seen = seen & ((first + t)[:, None] >= first_seen)
             masked = masked | (first < first_seen)
         p, m, l, decay = _weigh(
-            tl.dot(k, q), seen, q_scale, k_byte, v_byte, c, m, l, masked, TILE, N, 0, SCALED, WINDOW
+            tl.dot(k, q), seen, q_scale, k_scale, v_scale, c, m, l, masked, TILE, N, 0, SCALED,
+            WINDOW
         )  # fmt: skip
         if SCALED:  # pages hold V as [D, token] already
             v = tl.load(V + page * (PAGE * D) + d[:, None] * PAGE + t[None, :])
-            acc = tl.dot(v.to(tl.float16), p.to(tl.float16), acc * decay[None, :])
+            acc = tl.dot(_to_half(v), p.to(tl.float16), acc * decay[None, :])
         else:
             v = tl.load(V + page * (PAGE * D) + rows[:, None] * D + d[None, :])
             acc = tl.dot(tl.trans(v), p.to(tl.bfloat16), acc * decay[None, :])
@@ -317,7 +391,7 @@ def _join_kernel(
 
 @triton.jit
 def _prefill_part(
-    q, q_scale, K, K_BYTE, V, V_BYTE, c, start, part_end, first_position, position, length,
+    q, q_scale, K, K_SCALE, V, V_SCALE, c, start, part_end, first_position, position, length,
     G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NQ: tl.constexpr, STAGES: tl.constexpr,
     SCALED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -338,24 +412,25 @@ def _prefill_part(
         last_window = _first_seen(first_position + NQ - 1, WINDOW)
     # Scale bytes are loaded one tile ahead: single bytes cannot be copied asynchronously, and
     # waiting for them costs a tenth of the time.
+    FLOAT: tl.constexpr = SCALED and K_SCALE.dtype.element_ty == tl.float32
     if SCALED:
-        next_k_byte = tl.load(K_BYTE + tl.minimum(start + t, length - 1) * G)
-        next_v_byte = tl.load(V_BYTE + tl.minimum(start + t, length - 1) * G)
+        next_k_scale = tl.load(K_SCALE + tl.minimum(start + t, length - 1) * G)
+        next_v_scale = tl.load(V_SCALE + tl.minimum(start + t, length - 1) * G)
 
     # Whole tiles, masked only where a window begins.
     for first in tl.range(start, unmasked_end, TILE, num_stages=STAGES):
         j = first + t
-        k_byte = next_k_byte if SCALED else None
-        v_byte = next_v_byte if SCALED else None
+        k_scale = next_k_scale if SCALED else None
+        v_scale = next_v_scale if SCALED else None
         if SCALED:
             ahead = tl.minimum(j + TILE, length - 1)
-            next_k_byte = tl.load(K_BYTE + ahead * G)
-            next_v_byte = tl.load(V_BYTE + ahead * G)
+            next_k_scale = tl.load(K_SCALE + ahead * G)
+            next_v_scale = tl.load(V_SCALE + ahead * G)
         k = tl.load(K + j[None, :] * (G * D) + d[:, None])
         v = tl.load(V + j[:, None] * (G * D) + d[None, :])
         p, m, l, decay = _weigh(
             tl.dot(q, k), (j[None, :] > position[:, None] - WINDOW) if WINDOW else None, q_scale,
-            k_byte, v_byte, c, m, l, (first < last_window) if WINDOW else False, TILE, NQ, 1,
+            k_scale, v_scale, c, m, l, (first < last_window) if WINDOW else False, TILE, NQ, 1,
             SCALED, WINDOW
         )  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
@@ -365,15 +440,35 @@ def _prefill_part(
     for first in tl.range(unmasked_end, part_end, TILE, num_stages=1):
         j = first + t
         inside = j < length
-        k_byte = tl.load(K_BYTE + j * G, mask=inside, other=127) if SCALED else None
-        v_byte = tl.load(V_BYTE + j * G, mask=inside, other=127) if SCALED else None
+        if FLOAT:  # as above, or Triton has every thread take the logarithms of 32 keys
+            k_scale = next_k_scale
+            v_scale = next_v_scale
+            ahead = tl.minimum(j + TILE, length - 1)
+            next_k_scale = tl.load(K_SCALE + ahead * G)
+            next_v_scale = tl.load(V_SCALE + ahead * G)
+        else:
+            k_scale = tl.load(K_SCALE + j * G, mask=inside, other=127) if SCALED else None
+            v_scale = tl.load(V_SCALE + j * G, mask=inside, other=127) if SCALED else None
         k = tl.load(K + j[None, :] * (G * D) + d[:, None], mask=inside[None, :], other=0.0)
         v = tl.load(V + j[:, None] * (G * D) + d[None, :], mask=inside[:, None], other=0.0)
         seen = j[None, :] <= position[:, None]
         if WINDOW:
             seen = seen & (j[None, :] > position[:, None] - WINDOW)
         p, m, l, decay = _weigh(
-            tl.dot(q, k), seen, q_scale, k_byte, v_byte, c, m, l, True, TILE, NQ, 1, SCALED, WINDOW
+            tl.dot(q, k),
+            seen,
+            q_scale,
+            k_scale,
+            v_scale,
+            c,
+            m,
+            l,
+            True,
+            TILE,
+            NQ,
+            1,
+            SCALED,
+            WINDOW,
         )
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     return m, _final_sum(l, NQ, False), acc
@@ -381,7 +476,7 @@ def _prefill_part(
 
 @triton.jit
 def _prefill_kernel(
-    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, Q_START, Q_COUNT, K_START, LENGTH, O, LSE, PART_O, PART_M,
+    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, Q_START, Q_COUNT, K_START, LENGTH, O, LSE, PART_O, PART_M,
     PART_L, c, start,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
     NQ: tl.constexpr,
@@ -426,10 +521,10 @@ def _prefill_kernel(
     K += (k_start * G + g) * D
     V += (k_start * G + g) * D
     if SCALED:
-        K_BYTE += k_start * G + g
-        V_BYTE += k_start * G + g
+        K_SCALE += k_start * G + g
+        V_SCALE += k_start * G + g
     m, total, acc = _prefill_part(
-        q, q_scale, K, K_BYTE, V, V_BYTE, c, first_tile, tl.minimum(end, start + PART),
+        q, q_scale, K, K_SCALE, V, V_SCALE, c, first_tile, tl.minimum(end, start + PART),
         first_position, position, length,
         G, D, TILE, NQ, STAGES, SCALED, WINDOW,
     )  # fmt: skip
@@ -458,22 +553,22 @@ def _prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PagedKeys:
-    """K and V pages of one layer (layouts above); without bytes in the BF16 form."""
+    """K and V pages of one layer (layouts above); without scales in the BF16 form."""
 
     keys: torch.Tensor
-    key_bytes: torch.Tensor | None
+    key_scales: torch.Tensor | None
     values: torch.Tensor
-    value_bytes: torch.Tensor | None
+    value_scales: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class PackedKeys:
-    """K and V of packed sequences (layouts above); without bytes in the BF16 form."""
+    """K and V of packed sequences (layouts above); without scales in the BF16 form."""
 
     keys: torch.Tensor
-    key_bytes: torch.Tensor | None
+    key_scales: torch.Tensor | None
     values: torch.Tensor
-    value_bytes: torch.Tensor | None
+    value_scales: torch.Tensor | None
 
 
 def decode_attention(
@@ -485,8 +580,9 @@ def decode_attention(
     max_length: int,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query a sequence: E4M3 [B, H, D] with FP32 scales [B, H], or BF16; table int32 [B,
-    pages], lengths int32 [B], at most max_length; a query sees the last ``window`` keys, or all.
+    """One query a sequence: E4M3 or INT8 [B, H, D] with FP32 scales [B, H], or BF16; table int32
+    [B, pages], lengths int32 [B], at most max_length; a query sees the last ``window`` keys, or
+    all.
 
     -> output BF16 [B, H, D] and log-sum-exp (base 2) FP32 [B, H].  The launch depends on B,
     max_length and the window alone, so it can be captured.
@@ -505,8 +601,8 @@ def decode_attention(
         part_output = log_sum_exp.new_empty((batch, parts, heads, dim))
         part_max, part_sum = log_sum_exp.new_empty((2, batch, parts, heads))
     _decode_kernel[(kv_heads, batch, parts)](
-        queries, query_scales, pages.keys, pages.key_bytes, pages.values, pages.value_bytes, table,
-        lengths, output, log_sum_exp,
+        queries, query_scales, pages.keys, pages.key_scales, pages.values, pages.value_scales,
+        table, lengths, output, log_sum_exp,
         part_output, part_max, part_sum, math.log2(math.e) / dim**0.5, table.stride(0),
         heads, kv_heads, dim, TILE, form.tile, PART, _COLUMNS, form.decode_stages, parts > 1,
         form.scaled, window or 0,
@@ -533,8 +629,9 @@ def prefill_attention(
     max_length: int,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed queries, E4M3 [T, H, D] with FP32 scales [T, H], or BF16: of sequence b the last
-    query_counts[b] of lengths[b] tokens; each sees the last ``window`` keys up to its own, or all.
+    """Packed queries, E4M3 or INT8 [T, H, D] with FP32 scales [T, H], or BF16: of sequence b the
+    last query_counts[b] of lengths[b] tokens; each sees the last ``window`` keys up to its own, or
+    all.
 
     query_starts and key_starts (int32 [B]) are the first rows of a sequence's queries and keys. ->
     output BF16 [T, H, D] and log-sum-exp (base 2) FP32 [T, H].
@@ -553,7 +650,7 @@ def prefill_attention(
     # A launch reads what the one before it wrote: the stream keeps them in order.
     for start in range(0, max_length, PART):
         _prefill_kernel[(heads, triton.cdiv(max_count, form.queries), lengths.numel())](
-            queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes,
+            queries, query_scales, keys.keys, keys.key_scales, keys.values, keys.value_scales,
             query_starts, query_counts, key_starts,
             lengths, output, log_sum_exp, part_output, part_max, part_sum,
             math.log2(math.e) / dim**0.5, start,
@@ -567,12 +664,16 @@ def prefill_attention(
 def _form(
     queries: torch.Tensor, query_scales: torch.Tensor | None, keys: PagedKeys | PackedKeys
 ) -> Form:
-    form = BF16 if queries.dtype == torch.bfloat16 else FP8
-    missing = {x is None for x in (query_scales, keys.key_bytes, keys.value_bytes)}
-    if missing != {not form.scaled} or keys.keys.dtype != queries.dtype:
+    form = _FORMS.get(queries.dtype, BF16)
+    scale = SCALES.get(queries.dtype)
+    wanted = [None if scale is None else torch.float32, scale, scale]
+    scales = query_scales, keys.key_scales, keys.value_scales
+    if [None if x is None else x.dtype for x in scales] != wanted or (
+        keys.keys.dtype != queries.dtype
+    ):
         raise ValueError(
             f"queries of {queries.dtype} over keys of {keys.keys.dtype}: attention on Hopper takes "
-            "E4M3 with scales and bytes, or BF16 without"
+            "E4M3 with scales and bytes, INT8 with FP32 scales, or BF16 without"
         )
     return form
 

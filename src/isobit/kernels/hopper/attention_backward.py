@@ -1,7 +1,8 @@
 """The backward of causal attention on Hopper: two kernels without atomics, which repeat their bits.
 
-Q, K and V are the dequantised values (E4M3 times a power of two is exact in BF16), the output O and
-the base-2 log-sum-exp L those of the forward.  With c = log2(e) / sqrt(D):
+Q, K and V are the dequantised values in BF16 (E4M3 times a power of two is exact; INT8 times its
+scale is rounded, by a fraction of INT8's own error), the output O and the base-2 log-sum-exp L
+those of the forward.  With c = log2(e) / sqrt(D):
 
     P  = 2^(c Q K^T - L)          delta = rowsum(dO * O)
     dS = P * (dO V^T - delta)     dV = P^T dO     dK = dS^T Q / sqrt(D)     dQ = dS K / sqrt(D)
@@ -52,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from isobit.kernels.hopper.attention import PackedKeys, _check_shape, _form, _power_of_two
+from isobit.kernels.hopper.attention import PackedKeys, _check_shape, _factor, _form
 
 GROUP = gl.constexpr(64)  # rows of a warpgroup
 BLOCK = gl.constexpr(128)  # rows of a program, and keys that the queries' kernel takes at once
@@ -63,8 +64,8 @@ FLAT = gl.NVMMASharedLayout(0, 32, rank=1)  # FP32 vectors
 
 @triton.jit
 def _prepare_kernel(
-    Q, Q_SCALE, K, K_BYTE, V, V_BYTE, O, LSE, DO, START, LENGTH, PADDED_START, Q_OUT, K_OUT, V_OUT,
-    DO_OUT, STATS, padded_tokens,
+    Q, Q_SCALE, K, K_SCALE, V, V_SCALE, O, LSE, DO, START, LENGTH, PADDED_START, Q_OUT, K_OUT,
+    V_OUT, DO_OUT, STATS, padded_tokens,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """One program GROUP tokens of one head of Q, or of K and V: padded copies in BF16 [head, padded
@@ -107,9 +108,9 @@ def _prepare_kernel(
         wide = at[:, None] * D + d[None, :]
         k = tl.load(K + wide, mask=inside[:, None], other=0.0)
         v = tl.load(V + wide, mask=inside[:, None], other=0.0)
-        if K_BYTE is not None:
-            k_scale = _power_of_two(tl.load(K_BYTE + at, mask=inside, other=0))[:, None]
-            v_scale = _power_of_two(tl.load(V_BYTE + at, mask=inside, other=0))[:, None]
+        if K_SCALE is not None:
+            k_scale = _factor(tl.load(K_SCALE + at, mask=inside, other=0))[:, None]
+            v_scale = _factor(tl.load(V_SCALE + at, mask=inside, other=0))[:, None]
             k = (k.to(tl.float32) * k_scale).to(tl.bfloat16)
             v = (v.to(tl.float32) * v_scale).to(tl.bfloat16)
         tl.store(K_OUT + to[:, None] * D + d[None, :], k)
@@ -498,9 +499,9 @@ def attention_backward(
     """Gradients of ``prefill_attention`` over whole sequences, with respect to the dequantised Q, K
     and V.
 
-    queries E4M3 [T, H, D] with FP32 scales [T, H], or BF16 without; output and d_output BF16 [T, H,
-    D]; log_sum_exp FP32 [T, H], base 2; sequence b is rows starts[b] to starts[b] + lengths[b]
-    (int32 [B], at most max_length, disjoint).
+    queries E4M3 or INT8 [T, H, D] with FP32 scales [T, H], or BF16 without; output and d_output
+    BF16 [T, H, D]; log_sum_exp FP32 [T, H], base 2; sequence b is rows starts[b] to starts[b] +
+    lengths[b] (int32 [B], at most max_length, disjoint).
 
     -> dq BF16 [T, H, D], dk and dv BF16 [T, G, D]; rows of no sequence are undefined.  Raises
     ValueError for shapes and formats that attention on Hopper does not take, and for tensors that
@@ -510,7 +511,7 @@ def attention_backward(
     kv_heads, device = keys.keys.shape[1], queries.device
     _form(queries, query_scales, keys)
     _check_shape(heads, kv_heads, dim)
-    encoded = queries, query_scales, keys.keys, keys.key_bytes, keys.values, keys.value_bytes
+    encoded = queries, query_scales, keys.keys, keys.key_scales, keys.values, keys.value_scales
     if not all(x is None or x.is_contiguous() for x in (*encoded, output, log_sum_exp, d_output)):
         raise ValueError("the backward of attention takes contiguous tensors")
     # Every sequence on whole blocks.  The rows are a bound: the host does not know the lengths.

@@ -4,19 +4,21 @@ and the flow's format.
     x = BF16(qkv + bias)                           Q, K and V, if there is a bias; added in FP32
     x = BF16(x / sqrt(mean(x^2) + eps) w)          Q and K, in models that have these norms
     x = BF16(x1 cos - x2 sin | x2 cos + x1 sin)    Q and K, products and sums in FP32
-    x = H x                                        Q and K, before e4m3, in FP32; Q's divided by D
+    x = H x                                        Q and K, before 8 bits, in FP32; Q's divided by D
     e4m3: byte  = that of max(amax, 2^-60) / 448 rounded up to a power of two
           value = E4M3(x 2^(127 - byte))
+    int8: scale = max(amax, 2^-60) / 127           FP32
+          value = INT8(x (127 / max(amax, 2^-60)))
     bf16: value = x
 
 The bytes are those of ``isobit.kernels.spec.qkv``, except where the sum of squares rounds
 differently: here it adds two numbers at a time along one fixed tree.  Neither the block size nor
 the layout can change a vector's bits (the tree, `max`, no contraction to fma), so decode, prefill
-and training agree.  In e4m3 a vector that is not finite has the scale byte 255 and the value bytes
-0x7F.
+and training agree.  A vector that is not finite has the scale byte 255 and the value bytes 0x7F in
+e4m3, the scale NaN and zeros in int8.
 
 K and V go to pages (rollout) or are packed (training), in the layouts of
-``isobit.kernels.hopper.attention``.  A page holds V in E4M3 as [D, token], so four consecutive
+``isobit.kernels.hopper.attention``.  A page holds V of 8 bits as [D, token], so four consecutive
 slots are written as a word; a single token's V is D bytes, each in its own sector, and these writes
 are most of the time in decode.  ``gather_pages`` lays the pages of a batch end to end for prefill.
 """
@@ -33,14 +35,15 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.attention import TILE, PackedKeys, PagedKeys
+from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
 from isobit.kernels.hopper.device_functions import hadamard
 from isobit.kernels.hopper.quantise import _INF_BITS, _ROUND_UP_ABOVE_1_75, FLOOR_BITS
 from isobit.kernels.hopper.support import HEAD_SIZES
 from isobit.kernels.operands import QkvTransform
-from isobit.precision.quant_tensor import E4M3, Format
+from isobit.precision.quant_tensor import DTYPES, Format
 from isobit.util.errors import ConfigError
 
+_NAMES = {dtype: format for format, dtype in DTYPES.items()}
 _GATHERED = 64  # tokens of one gathering program
 
 
@@ -58,7 +61,7 @@ TILINGS = (Tiling(1024, 4, 1, 1), Tiling(math.inf, 32, 8, 8))
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """values [T, H, D], E4M3 or BF16; FP32 scales [T, H] in E4M3."""
+    """values [T, H, D], E4M3, INT8 or BF16; FP32 scales [T, H], except in BF16."""
 
     values: torch.Tensor
     scales: torch.Tensor | None
@@ -135,6 +138,42 @@ def _to_e4m3(x, byte):
 
 
 @triton.jit
+def _amax(amax_bits):
+    """The largest magnitude, FP32, at least 2^-60."""
+    return tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_int8(x, amax_bits):
+    """FP32 [N, n] and [N] -> INT8, rounded to nearest even; 0 where the vector is not finite."""
+    amax = _amax(amax_bits)
+    inverse = tl.div_rn(tl.full(amax.shape, 127.0, tl.float32), amax)
+    # The sum with 1.5 * 2^23 is an integer, the last byte of whose bits is the value.
+    bits = (x * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True)
+    return tl.where((amax_bits >= _INF_BITS)[:, None], 0, bits).to(tl.int8)
+
+
+@triton.jit
+def _encoded(x, amax_bits, FORMAT: tl.constexpr):
+    """FP32 [N, n] and their vectors' ``amax_bits`` [N] -> values in an 8-bit format."""
+    if FORMAT == "e4m3":
+        return _to_e4m3(x, _scale_byte(amax_bits))
+    else:
+        return _to_int8(x, amax_bits)
+
+
+@triton.jit
+def _scale(amax_bits, FORMAT: tl.constexpr):
+    """Of K and V, [N]: E8M0 bytes or FP32, NaN where the vector is not finite."""
+    if FORMAT == "e4m3":
+        return _scale_byte(amax_bits).to(tl.uint8)
+    else:
+        amax = _amax(amax_bits)
+        scale = tl.div_rn(amax, tl.full(amax.shape, 127.0, tl.float32))
+        return tl.where(amax_bits >= _INF_BITS, float("nan"), scale)
+
+
+@triton.jit
 def _store_halves(OUT, row, inside, y1, y2, HALF: tl.constexpr):
     """Two halves of vectors as rows of OUT."""
     at = OUT + row[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
@@ -146,7 +185,7 @@ def _store_halves(OUT, row, inside, y1, y2, HALF: tl.constexpr):
 def _queries(
     QKV, BIAS, NORM, cos, sin, Q, Q_SCALE, t, inside, unit, epsilon,
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
-    HADAMARD: tl.constexpr, E4M3: tl.constexpr,
+    HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS query heads of N tokens, to Q [T, H, D]."""
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, H), num_stages=1):
@@ -158,13 +197,20 @@ def _queries(
             y1 *= 1.0 / (2 * HALF)
             y2 *= 1.0 / (2 * HALF)
         row = t * H + head
-        if E4M3:
-            byte = _scale_byte(tl.maximum(_amax_bits(y1), _amax_bits(y2)))
-            _store_halves(Q, row, inside, _to_e4m3(y1, byte), _to_e4m3(y2, byte), HALF)
-            scale = (byte << 23).to(tl.float32, bitcast=True)
-            tl.store(Q_SCALE + row, tl.where(byte == 255, float("nan"), scale), mask=inside)
-        else:
+        if FORMAT == "bf16":
             _store_halves(Q, row, inside, y1.to(tl.bfloat16), y2.to(tl.bfloat16), HALF)
+        else:
+            bits = tl.maximum(_amax_bits(y1), _amax_bits(y2))
+            y1 = _encoded(y1, bits, FORMAT)
+            y2 = _encoded(y2, bits, FORMAT)
+            _store_halves(Q, row, inside, y1, y2, HALF)
+            if FORMAT == "e4m3":
+                byte = _scale_byte(bits)
+                power = (byte << 23).to(tl.float32, bitcast=True)
+                scale = tl.where(byte == 255, float("nan"), power)
+            else:
+                scale = _scale(bits, FORMAT)
+            tl.store(Q_SCALE + row, scale, mask=inside)
 
 
 @triton.jit
@@ -178,10 +224,10 @@ def _vector_row(t, slot, g, G: tl.constexpr, TILE: tl.constexpr, PAGED: tl.const
 
 @triton.jit
 def _keys(
-    QKV, BIAS, NORM, cos, sin, K, K_BYTE, t, slot, inside, unit, epsilon,
+    QKV, BIAS, NORM, cos, sin, K, K_SCALE, t, slot, inside, unit, epsilon,
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr,
-    PAGED: tl.constexpr, HADAMARD: tl.constexpr, E4M3: tl.constexpr,
+    PAGED: tl.constexpr, HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Up to HEADS key heads of N tokens, to pages or packed; in qkv they follow the query heads."""
     for g in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, G), num_stages=1):
@@ -190,43 +236,43 @@ def _keys(
             (H + 2 * G) * (2 * HALF), N, HALF, HADAMARD,
         )  # fmt: skip
         row = _vector_row(t, slot, g, G, TILE, PAGED)
-        if E4M3:
-            byte = _scale_byte(tl.maximum(_amax_bits(y1), _amax_bits(y2)))
-            _store_halves(K, row, inside, _to_e4m3(y1, byte), _to_e4m3(y2, byte), HALF)
-            tl.store(K_BYTE + row, byte.to(tl.uint8), mask=inside)
-        else:
+        if FORMAT == "bf16":
             _store_halves(K, row, inside, y1.to(tl.bfloat16), y2.to(tl.bfloat16), HALF)
+        else:
+            bits = tl.maximum(_amax_bits(y1), _amax_bits(y2))
+            y1 = _encoded(y1, bits, FORMAT)
+            y2 = _encoded(y2, bits, FORMAT)
+            _store_halves(K, row, inside, y1, y2, HALF)
+            tl.store(K_SCALE + row, _scale(bits, FORMAT), mask=inside)
 
 
 @triton.jit
 def _values(
-    QKV, BIAS, V, V_BYTE, t, slot, inside, g,
+    QKV, BIAS, V, V_SCALE, t, slot, inside, g,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr,
-    E4M3: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """V as [token, D]."""
     d = tl.arange(0, D)
     x = _load(QKV, BIAS, t, inside, (H + G + g) * D + d, (H + 2 * G) * D)
     row = _vector_row(t, slot, g, G, TILE, PAGED)
-    if E4M3:
-        byte = _scale_byte(_amax_bits(x))
-        tl.store(
-            V + row[:, None] * D + d[None, :],
-            _to_e4m3(x, byte).to(tl.float16),
-            mask=inside[:, None],
-        )
-        tl.store(V_BYTE + row, byte.to(tl.uint8), mask=inside)
+    at = V + row[:, None] * D + d[None, :]
+    if FORMAT == "bf16":
+        tl.store(at, x.to(tl.bfloat16), mask=inside[:, None])
     else:
-        tl.store(V + row[:, None] * D + d[None, :], x.to(tl.bfloat16), mask=inside[:, None])
+        bits = _amax_bits(x)
+        tl.store(at, _encoded(x, bits, FORMAT).to(tl.float16), mask=inside[:, None])
+        tl.store(V_SCALE + row, _scale(bits, FORMAT), mask=inside)
 
 
 @triton.jit
 def _value_bytes(
-    QKV, BIAS, V_BYTE, SLOT, first, i, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, N: tl.constexpr
+    QKV, BIAS, V_SCALE, SLOT, first, i, tokens, g,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Rows i of N tokens -> E4M3 values as int32 [rows, D], slots and which of them exist; stores
-    the scale bytes.
+    """Rows i of N tokens -> the bytes of 8-bit values as int32 [rows, D], slots and which of them
+    exist; stores the scales.
 
     Rows are rotated so that a row's number is its slot's within N, if slots are consecutive.
     """
@@ -234,9 +280,10 @@ def _value_bytes(
     slot = tl.load(SLOT + t, mask=t < tokens, other=-1)
     inside = slot >= 0
     x = _load(QKV, BIAS, t, inside, (H + G + g) * D + tl.arange(0, D), (H + 2 * G) * D)
-    byte = _scale_byte(_amax_bits(x))
-    tl.store(V_BYTE + _vector_row(t, slot, g, G, TILE, True), byte.to(tl.uint8), mask=inside)
-    return _to_e4m3(x, byte).to(tl.uint8, bitcast=True).to(tl.int32), slot, inside
+    bits = _amax_bits(x)
+    row = _vector_row(t, slot, g, G, TILE, True)
+    tl.store(V_SCALE + row, _scale(bits, FORMAT), mask=inside)
+    return _encoded(x, bits, FORMAT).to(tl.uint8, bitcast=True).to(tl.int32), slot, inside
 
 
 @triton.jit
@@ -248,22 +295,24 @@ def _store_bytes(V, y, slot, inside, g, G: tl.constexpr, D: tl.constexpr, TILE: 
 
 @triton.jit
 def _transposed_values(
-    QKV, BIAS, V, V_BYTE, SLOT, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, N: tl.constexpr
+    QKV, BIAS, V, V_SCALE, SLOT, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
     """V as [D, token]: a word at a time where four slots fill one, else a byte."""
     # Four loads of every fourth row: a thread then holds all four bytes of a word.
     first = tl.program_id(0).to(tl.int64) * N
     i = tl.arange(0, N // 4) * 4
-    y0, slot0, in0 = _value_bytes(QKV, BIAS, V_BYTE, SLOT, first, i, tokens, g, H, G, D, TILE, N)
+    y0, slot0, in0 = _value_bytes(
+        QKV, BIAS, V_SCALE, SLOT, first, i, tokens, g, H, G, D, TILE, N, FORMAT
+    )
     y1, slot1, in1 = _value_bytes(
-        QKV, BIAS, V_BYTE, SLOT, first, i + 1, tokens, g, H, G, D, TILE, N
+        QKV, BIAS, V_SCALE, SLOT, first, i + 1, tokens, g, H, G, D, TILE, N, FORMAT
     )
     y2, slot2, in2 = _value_bytes(
-        QKV, BIAS, V_BYTE, SLOT, first, i + 2, tokens, g, H, G, D, TILE, N
+        QKV, BIAS, V_SCALE, SLOT, first, i + 2, tokens, g, H, G, D, TILE, N, FORMAT
     )
     y3, slot3, in3 = _value_bytes(
-        QKV, BIAS, V_BYTE, SLOT, first, i + 3, tokens, g, H, G, D, TILE, N
+        QKV, BIAS, V_SCALE, SLOT, first, i + 3, tokens, g, H, G, D, TILE, N, FORMAT
     )
 
     # [N / 4, D] words, stored transposed: a page's row of TILE bytes is TILE / 4 words.
@@ -291,10 +340,10 @@ def _transposed_values(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _encode_kernel(
-    QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, SLOT, Q, Q_SCALE, K, K_BYTE, V, V_BYTE, tokens,
+    QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, SLOT, Q, Q_SCALE, K, K_SCALE, V, V_SCALE, tokens,
     epsilon,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr, HADAMARD: tl.constexpr, E4M3: tl.constexpr,
+    HEADS: tl.constexpr, HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """One program N tokens and HEADS query heads, or HEADS key heads, or one value head, in this
     order along axis 1 of the grid.  Without SLOT, K and V are packed.
@@ -324,22 +373,22 @@ def _encode_kernel(
         if unit < QUERY_UNITS:
             _queries(
                 QKV, BIAS, Q_NORM, cos, sin, Q, Q_SCALE, t, inside, unit, epsilon,
-                H, G, HALF, N, HEADS, HADAMARD, E4M3,
+                H, G, HALF, N, HEADS, HADAMARD, FORMAT,
             )  # fmt: skip
         else:
             _keys(
-                QKV, BIAS, K_NORM, cos, sin, K, K_BYTE, t, slot, written, unit - QUERY_UNITS,
+                QKV, BIAS, K_NORM, cos, sin, K, K_SCALE, t, slot, written, unit - QUERY_UNITS,
                 epsilon,
-                H, G, HALF, TILE, N, HEADS, SLOT is not None, HADAMARD, E4M3,
+                H, G, HALF, TILE, N, HEADS, SLOT is not None, HADAMARD, FORMAT,
             )  # fmt: skip
     else:
         g = unit - QUERY_UNITS - KEY_UNITS
-        # Only E4M3 pages hold V as [D, token].
-        if E4M3 and SLOT is not None:
-            _transposed_values(QKV, BIAS, V, V_BYTE, SLOT, tokens, g, H, G, D, TILE, N)
+        # Only pages of 8 bits hold V as [D, token].
+        if FORMAT != "bf16" and SLOT is not None:
+            _transposed_values(QKV, BIAS, V, V_SCALE, SLOT, tokens, g, H, G, D, TILE, N, FORMAT)
         else:
             _values(
-                QKV, BIAS, V, V_BYTE, t, slot, written, g, H, G, D, TILE, SLOT is not None, E4M3
+                QKV, BIAS, V, V_SCALE, t, slot, written, g, H, G, D, TILE, SLOT is not None, FORMAT
             )
 
 
@@ -367,22 +416,25 @@ def encode_packed(
     Raises ConfigError for the FP32 format, which attention on a GPU does not take.
     """
     if format == "fp32":
-        raise ConfigError("the fp32 flow runs on the CPU: attention on a GPU takes e4m3 and bf16")
+        raise ConfigError(
+            "the fp32 flow runs on the CPU: attention on a GPU takes e4m3, int8 and bf16"
+        )
     vectors = (qkv.shape[0], transform.num_kv_heads)
-    packed = _empty_packed(vectors, transform.head_dim, format == "e4m3", qkv.device)
+    packed = _empty_packed(vectors, transform.head_dim, DTYPES[format], qkv.device)
     return _encode(qkv, transform, positions, None, packed), packed
 
 
 def _empty_packed(
-    vectors: tuple[int, int], dim: int, is_quantised: bool, device: torch.device
+    vectors: tuple[int, int], dim: int, dtype: torch.dtype, device: torch.device
 ) -> PackedKeys:
     """Uninitialised K and V of [tokens, KV heads] vectors."""
-    k, v = (E4M3, torch.float16) if is_quantised else (torch.bfloat16, torch.bfloat16)
-    keys, values = (torch.empty((*vectors, dim), dtype=dtype, device=device) for dtype in (k, v))
-    if not is_quantised:
+    scale = SCALES.get(dtype)
+    v = torch.bfloat16 if scale is None else torch.float16
+    keys, values = (torch.empty((*vectors, dim), dtype=d, device=device) for d in (dtype, v))
+    if scale is None:
         return PackedKeys(keys, None, values, None)
-    key_bytes, value_bytes = torch.empty((2, *vectors), dtype=torch.uint8, device=device)
-    return PackedKeys(keys, key_bytes, values, value_bytes)
+    key_scales, value_scales = torch.empty((2, *vectors), dtype=scale, device=device)
+    return PackedKeys(keys, key_scales, values, value_scales)
 
 
 def _encode(
@@ -403,10 +455,11 @@ def _encode(
             f"heads of {dim}, contiguous: {qkv.is_contiguous()}; qkv must be contiguous, with head "
             f"sizes of {' or '.join(map(str, HEAD_SIZES))}"
         )
-    quantised = out.key_bytes is not None
     values = torch.empty((tokens, heads, dim), dtype=out.keys.dtype, device=qkv.device)
     scales = (
-        torch.empty((tokens, heads), dtype=torch.float32, device=qkv.device) if quantised else None
+        None
+        if out.key_scales is None
+        else torch.empty((tokens, heads), dtype=torch.float32, device=qkv.device)
     )
     plan = next(plan for plan in TILINGS if tokens <= plan.most)
     units = triton.cdiv(heads, plan.heads) + triton.cdiv(kv_heads, plan.heads) + kv_heads
@@ -414,16 +467,17 @@ def _encode(
         _encode_kernel[(triton.cdiv(tokens, plan.tokens), units)](
             qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos, transform.sin,
             positions, slots, values, scales,
-            out.keys, out.key_bytes, out.values, out.value_bytes, tokens, transform.epsilon,
-            heads, kv_heads, dim, TILE, plan.tokens, plan.heads, transform.hadamard, quantised,
-            num_warps=plan.warps, enable_fp_fusion=False,
+            out.keys, out.key_scales, out.values, out.value_scales, tokens, transform.epsilon,
+            heads, kv_heads, dim, TILE, plan.tokens, plan.heads, transform.hadamard,
+            _NAMES[out.keys.dtype], num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return Queries(values, scales)
 
 
 @triton.jit
 def _gather_kernel(
-    K, K_BYTE, V, V_BYTE, TABLE, START, LENGTH, K_OUT, K_BYTE_OUT, V_OUT, V_BYTE_OUT, table_stride,
+    K, K_SCALE, V, V_SCALE, TABLE, START, LENGTH, K_OUT, K_SCALE_OUT, V_OUT, V_SCALE_OUT,
+    table_stride,
     G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One program N tokens and one KV head of one sequence; N divides a page."""
@@ -441,14 +495,14 @@ def _gather_kernel(
     vector = page * TILE + offset
     out = row[:, None] * D + d[None, :]
     tl.store(K_OUT + out, tl.load(K + vector[:, None] * D + d[None, :]), mask=inside[:, None])
-    if K_BYTE is None:
+    if K_SCALE is None:
         tl.store(V_OUT + out, tl.load(V + vector[:, None] * D + d[None, :]), mask=inside[:, None])
     else:
         # V is read as [D, token] and stored transposed and widened.
         v = tl.load(V + (page * (TILE * D) + offset)[None, :] + d[:, None] * TILE)
         tl.store(V_OUT + out, tl.trans(v).to(tl.float16), mask=inside[:, None])
-        tl.store(K_BYTE_OUT + row, tl.load(K_BYTE + vector), mask=inside)
-        tl.store(V_BYTE_OUT + row, tl.load(V_BYTE + vector), mask=inside)
+        tl.store(K_SCALE_OUT + row, tl.load(K_SCALE + vector), mask=inside)
+        tl.store(V_SCALE_OUT + row, tl.load(V_SCALE + vector), mask=inside)
 
 
 def gather_pages(
@@ -465,10 +519,10 @@ def gather_pages(
     table int32 [B, pages], starts and lengths int32 [B], the lengths at most max_length.
     """
     _, kv_heads, _, dim = pages.keys.shape
-    out = _empty_packed((total, kv_heads), dim, pages.key_bytes is not None, pages.keys.device)
+    out = _empty_packed((total, kv_heads), dim, pages.keys.dtype, pages.keys.device)
     _gather_kernel[(kv_heads, triton.cdiv(max_length, _GATHERED), lengths.numel())](
-        pages.keys, pages.key_bytes, pages.values, pages.value_bytes, table, starts, lengths,
-        out.keys, out.key_bytes, out.values, out.value_bytes,
+        pages.keys, pages.key_scales, pages.values, pages.value_scales, table, starts, lengths,
+        out.keys, out.key_scales, out.values, out.value_scales,
         table.stride(0), kv_heads, dim, TILE, _GATHERED, num_warps=4,
     )  # fmt: skip
     return out

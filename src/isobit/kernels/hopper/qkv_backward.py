@@ -1,7 +1,7 @@
 """The backward of ``isobit.kernels.hopper.qkv``, from attention's gradients to the qkv GEMM's, in
 one kernel.
 
-    y = H y                                                 Q and K in e4m3, in FP32; dQ / D
+    y = H y                                                 Q and K in 8 bits, in FP32; dQ / D
     g = BF16(y1 cos + y2 sin | y2 cos - y1 sin)             Q and K: rotated by minus the angle
     n = x / sqrt(mean(x^2) + eps),  x = BF16(qkv + bias)    Q and K, in models that have these norms
     s = g w
