@@ -46,7 +46,8 @@ def completions(
 
 
 @pytest.mark.parametrize(
-    ("preset", "ranks"), [("fp8", 2), ("fp8", 4), ("fp8-linear", 2), ("int8", 4), ("bf16", 2), ("fp32", 2)]
+    ("preset", "ranks"),
+    [("fp8", 2), ("fp8", 4), ("fp8-linear", 2), ("int8", 4), ("bf16", 2), ("fp32", 2)],
 )
 def test_completions_are_those_of_one_rank(preset: Preset, ranks: int):
     precision = PrecisionConfig(preset=preset)

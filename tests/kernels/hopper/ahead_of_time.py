@@ -65,11 +65,7 @@ class Compiled:
         """What the tensor cores multiply, by the format of the left operands; ``old`` where it is
         by the instruction of earlier cards.
         """
-<<<<<<< HEAD
         formats = re.findall(r"\bwgmma\.mma_async\S*\.[fs]32\.(\w+)\.\w+\b", self.ptx)
-=======
-        formats = re.findall(r"\bwgmma\.mma_async\S*\.(?:f|s)32\.(\w+)\.\w+\b", self.ptx)
->>>>>>> attend8
         return {*formats, *(["old"] if re.search(r"\bmma\.sync", self.ptx) else [])}
 
     @property
