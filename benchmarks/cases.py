@@ -50,7 +50,7 @@ ROLLOUT_CASES = {
     "long": RolloutCase(256, 512, 3584),
     "context": RolloutCase(16, 30720, 2048),
 }
-MODES = ("bf16", "fp8-linear", "fp8")
+MODES = ("bf16", "fp8-linear", "fp8", "int8-linear", "int8")
 """BF16; FP8 linears; FP8 linears, KV cache and attention."""
 MAX_SEQUENCES = 256
 WARM_UP_TOKENS = 16

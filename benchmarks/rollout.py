@@ -64,7 +64,8 @@ def make_commands() -> Commands:
     )
     for command in (ours, theirs, commands.add("floor", floor)):
         flag = "--mode" if command is theirs else "--precision"
-        command.add_argument(flag, dest="mode", choices=MODES, required=True)
+        choices = tuple(PEER) if command is theirs else MODES
+        command.add_argument(flag, dest="mode", choices=choices, required=True)
         chosen = [case for case in ROLLOUT_CASES if command is not theirs or case != "context"]
         command.add_argument("--cases", type=cases, default=chosen)
     commands.add_table(run_table)
@@ -114,6 +115,7 @@ second.
 """
 REFERENCE_SHAPE = "qwen3-8b"
 TOLERATED = 0.9
+PEER = {"bf16": "BF16", "fp8-linear": "FP8 linears", "fp8": "FP8+KV"}  # what vLLM has of the modes
 BASELINE = ("vllm", "bf16")
 BARS = (BASELINE, ("native", "bf16"), ("native", "fp8"))
 BARS_BESIDE_FP8 = {"long"}
@@ -205,11 +207,7 @@ def markdown(lines: list[Line]) -> str:
 
 
 def _markdown_line(line: Line) -> str:
-    kind = (
-        {"bf16": "BF16", "fp8-linear": "FP8 linears", "fp8": "FP8+KV"}[line.mode]
-        if line.engine == "vllm"
-        else f"`{line.mode}`"
-    )
+    kind = PEER[line.mode] if line.engine == "vllm" else f"`{line.mode}`"
     name = f"{NAMES[line.engine]} {kind}" + (
         ", log-probabilities" if line.log_probs and line.engine == "vllm" else ""
     )
