@@ -36,6 +36,7 @@ from isobit.precision.quant_tensor import (
 )
 
 _PROGRAMS = 132  # multiprocessors of a Hopper card
+_SMALL_PROGRAMS = 256  # of 64 rows of W: about two a multiprocessor
 _MOST_SPLITS = 8
 _BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
 _FEW = 64  # rows, up to which W is the left operand
@@ -59,7 +60,7 @@ def tiles(m: int, n: int, k: int) -> Tiles:
         return Tiles(16, 64, 1, 1, swaps=True)
     if m <= _FEW:
         block_m = max(16, triton.next_power_of_2(m))
-        return Tiles(block_m, 64, _splits(triton.cdiv(n, 64), k, 2 * _PROGRAMS - 8), 6, swaps=True)
+        return Tiles(block_m, 64, _splits(triton.cdiv(n, 64), k, _SMALL_PROGRAMS), 6, swaps=True)
     if triton.cdiv(m, 128) * triton.cdiv(n, 128) >= _PROGRAMS:
         return Tiles(128, 128, 1, 3, swaps=False)
     programs = triton.cdiv(m, 64) * triton.cdiv(n, 128)
