@@ -343,7 +343,8 @@ def fold_norms(
         path = name.removesuffix(".weight")
         layer, _, own = path.rpartition(".")
         readers = [f"{layer}.{reader}" for reader in _READERS.get(own, ())]
-        if isinstance(values, torch.Tensor) and any(map(is_folded, readers)):
+        is_norm = isinstance(values, torch.Tensor) and any(map(is_folded, readers))
+        if is_norm and not values.is_meta:
             factor = outstanding(values)
             if channels := int((factor > 1).sum()):
                 note(channels)
