@@ -343,10 +343,12 @@ def fold_norms(
         path = name.removesuffix(".weight")
         layer, _, own = path.rpartition(".")
         readers = [f"{layer}.{reader}" for reader in _READERS.get(own, ())]
-        is_norm = isinstance(values, torch.Tensor) and any(map(is_folded, readers))
-        if is_norm and not values.is_meta:
+        if any(map(is_folded, readers)):
+            assert isinstance(values, torch.Tensor), "a norm is not quantised"
             factor = outstanding(values)
-            if channels := int((factor > 1).sum()):
+            # A plan's norms are shapes without numbers.
+            channels = 0 if values.is_meta else int((factor > 1).sum())
+            if channels:
                 note(channels)
                 values = values / factor
                 factors |= dict.fromkeys(readers, factor)
