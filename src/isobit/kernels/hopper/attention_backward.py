@@ -283,7 +283,9 @@ def _keys_producer(
             mbarrier.expect(full.index(stage), 4 * GROUP * D + 4 * WIDTH)  # Q, dO and stats
             copy_tile(q_desc, [row, 0], full.index(stage), q_smem.index(stage))
             copy_tile(do_desc, [row, 0], full.index(stage), do_smem.index(stage))
-            copy_tile(stats_desc, [row * (WIDTH // GROUP)], full.index(stage), stats_smem.index(stage))
+            copy_tile(
+                stats_desc, [row * (WIDTH // GROUP)], full.index(stage), stats_smem.index(stage)
+            )
             step += 1
 
 
@@ -369,6 +371,7 @@ def _queries_tile(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    column: gl.constexpr = gl.SliceLayout(0, s_layout)
     stage = step % STAGES
     k = k_smem.index(stage)
     v = v_smem.index(stage)
@@ -384,13 +387,12 @@ def _queries_tile(
     # P, while dP's product runs, which starts from -delta.
     s = warpgroup_mma_wait(1, deps=[s])
     if scale_smem is not None:
-        column: gl.constexpr = gl.SliceLayout(0, s_layout)
         s *= scale_smem.index(stage).load(column)[None, :]
         p = gl.exp2(s * c[:, None] - lse[:, None])
     else:
         p = gl.exp2(s * c - lse[:, None])
     query = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
-    key = gl.arange(0, BLOCK, gl.SliceLayout(0, s_layout))
+    key = gl.arange(0, BLOCK, column)
     if DIAGONAL:
         p = gl.where(key[None, :] <= query[:, None], p, 0.0)
     if WINDOW:  # noqa: SIM102 (known when it is compiled)
