@@ -71,7 +71,7 @@ def check(format: Format, window: int | None) -> None:
     heads = [Heads.encode(x.bfloat16(), format) for x in (q, k, v)]
     values = [x.values for x in heads]
     q_scales, k_scales, v_scales = factors(heads[0].scales), heads[1].scales, heads[2].scales
-    wanted, wanted_lse = exact(*heads, window)
+    wanted, wanted_lse = exact(heads[0], heads[1], heads[2], window)
     packed = PackedKeys(values[1], k_scales, values[2].half(), v_scales)
     pages = PagedKeys(
         paged(values[1]), paged(k_scales), paged(values[2], transposed=True), paged(v_scales)
@@ -103,7 +103,8 @@ def close(
 
 def main() -> None:
     interpreter._convert_float = convert
-    interpreter.InterpreterBuilder.create_inline_asm = halves
+    builder: Any = interpreter.InterpreterBuilder
+    builder.create_inline_asm = halves
     torch.manual_seed(0)
     for format in ("e4m3", "int8"):
         for window in (None, 100):

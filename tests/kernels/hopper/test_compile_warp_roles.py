@@ -10,7 +10,7 @@ from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hoppe
 
 TYPES = {
     **dict.fromkeys(("O", "DO", "DQ", "DK", "DV", "Q_OUT", "K_OUT", "V_OUT", "DO_OUT"), "*bf16"),
-    **dict.fromkeys(("Q_SCALE", "LSE", "STATS"), "*fp32"),
+    **dict.fromkeys(("Q_SCALE", "LSE", "STATS", "K_SCALE_OUT"), "*fp32"),
     **dict.fromkeys(("START", "LENGTH", "PADDED_START"), "*i32"),
     **dict.fromkeys(("c", "scale"), "fp32"), **dict.fromkeys(("padded_tokens", "groups"), "i32"),
     "GRAD": "*fp32", "STARTS": "*i32",
@@ -28,6 +28,17 @@ def tiles(rows: int, dim: int) -> str:
     return f"tensordesc<bf16[{rows}, {dim}],{attention_backward.SWIZZLED!r}>"
 
 
+def numbers(count: int) -> str:
+    return f"tensordesc<fp32[{count}],{attention_backward.FLAT!r}>"
+
+
+WIDTH = {
+    False: attention_backward.BLOCK.value,
+    True: 2 * attention_backward.BLOCK.value,
+}
+"""Numbers that come with GROUP queries, without and with the scales of INT8."""
+
+
 def assert_asynchronous(made: Compiled) -> None:
     """Where registers run short, the compiler waits for every product before it issues the next
     one.
@@ -38,31 +49,41 @@ def assert_asynchronous(made: Compiled) -> None:
     assert made.ptx.count("setmaxnreg") > 4
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
     ("dim", "group", "window"), [(64, 16, 0), (128, 1, 0), (128, 4, 0), (128, 4, 4096)]
 )
-def test_keys(dim: int, group: int, window: int) -> None:
+def test_keys(dim: int, group: int, window: int, int8: bool) -> None:
     block = tiles(attention_backward.GROUP.value, dim)
-    stats = f"tensordesc<fp32[{attention_backward.BLOCK.value}],{attention_backward.FLAT!r}>"
-    types = dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), block) | {"stats_desc": stats}
+    types = dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), block)
+    types |= {"stats_desc": numbers(WIDTH[int8]), "K_SCALE": "*fp32"}
     stages = attention_backward.KEY_STAGES
-    constants = {"H": 2 * group, "G": 2, "D": dim, "STAGES": stages, "WINDOW": window}
+    constants: dict[str, Any] = {
+        "H": 2 * group, "G": 2, "D": dim, "STAGES": stages, "WINDOW": window
+    }  # fmt: skip
+    constants |= {} if int8 else {"K_SCALE": None}
     made = compiled(attention_backward._keys_kernel, types, constants)
     assert_asynchronous(made)
     assert made.stack <= (64 if dim == 128 else 0)  # outside the loop
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("dim", "window"), [(64, 0), (128, 0), (128, 4096)])
-def test_queries(dim: int, window: int) -> None:
+def test_queries(dim: int, window: int, int8: bool) -> None:
     group, block = (
         tiles(rows.value, dim) for rows in (attention_backward.GROUP, attention_backward.BLOCK)
     )
     types = {"q_desc": group, "do_desc": group, "k_desc": block, "v_desc": block}
+    types |= {"scale_desc": numbers(attention_backward.BLOCK.value)}
     stages = attention_backward.QUERY_STAGES
-    constants = {"H": 32, "G": 8, "D": dim, "STAGES": stages, "WINDOW": window}
+    constants: dict[str, Any] = {
+        "H": 32, "G": 8, "D": dim, "WIDTH": WIDTH[int8], "STAGES": stages, "WINDOW": window
+    }  # fmt: skip
+    constants |= {} if int8 else {"scale_desc": None}
     made = compiled(attention_backward._queries_kernel, types, constants)
     assert_asynchronous(made)
-    assert made.stack <= (8 if window else 0)  # where a tile is cut by the window's edge
+    # Outside the loop, and where a tile is cut by the window's edge.
+    assert made.stack <= ((40 if int8 else 8) if window else 0)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -71,7 +92,9 @@ def test_queries(dim: int, window: int) -> None:
     [("*bf16", "*bf16", None), (E4M3, "*fp16", "*u8"), ("*i8", "*fp16", "*fp32")],
 )
 def test_prepare(dim: int, qk: str, v: str, scale: str | None) -> None:
-    types, constants = TYPES | {"Q": qk, "K": qk, "V": v}, {"H": 32, "G": 8, "D": dim}
+    types = TYPES | {"Q": qk, "K": qk, "V": v}
+    constants: dict[str, Any] = {"H": 32, "G": 8, "D": dim, "WIDTH": WIDTH[qk == "*i8"]}
+    constants |= {} if qk == "*i8" else {"K_SCALE_OUT": None}
     if scale is None:
         constants |= dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE"))
     else:

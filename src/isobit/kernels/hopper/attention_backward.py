@@ -1,8 +1,7 @@
 """The backward of causal attention on Hopper: two kernels without atomics, which repeat their bits.
 
-Q, K and V are the dequantised values in BF16 (E4M3 times a power of two is exact; INT8 times its
-scale is rounded, by a fraction of INT8's own error), the output O and the base-2 log-sum-exp L
-those of the forward.  With c = log2(e) / sqrt(D):
+Q, K and V are the dequantised values (E4M3 times a power of two is exact in BF16), the output O and
+the base-2 log-sum-exp L those of the forward.  With c = log2(e) / sqrt(D):
 
     P  = 2^(c Q K^T - L)          delta = rowsum(dO * O)
     dS = P * (dO V^T - delta)     dV = P^T dO     dK = dS^T Q / sqrt(D)     dQ = dS K / sqrt(D)
@@ -12,6 +11,10 @@ kernel owns keys and walks the queries that see them, through all query heads of
 order; the queries' kernel owns queries and walks the keys that they see.  So every sum has one
 order, which depends on the sequence alone, at the price of 7 products instead of the 5 of a kernel
 that adds dQ up with atomics.
+
+In INT8 the operands Q and K are the integers, so that the scores are the forward's, to which L
+belongs.  FP32 scales multiply Q K^T by row and by column, and dS before it is rounded.  V times its
+scale is rounded to BF16.
 
 With a sliding window w, w queries see a key, from its own position on, and neither kernel walks
 further.  A tile that the window's edge cuts may be wholly masked for one warpgroup: P = 0 there.
@@ -65,12 +68,13 @@ FLAT = gl.NVMMASharedLayout(0, 32, rank=1)  # FP32 vectors
 @triton.jit
 def _prepare_kernel(
     Q, Q_SCALE, K, K_SCALE, V, V_SCALE, O, LSE, DO, START, LENGTH, PADDED_START, Q_OUT, K_OUT,
-    V_OUT, DO_OUT, STATS, padded_tokens,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    V_OUT, DO_OUT, STATS, K_SCALE_OUT, padded_tokens,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program GROUP tokens of one head of Q, or of K and V: padded copies in BF16 [head, padded
     token, D], and the queries' log-sum-exp and delta.  Padding up to the next multiple of BLOCK
-    rows is written too: zeros, by the masks' ``other``.
+    rows is written too: zeros, by the masks' ``other``.  With K_SCALE_OUT [KV head, padded token]
+    the copies of Q and K are integers, and Q's scales are the third of the WIDTH / GROUP stats.
     """
     head = tl.program_id(0)
     first = tl.program_id(1) * GROUP
@@ -90,18 +94,23 @@ def _prepare_kernel(
         wide = at[:, None] * D + d[None, :]
         q = tl.load(Q + wide, mask=inside[:, None], other=0.0)
         if Q_SCALE is not None:
-            q_scale = tl.load(Q_SCALE + at, mask=inside, other=0.0)[:, None]
-            q = (q.to(tl.float32) * q_scale).to(tl.bfloat16)
+            q_scale = tl.load(Q_SCALE + at, mask=inside, other=0.0)
+            if K_SCALE_OUT is None:
+                q = (q.to(tl.float32) * q_scale[:, None]).to(tl.bfloat16)
+            else:
+                q = q.to(tl.bfloat16)
         tl.store(Q_OUT + to[:, None] * D + d[None, :], q)
         d_output = tl.load(DO + wide, mask=inside[:, None], other=0.0)
         tl.store(DO_OUT + to[:, None] * D + d[None, :], d_output)
         output = tl.load(O + wide, mask=inside[:, None], other=0.0)
         delta = tl.sum(d_output.to(tl.float32) * output.to(tl.float32), 1)
         lse = tl.load(LSE + at, mask=inside, other=float("inf"))
-        # Of each GROUP rows first the log-sum-exps, then the deltas: BLOCK numbers, one copy.
-        stats = STATS + to // GROUP * BLOCK + to % GROUP
+        # Of each GROUP rows first the log-sum-exps, then the deltas: WIDTH numbers, one copy.
+        stats = STATS + to // GROUP * WIDTH + to % GROUP
         tl.store(stats, lse)
         tl.store(stats + GROUP, delta)
+        if K_SCALE_OUT is not None:
+            tl.store(stats + 2 * GROUP, q_scale)
     else:
         at = row * G + head - H
         to = (head - H) * padded_tokens.to(tl.int64) + padded_row
@@ -109,9 +118,13 @@ def _prepare_kernel(
         k = tl.load(K + wide, mask=inside[:, None], other=0.0)
         v = tl.load(V + wide, mask=inside[:, None], other=0.0)
         if K_SCALE is not None:
-            k_scale = _factor(tl.load(K_SCALE + at, mask=inside, other=0))[:, None]
+            k_scale = _factor(tl.load(K_SCALE + at, mask=inside, other=0))
             v_scale = _factor(tl.load(V_SCALE + at, mask=inside, other=0))[:, None]
-            k = (k.to(tl.float32) * k_scale).to(tl.bfloat16)
+            if K_SCALE_OUT is None:
+                k = (k.to(tl.float32) * k_scale[:, None]).to(tl.bfloat16)
+            else:
+                k = k.to(tl.bfloat16)
+                tl.store(K_SCALE_OUT + to, k_scale)
             v = (v.to(tl.float32) * v_scale).to(tl.bfloat16)
         tl.store(K_OUT + to[:, None] * D + d[None, :], k)
         tl.store(V_OUT + to[:, None] * D + d[None, :], v)
@@ -142,7 +155,7 @@ def _keys_tile(
     DIAGONAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Add GROUP queries' part to the dK and dV of GROUP keys, the first of which is ``distance``
-    positions behind the first query.
+    positions behind the first query.  ``c`` is a number, or c s_k of each key in INT8.
 
     Keys are down and queries across: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T, in
     registers, are the left operands of dV = P^T dO and dK = dS^T Q.  All four products read their
@@ -154,6 +167,7 @@ def _keys_tile(
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     column: gl.constexpr = gl.SliceLayout(0, s_layout)
+    SCALED: gl.constexpr = stats_smem.shape[1] > BLOCK
     stage = step % STAGES
     q = q_smem.index(stage)
     do = do_smem.index(stage)
@@ -169,7 +183,11 @@ def _keys_tile(
 
     # P^T, while the second product runs.
     s = warpgroup_mma_wait(1, deps=[s])  # all but the last product issued
-    p = gl.exp2(s * c - lse[None, :])
+    if SCALED:
+        s *= c[:, None]
+        p = gl.exp2(s * stats.slice(2 * GROUP, GROUP).load(column)[None, :] - lse[None, :])
+    else:
+        p = gl.exp2(s * c - lse[None, :])
     key = gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
     query = gl.arange(0, GROUP, column)
     if DIAGONAL:
@@ -181,7 +199,10 @@ def _keys_tile(
 
     # dS^T, while dV's product runs.
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = gl.convert_layout((p * dp).to(gl.bfloat16), a_layout)
+    ds = p * dp
+    if SCALED:  # Q's integers lack their scales
+        ds *= stats.slice(2 * GROUP, GROUP).load(column)[None, :]
+    ds = gl.convert_layout(ds.to(gl.bfloat16), a_layout)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
 
     # In flight across tiles, these two would cost registers and 2% of the time.
@@ -192,8 +213,8 @@ def _keys_tile(
 
 @gluon.jit
 def _keys_consumer(
-    k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys, tiles, c,
-    scale,
+    k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, K_SCALE, row, keys,
+    tiles, c, scale,
     R: gl.constexpr, G: gl.constexpr, WHICH: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of `_keys_kernel`: keys WHICH * GROUP to GROUP more of its BLOCK.
@@ -207,6 +228,9 @@ def _keys_consumer(
     v = v_smem.index(WHICH)
     dk = gl.zeros([GROUP, D], gl.float32, d_layout)
     dv = gl.zeros([GROUP, D], gl.float32, d_layout)
+    if K_SCALE is not None:
+        s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP, 16])
+        c *= gl.load(K_SCALE + WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout)))
     mbarrier.wait(ready, 0)
     step = 0  # of the ring: tiles of all heads, end to end
     for _ in range(R):
@@ -245,6 +269,7 @@ def _keys_producer(
     """The warp that copies K and V once, and the queries' tiles of all heads in order."""
     D: gl.constexpr = q_smem.shape[2]
     STAGES: gl.constexpr = q_smem.shape[0]
+    WIDTH: gl.constexpr = stats_smem.shape[1]
     mbarrier.expect(ready, 4 * BLOCK * D)  # bytes: two BF16 tiles
     for group in gl.static_range(2):
         copy_tile(k_desc, [kv_row + group * GROUP, 0], ready, k_smem.index(group))
@@ -255,17 +280,19 @@ def _keys_producer(
             stage = step % STAGES
             row = q_row + r * padded_tokens + i * GROUP  # of [H, padded token]
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), 4 * GROUP * D + 4 * BLOCK)  # Q, dO and stats
+            mbarrier.expect(full.index(stage), 4 * GROUP * D + 4 * WIDTH)  # Q, dO and stats
             copy_tile(q_desc, [row, 0], full.index(stage), q_smem.index(stage))
             copy_tile(do_desc, [row, 0], full.index(stage), do_smem.index(stage))
-            copy_tile(stats_desc, [row * 2], full.index(stage), stats_smem.index(stage))
+            copy_tile(
+                stats_desc, [row * (WIDTH // GROUP)], full.index(stage), stats_smem.index(stage)
+            )
             step += 1
 
 
 @gluon.jit
 def _keys_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, DK, DV, START, LENGTH, PADDED_START, padded_tokens,
-    c, scale,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, K_SCALE, DK, DV, START, LENGTH, PADDED_START,
+    padded_tokens, c, scale,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK keys of one KV head, GROUP a warpgroup, over the queries of all heads that
@@ -290,23 +317,27 @@ def _keys_kernel(
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP, D], v_desc.layout)
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, GROUP, D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, GROUP, D], do_desc.layout)
-    stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], stats_desc.layout)
+    stats_smem = gl.allocate_shared_memory(
+        gl.float32, [STAGES, stats_desc.block_type.shape[0]], stats_desc.layout
+    )
     full, empty, ready = _ring(STAGES)
     keys = length - first
     DK += g * D
     DV += g * D
+    if K_SCALE is not None:
+        K_SCALE += g * padded_tokens + start
     # Three roles: the program's own 4 warps, 4 more, and one that only issues copies.
     gl.warp_specialize(
         [
             (
                 _keys_consumer,
-                (k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys,
-                tiles, c, scale, R, G, 0, WINDOW),
+                (k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, K_SCALE,
+                row, keys, tiles, c, scale, R, G, 0, WINDOW),
             ),
             (
                 _keys_consumer,
-                (k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, row, keys,
-                tiles, c, scale, R, G, 1, WINDOW),
+                (k_smem, v_smem, q_smem, do_smem, stats_smem, full, empty, ready, DK, DV, K_SCALE,
+                row, keys, tiles, c, scale, R, G, 1, WINDOW),
             ),
             (
                 _keys_producer,
@@ -325,10 +356,11 @@ def _keys_kernel(
 
 @gluon.jit
 def _queries_tile(
-    q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH: gl.constexpr,
+    q, do, k_smem, v_smem, scale_smem, full, empty, step, dq, lse, delta, c, WHICH: gl.constexpr,
     DIAGONAL: gl.constexpr, WINDOW: gl.constexpr
 ):  # fmt: skip
-    """Add BLOCK keys' part to the dQ of GROUP queries; DIAGONAL: the first tile.
+    """Add BLOCK keys' part to the dQ of GROUP queries; DIAGONAL: the first tile.  ``c`` is a
+    number, or c s_q of each query in INT8, where ``scale_smem`` holds s_k.
 
     S = Q K^T and dP = dO V^T have queries down and keys across; dS stays in registers as the left
     operand of dQ = dS K.  The last product is in flight when this returns, and the next call
@@ -339,6 +371,7 @@ def _queries_tile(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    column: gl.constexpr = gl.SliceLayout(0, s_layout)
     stage = step % STAGES
     k = k_smem.index(stage)
     v = v_smem.index(stage)
@@ -353,9 +386,13 @@ def _queries_tile(
 
     # P, while dP's product runs, which starts from -delta.
     s = warpgroup_mma_wait(1, deps=[s])
-    p = gl.exp2(s * c - lse[:, None])
+    if scale_smem is not None:
+        s *= scale_smem.index(stage).load(column)[None, :]
+        p = gl.exp2(s * c[:, None] - lse[:, None])
+    else:
+        p = gl.exp2(s * c - lse[:, None])
     query = WHICH * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
-    key = gl.arange(0, BLOCK, gl.SliceLayout(0, s_layout))
+    key = gl.arange(0, BLOCK, column)
     if DIAGONAL:
         p = gl.where(key[None, :] <= query[:, None], p, 0.0)
     if WINDOW:  # noqa: SIM102 (known when it is compiled)
@@ -363,15 +400,18 @@ def _queries_tile(
             p = gl.where(key[None, :] > (query + (step * BLOCK - WINDOW))[:, None], p, 0.0)
 
     dp = warpgroup_mma_wait(0, deps=[dp])
-    ds = gl.convert_layout((p * dp).to(gl.bfloat16), a_layout)
+    ds = p * dp
+    if scale_smem is not None:  # K's integers lack their scales
+        ds *= scale_smem.index(stage).load(column)[None, :]
+    ds = gl.convert_layout(ds.to(gl.bfloat16), a_layout)
     return warpgroup_mma(ds, k, dq, is_async=True)
 
 
 @gluon.jit
 def _queries_consumer(
-    q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, stats_row, queries, tiles,
-    c, scale,
-    H: gl.constexpr, WHICH: gl.constexpr, WINDOW: gl.constexpr,
+    q_smem, do_smem, k_smem, v_smem, scale_smem, full, empty, ready, STATS, DQ, row, stats_row,
+    queries, tiles, c, scale,
+    H: gl.constexpr, WIDTH: gl.constexpr, WHICH: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of `_queries_kernel`: queries WHICH * GROUP to GROUP more of its BLOCK, with
     dQ, log-sum-exp and delta in registers.
@@ -379,25 +419,28 @@ def _queries_consumer(
     D: gl.constexpr = k_smem.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    # [H, padded token] in groups: GROUP log-sum-exps, then GROUP deltas, hence twice the row.
+    # [H, padded token] in groups: GROUP log-sum-exps, then GROUP deltas, WIDTH numbers in all.
     stats = (
         STATS
-        + (stats_row + WHICH * GROUP).to(gl.int64) * 2
+        + (stats_row + WHICH * GROUP).to(gl.int64) * (WIDTH // GROUP)
         + gl.arange(0, GROUP, gl.SliceLayout(1, s_layout))
     )
     lse = gl.load(stats)
     delta = gl.load(stats + GROUP)
+    if scale_smem is not None:
+        c *= gl.load(stats + 2 * GROUP)
     q = q_smem.index(WHICH)
     do = do_smem.index(WHICH)
     dq = gl.zeros([GROUP, D], gl.float32, d_layout)
     mbarrier.wait(ready, 0)  # Q and dO have arrived
     dq = _queries_tile(
-        q, do, k_smem, v_smem, full, empty, 0, dq, lse, delta, c, WHICH, True, WINDOW
+        q, do, k_smem, v_smem, scale_smem, full, empty, 0, dq, lse, delta, c, WHICH, True, WINDOW
     )
     for step in range(1, tiles):
         dq = _queries_tile(
-            q, do, k_smem, v_smem, full, empty, step, dq, lse, delta, c, WHICH, False, WINDOW
-        )
+            q, do, k_smem, v_smem, scale_smem, full, empty, step, dq, lse, delta, c, WHICH, False,
+            WINDOW,
+        )  # fmt: skip
     dq = warpgroup_mma_wait(0, deps=[dq])  # the last tile's
 
     # dS K lacks the 1 / sqrt(D) of the scores.  DQ, [T, H, D], points at the head.
@@ -408,8 +451,8 @@ def _queries_consumer(
 
 @gluon.jit
 def _queries_producer(
-    q_desc, k_desc, v_desc, do_desc, q_smem, do_smem, k_smem, v_smem, full, empty, ready, q_row,
-    kv_row, tiles
+    q_desc, k_desc, v_desc, do_desc, scale_desc, q_smem, do_smem, k_smem, v_smem, scale_smem, full,
+    empty, ready, q_row, kv_row, tiles
 ):  # fmt: skip
     """The warp that copies Q and dO once, and the keys' tiles from the diagonal to ``kv_row``."""
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -422,16 +465,21 @@ def _queries_producer(
         stage = step % STAGES
         row = kv_row + (tiles - 1 - step) * BLOCK  # of [G, padded token]
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        mbarrier.expect(full.index(stage), 4 * BLOCK * D)
+        if scale_desc is not None:
+            mbarrier.expect(full.index(stage), 4 * BLOCK * D + 4 * BLOCK)
+            copy_tile(scale_desc, [row], full.index(stage), scale_smem.index(stage))
+        else:
+            mbarrier.expect(full.index(stage), 4 * BLOCK * D)
         copy_tile(k_desc, [row, 0], full.index(stage), k_smem.index(stage))
         copy_tile(v_desc, [row, 0], full.index(stage), v_smem.index(stage))
 
 
 @gluon.jit
 def _queries_kernel(
-    q_desc, k_desc, v_desc, do_desc, STATS, DQ, START, LENGTH, PADDED_START, padded_tokens, c,
-    scale,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, scale_desc, STATS, DQ, START, LENGTH, PADDED_START,
+    padded_tokens, c, scale,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK queries of one head, GROUP a warpgroup, over the keys that they see, from the
     diagonal down.
@@ -453,6 +501,10 @@ def _queries_kernel(
     do_smem = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP, D], do_desc.layout)
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], v_desc.layout)
+    if scale_desc is not None:
+        scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], scale_desc.layout)
+    else:
+        scale_smem: gl.constexpr = None
     full, empty, ready = _ring(STAGES)
     queries = length - first
     DQ += h * D
@@ -465,18 +517,18 @@ def _queries_kernel(
         [
             (
                 _queries_consumer,
-                (q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, q_row,
-                queries, tiles, c, scale, H, 0, WINDOW),
+                (q_smem, do_smem, k_smem, v_smem, scale_smem, full, empty, ready, STATS, DQ, row,
+                q_row, queries, tiles, c, scale, H, WIDTH, 0, WINDOW),
             ),
             (
                 _queries_consumer,
-                (q_smem, do_smem, k_smem, v_smem, full, empty, ready, STATS, DQ, row, q_row,
-                queries, tiles, c, scale, H, 1, WINDOW),
+                (q_smem, do_smem, k_smem, v_smem, scale_smem, full, empty, ready, STATS, DQ, row,
+                q_row, queries, tiles, c, scale, H, WIDTH, 1, WINDOW),
             ),
             (
                 _queries_producer,
-                (q_desc, k_desc, v_desc, do_desc, q_smem, do_smem, k_smem, v_smem, full, empty,
-                ready, q_row, kv_row, tiles),
+                (q_desc, k_desc, v_desc, do_desc, scale_desc, q_smem, do_smem, k_smem, v_smem,
+                scale_smem, full, empty, ready, q_row, kv_row, tiles),
             ),
         ],
         [4, 1],
@@ -522,10 +574,14 @@ def attention_backward(
     blocks = triton.cdiv(max_length, both)
     q, do = torch.empty((2, heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
     k, v = torch.empty((2, kv_heads * padded_tokens, dim), dtype=torch.bfloat16, device=device)
-    stats = torch.empty(heads * padded_tokens * 2, dtype=torch.float32, device=device)
+    # INT8: the copies of Q and K are integers, and their scales FP32.
+    k_scales, width = None, both
+    if queries.dtype == torch.int8:
+        k_scales, width = log_sum_exp.new_empty(kv_heads * padded_tokens), 2 * both
+    stats = log_sum_exp.new_empty(heads * padded_tokens // rows * width)
     _prepare_kernel[(heads + kv_heads, blocks * 2, batch)](
-        *encoded, output, log_sum_exp, d_output, *places[:3], q, k, v, do, stats, padded_tokens,
-        heads, kv_heads, dim, num_warps=4,
+        *encoded, output, log_sum_exp, d_output, *places[:3], q, k, v, do, stats, k_scales,
+        padded_tokens, heads, kv_heads, dim, width, num_warps=4,
     )  # fmt: skip
     dq = torch.empty((tokens, heads, dim), dtype=torch.bfloat16, device=device)
     dk, dv = torch.empty((2, tokens, kv_heads, dim), dtype=torch.bfloat16, device=device)
@@ -534,12 +590,14 @@ def attention_backward(
     q_tiles, do_tiles = _tiles(q, rows), _tiles(do, rows)
     _keys_kernel[(kv_heads, batch, blocks)](
         q_tiles, _tiles(k, rows), _tiles(v, rows), do_tiles,
-        TensorDescriptor.from_tensor(stats, [both], FLAT), dk, dv, *places, *factors,
+        TensorDescriptor.from_tensor(stats, [width], FLAT), k_scales, dk, dv, *places, *factors,
         heads, kv_heads, dim, KEY_STAGES, window or 0, num_warps=4,
     )  # fmt: skip
     _queries_kernel[(heads, batch, blocks)](
-        q_tiles, _tiles(k, both), _tiles(v, both), do_tiles, stats, dq, *places, *factors,
-        heads, kv_heads, dim, QUERY_STAGES, window or 0, num_warps=4,
+        q_tiles, _tiles(k, both), _tiles(v, both), do_tiles,
+        None if k_scales is None else TensorDescriptor.from_tensor(k_scales, [both], FLAT),
+        stats, dq, *places, *factors,
+        heads, kv_heads, dim, width, QUERY_STAGES, window or 0, num_warps=4,
     )  # fmt: skip
     return dq, dk, dv
 

@@ -37,7 +37,12 @@ import triton.language as tl
 
 from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
 from isobit.kernels.hopper.device_functions import hadamard
-from isobit.kernels.hopper.quantise import _INF_BITS, _ROUND_UP_ABOVE_1_75, FLOOR_BITS
+from isobit.kernels.hopper.quantise import (
+    _INF_BITS,
+    _ROUND_UP_ABOVE_1_75,
+    FLOOR_BITS,
+    to_int8,
+)
 from isobit.kernels.hopper.support import HEAD_SIZES
 from isobit.kernels.operands import QkvTransform
 from isobit.precision.quant_tensor import DTYPES, Format
@@ -138,28 +143,13 @@ def _to_e4m3(x, byte):
 
 
 @triton.jit
-def _amax(amax_bits):
-    """The largest magnitude, FP32, at least 2^-60."""
-    return tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _to_int8(x, amax_bits):
-    """FP32 [N, n] and [N] -> INT8, rounded to nearest even; 0 where the vector is not finite."""
-    amax = _amax(amax_bits)
-    inverse = tl.div_rn(tl.full(amax.shape, 127.0, tl.float32), amax)
-    # The sum with 1.5 * 2^23 is an integer, the last byte of whose bits is the value.
-    bits = (x * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True)
-    return tl.where((amax_bits >= _INF_BITS)[:, None], 0, bits).to(tl.int8)
-
-
-@triton.jit
 def _encoded(x, amax_bits, FORMAT: tl.constexpr):
     """FP32 [N, n] and their vectors' ``amax_bits`` [N] -> values in an 8-bit format."""
     if FORMAT == "e4m3":
         return _to_e4m3(x, _scale_byte(amax_bits))
     else:
-        return _to_int8(x, amax_bits)
+        values, _ = to_int8(x, amax_bits[:, None])
+        return values
 
 
 @triton.jit
@@ -168,9 +158,8 @@ def _scale(amax_bits, FORMAT: tl.constexpr):
     if FORMAT == "e4m3":
         return _scale_byte(amax_bits).to(tl.uint8)
     else:
-        amax = _amax(amax_bits)
-        scale = tl.div_rn(amax, tl.full(amax.shape, 127.0, tl.float32))
-        return tl.where(amax_bits >= _INF_BITS, float("nan"), scale)
+        _, scale = to_int8(amax_bits.to(tl.float32, bitcast=True), amax_bits)
+        return scale
 
 
 @triton.jit
