@@ -1,8 +1,9 @@
-"""The quickstart with several seeds in `bf16` and `fp8`: greedy accuracy on the held-out problems
-before and after.
+"""The quickstart with several seeds in several precisions: greedy accuracy on the held-out problems
+before and after, and its differences to the first precision's, paired by seed.
 
     python -m benchmarks.quickstart [--seeds 3] [--precisions bf16 fp8] [--moments fp32] [--device
     cpu] [--out FILE.json]
+    python -m benchmarks.quickstart --table FILE.json
 
 Each run is the recipe as shipped, in a process of its own, with another seed: other prompts first,
 other samples; AdamW's moments are those of the recipe unless others are asked for.  A row is a
@@ -13,9 +14,11 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import product
+from math import sqrt
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.common import make_parser, write_json
@@ -42,6 +45,36 @@ def describe_device(device: str) -> dict[str, Any]:
     return describe_card()
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each precision and kind of moments, in markdown."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["precision"], row["moments"]), {})[row["seed"]] = row
+    first = next(iter(found.values()))
+    lines = [
+        "| precision | moments | seeds | after | minus the first | differing | seconds of all steps |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for (precision, moments), runs in found.items():
+        after = mean(100 * run["accuracy_after"] for run in runs.values())
+        pairs = [
+            100 * (runs[seed]["accuracy_after"] - first[seed]["accuracy_after"])
+            for seed in runs.keys() & first.keys()
+        ]
+        apart = "-" if runs is first else f"{mean(pairs):+.2f}"
+        if runs is not first and len(pairs) > 1:
+            apart += f" ± {stdev(pairs) / sqrt(len(pairs)):.2f}"
+        compared = (sum(run[f"tokens_{what}"] for run in runs.values()) for what in _COUNTED)
+        differing = " of ".join(f"{count:,}" for count in compared)
+        seconds = mean(run["train_seconds"] for run in runs.values())
+        cells = (precision, moments, len(runs), f"{after:.2f}%", apart, differing, f"{seconds:.1f}")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+_COUNTED = ("differing", "compared")
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
@@ -49,7 +82,11 @@ def main() -> None:
     parser.add_argument("--moments", nargs="+", default=["fp32"])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of such a file")
     arguments = parser.parse_args()
+    if arguments.table is not None:
+        print(table(json.loads(arguments.table.read_text(encoding="utf-8"))))
+        return
     place, results = describe_device(arguments.device), []
     print(
         f"{'precision':12} {'moments':8} {'seed':>4} {'before':>7} {'after':>7} "
@@ -69,11 +106,8 @@ def main() -> None:
                     f"{summary['train_seconds']:8.0f}",
                     flush=True,
                 )
-            print(
-                f"{precision:12} {moments:8} mean {'':7} "
-                f"{mean(row['accuracy_after'] for row in runs):7.1%}"
-            )
             results += runs
+    print(table(results))
     write_json(arguments.out, results)
 
 
