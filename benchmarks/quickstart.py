@@ -52,7 +52,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         found.setdefault((row["precision"], row["moments"]), {})[row["seed"]] = row
     first = next(iter(found.values()))
     lines = [
-        "| precision | moments | seeds | after | minus the first | differing | seconds of all steps |",
+        "| precision | moments | seeds | after | minus the first | differing | seconds of steps |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for (precision, moments), runs in found.items():
