@@ -46,6 +46,8 @@ class CardFacts:
     """The step of the run whose weights were exported."""
     start: Path | None = None
     """The folder of the model that this one was made from, whose licence is taken over."""
+    sampled_in: str | None = None
+    """The preset that the run sampled in, where the FP8 bytes are of another flow."""
 
 
 def model_card(facts: CardFacts) -> str:
@@ -266,9 +268,12 @@ def _formats(facts: CardFacts) -> Iterator[str]:
         yield "## Formats"
     if facts.in_fp8:
         use = "scores" if facts.config.score_head else "samples"
+        bytes_of = f"the bytes that Isobit {use} with"
+        if facts.sampled_in is not None:
+            bytes_of = f"quantised anew, since the run sampled in the flow {facts.sampled_in}"
         yield (
             "A matrix `X.weight` is E4M3 with a scale for each block of 128x128 in "
-            f"`X.weight_scale_inv`, which multiplies: the bytes that Isobit {use} with."
+            f"`X.weight_scale_inv`, which multiplies: {bytes_of}."
         )
     if facts.not_whole:
         yield (

@@ -167,6 +167,14 @@ def rotation_size(columns: int) -> int:
     return min(BLOCK, columns & -columns)
 
 
+def hadamard_matrix(size: int) -> torch.Tensor:
+    """Sylvester's Hadamard matrix, FP32 [size, size] of +1 and -1, of a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
 @dataclass(frozen=True, slots=True)
 class Int8Rows:
     """INT8 values [R, C] of a matrix times H, and the FP32 scale [R] of each row."""
