@@ -20,7 +20,6 @@ from isobit.kernels.spec import (
     quantise,
 )
 from isobit.kernels.spec import linear as linear_module
-from isobit.kernels.spec import qkv as qkv_module
 from isobit.kernels.spec import quantise as quantise_module
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.precision.quant_tensor import Int8Rows, QuantTensor
@@ -96,7 +95,7 @@ def rounds_away_from_zero(patch: Patch) -> None:
     exact = quantise.round_to_int8
 
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, scales = exact(x)
+        scales = exact(x)[1]
         inverse = 127 / x.abs().amax(-1, keepdim=True).clamp(min=2.0**-60)
         away = (x * inverse).abs().add(0.5).floor().copysign(x).nan_to_num(0, 0, 0)
         return away.to(torch.int8).masked_fill(scales.isnan()[..., None], 0), scales

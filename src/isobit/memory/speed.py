@@ -82,7 +82,9 @@ class SpeedShape:
         config, found = self.config, {"e4m3": 0.0, "bf16": 0.0}
         for layer in range(config.num_layers):
             keys = min(length / 2, config.window(layer) or length)
-            found[_rate(graph.attention_format(layer))] += 4 * keys * config.num_heads * config.head_dim
+            found[_rate(graph.attention_format(layer))] += (
+                4 * keys * config.num_heads * config.head_dim
+            )
         return found
 
     @property
@@ -101,7 +103,9 @@ class SpeedShape:
         total = self.head
         for site, numbers, share in self._matrices():
             met = 1 - (1 - share) ** tokens if share < 1 else 1.0
-            total += met * numbers * (1 if self.flow.rollout.site(site).forward in EIGHT_BITS else 2)
+            total += (
+                met * numbers * (1 if self.flow.rollout.site(site).forward in EIGHT_BITS else 2)
+            )
         return total
 
     def _matrices(self) -> tuple[tuple[str, int, float], ...]:

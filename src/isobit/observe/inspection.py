@@ -10,11 +10,18 @@ numbers that its E4M3 bytes stand for, both [N, K]:
     flushed         share of x that are not 0 and whose bytes are
     scales          the smallest and the largest
 
-Error and flushed numbers of a matrix that is stored in E4M3 are not known.
+Error and flushed numbers of a matrix that is stored in E4M3 are not known. Of a matrix in INT8,
+which is multiplied by a Hadamard matrix H before, q are the numbers behind H and its inverse, and
+
+    worst block     the highest error of a row
+    saturated       share of the values that are 127 or -127: at least one a row
+    flushed         share of the numbers of x H that are not 0 and whose values are
+    crest           the highest of a row of x H: its largest number over its root mean square
 
 It also lists what each preset quantises, and the memory to generate and to train on a named GPU.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
@@ -37,9 +44,20 @@ from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape, parameter_count
 from isobit.models.folder import model_needs, read_any_config
-from isobit.models.saving import Tensors, e4m3_sites, publish_part
+from isobit.models.saving import Tensors, publish_part, quantised_sites
 from isobit.precision.flow import Graph, PrecisionFlow, Site, build_flow
-from isobit.precision.quant_tensor import BLOCK, QuantTensor, dequantise, num_blocks
+from isobit.precision.quant_tensor import (
+    BLOCK,
+    EIGHT_BITS,
+    Format,
+    Int8Rows,
+    QuantisedWeight,
+    QuantTensor,
+    dequantise,
+    hadamard_matrix,
+    num_blocks,
+    rotation_size,
+)
 from isobit.util.errors import ConfigError
 
 _DEFAULTS = InspectConfig()
@@ -156,10 +174,10 @@ class PresetFigures:
     """What a preset, without options, makes of a model."""
 
     preset: str
-    rollout_e4m3: float
-    """Share of the parameters that the rollout reads in E4M3."""
-    training_e4m3: float
-    """Share that the training forward reads in E4M3."""
+    rollout_8bit: float
+    """Share of the parameters that the rollout reads in E4M3 or INT8."""
+    training_8bit: float
+    """Share that the training forward reads in E4M3 or INT8."""
     cache: str
     """The format of the KV cache in most layers."""
     published_bytes: int
@@ -177,7 +195,7 @@ def _preset_figures(config: ModelConfig, sizes: Sizes) -> tuple[PresetFigures, .
     }
 
     def share(graph: Graph) -> float:
-        found = (size for name, size in matrices.items() if graph.site(name).forward == "e4m3")
+        found = (size for name, size in matrices.items() if graph.site(name).forward in EIGHT_BITS)
         return sum(found) / parameter_count(config)
 
     shape = decoder_shape(config)
@@ -195,7 +213,7 @@ def _preset_figures(config: ModelConfig, sizes: Sizes) -> tuple[PresetFigures, .
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Figures:
+class EightBitFigures:
     """The figures of a matrix, or of several."""
 
     numbers: int
@@ -208,12 +226,21 @@ class Fp8Figures:
     """Sum of x^2."""
     squared_errors: float | None = None
     worst_block: float | None = None
+    crest: float | None = None
+    """None for E4M3."""
 
     @property
     def error(self) -> float | None:
         if self.squares is None or self.squared_errors is None:
             return None
         return (self.squared_errors / self.squares) ** 0.5 if self.squares else 0.0
+
+    @property
+    def snr(self) -> float | None:
+        """The ratio of signal to noise in decibels; None where there is no noise or it is not
+        known.
+        """
+        return -20 * math.log10(self.error) if self.error else None
 
     @property
     def saturated(self) -> float:
@@ -223,32 +250,62 @@ class Fp8Figures:
     def flushed(self) -> float | None:
         return None if self.flushed_numbers is None else self.flushed_numbers / self.numbers
 
-    def __add__(self, other: "Fp8Figures") -> "Fp8Figures":
+    def __add__(self, other: "EightBitFigures") -> "EightBitFigures":
         def both(take: Callable[[Any, Any], Any], name: str) -> Any:
             a, b = getattr(self, name), getattr(other, name)
             return None if a is None or b is None else take(a, b)
 
-        takes = {"smallest_scale": min, "largest_scale": max, "worst_block": max}
-        return Fp8Figures(*(both(takes.get(one.name, add), one.name) for one in fields(self)))
+        takes = {"smallest_scale": min, "largest_scale": max, "worst_block": max, "crest": max}
+        return EightBitFigures(*(both(takes.get(one.name, add), one.name) for one in fields(self)))
 
     def as_json(self) -> dict[str, Any]:
         """The figures; None where they are not known."""
         return {
             "error": self.error,
+            "snr_db": self.snr,
             "worst_block": self.worst_block,
+            "crest": self.crest,
             "saturated": self.saturated,
             "flushed": self.flushed,
             "scales": [self.smallest_scale, self.largest_scale],
         }
 
 
-def together(figures: list[Fp8Figures]) -> Fp8Figures:
-    return reduce(Fp8Figures.__add__, figures)
+def together(figures: list[EightBitFigures]) -> EightBitFigures:
+    return reduce(EightBitFigures.__add__, figures)
 
 
-def measure_published(x: torch.Tensor, published: QuantTensor) -> Fp8Figures:
+def measure_published(x: torch.Tensor, published: QuantisedWeight) -> EightBitFigures:
     """The figures of ``x`` [N, K] of the checkpoint, as it is published."""
-    x = x.float()
+    if isinstance(published, Int8Rows):
+        return _measure_int8(x.float(), published)
+    return _measure_e4m3(x.float(), published)
+
+
+def _measure_int8(x: torch.Tensor, published: Int8Rows) -> EightBitFigures:
+    """Behind H, which multiplies every error and every number's square by n on average."""
+    size = rotation_size(x.shape[1])
+    turned = (x.view(-1, size) @ hadamard_matrix(size)).view(x.shape)
+    read = published.values.float().mul_(size * published.scales[:, None])
+    errors = read.sub_(turned).square_().sum(1, dtype=torch.float64) / size
+    squares = x.square().sum(1, dtype=torch.float64)
+    tiny = torch.finfo(torch.float64).tiny
+    largest = turned.abs().amax(1).double()
+    crests = largest / (squares * size / x.shape[1]).clamp(min=tiny).sqrt()
+    return EightBitFigures(
+        x.numel(),
+        int((published.values.abs() == 127).sum()),
+        float(published.scales.min()),
+        float(published.scales.max()),
+        int(((published.values == 0) & (turned != 0)).sum()),
+        float(squares.sum()),
+        float(errors.sum()),
+        float((errors / squares.clamp(min=tiny)).max().sqrt()),
+        float(crests.max()),
+    )
+
+
+def _measure_e4m3(x: torch.Tensor, published: QuantTensor) -> EightBitFigures:
     error = dequantise(published).sub_(x).square_()
     errors, squares = _block_sums(error), _block_sums(x.square())
     shares = errors / squares.clamp(min=torch.finfo(torch.float64).tiny)
@@ -261,9 +318,9 @@ def measure_published(x: torch.Tensor, published: QuantTensor) -> Fp8Figures:
     )
 
 
-def measure_stored(matrix: QuantTensor) -> Fp8Figures:
+def measure_stored(matrix: QuantTensor) -> EightBitFigures:
     """The figures of a matrix that is stored in E4M3."""
-    return Fp8Figures(
+    return EightBitFigures(
         matrix.values.numel(),
         int((_magnitudes(matrix) == 0x7E).sum()),  # 448
         float(matrix.scales.min()),
@@ -285,6 +342,8 @@ def _block_sums(x: torch.Tensor) -> torch.Tensor:
     return padded.view(grid[0], BLOCK, grid[1], BLOCK).sum(3).sum(1, dtype=torch.float64)
 
 
+HIGH_CREST = 11.0
+"""From here on a row in INT8 has no smaller error than in E4M3: crest / (127 sqrt(12)), 2.5%."""
 LONGEST = 4096
 """Tokens of the longest sequence by default, where the context is not shorter."""
 
@@ -304,14 +363,14 @@ class FormatFigures:
 
 @dataclass(frozen=True, slots=True)
 class MatrixFigures:
-    """A matrix of the checkpoint that is E4M3, or that the flow publishes in E4M3."""
+    """A matrix of the checkpoint that is E4M3, or that the flow publishes in 8 bits."""
 
     name: str
     layer: int
     linear: str
     """The linear that it belongs to: "qkv_proj", "o_proj" ..."""
     shape: tuple[int, ...]
-    figures: Fp8Figures
+    figures: EightBitFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +389,9 @@ class Inspection:
     scales: str
     """"power_of_two" or "fp32"."""
     matrices: tuple[MatrixFigures, ...]
-    """In the order of the forward pass; none where the flow has no E4M3."""
+    """In the order of the forward pass; none where the flow has no 8 bits."""
+    format: Format
+    """That of the matrices, "e4m3" or "int8"."""
     presets: tuple[PresetFigures, ...]
     back_end: str
     """What ``presets`` counts bytes for: "cpu" or "cuda"."""
@@ -342,12 +403,12 @@ class Inspection:
 
     @property
     def linears(self) -> list[str]:
-        """Names of linears that have E4M3 matrices, in the order of the forward pass."""
+        """Names of linears that have 8-bit matrices, in the order of the forward pass."""
         return list(dict.fromkeys(matrix.linear for matrix in self.matrices))
 
-    def by_layer(self) -> dict[int, dict[str, Fp8Figures]]:
+    def by_layer(self) -> dict[int, dict[str, EightBitFigures]]:
         """Figures of each linear of each layer."""
-        found: dict[int, dict[str, Fp8Figures]] = {}
+        found: dict[int, dict[str, EightBitFigures]] = {}
         for one in self.matrices:
             layer = found.setdefault(one.layer, {})
             before = layer.get(one.linear)
@@ -359,6 +420,11 @@ class Inspection:
         known = [matrix for matrix in self.matrices if matrix.figures.error is not None]
         return sorted(known, key=lambda matrix: -(matrix.figures.error or 0.0))[:count]
 
+    def with_high_crest(self) -> list[MatrixFigures]:
+        """The matrices with a crest above ``HIGH_CREST``, the highest first."""
+        high = [one for one in self.matrices if (one.figures.crest or 0.0) > HIGH_CREST]
+        return sorted(high, key=lambda one: -(one.figures.crest or 0.0))
+
     def as_json(self) -> dict[str, Any]:
         return {
             "folder": str(self.folder),
@@ -367,7 +433,12 @@ class Inspection:
             "files": self.files,
             "bytes": self.num_bytes,
             "formats": [asdict(found) for found in self.formats],
-            "flow": {"preset": self.preset, "scales": self.scales, "stored": self.stored},
+            "flow": {
+                "preset": self.preset,
+                "scales": self.scales,
+                "stored": self.stored,
+                "format": self.format,
+            },
             "matrices": [
                 {"name": one.name, "shape": list(one.shape), **one.figures.as_json()}
                 for one in self.matrices
@@ -406,12 +477,12 @@ def inspect_folder(
     about = precision.preset, precision.scales
     if not weights:
         return Inspection(
-            folder, config, parameters, 0, (), False, *about, (), presets, back_end, memory
+            folder, config, parameters, 0, (), False, *about, (), "e4m3", presets, back_end, memory
         )
     tensors = Checkpoint.open(folder, config)
-    sites = e4m3_sites(config, flow)
+    sites = quantised_sites(config, flow)
     if tensors.in_e4m3:
-        everywhere = e4m3_sites(config, build_flow(PrecisionConfig(preset="fp8"), shape))
+        everywhere = quantised_sites(config, build_flow(PrecisionConfig(preset="fp8"), shape))
         sites = {name: site for name, site in everywhere.items() if name in tensors.in_e4m3}
     return Inspection(
         folder,
@@ -422,6 +493,7 @@ def inspect_folder(
         bool(tensors.in_e4m3),
         *about,
         tuple(_measure(tensors, sites, on_matrix)),
+        next((site.forward for site in sites.values()), "e4m3"),
         presets,
         back_end,
         memory,

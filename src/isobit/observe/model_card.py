@@ -171,6 +171,16 @@ def _opening(facts: CardFacts) -> str:
     return f"{what}: the model of a run of {kind} {when}, written by Isobit {isobit.__version__}."
 
 
+_FLOWS = {
+    "fp8": ": linears, KV cache and attention in FP8, in rollout and training",
+    "fp8-linear": ": linears in FP8, in rollout and training",
+    "fp8-rollout": ": rollout in FP8, training in BF16",
+    "int8": ": linears, KV cache and attention in INT8, in rollout and training",
+    "int8-linear": ": linears in INT8, in rollout and training",
+    "int8-rollout": ": rollout in INT8, training in BF16",
+}
+
+
 def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Model, data and algorithm, as the recipe names them."""
     yield "start", _place(record.setting("config", "model"))
@@ -195,7 +205,8 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
         if (value := record.setting("config", "training", name)) is not None
     ]
     yield "settings", _code(", ".join(settings))
-    yield "precision", _code(record.setting("config", "precision", "preset"))
+    preset = record.setting("config", "precision", "preset")
+    yield "precision", f"{_code(preset)}{_FLOWS.get(preset, '')}"
 
 
 def _rewards(record: RunRecord) -> Iterator[str]:

@@ -164,7 +164,9 @@ def test_gradients_of_a_linear_as_a_whole(name: str) -> None:
     assert for_weight["weight"] < 1e-6
 
 
-@pytest.mark.parametrize(("format", "bound"), [("fp32", 1e-5), ("bf16", 0.02), ("int8", 0.12), ("e4m3", 0.12)])
+@pytest.mark.parametrize(
+    ("format", "bound"), [("fp32", 1e-5), ("bf16", 0.02), ("int8", 0.12), ("e4m3", 0.12)]
+)
 def test_gradients_of_experts_as_a_whole(format: Format, bound: float) -> None:
     """An E4M3 number has an error of up to 1/16."""
     assert max(norms(expert_gradients(format)).values()) < bound
