@@ -22,13 +22,9 @@ from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.observe.inspection import (
-    EightBitFigures,
     GpuFigures,
     gpu_figures,
     inspect_folder,
-    measure_published,
-    measure_stored,
-    together,
 )
 from isobit.observe.inspection_page import (
     WIDTH,
@@ -38,7 +34,16 @@ from isobit.observe.inspection_page import (
     write_inspection,
 )
 from isobit.precision.flow import Site, build_flow
-from isobit.precision.quant_tensor import E4M3, Int8Rows, QuantTensor, dequantise
+from isobit.precision.quant_tensor import (
+    E4M3,
+    EightBitFigures,
+    Int8Rows,
+    QuantTensor,
+    dequantise,
+    measure_published,
+    measure_stored,
+    together,
+)
 from isobit.util.errors import ConfigError
 
 
@@ -95,7 +100,7 @@ def test_an_int8_matrix_worked_out_by_hand() -> None:
     error = 0.25**2 / 2  # H H = 2
     assert figures.error == pytest.approx((error / (squares + 128)) ** 0.5, rel=1e-6)
     assert figures.worst_block == pytest.approx((error / squares) ** 0.5, rel=1e-6)
-    assert figures.snr == pytest.approx(-20 * math.log10(figures.error))
+    assert figures.snr == pytest.approx(10 * math.log10((squares + 128) / error))
     assert figures.crest == pytest.approx(2**0.5)
     assert (figures.saturated, figures.flushed) == (2 / 4, 1 / 4)
 

@@ -9,17 +9,11 @@ from pathlib import Path
 from textwrap import wrap
 
 from isobit.memory.speed import describe_step
-from isobit.observe.inspection import (
-    HIGH_CREST,
-    EightBitFigures,
-    GpuFigures,
-    Inspection,
-    together,
-)
+from isobit.observe.inspection import HIGH_CREST, GpuFigures, Inspection
 from isobit.observe.report.chart import Chart, Curve, Figures, Panel, draw
 from isobit.observe.report.page import render_page, write_page
 from isobit.observe.report.panels import Tile
-from isobit.precision.quant_tensor import Format
+from isobit.precision.quant_tensor import EightBitFigures, Format, together
 from isobit.util.terminal import gib
 
 WIDTH = 80
