@@ -172,9 +172,6 @@ def _opening(facts: CardFacts) -> str:
 
 
 _FLOWS = {
-    "fp8": ": linears, KV cache and attention in FP8, in rollout and training",
-    "fp8-linear": ": linears in FP8, in rollout and training",
-    "fp8-rollout": ": rollout in FP8, training in BF16",
     "int8": ": linears, KV cache and attention in INT8, in rollout and training",
     "int8-linear": ": linears in INT8, in rollout and training",
     "int8-rollout": ": rollout in INT8, training in BF16",

@@ -18,9 +18,11 @@ import torch
 
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.backend import Backend, backend_of, is_present, support, usable_devices
+from isobit.kernels.operands import Quantised
 from isobit.models.config import ModelConfig
 from isobit.models.folder import model_needs
 from isobit.models.policy import random_policy
+from isobit.precision.flow import Site
 from isobit.proof import cases, product_cases
 from isobit.proof.cases import Case, check_gradients, check_rows
 from isobit.proof.doctor_environment import environment_checks, extras, quantiser_checks
@@ -38,7 +40,7 @@ from isobit.proof.verify import VerifyOptions, verify, verify_policy
 from isobit.util.errors import ConfigError
 from isobit.util.machine import usable_cores
 
-_PRESETS: tuple[Preset, ...] = ("fp8", "bf16")
+_PRESETS: tuple[Preset, ...] = ("fp8", "int8", "bf16")
 _SHAPE = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
 _SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
 _FIX = (
@@ -79,13 +81,25 @@ def _libraries(backend: Backend) -> str:
 def _quantiser(backend: Backend) -> str:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     x = every.view(512, 128)
-    expected = backend_of(torch.device("cpu")).quantise_rows(x, "power_of_two")
+    specification = backend_of(torch.device("cpu"))
+    expected = specification.quantise_rows(x, "power_of_two")
     ours = backend.quantise_rows(x.to(backend.device), "power_of_two")
+    _require_same("E4M3", ours, expected)
+    site = Site("case", "linear", "int8", dgrad="e4m3", wgrad="e4m3", parts=(128,))
+    ours, expected = (
+        one.linear_input(x.to(one.device), site).read for one in (backend, specification)
+    )
+    assert not isinstance(ours, torch.Tensor)
+    assert not isinstance(expected, torch.Tensor)
+    _require_same("INT8", ours, expected)
+    return "all 65,536 BF16 numbers have the specification's bytes, in E4M3 and in INT8"
+
+
+def _require_same(name: str, ours: Quantised, expected: Quantised) -> None:
     codes = (made.values.cpu().view(torch.uint8) for made in (ours, expected))
-    require_equal("this quantiser's bytes and the specification's", *codes)
+    require_equal(f"this quantiser's bytes in {name} and the specification's", *codes)
     scales = (made.scales.cpu().contiguous() for made in (ours, expected))
-    require_equal("this quantiser's scales and the specification's", *scales)
-    return "all 65,536 BF16 numbers have the specification's bytes"
+    require_equal(f"this quantiser's scales in {name} and the specification's", *scales)
 
 
 def _verify(preset: Preset, device: torch.device) -> str:
