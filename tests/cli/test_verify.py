@@ -1,14 +1,17 @@
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from shlex import split
+from typing import get_args
 
 import pytest
 
 import isobit
 import isobit.proof.verify
 from isobit.cli.main import main
+from isobit.config.tables import Preset
 from isobit.kernels.spec import linear
 from isobit.models.config import ModelConfig
 from isobit.proof import doctor, doctor_environment
@@ -25,6 +28,13 @@ def test_an_exact_flow_has_no_difference_and_as_json_the_counts(capsys):
     assert result["tokens_compared"] > 0
     assert (result["tokens_differing"], result["max_abs_diff"]) == (0, 0.0)
     assert code == (2 if result["missing"] else 0)
+
+
+def test_the_help_names_every_preset(capsys):
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    words = set(re.findall(r"[\w-]+", capsys.readouterr().out))
+    assert set(get_args(Preset)) <= words
 
 
 def test_a_flow_with_two_functions_exits_1(capsys, tiny_folder):

@@ -51,7 +51,10 @@ def test_what_contradicts_nothing_passes() -> None:
     check_run(run_config(**CALIBRATED_TWICE))
     check_run(run_config(algorithm=CALIBRATED, training={"updates_per_batch": 2}))
     recorded = {"old_log_probs": "recorded", **TWICE}
-    check_run(run_config(algorithm=CALIBRATED, training=recorded, precision="fp8-rollout"))
+    for preset in ("fp8-rollout", "int8-rollout"):
+        check_run(run_config(algorithm=CALIBRATED, training=recorded, precision=preset))
+    for preset in ("fp8-linear", "int8", "int8-linear"):
+        check_run(run_config(**CALIBRATED_TWICE, precision=preset))
     check_run(
         run_config(
             corrections=[{"type": "tis"}, {"type": "mis", "level": "geometric"}, {"type": "k3"}]
@@ -83,6 +86,7 @@ def test_what_contradicts_nothing_passes() -> None:
         ({"algorithm": CALIBRATED}, "algorithm.calibrate_every is 20, but a step has one update"),
         ({**CALIBRATED_TWICE, "precision": "bf16"}, "is 20, but precision.preset is 'bf16'"),
         ({**CALIBRATED_TWICE, "precision": "fp8-rollout"}, "precision.preset is 'fp8-rollout'"),
+        ({**CALIBRATED_TWICE, "precision": "int8-rollout"}, "precision.preset is 'int8-rollout'"),
         (
             {**CALIBRATED_TWICE, "async": {"lag": 1}},
             "async.lag is 1, and algorithm.calibrate_every",

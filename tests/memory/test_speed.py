@@ -88,6 +88,18 @@ def test_an_estimate_follows_its_work() -> None:
     assert alone.rollout == 0 and alone.generated_per_s == 0
 
 
+def test_int8_is_as_fast_as_fp8_and_that_is_said() -> None:
+    step = estimate_step(replace(STEP, shape=SpeedShape.named("qwen3-8b", "int8")))
+    plain = estimate_step(STEP)
+    assert (step.training, step.scoring) == (plain.training, plain.scoring)
+    assert step.rollout == pytest.approx(plain.rollout, rel=0.01), "scales of 4 bytes in the cache"
+    note = "with INT8 as fast as FP8, since no row is of INT8"
+    assert note in "\n".join(describe_step(step, 100, "H200", 1))
+    assert note not in "\n".join(describe_step(plain, 100, "H200", 1))
+    scored = replace(STEP, scored=(SpeedShape.named("qwen3-8b", "int8-linear"),))
+    assert estimate_step(scored).has_int8
+
+
 def test_lines_say_what_an_estimate_rests_on() -> None:
     step = estimate_step(STEP)
     text = "\n".join(describe_step(step, 100, "H200", 1))

@@ -26,7 +26,8 @@ MIXED = PrecisionConfig(
 )
 FLOWS = {
     **{
-        name: PrecisionConfig.model_validate(name) for name in ("fp32", "bf16", "fp8-linear", "fp8")
+        name: PrecisionConfig.model_validate(name)
+        for name in ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
     },
     "mixed": MIXED,
 }

@@ -106,10 +106,18 @@ def test_a_tied_head_is_skipped_by_name_and_has_no_tensor() -> None:
     assert "lm_head.weight" not in contents.layout
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp32", "int8"])
-def test_a_flow_without_fp8_is_refused(preset: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "why"),
+    [
+        ("bf16", "no matrix in FP8.*bf16"),
+        ("fp32", "no matrix in FP8.*bf16"),
+        ("int8", "matrices in INT8 behind a Hadamard matrix.*bf16.*--precision fp8"),
+        ("int8-linear", "matrices in INT8"),
+    ],
+)
+def test_a_flow_without_fp8_is_refused(preset: str, why: str) -> None:
     policy = random_policy(WHOLE, PrecisionConfig.model_validate({"preset": preset}), 0)
-    with pytest.raises(ConfigError, match=rf"flow {preset} samples with no matrix in FP8.*bf16"):
+    with pytest.raises(ConfigError, match=rf"flow {preset} samples with {why}"):
         contents_of(policy)
 
 

@@ -4,6 +4,7 @@ Inspections of folders, as a record and as text.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,24 +15,35 @@ import torch
 from isobit.config.recipes import InspectConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.backend import support
-from isobit.kernels.spec.quantise import quantise_blocks
+from isobit.kernels.spec.quantise import dequantise_int8, publish, quantise_blocks
 from isobit.memory.device import GPUS
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.observe.inspection import (
-    Fp8Figures,
     GpuFigures,
     gpu_figures,
     inspect_folder,
+)
+from isobit.observe.inspection_page import (
+    WIDTH,
+    describe_inspection,
+    percent,
+    scale_text,
+    write_inspection,
+)
+from isobit.precision.flow import Site, build_flow
+from isobit.precision.quant_tensor import (
+    E4M3,
+    EightBitFigures,
+    Int8Rows,
+    QuantTensor,
+    dequantise,
     measure_published,
     measure_stored,
     together,
 )
-from isobit.observe.inspection_page import WIDTH, describe_inspection, percent, scale_text
-from isobit.precision.flow import build_flow
-from isobit.precision.quant_tensor import E4M3, QuantTensor, dequantise
 from isobit.util.errors import ConfigError
 
 
@@ -77,6 +89,39 @@ def test_several_blocks_and_short_ones(scales) -> None:
         assert figures.saturated >= 5 / x.numel(), "each block's largest is the largest byte"
 
 
+def test_an_int8_matrix_worked_out_by_hand() -> None:
+    """H has two rows.  Times it, the first row is (127, 0.25) with the scale 1 and its second
+    number flushed, and the second row (16, 0).
+    """
+    x = torch.tensor([[63.625, 63.375], [8.0, 8.0]])
+    figures = measure_published(x, published(x))
+    squares = 63.625**2 + 63.375**2
+    assert (figures.largest_scale, figures.smallest_scale) == (1 / 2, pytest.approx(16 / 127 / 2))
+    error = 0.25**2 / 2  # H H = 2
+    assert figures.error == pytest.approx((error / (squares + 128)) ** 0.5, rel=1e-6)
+    assert figures.worst_block == pytest.approx((error / squares) ** 0.5, rel=1e-6)
+    assert figures.snr == pytest.approx(10 * math.log10((squares + 128) / error))
+    assert figures.crest == pytest.approx(2**0.5)
+    assert (figures.saturated, figures.flushed) == (2 / 4, 1 / 4)
+
+
+def published(x: torch.Tensor) -> Int8Rows:
+    made = publish(Site("case", "linear", "int8", parts=(len(x),)), x)
+    assert isinstance(made, Int8Rows)
+    return made
+
+
+@pytest.mark.parametrize("columns", [576, 96, 67])
+def test_the_error_of_int8_is_that_of_its_numbers(columns: int) -> None:
+    x = torch.randn(40, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = published(x)
+    figures = measure_published(x, made)
+    difference = (dequantise_int8(made) - x.float()).double()
+    assert figures.error == pytest.approx(float(difference.norm() / x.double().norm()), rel=1e-3)
+    of_rows = difference.norm(dim=1) / x.double().norm(dim=1)
+    assert figures.worst_block == pytest.approx(float(of_rows.max()), rel=1e-3)
+
+
 def test_several_matrices_have_the_figures_of_one_made_of_them() -> None:
     torch.manual_seed(2)
     whole = torch.randn(512, 128) * torch.logspace(-3, 3, 4).repeat_interleave(128)[:, None]
@@ -92,7 +137,7 @@ def test_of_stored_bytes_only_scales_and_saturation_are_known() -> None:
     figures = measure_stored(QuantTensor(values, torch.tensor([[0.25]]), "128x128"))
     assert (figures.saturated, figures.smallest_scale, figures.largest_scale) == (0.5, 0.25, 0.25)
     assert figures.error is figures.flushed is figures.worst_block is None
-    mixed = figures + Fp8Figures(4, 0, 0.5, 2.0, 1, 2.0, 0.5, 0.5)
+    mixed = figures + EightBitFigures(4, 0, 0.5, 2.0, 1, 2.0, 0.5, 0.5)
     assert mixed.error is None and mixed.saturated == 0.25 and mixed.largest_scale == 2.0
 
 
@@ -134,6 +179,34 @@ def test_the_layer_with_an_outlier_stands_out(folder: Path) -> None:
     ) == len(found.matrices) - 1, "relative to the outlier itself the error is small"
 
 
+def test_int8_has_less_error_and_a_row_with_a_high_crest_is_named(
+    policy: Policy, tmp_path: Path
+) -> None:
+    """Equal numbers become a single one; the outlier of another matrix is spread over 128."""
+    with torch.no_grad():
+        weight = policy.masters["layers.2.down_proj.weight"]
+        weight[7, :128] = 1.0
+    save_policy(policy, tmp_path / "model")
+    found = inspect_folder(tmp_path / "model", PrecisionConfig(preset="int8"))
+    assert found.format == "int8" and len(found.matrices) == 21
+    (named,) = found.with_high_crest()
+    assert named.name == "model.layers.2.mlp.down_proj.weight"
+    text = describe_inspection(replace(found, folder=Path("model")))
+    assert max(map(len, text)) <= WIDTH
+    page = "\n".join(text)
+    for words in ("the 21 matrices in INT8: int8", "SNR", "high crest", "precision.modules_bf16"):
+        assert words in page, words
+    calm = inspect_folder(tmp_path / "model", PrecisionConfig(preset="int8")).by_layer()[0]
+    assert all(one.error is not None and one.error < 0.012 for one in calm.values())
+    without = PrecisionConfig(preset="int8", modules_bf16=("down_proj",))
+    assert "high crest" not in "\n".join(
+        describe_inspection(inspect_folder(tmp_path / "model", without))
+    )
+    write_inspection(found, tmp_path / "page.html")
+    assert "INT8 by layer: int8" in (tmp_path / "page.html").read_text()
+    json.dumps(found.as_json(), allow_nan=False)
+
+
 def test_matrices_are_reported_as_they_are_done(folder: Path) -> None:
     done: list[tuple[int, int]] = []
     inspect_folder(folder, PrecisionConfig(), on_matrix=lambda *each: done.append(each))
@@ -146,7 +219,7 @@ def test_the_flow_decides_what_is_measured(folder: Path) -> None:
     assert list(found.by_layer()) == [0, 1] and "o_proj" not in found.linears
     assert found.matrices[0].figures.saturated > 0
     none = inspect_folder(folder, PrecisionConfig(preset="bf16"))
-    assert not none.matrices and "bf16: no matrix is E4M3" in describe_inspection(none)
+    assert not none.matrices and "bf16: no matrix is in 8 bits" in describe_inspection(none)
 
 
 def test_presets_say_what_they_quantise(folder: Path) -> None:
@@ -159,10 +232,12 @@ def test_presets_say_what_they_quantise(folder: Path) -> None:
         "fp8-rollout": (linears, 0, "e4m3", False),
         "fp8-linear": (linears, linears, "bf16", True),
         "fp8": (linears, linears, "e4m3", True),
+        "int8-rollout": (linears, 0, "int8", False),
+        "int8": (linears, linears, "int8", True),
     }.items():
         one = by_name[name]
-        assert one.rollout_e4m3 == rollout / found.parameters
-        assert one.training_e4m3 == training / found.parameters
+        assert one.rollout_8bit == rollout / found.parameters
+        assert one.training_8bit == training / found.parameters
         assert (one.cache, one.exact) == (cache, exact)
     assert by_name["fp8"].published_bytes < by_name["bf16"].published_bytes
 

@@ -62,4 +62,4 @@ def test_a_name_is_no_markup_and_no_other_file_is_overwritten(folder: Path, tmp_
 def test_a_flow_without_fp8_has_no_charts(folder: Path, tmp_path: Path) -> None:
     found = inspect_folder(folder, PrecisionConfig(preset="bf16"))
     page = Page(write_inspection(found, tmp_path / "page.html"))
-    assert "bf16: no matrix is E4M3" in page.text and "svg" not in page.tags
+    assert "bf16: no matrix is in 8 bits" in page.text and "svg" not in page.tags

@@ -84,7 +84,13 @@ def test_the_figures_are_those_up_to_the_step(run: Path) -> None:
             }
         ],
     }
-    for text in ("`sums.jsonl`", "`rewards.py:right`", "`grpo`", "learning_rate 1e-06"):
+    for text in (
+        "`sums.jsonl`",
+        "`rewards.py:right`",
+        "`grpo`",
+        "learning_rate 1e-06",
+        "| `fp8` |",
+    ):
         assert text in card, text
     end = model_card(replace(FACTS, record=read_run(run), step=3))
     assert "75.0% | 3 |" in end and "Of 1,507 log-probabilities" in end
@@ -118,6 +124,10 @@ def test_fp8_and_what_is_not_whole_are_explained() -> None:
     assert "weight_scale_inv" in card and "2 matrices have sizes" in card
     assert "fp8: one function in rollout and training" in card
     assert front_matter(card)["tags"] == ["isobit", "fp8"]
+    assert "the bytes that Isobit samples with" in card
+    other = model_card(replace(FACTS, in_fp8=True, flow=flow, sampled_in="int8"))
+    assert "quantised anew, since the run sampled in the flow int8" in other
+    assert "samples with" not in other
     assert "from `model`" in model_card(replace(FACTS, source="/home/somebody/model"))
     plain = model_card(FACTS)
     assert "## Formats" not in plain and "base_model" not in front_matter(plain)

@@ -9,6 +9,10 @@ code, one number at a time.  They repeat.
     scale   max(amax, 2^-60) / 448, to the nearest FP32, or up to the next power of two
     byte    the E4M3 number nearest to x / scale (that quotient is an FP32 too), ties to the even
             one, 448 at most
+
+Of INT8 the scale is max(amax, 2^-60) / 127, and the value the integer nearest to x (127 / amax),
+quotient and product in FP32, ties to even; in a group that is not finite every value is 0.  A row
+is multiplied by a Hadamard matrix before: the largest power of two that divides its length.
 """
 
 import math
@@ -23,9 +27,10 @@ import torch
 from safetensors.torch import save_file
 
 from isobit.precision.quant_tensor import ScaleKind
-from isobit.proof.doctor_environment import Tensors, golden_file
+from isobit.proof.doctor_environment import INT8_COLUMNS, Tensors, golden_file
 
 _LARGEST = 448.0
+_INT8_LARGEST = 127.0
 _SMALLEST_AMAX = 2.0**-60
 _NAN_BYTE = 0x7F
 _GRID_BITS = 22
@@ -48,6 +53,28 @@ def quantise_group(group: Sequence[float], kind: ScaleKind) -> tuple[list[int], 
         power_of_two_from(amax / _LARGEST) if kind == "power_of_two" else to_fp32(amax / _LARGEST)
     )
     return [e4m3_byte(to_fp32(x / scale)) for x in group], scale
+
+
+def int8_group(group: Sequence[float]) -> tuple[list[int], float]:
+    """The INT8 values of FP32 numbers that share a scale, and that scale."""
+    if not all(map(math.isfinite, group)):
+        return [0] * len(group), math.nan
+    amax = max(_SMALLEST_AMAX, *map(abs, group))
+    inverse = to_fp32(_INT8_LARGEST / amax)
+    return [round(to_fp32(x * inverse)) for x in group], to_fp32(amax / _INT8_LARGEST)
+
+
+def rotated(row: Sequence[float], size: int) -> list[float]:
+    """Each block of ``size`` FP32 numbers times the Hadamard matrix, by the fast transform in
+    FP32.
+    """
+    made, apart = list(row), 1
+    while apart < size:
+        for low in (index for index in range(len(made)) if not index // apart % 2):
+            a, b = made[low], made[low + apart]
+            made[low], made[low + apart] = to_fp32(a + b), to_fp32(a - b)
+        apart *= 2
+    return made
 
 
 def power_of_two_from(x: float) -> float:
@@ -128,6 +155,12 @@ def make_golden() -> Tensors:
     exponents = [
         255 if math.isnan(scale) else math.frexp(scale)[1] - 1 + 127 for scale in scales.tolist()
     ]
+    for columns in INT8_COLUMNS:
+        tensors |= _in_int8(
+            f"int8.{columns}", [rotated(row[:columns], columns & -columns) for row in rows]
+        )
+    heads = _in_int8("int8.heads", tensors["heads.input"].view(-1, _BLOCK // 2).tolist())
+    tensors |= {name: tensor.unflatten(0, (-1, 2)) for name, tensor in heads.items()}
     tensors["heads.power_of_two.values"] = values.view(tensors["heads.input"].shape)
     tensors["heads.power_of_two.bytes"] = torch.tensor(exponents, dtype=torch.uint8).view(-1, 2)
     return tensors
@@ -139,6 +172,14 @@ def _quantised(groups: list[list[float]], kind: ScaleKind) -> Tensors:
     return {
         "values": torch.tensor([codes for codes, _ in results], dtype=torch.uint8),
         "scales": _fp32([scale for _, scale in results]),
+    }
+
+
+def _in_int8(name: str, groups: list[list[float]]) -> Tensors:
+    results = [int8_group(group) for group in groups]
+    return {
+        f"{name}.values": torch.tensor([values for values, _ in results], dtype=torch.int8),
+        f"{name}.scales": _fp32([scale for _, scale in results]),
     }
 
 

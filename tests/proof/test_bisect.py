@@ -22,7 +22,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.mlp import Mlp
 from isobit.models.policy import random_policy
 from isobit.models.scorer import Scorer
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import QuantisedWeight
 from isobit.proof.bisect import Parting, operation_kind, trace_scenario
 from isobit.proof.scenarios import Workload, build_workload, engine_scenarios
 from isobit.rollout import executor
@@ -78,7 +78,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Where:
 
 def nudge(result: Any) -> Any:
     """Every third row, by the last bit of the format that it ends in."""
-    if isinstance(result, QuantTensor | Heads):
+    if isinstance(result, QuantisedWeight | Heads):
         nudge(result.values)
     elif isinstance(result, AttentionOutput):
         nudge(result.output)
@@ -146,12 +146,22 @@ the site it makes.
 """
 
 
+IN_INT8 = {
+    "quantiser": (linear, "quantise_int8", 3, "layers.1.down_proj.input"),
+    "GEMM": (linear, "int8_gemm_nt", 1, "layers.1.o_proj.unrounded"),
+    "Hadamard matrix": FAULTS["Hadamard matrix"],
+    "attention": FAULTS["attention"],
+}
+
+
 @pytest.mark.parametrize("side", ["rollout", "training"])
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize(
+    ("preset", "kind"), [*(("fp8", kind) for kind in FAULTS), *(("int8", kind) for kind in IN_INT8)]
+)
 def test_the_operation_is_named(
-    kind: str, side: Side, where: Where, monkeypatch: pytest.MonkeyPatch
+    preset: Preset, kind: str, side: Side, where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name, call, site = FAULTS[kind]
+    owner, name, call, site = (FAULTS if preset == "fp8" else IN_INT8)[kind]
     layer = LAYER if site.startswith("layers") else None
 
     def is_due() -> bool:
@@ -161,7 +171,7 @@ def test_the_operation_is_named(
         return layer is None or call is None or where.calls[name] == call + 1
 
     plant(monkeypatch, owner[side] if isinstance(owner, dict) else owner, name, is_due)
-    assert_named(part(scenario="small chunks"), site, kind, side)
+    assert_named(part(preset, "small chunks"), site, kind, side)
 
 
 def assert_named(parting: Parting | None, site: str, kind: str, side: Side) -> None:

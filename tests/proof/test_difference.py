@@ -84,6 +84,15 @@ def test_scales_count() -> None:
     assert (row_checksums(values, scales) != row_checksums(values, scales.flip(0))).all()
 
 
+def test_rows_of_int8_have_one_scale() -> None:
+    values = torch.tensor([[3, -127], [4, 0]], dtype=torch.int8)
+    scales = torch.tensor([0.5, 2.0])
+    assert dequantise(values, scales).tolist() == [[1.5, -63.5], [8.0, 0.0]]
+    heads = dequantise(values[None], scales[None])  # one token, two heads
+    assert heads.tolist() == [[1.5, -63.5, 8.0, 0.0]]
+    assert (row_checksums(values, scales) != row_checksums(values, 2 * scales)).all()
+
+
 def test_a_key_is_the_prefix_whatever_the_chunks() -> None:
     tokens = torch.randint(0, 100, (30,))
     positions = torch.arange(30)

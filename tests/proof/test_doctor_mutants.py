@@ -20,11 +20,10 @@ from isobit.kernels.spec import (
     quantise,
 )
 from isobit.kernels.spec import linear as linear_module
-from isobit.kernels.spec import qkv as qkv_module
 from isobit.kernels.spec import quantise as quantise_module
 from isobit.kernels.spec.attention import PackedAttention
-from isobit.precision.quant_tensor import QuantTensor
-from isobit.proof import doctor
+from isobit.precision.quant_tensor import Int8Rows, QuantTensor
+from isobit.proof import doctor, doctor_environment
 from isobit.proof.doctor import _verify_starter, gradient_checks, kernel_checks
 from isobit.proof.doctor_environment import quantiser_checks
 from isobit.proof.doctor_findings import Check, Finding
@@ -92,6 +91,55 @@ def test_a_wrong_quantiser_of_blocks_alone(monkeypatch: Patch) -> None:
     assert list(failures(quantiser_checks())) == ["quantise 128x128"]
 
 
+def rounds_away_from_zero(patch: Patch) -> None:
+    exact = quantise.round_to_int8
+
+    def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = exact(x)[1]
+        inverse = 127 / x.abs().amax(-1, keepdim=True).clamp(min=2.0**-60)
+        away = (x * inverse).abs().add(0.5).floor().copysign(x).nan_to_num(0, 0, 0)
+        return away.to(torch.int8).masked_fill(scales.isnan()[..., None], 0), scales
+
+    patch.setattr(quantise, "round_to_int8", rounded)
+
+
+def divides_by_the_scale(patch: Patch) -> None:
+    exact = quantise.round_to_int8
+
+    def divided(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = exact(x)[1]
+        values = (x / scales[..., None]).round().nan_to_num(0.0, 0.0, 0.0)
+        return values.to(torch.int8), scales
+
+    patch.setattr(quantise, "round_to_int8", divided)
+
+
+def sums_in_another_order(patch: Patch) -> None:
+    def hadamard(x: torch.Tensor, size: int) -> torch.Tensor:
+        blocks = x.reshape(*x.shape[:-1], -1, size)
+        for _ in range(size.bit_length() - 1):
+            a, b = blocks.chunk(2, -1)  # the farthest first
+            blocks = torch.stack([a + b, a - b], -1).flatten(-2)
+        return blocks.view(x.shape)
+
+    patch.setattr(quantise, "hadamard", hadamard)
+
+
+@pytest.mark.parametrize(
+    "mutate", [rounds_away_from_zero, divides_by_the_scale, sums_in_another_order]
+)
+def test_wrong_quantisers_of_int8(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    assert list(failures(quantiser_checks())) == ["quantise INT8"]
+
+
+def test_inexact_products_of_torch_are_a_warning(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(doctor_environment, "int_mm_is_exact", lambda: False)
+    (found,) = [one for one in quantiser_checks() if one.name == "INT8 products of torch"]
+    finding = found.find()
+    assert finding.status == "warn" and "the bits are the same" in finding.fix
+
+
 def test_a_wrong_decoder_and_a_wrong_grid(monkeypatch: Patch) -> None:
     exact = quantise_module.decode_e4m3
     monkeypatch.setattr(
@@ -120,6 +168,26 @@ def linear_that_sees_its_batch(patch: Patch) -> None:
     )
 
 
+def int8_linear_that_sees_its_batch(patch: Patch) -> None:
+    exact = linear.int8_gemm_nt
+    patch.setattr(
+        linear, "int8_gemm_nt", lambda a, b: exact(a, b) * (1 + 2.0**-7 * (len(a.values) == 1))
+    )
+
+
+def integers_that_saturate(patch: Patch) -> None:
+    """As sums of pairs in 16 bits do on a CPU without VNNI."""
+    exact = linear.integer_product
+    patch.setattr(linear, "integer_product", lambda a, b: exact(a, b).clamp(-(2**15), 2**15 - 1))
+
+
+def int8_scales_in_the_wrong_order(patch: Patch) -> None:
+    def product(a: Int8Rows, b: Int8Rows) -> torch.Tensor:
+        return linear.integer_product(a.values, b.values).float() * b.scales * a.scales[:, None]
+
+    patch.setattr(linear, "int8_gemm_nt", product)
+
+
 def norm_that_forgets_epsilon(patch: Patch) -> None:
     exact = pointwise.rms_norm
     patch.setattr(pointwise, "rms_norm", lambda x, weight, epsilon: exact(x, weight, 0.05))
@@ -140,14 +208,17 @@ def rotation_backwards(patch: Patch) -> None:
 
 
 def hadamard_without_its_last_step(patch: Patch) -> None:
-    exact = qkv_module.hadamard
-    patch.setattr(qkv_module, "hadamard", lambda x: exact(x.unflatten(-1, (2, -1))).flatten(-2))
+    exact = quantise_module.hadamard
+    patch.setattr(quantise_module, "hadamard", lambda x, size: exact(x, size // 2))
 
 
 def hadamard_by_a_library_for_one_row(patch: Patch) -> None:
-    exact = qkv_module.hadamard
-    matrix = exact(torch.eye(64))
-    patch.setattr(qkv_module, "hadamard", lambda x: exact(x) if len(x) > 1 else x @ matrix)
+    exact = quantise_module.hadamard
+    patch.setattr(
+        quantise_module,
+        "hadamard",
+        lambda x, size: exact(x, size) if len(x) > 1 else x @ exact(torch.eye(size), size),
+    )
 
 
 def silu_of_torch(patch: Patch) -> None:
@@ -236,6 +307,9 @@ def exp_that_depends_on_its_place(patch: Patch) -> None:
         (gemm_in_fp32, "cpu: GEMM in E4M3"),
         (gemm_of_bf16_by_a_library, "cpu: GEMM in BF16"),
         (linear_that_sees_its_batch, "cpu: linear in E4M3"),
+        (int8_linear_that_sees_its_batch, "cpu: linear in INT8"),
+        (integers_that_saturate, "cpu: GEMM in INT8"),
+        (int8_scales_in_the_wrong_order, "cpu: GEMM in INT8"),
         (norm_that_forgets_epsilon, "cpu: RMSNorm"),
         (norm_that_is_split_over_threads, "cpu: RMSNorm"),
         (rotation_backwards, "cpu: rotary positions"),
@@ -298,7 +372,7 @@ BACKWARDS: list[tuple[Any, str, int | None, str]] = [
     (qkv, "rms_norm_backward", None, "Q, K and V"),
     (qkv, "rms_norm_backward", 5, "Q, K and V"),
     (qkv, "rotate", None, "Q, K and V"),
-    (qkv, "hadamard", None, "Q, K and V before E4M3"),
+    (qkv, "hadamard", None, "Q, K and V before 8 bits"),
     (PackedAttention, "backward", None, "attention"),
     (pointwise, "swiglu_backward", None, "SwiGLU"),
     (experts, "experts_backward", None, "experts"),

@@ -12,8 +12,10 @@ from isobit.proof.doctor_environment import golden_file, load_golden
 from tests.proof.golden import (
     e4m3_byte,
     e4m3_value,
+    int8_group,
     power_of_two_from,
     quantise_group,
+    rotated,
     save_golden,
     snap_group,
 )
@@ -57,6 +59,12 @@ def test_groups_by_hand() -> None:
     assert quantise_group([449.0], "power_of_two")[1] == 2.0
     assert quantise_group([1.0, torch.inf], "fp32")[0] == [0x7F, 0x7F]
     assert snap_group([1.0, 2.0**-23, 3 * 2.0**-23]) == [1.0, 0.0, 2.0**-21]
+
+
+def test_int8_by_hand() -> None:
+    assert int8_group([127.0, -0.5, 1.5, -2.5]) == ([127, 0, 2, -2], 1.0)
+    assert int8_group([1.0, -torch.inf])[0] == [0, 0]
+    assert rotated([1.0, 2.0, 4.0, 8.0, 1.0, 0.0, 0.0, 0.0], 4) == [15, -5, -9, 3, 1, 1, 1, 1]
 
 
 def test_splitmix64_gives_its_published_first_outputs() -> None:

@@ -65,6 +65,14 @@ HEADS: dict[str, tuple[Preset, dict[str, Any]]] = {
         {"num_layers": 1, "sliding_window": 20, "head_dim": 80},
     ),
     "a window above a full layer": ("bf16", {"sliding_window": 100, "full_layers": 1}),
+    "INT8, a window in a tile, heads of 80": (
+        "int8",
+        {"num_layers": 1, "sliding_window": 20, "head_dim": 80},
+    ),
+    "INT8, heads of 96, sizes without a factor of 2": (
+        "int8",
+        {"num_layers": 1, "hidden_size": 131, "intermediate_size": 77, "head_dim": 96},
+    ),
     "heads of 256": ("fp8", {"num_layers": 1, "head_dim": 256, "family": "qwen3"}),
 }
 
@@ -100,7 +108,9 @@ def test_two_functions_show_their_differences(two_functions: VerifyResult) -> No
     assert result.comparison.max_abs_diff > 1e-5
 
 
-@pytest.mark.parametrize(("preset", "threads"), [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8", 4)])
+@pytest.mark.parametrize(
+    ("preset", "threads"), [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8", 4), ("int8", 2)]
+)
 def test_outliers_and_large_biases_on_k(
     preset: Preset, threads: int, planted: Callable[..., Policy]
 ) -> None:

@@ -145,6 +145,23 @@ def test_a_run_and_its_checkpoints(
     assert lines[-1] == f"the best checkpoint by eval/held_out/accuracy is that of step {best}"
 
 
+def test_a_run_in_int8_is_written_in_bf16_or_quantised_anew(
+    make_config: MakeConfig, write_reward: Callable[[str], str], tmp_path: Path, lines: Lines
+) -> None:
+    reward = write_reward("return float(sum(completion.token_ids) % 3)")
+    config = make_config(reward, precision="int8", training={"steps": 1})
+    train(config)
+    source = find_source(config.output, None, lines.append)
+    assert same_tensors(export(source, tmp_path / "bf16").folder, config.output / "model")
+    with pytest.raises(ConfigError, match=r"flow int8 samples with matrices in INT8.*--precision"):
+        export(source, tmp_path / "refused", "fp8")
+    assert not (tmp_path / "refused").exists()
+    anew = export(source, tmp_path / "fp8", "fp8", PrecisionConfig(preset="fp8"))
+    assert anew.sampled_in == "int8"
+    card = (anew.folder / "README.md").read_text()
+    assert "in INT8, in rollout and training" in card and "quantised anew" in card
+
+
 def test_a_checkpoint_of_another_model_and_a_damaged_one(
     make_config: MakeConfig, tiny_folder: Path, tmp_path: Path, lines: Lines
 ) -> None:

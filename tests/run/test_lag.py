@@ -129,11 +129,11 @@ def test_what_is_compared_after_the_weights_moved_differs(
     assert train(lagging(1, training=training)).tokens_differing > 0
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize(("lag", "precision"), [(0, "fp8"), (1, "fp8"), (1, "int8"), (2, "fp8")])
 def test_killed_between_any_two_steps_and_resumed_it_leaves_the_same_bytes(
-    lag: int, lagging: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lag: int, precision: str, lagging: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = lagging(lag, output=tmp_path / "whole")
+    whole = lagging(lag, output=tmp_path / "whole", precision=precision)
     train(whole)
     expected, save = outcome(whole.output), CheckpointKeeper.save_if_due
     waiting = sum(name.endswith("pending.safetensors") for name in expected)
@@ -143,7 +143,7 @@ def test_killed_between_any_two_steps_and_resumed_it_leaves_the_same_bytes(
         save(self, step)
         raise Killed
 
-    config = lagging(lag)
+    config = lagging(lag, precision=precision)
     for step in range(1, STEPS + 1):
         with monkeypatch.context() as patch:
             patch.setattr(CheckpointKeeper, "save_if_due", save_and_die)

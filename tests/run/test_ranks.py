@@ -106,7 +106,12 @@ def left_by(output: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("size", "model", "moments", "precision"),
-    [(2, "dense", "fp32", "fp8"), (3, "mixture", "fp8", "fp8"), (4, "dense", "bf16", "bf16")],
+    [
+        (2, "dense", "fp32", "fp8"),
+        (3, "mixture", "fp8", "fp8"),
+        (4, "dense", "bf16", "bf16"),
+        (2, "mixture", "bf16", "int8"),
+    ],
 )
 def test_the_bytes_of_a_run_do_not_depend_on_its_processes(
     size: int, model: str, moments: str, precision: str, tmp_path: Path

@@ -52,6 +52,8 @@ CASES = [
     {"model": "untied with biases", "preset": "bf16", "moments": "bf16"},
     {"model": "untied with biases", "preset": "fp8-rollout", "moments": "fp8"},
     {"model": "mixture", "preset": "fp8", "moments": "bf16"},
+    {"model": "untied with biases", "preset": "int8", "moments": "fp8"},
+    {"model": "mixture", "preset": "int8", "moments": "fp32"},
 ]
 STEPS = 3
 

@@ -51,7 +51,8 @@ def folder_parser(
         type=precision_value,
         metavar="NAME",
         default="fp8",
-        help="fp32, bf16, fp8-rollout, fp8-linear or fp8 (default), or a recipe's table, such as "
+        help="fp32, bf16, fp8-rollout, fp8-linear, fp8 (default), int8-rollout, int8-linear or "
+        "int8; or a recipe's table, such as "
         '\'{preset = "fp8", scales = "fp32"}\'',
     )
     if with_seed:

@@ -105,7 +105,7 @@ def _reward_parser() -> ArgumentParser:
         type=precision_value,
         metavar="NAME",
         default="fp8",
-        help="fp32, bf16, or fp8 (default)",
+        help="fp32, bf16, fp8 (default) or int8",
     )
     add_threads(parser)
     parser.add_argument(

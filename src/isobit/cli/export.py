@@ -72,7 +72,10 @@ def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
         f"{address or result.folder}: {result.num_bytes / 1e6:,.1f} MB in {files}, {result.format}"
     ]
     if result.quantised:
-        lines.append(f"{result.quantised} matrices in E4M3, the policy's own bytes")
+        own = "the policy's own bytes"
+        if result.sampled_in is not None:
+            own = f"quantised anew: the run sampled in {result.sampled_in}"
+        lines.append(f"{result.quantised} matrices in E4M3, {own}")
     if result.not_whole:
         lines += [
             f"{len(result.not_whole)} matrices are BF16, as the numbers that their E4M3 bytes "

@@ -27,7 +27,7 @@ class RewardPart(Strict):
     """As ``reward.function``."""
     model: HomeName | None = None
     """As ``reward.model``."""
-    model_precision: Literal["fp8", "bf16"] = "fp8"
+    model_precision: Literal["fp8", "int8", "bf16"] = "fp8"
     """Precision of its decoder; the scalar head is BF16 with FP32 sums."""
     weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     """Weight in the sum: negative for a penalty, 0 for a metric without effect on training."""
@@ -48,7 +48,7 @@ class RewardConfig(Strict):
     """
     model: HomeName | None = None
     """A reward model's folder or name of the hub, in place of a function."""
-    model_precision: Literal["fp8", "bf16"] = "fp8"
+    model_precision: Literal["fp8", "int8", "bf16"] = "fp8"
     """Precision of its decoder; the scalar head is BF16 with FP32 sums."""
     weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     """Factor of the reward."""

@@ -69,7 +69,7 @@ def check_off_policy(config: RunConfig) -> None:
 
 
 def check_calibration(config: RunConfig) -> None:
-    """Refuse to calibrate a clip where all ratios are 1, or where no FP8 takes part."""
+    """Refuse to calibrate a clip where all ratios are 1, or where no 8 bits take part."""
     algorithm, training = config.algorithm, config.training
     if not isinstance(algorithm, TokenClipConfig) or not algorithm.calibrate_every:
         return
@@ -79,11 +79,11 @@ def check_calibration(config: RunConfig) -> None:
             f"algorithm.calibrate_every is {every}, but a step has one update, for which every "
             "ratio is 1; raise training.updates_per_batch or epochs, or leave calibrate_every out"
         )
-    recorded = preset == "fp8-rollout" and training.old_log_probs == "recorded"
-    if preset not in ("fp8", "fp8-linear") and not recorded:
+    recorded = preset.endswith("-rollout") and training.old_log_probs == "recorded"
+    if preset not in ("fp8", "fp8-linear", "int8", "int8-linear") and not recorded:
         raise ConfigError(
             f"algorithm.calibrate_every is {every}, but precision.preset is {preset!r}, without "
-            "FP8 in a ratio; leave calibrate_every out, or set precision to 'fp8' or 'fp8-linear'"
+            "8 bits in a ratio; leave calibrate_every out, or set precision to 'fp8' or 'int8'"
         )
 
 

@@ -4,7 +4,7 @@
 taken from and the card that it was measured on; ``python -m benchmarks.memory speed`` writes it.
 A duration is taken to be a sum over what a phase does,
 
-    products        operations of matrix products, by format
+    products        operations of matrix products, by format (INT8 counts as FP8)
     attention       operations over the keys, by format
     routed          elements that are sent to experts
     bytes           weights and keys that a decode step reads
@@ -33,6 +33,7 @@ from isobit.kernels.backend import support
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.precision.flow import Graph, PrecisionFlow, build_flow
+from isobit.precision.quant_tensor import EIGHT_BITS, Format
 
 ROWS = Path(__file__).with_name("speed.json")
 Row = Mapping[str, Any]
@@ -62,8 +63,13 @@ class SpeedShape:
         found = {"e4m3": 0.0, "bf16": 0.0}
         for site, numbers, share in self._matrices():
             if not first_of_mlp or site.endswith(("gate_proj", "up_proj")):
-                found[_format(graph, site)] += 2 * numbers * share
+                found[_rate(graph.site(site).forward)] += 2 * numbers * share
         return found
+
+    @property
+    def has_int8(self) -> bool:
+        graphs = self.flow.rollout, self.flow.training
+        return any(site.forward == "int8" for graph in graphs for site in graph.sites)
 
     @property
     def head(self) -> float:
@@ -76,8 +82,9 @@ class SpeedShape:
         config, found = self.config, {"e4m3": 0.0, "bf16": 0.0}
         for layer in range(config.num_layers):
             keys = min(length / 2, config.window(layer) or length)
-            form = "e4m3" if graph.attention_format(layer) == "e4m3" else "bf16"
-            found[form] += 4 * keys * config.num_heads * config.head_dim
+            found[_rate(graph.attention_format(layer))] += (
+                4 * keys * config.num_heads * config.head_dim
+            )
         return found
 
     @property
@@ -96,7 +103,9 @@ class SpeedShape:
         total = self.head
         for site, numbers, share in self._matrices():
             met = 1 - (1 - share) ** tokens if share < 1 else 1.0
-            total += met * numbers * (1 if _format(self.flow.rollout, site) == "e4m3" else 2)
+            total += (
+                met * numbers * (1 if self.flow.rollout.site(site).forward in EIGHT_BITS else 2)
+            )
         return total
 
     def _matrices(self) -> tuple[tuple[str, int, float], ...]:
@@ -114,8 +123,9 @@ def _matrices_of(config: ModelConfig) -> tuple[tuple[str, int, float], ...]:
     )
 
 
-def _format(graph: Graph, site: str) -> str:
-    return "e4m3" if graph.site(site).forward == "e4m3" else "bf16"
+def _rate(format: Format) -> str:
+    """The format whose measured rate a format has: INT8 that of E4M3, as no row is of INT8."""
+    return "e4m3" if format in EIGHT_BITS else "bf16"
 
 
 def forward_work(
@@ -330,6 +340,8 @@ class StepTime:
     beside: bool
     generated: int
     trained: float
+    has_int8: bool = False
+    """Whether some of the work is in INT8, which is taken to be as fast as FP8."""
 
     @property
     def total(self) -> float:
@@ -390,6 +402,7 @@ def estimate_step(work: StepWork) -> StepTime:
         work.beside,
         work.prompts * work.samples * work.new_tokens,
         tokens * work.epochs,
+        any(one.has_int8 for one in (shape, *work.scored)),
     )
 
 
@@ -407,6 +420,8 @@ def describe_step(step: StepTime, steps: int | None, card: str, processes: int) 
         f"from rows measured on an {speed.card}, where estimates of whole steps came within "
         f"{speed.error:.0%}"
     ]
+    if step.has_int8:
+        notes.append("with INT8 as fast as FP8, since no row is of INT8")
     if card.lower() not in speed.card.lower():
         notes.append(f"no row is of a card like this one ({card}), whose bandwidth may be another")
     if processes > speed.ranks:

@@ -38,8 +38,8 @@ from isobit.util.terminal import say
 class PublishedChange:
     """Counts how many of the quantised weights a publication changes.
 
-        share = changed numbers / numbers     over the matrices of all linears: E4M3 bytes without
-                                              scales, or BF16 numbers if a matrix stays BF16
+        share = changed numbers / numbers     over the matrices of all linears: E4M3 or INT8 bytes
+                                              without scales, or BF16 numbers if a matrix stays BF16
 
     An update that moves masters by much less than their format's spacing changes few of them.
     Counts stay on the device until ``share`` is read.

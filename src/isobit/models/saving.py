@@ -30,7 +30,15 @@ from isobit.models.decoder import build_decoder, checkpoint_shapes
 from isobit.models.policy import Policy
 from isobit.models.safetensors import SCALES_SUFFIX, SHARD_BYTES, Layout, write_order, write_shards
 from isobit.precision.flow import PrecisionFlow, Site
-from isobit.precision.quant_tensor import BLOCK, E4M3, QuantTensor, dequantise, num_blocks
+from isobit.precision.quant_tensor import (
+    BLOCK,
+    E4M3,
+    EIGHT_BITS,
+    QuantisedWeight,
+    QuantTensor,
+    dequantise,
+    num_blocks,
+)
 from isobit.util.errors import ConfigError
 
 
@@ -75,7 +83,13 @@ def fp8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> 
     """The matrices that the flow's rollout has in E4M3, quantised from the tensors' numbers, and
     the rest in BF16. Raises ConfigError for a flow without E4M3 matrices.
     """
-    sites = e4m3_sites(config, flow)
+    sites = quantised_sites(config, flow)
+    if any(site.forward == "int8" for site in sites.values()):
+        raise ConfigError(
+            f"the flow {flow.preset} samples with matrices in INT8 behind a Hadamard matrix, which "
+            "no loader reads; export with --format bf16, or name a flow in FP8, --precision fp8, "
+            "in which the numbers are quantised anew"
+        )
     if not sites:
         raise ConfigError(
             f"the flow {flow.preset} samples with no matrix in FP8, so there is nothing to write "
@@ -83,7 +97,9 @@ def fp8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> 
         )
 
     def made(matrix: str) -> QuantTensor:
-        return publish_part(sites[matrix], tensors.tensor(matrix))
+        quantised = publish_part(sites[matrix], tensors.tensor(matrix))
+        assert isinstance(quantised, QuantTensor), "the site is in E4M3"
+        return quantised
 
     return _in_fp8(config, sites.keys(), made, tensors)
 
@@ -127,8 +143,8 @@ def _in_fp8(
     return Contents(layout, value, quantization, not_whole)
 
 
-def e4m3_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
-    """For each of the checkpoint's matrices that the rollout has in E4M3, its site as a linear of
+def quantised_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
+    """For each of the checkpoint's matrices that the rollout has in 8 bits, its site as a linear of
     its own. Blocks begin anew at each part of a fused matrix, so the bytes are the same.
     """
     sites: dict[str, Site] = {}
@@ -136,14 +152,14 @@ def e4m3_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
         if master.kind != "matrix":
             continue
         site = flow.rollout.site(name.rpartition(".")[0])
-        if site.forward == "e4m3":
+        if site.forward in EIGHT_BITS:
             sites |= {part: replace(site, parts=(rows,)) for part, rows in master.parts.items()}
     return sites
 
 
-def publish_part(site: Site, values: torch.Tensor) -> QuantTensor:
+def publish_part(site: Site, values: torch.Tensor) -> QuantisedWeight:
     made = backend_of(values.device).publish(site, values.float())
-    assert isinstance(made, QuantTensor), "the site is in E4M3"
+    assert isinstance(made, QuantisedWeight), "the site is in 8 bits"
     return made
 
 

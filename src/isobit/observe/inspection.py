@@ -1,25 +1,14 @@
 """What ``isobit inspect`` finds out about a model folder.
 
-Tensors are read one after the other, and none is kept.  With x a matrix of the checkpoint and q the
-numbers that its E4M3 bytes stand for, both [N, K]:
-
-    error           sqrt(sum (q - x)^2 / sum x^2), over the matrix
-    worst block     the highest error of a block of 128x128
-    saturated       share of the bytes that are the largest value, 448: at least one a block where
-                    scales are FP32, fewer where they are powers of two, rounded up
-    flushed         share of x that are not 0 and whose bytes are
-    scales          the smallest and the largest
-
-Error and flushed numbers of a matrix that is stored in E4M3 are not known.
+Tensors are read one after the other, and none is kept. What the figures of a matrix mean is said in
+``isobit.precision.quant_tensor``.
 
 It also lists what each preset quantises, and the memory to generate and to train on a named GPU.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from functools import reduce
+from dataclasses import asdict, dataclass
 from math import prod
-from operator import add
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,9 +26,15 @@ from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape, parameter_count
 from isobit.models.folder import model_needs, read_any_config
-from isobit.models.saving import Tensors, e4m3_sites, publish_part
+from isobit.models.saving import Tensors, publish_part, quantised_sites
 from isobit.precision.flow import Graph, PrecisionFlow, Site, build_flow
-from isobit.precision.quant_tensor import BLOCK, QuantTensor, dequantise, num_blocks
+from isobit.precision.quant_tensor import (
+    EIGHT_BITS,
+    EightBitFigures,
+    Format,
+    measure_published,
+    measure_stored,
+)
 from isobit.util.errors import ConfigError
 
 _DEFAULTS = InspectConfig()
@@ -156,10 +151,10 @@ class PresetFigures:
     """What a preset, without options, makes of a model."""
 
     preset: str
-    rollout_e4m3: float
-    """Share of the parameters that the rollout reads in E4M3."""
-    training_e4m3: float
-    """Share that the training forward reads in E4M3."""
+    rollout_8bit: float
+    """Share of the parameters that the rollout reads in E4M3 or INT8."""
+    training_8bit: float
+    """Share that the training forward reads in E4M3 or INT8."""
     cache: str
     """The format of the KV cache in most layers."""
     published_bytes: int
@@ -177,7 +172,7 @@ def _preset_figures(config: ModelConfig, sizes: Sizes) -> tuple[PresetFigures, .
     }
 
     def share(graph: Graph) -> float:
-        found = (size for name, size in matrices.items() if graph.site(name).forward == "e4m3")
+        found = (size for name, size in matrices.items() if graph.site(name).forward in EIGHT_BITS)
         return sum(found) / parameter_count(config)
 
     shape = decoder_shape(config)
@@ -194,97 +189,8 @@ def _preset_figures(config: ModelConfig, sizes: Sizes) -> tuple[PresetFigures, .
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Figures:
-    """The figures of a matrix, or of several."""
-
-    numbers: int
-    saturated_numbers: int
-    smallest_scale: float
-    largest_scale: float
-    flushed_numbers: int | None = None
-    """None, like the next three, for matrices that were stored in E4M3."""
-    squares: float | None = None
-    """Sum of x^2."""
-    squared_errors: float | None = None
-    worst_block: float | None = None
-
-    @property
-    def error(self) -> float | None:
-        if self.squares is None or self.squared_errors is None:
-            return None
-        return (self.squared_errors / self.squares) ** 0.5 if self.squares else 0.0
-
-    @property
-    def saturated(self) -> float:
-        return self.saturated_numbers / self.numbers
-
-    @property
-    def flushed(self) -> float | None:
-        return None if self.flushed_numbers is None else self.flushed_numbers / self.numbers
-
-    def __add__(self, other: "Fp8Figures") -> "Fp8Figures":
-        def both(take: Callable[[Any, Any], Any], name: str) -> Any:
-            a, b = getattr(self, name), getattr(other, name)
-            return None if a is None or b is None else take(a, b)
-
-        takes = {"smallest_scale": min, "largest_scale": max, "worst_block": max}
-        return Fp8Figures(*(both(takes.get(one.name, add), one.name) for one in fields(self)))
-
-    def as_json(self) -> dict[str, Any]:
-        """The figures; None where they are not known."""
-        return {
-            "error": self.error,
-            "worst_block": self.worst_block,
-            "saturated": self.saturated,
-            "flushed": self.flushed,
-            "scales": [self.smallest_scale, self.largest_scale],
-        }
-
-
-def together(figures: list[Fp8Figures]) -> Fp8Figures:
-    return reduce(Fp8Figures.__add__, figures)
-
-
-def measure_published(x: torch.Tensor, published: QuantTensor) -> Fp8Figures:
-    """The figures of ``x`` [N, K] of the checkpoint, as it is published."""
-    x = x.float()
-    error = dequantise(published).sub_(x).square_()
-    errors, squares = _block_sums(error), _block_sums(x.square())
-    shares = errors / squares.clamp(min=torch.finfo(torch.float64).tiny)
-    return replace(
-        measure_stored(published),
-        flushed_numbers=int(((_magnitudes(published) == 0) & (x != 0)).sum()),
-        squares=float(squares.sum()),
-        squared_errors=float(errors.sum()),
-        worst_block=float(shares.max().sqrt()),
-    )
-
-
-def measure_stored(matrix: QuantTensor) -> Fp8Figures:
-    """The figures of a matrix that is stored in E4M3."""
-    return Fp8Figures(
-        matrix.values.numel(),
-        int((_magnitudes(matrix) == 0x7E).sum()),  # 448
-        float(matrix.scales.min()),
-        float(matrix.scales.max()),
-    )
-
-
-def _magnitudes(matrix: QuantTensor) -> torch.Tensor:
-    """The bytes without their signs."""
-    return matrix.values.view(torch.uint8) & 0x7F
-
-
-def _block_sums(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [N, K], not negative -> FP64 [ceil(N/128), ceil(K/128)]; rows are added in FP32."""
-    rows, columns = x.shape
-    grid = num_blocks(rows), num_blocks(columns)
-    missing = (0, grid[1] * BLOCK - columns, 0, grid[0] * BLOCK - rows)
-    padded = torch.nn.functional.pad(x, missing) if any(missing) else x
-    return padded.view(grid[0], BLOCK, grid[1], BLOCK).sum(3).sum(1, dtype=torch.float64)
-
-
+HIGH_CREST = 11.0
+"""From here on a row in INT8 has no smaller error than in E4M3: crest / (127 sqrt(12)), 2.5%."""
 LONGEST = 4096
 """Tokens of the longest sequence by default, where the context is not shorter."""
 
@@ -304,14 +210,14 @@ class FormatFigures:
 
 @dataclass(frozen=True, slots=True)
 class MatrixFigures:
-    """A matrix of the checkpoint that is E4M3, or that the flow publishes in E4M3."""
+    """A matrix of the checkpoint that is E4M3, or that the flow publishes in 8 bits."""
 
     name: str
     layer: int
     linear: str
     """The linear that it belongs to: "qkv_proj", "o_proj" ..."""
     shape: tuple[int, ...]
-    figures: Fp8Figures
+    figures: EightBitFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +236,9 @@ class Inspection:
     scales: str
     """"power_of_two" or "fp32"."""
     matrices: tuple[MatrixFigures, ...]
-    """In the order of the forward pass; none where the flow has no E4M3."""
+    """In the order of the forward pass; none where the flow has no 8 bits."""
+    format: Format
+    """That of the matrices, "e4m3" or "int8"."""
     presets: tuple[PresetFigures, ...]
     back_end: str
     """What ``presets`` counts bytes for: "cpu" or "cuda"."""
@@ -342,12 +250,12 @@ class Inspection:
 
     @property
     def linears(self) -> list[str]:
-        """Names of linears that have E4M3 matrices, in the order of the forward pass."""
+        """Names of linears that have 8-bit matrices, in the order of the forward pass."""
         return list(dict.fromkeys(matrix.linear for matrix in self.matrices))
 
-    def by_layer(self) -> dict[int, dict[str, Fp8Figures]]:
+    def by_layer(self) -> dict[int, dict[str, EightBitFigures]]:
         """Figures of each linear of each layer."""
-        found: dict[int, dict[str, Fp8Figures]] = {}
+        found: dict[int, dict[str, EightBitFigures]] = {}
         for one in self.matrices:
             layer = found.setdefault(one.layer, {})
             before = layer.get(one.linear)
@@ -359,6 +267,11 @@ class Inspection:
         known = [matrix for matrix in self.matrices if matrix.figures.error is not None]
         return sorted(known, key=lambda matrix: -(matrix.figures.error or 0.0))[:count]
 
+    def with_high_crest(self) -> list[MatrixFigures]:
+        """The matrices with a crest above ``HIGH_CREST``, the highest first."""
+        high = [one for one in self.matrices if (one.figures.crest or 0.0) > HIGH_CREST]
+        return sorted(high, key=lambda one: -(one.figures.crest or 0.0))
+
     def as_json(self) -> dict[str, Any]:
         return {
             "folder": str(self.folder),
@@ -367,7 +280,12 @@ class Inspection:
             "files": self.files,
             "bytes": self.num_bytes,
             "formats": [asdict(found) for found in self.formats],
-            "flow": {"preset": self.preset, "scales": self.scales, "stored": self.stored},
+            "flow": {
+                "preset": self.preset,
+                "scales": self.scales,
+                "stored": self.stored,
+                "format": self.format,
+            },
             "matrices": [
                 {"name": one.name, "shape": list(one.shape), **one.figures.as_json()}
                 for one in self.matrices
@@ -406,12 +324,12 @@ def inspect_folder(
     about = precision.preset, precision.scales
     if not weights:
         return Inspection(
-            folder, config, parameters, 0, (), False, *about, (), presets, back_end, memory
+            folder, config, parameters, 0, (), False, *about, (), "e4m3", presets, back_end, memory
         )
     tensors = Checkpoint.open(folder, config)
-    sites = e4m3_sites(config, flow)
+    sites = quantised_sites(config, flow)
     if tensors.in_e4m3:
-        everywhere = e4m3_sites(config, build_flow(PrecisionConfig(preset="fp8"), shape))
+        everywhere = quantised_sites(config, build_flow(PrecisionConfig(preset="fp8"), shape))
         sites = {name: site for name, site in everywhere.items() if name in tensors.in_e4m3}
     return Inspection(
         folder,
@@ -422,10 +340,17 @@ def inspect_folder(
         bool(tensors.in_e4m3),
         *about,
         tuple(_measure(tensors, sites, on_matrix)),
+        _format_of(sites),
         presets,
         back_end,
         memory,
     )
+
+
+def _format_of(sites: dict[str, Site]) -> Format:
+    """A flow has its matrices in one format of 8 bits."""
+    formats: list[Format] = [site.forward for site in sites.values()]
+    return formats[0] if formats else "e4m3"
 
 
 def _measure(

@@ -1,17 +1,19 @@
 """Shows an inspection as text of at most 80 columns, and as an HTML page without scripts, which
-also draws the figures of FP8 over the layers.
+also draws the figures of 8-bit matrices over the layers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 
 from isobit.memory.speed import describe_step
-from isobit.observe.inspection import Fp8Figures, GpuFigures, Inspection, together
+from isobit.observe.inspection import HIGH_CREST, GpuFigures, Inspection
 from isobit.observe.report.chart import Chart, Curve, Figures, Panel, draw
 from isobit.observe.report.page import render_page, write_page
 from isobit.observe.report.panels import Tile
+from isobit.precision.quant_tensor import EightBitFigures, Format, together
 from isobit.util.terminal import gib
 
 WIDTH = 80
@@ -32,16 +34,16 @@ def describe_inspection(found: Inspection) -> list[str]:
             _table(
                 ("stored", "tensors", "numbers", "size"), _formats(found), f"in {_files(found)}"
             ),
-            *_fp8(found),
+            *_by_layer(found),
         ]
     parts.append(
         [
             *_table(
-                ("preset", "E4M3 rollout", "E4M3 training", "KV cache", "weights", "functions"),
+                ("preset", "8-bit rollout", "training", "KV cache", "weights", "functions"),
                 _presets(found),
             ),
             *_wrapped(
-                f"E4M3: share of all parameters; weights: as published on {_back_end(found)}; "
+                f"8-bit: share of all parameters; weights: as published on {_back_end(found)}; "
                 "functions: of rollout and training"
             ),
         ]
@@ -104,8 +106,8 @@ def _presets(found: Inspection, function: str = "", functions: str = "") -> list
     return [
         (
             one.preset,
-            percent(one.rollout_e4m3),
-            percent(one.training_e4m3),
+            percent(one.rollout_8bit),
+            percent(one.training_8bit),
             one.cache.upper(),
             gib(one.published_bytes),
             f"one{function}" if one.exact else f"two{functions}",
@@ -114,33 +116,99 @@ def _presets(found: Inspection, function: str = "", functions: str = "") -> list
     ]
 
 
-def _cells(figures: Fp8Figures) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """The figures of a format that text and page show."""
+
+    header: tuple[str, ...]
+    cells: Callable[[EightBitFigures], tuple[str, ...]]
+    legend: str
+    panels: tuple[tuple[str, str, str, str], ...]
+    """Title, name of the figure, unit and note."""
+
+
+def _scales(figures: EightBitFigures) -> str:
     low, high = scale_text(figures.smallest_scale), scale_text(figures.largest_scale)
+    return low if low == high else f"{low} to {high}"
+
+
+def _e4m3_cells(figures: EightBitFigures) -> tuple[str, ...]:
     shares = (figures.error, figures.worst_block, figures.saturated, figures.flushed)
-    return (*map(percent, shares), low if low == high else f"{low} to {high}")
+    return (*map(percent, shares), _scales(figures))
 
 
-def _fp8(found: Inspection) -> list[list[str]]:
+def _int8_cells(figures: EightBitFigures) -> tuple[str, ...]:
+    snr = "-" if figures.snr is None else f"{figures.snr:.1f} dB"
+    crest = "-" if figures.crest is None else f"{figures.crest:.1f}"
+    return percent(figures.error), percent(figures.worst_block), snr, crest, _scales(figures)
+
+
+_OF_SQUARES, _OF_NUMBERS = "% of the root mean square", "% of the numbers"
+_ERROR = ("Error", "error", _OF_SQUARES, "of each linear's matrices")
+_SHOWN: dict[Format, _Shown] = {
+    "e4m3": _Shown(
+        ("error", "worst block", "saturated", "flushed", "scales"),
+        _e4m3_cells,
+        "error: sqrt(sum (q - x)^2 / sum x^2) of the layer; saturated: stored as 448; flushed: "
+        "stored as 0, and not 0 before",
+        (
+            _ERROR,
+            ("Worst block", "worst_block", _OF_SQUARES, "the highest error of a block of 128x128"),
+            ("Flushed", "flushed", _OF_NUMBERS, "stored as 0, and not 0 before"),
+            ("Saturated", "saturated", _OF_NUMBERS, "stored as the largest value, 448"),
+        ),
+    ),
+    "int8": _Shown(
+        ("error", "worst row", "SNR", "crest", "scales"),
+        _int8_cells,
+        "error: sqrt(sum (q - x)^2 / sum x^2) of the layer; crest: the highest of a row times the "
+        "Hadamard matrix, its largest number over its root mean square",
+        (
+            _ERROR,
+            ("Worst row", "worst_block", _OF_SQUARES, "the highest error of a row"),
+            (
+                "Crest",
+                "crest",
+                "times",
+                "of a row times the Hadamard matrix: its largest number over its root mean square",
+            ),
+        ),
+    ),
+}
+
+
+def _by_layer(found: Inspection) -> list[list[str]]:
     layers = found.by_layer()
     if not layers:
-        return [[f"{found.preset}: no matrix is E4M3"]]
+        return [[f"{found.preset}: no matrix is in 8 bits"]]
+    shown = _SHOWN[found.format]
     each = [(f"{layer}", together(list(linears.values()))) for layer, linears in layers.items()]
     each.append(("all", together([figures for _, figures in each])))
-    rows = [("layer", "error", "worst block", "saturated", "flushed", "scales")]
-    rows += [(layer, *_cells(figures)) for layer, figures in each]
-    legend = (
-        "error: sqrt(sum (q - x)^2 / sum x^2) of the layer; saturated: stored as 448; flushed: "
-        "stored as 0, and not 0 before"
-    )
+    rows = [("layer", *shown.header)]
+    rows += [(layer, *shown.cells(figures)) for layer, figures in each]
+    legend = shown.legend
     if found.stored:
         rows = [(row[0], row[3], row[5]) for row in rows]
         legend = "what they were made from, and so their error, is not known"
-    title = f"the {len(found.matrices):,} matrices in E4M3: {_flow_name(found)}"
+    name = found.format.upper()
+    title = f"the {len(found.matrices):,} matrices in {name}: {_flow_name(found)}"
     parts = [[title, *_table(rows[0], rows[1:]), *_wrapped(legend)]]
     if worst := found.worst(WORST):
-        rows = [(one.name.removesuffix(".weight"), *_cells(one.figures)[:2]) for one in worst]
-        parts.append(_table(("highest error", "error", "worst block"), rows))
+        header = ("highest error", *shown.header[:2])
+        rows = [(_short(one.name), *shown.cells(one.figures)[:2]) for one in worst]
+        parts.append(_table(header, rows))
+    if high := found.with_high_crest():
+        rows = [(_short(one.name), f"{one.figures.crest:.1f}") for one in high[:WORST]]
+        note = (
+            f"{len(high):,} matrices have a row with a crest above {HIGH_CREST:.0f}, where INT8 is "
+            "no better than FP8: precision.modules_bf16 keeps linears in BF16"
+        )
+        parts.append([*_table(("high crest", "crest"), rows), *_wrapped(note)])
     return parts
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".weight")
 
 
 def _memory(found: Inspection, gpu: GpuFigures) -> list[str]:
@@ -180,13 +248,14 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
 
 def write_inspection(found: Inspection, path: Path) -> Path:
     """Write the page; -> its path.  Raises ConfigError where it cannot be written."""
+    shown = _SHOWN[found.format]
     listed = found.worst(MOST_MATRICES) or found.matrices[:MOST_MATRICES]
     page = render_page(
         "inspection.html",
         MARKER,
         name=found.folder.resolve().name,
         about=[str(found.folder), *_describe_model(found)],
-        flow=_flow_name(found) if found.matrices else f"{found.preset}: no matrix is E4M3",
+        flow=_flow_name(found) if found.matrices else f"{found.preset}: no matrix is in 8 bits",
         tiles=_tiles(found),
         charts=_charts(found),
         stored=found.stored,
@@ -197,9 +266,11 @@ def write_inspection(found: Inspection, path: Path) -> Path:
         gpu=found.gpu,
         gib=gib,
         matrices=[
-            (one.name, " x ".join(f"{size:,}" for size in one.shape), *_cells(one.figures))
+            (one.name, " x ".join(f"{size:,}" for size in one.shape), *shown.cells(one.figures))
             for one in listed
         ],
+        header=("matrix", "shape", *shown.header),
+        format=found.format.upper(),
         left_out=len(found.matrices) - len(listed),
     )
     return write_page(page, path, MARKER)
@@ -216,30 +287,34 @@ def _tiles(found: Inspection) -> list[Tile]:
     ]
     if found.matrices:
         every = together([matrix.figures for matrix in found.matrices])
-        error, _, saturated, flushed, scales = _cells(every)
-        in_e4m3 = f"of {len(found.matrices):,} matrices, {_flow_name(found)}"
+        name, measured = (
+            found.format.upper(),
+            f"of {len(found.matrices):,} matrices, {_flow_name(found)}",
+        )
         if every.error is not None:
             worst = found.worst(1)[0]
-            detail = f"{in_e4m3}; highest in {worst.name}: {percent(worst.figures.error)}"
-            tiles.append(Tile("error in E4M3", error, detail))
-            tiles.append(Tile("flushed", flushed, "stored as 0, and not 0 before"))
-        tiles.append(Tile("saturated", saturated, "stored as 448"))
-        tiles.append(Tile("scales", scales, in_e4m3))
+            detail = f"{measured}; highest in {worst.name}: {percent(worst.figures.error)}"
+            tiles.append(Tile(f"error in {name}", percent(every.error), detail))
+        if every.crest is not None:
+            high = len(found.with_high_crest())
+            detail = f"the highest of a row; above {HIGH_CREST:.0f} in {high:,} matrices"
+            tiles.append(Tile("crest", f"{every.crest:.1f}", detail))
+        else:
+            if every.flushed is not None:
+                tiles.append(Tile("flushed", percent(every.flushed), "stored as 0, not 0 before"))
+            tiles.append(Tile("saturated", percent(every.saturated), "stored as 448"))
+        tiles.append(Tile("scales", _scales(every), measured))
     return tiles
 
 
 def _charts(found: Inspection) -> list[Chart]:
     """The figures over the layers, as far as they are known."""
-    of_squares, of_numbers = "% of the root mean square", "% of the numbers"
-    by_linear = [
-        ("Error", "error", of_squares, "of each linear's matrices"),
-        ("Worst block", "worst_block", of_squares, "the highest error of a block of 128x128"),
-        ("Flushed", "flushed", of_numbers, "stored as 0, and not 0 before"),
-        ("Saturated", "saturated", of_numbers, "stored as the largest value, 448"),
-    ]
+    by_linear = _SHOWN[found.format].panels
     figures: Figures = {
         layer: {
-            f"{name}/{linear}": None if (share := one.as_json()[name]) is None else 100 * share
+            f"{name}/{linear}": None
+            if (value := one.as_json()[name]) is None
+            else (1 if name == "crest" else 100) * value
             for _, name, _, _ in by_linear
             for linear, one in each.items()
         }
@@ -260,6 +335,6 @@ def _charts(found: Inspection) -> list[Chart]:
         for title, name, unit, note in by_linear
     ]
     extremes = (Curve("high", "largest", take="max"), Curve("low", "smallest"))
-    note = "of all blocks of a layer"
+    note = "of all blocks of a layer" if found.format == "e4m3" else "of all rows of a layer"
     panels.append(Panel("Scales", "powers of two", extremes, note, axis="layer"))
     return [chart for panel in panels if (chart := draw(panel, figures)) is not None]

@@ -46,6 +46,8 @@ class CardFacts:
     """The step of the run whose weights were exported."""
     start: Path | None = None
     """The folder of the model that this one was made from, whose licence is taken over."""
+    sampled_in: str | None = None
+    """The preset that the run sampled in, where the FP8 bytes are of another flow."""
 
 
 def model_card(facts: CardFacts) -> str:
@@ -169,6 +171,13 @@ def _opening(facts: CardFacts) -> str:
     return f"{what}: the model of a run of {kind} {when}, written by Isobit {isobit.__version__}."
 
 
+_FLOWS = {
+    "int8": ": linears, KV cache and attention in INT8, in rollout and training",
+    "int8-linear": ": linears in INT8, in rollout and training",
+    "int8-rollout": ": rollout in INT8, training in BF16",
+}
+
+
 def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Model, data and algorithm, as the recipe names them."""
     yield "start", _place(record.setting("config", "model"))
@@ -193,7 +202,8 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
         if (value := record.setting("config", "training", name)) is not None
     ]
     yield "settings", _code(", ".join(settings))
-    yield "precision", _code(record.setting("config", "precision", "preset"))
+    preset = record.setting("config", "precision", "preset")
+    yield "precision", f"{_code(preset)}{_FLOWS.get(preset, '')}"
 
 
 def _rewards(record: RunRecord) -> Iterator[str]:
@@ -266,9 +276,12 @@ def _formats(facts: CardFacts) -> Iterator[str]:
         yield "## Formats"
     if facts.in_fp8:
         use = "scores" if facts.config.score_head else "samples"
+        bytes_of = f"the bytes that Isobit {use} with"
+        if facts.sampled_in is not None:
+            bytes_of = f"quantised anew, since the run sampled in the flow {facts.sampled_in}"
         yield (
             "A matrix `X.weight` is E4M3 with a scale for each block of 128x128 in "
-            f"`X.weight_scale_inv`, which multiplies: the bytes that Isobit {use} with."
+            f"`X.weight_scale_inv`, which multiplies: {bytes_of}."
         )
     if facts.not_whole:
         yield (

@@ -29,13 +29,33 @@ rows of +1 and -1, and H H = n. With amax the largest number of a row of X H, at
 
 Integer sums are exact, so X W^T = (values_x values_w^T) * scale_x * scale_w has one right answer.
 A row that was not finite has a NaN scale.
+
+**Figures** (``measure_published``). With x a matrix of a checkpoint and q the numbers that its E4M3
+bytes stand for, both [N, K]:
+
+    error           sqrt(sum (q - x)^2 / sum x^2), over the matrix
+    worst block     the highest error of a block of 128x128
+    saturated       share of the bytes that are the largest value, 448: at least one a block where
+                    scales are FP32, fewer where they are powers of two, rounded up
+    flushed         share of x that are not 0 and whose bytes are
+    scales          the smallest and the largest
+
+Error and flushed numbers of a matrix that is stored in E4M3 are not known. Of a matrix in INT8,
+which is multiplied by a Hadamard matrix H before, q are the numbers behind H and its inverse, and
+
+    worst block     the highest error of a row
+    saturated       share of the values that are 127 or -127: at least one a row
+    flushed         share of the numbers of x H that are not 0 and whose values are
+    crest           the highest of a row of x H: its largest number over its root mean square
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, reduce
 from itertools import accumulate
-from typing import Literal
+from operator import add
+from typing import Any, Literal
 
 import torch
 
@@ -167,6 +187,14 @@ def rotation_size(columns: int) -> int:
     return min(BLOCK, columns & -columns)
 
 
+def hadamard_matrix(size: int) -> torch.Tensor:
+    """Sylvester's Hadamard matrix, FP32 [size, size] of +1 and -1, of a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
 @dataclass(frozen=True, slots=True)
 class Int8Rows:
     """INT8 values [R, C] of a matrix times H, and the FP32 scale [R] of each row."""
@@ -208,3 +236,133 @@ def dequantise(matrix: QuantTensor) -> torch.Tensor:
     """
     columns = block_numbers((matrix.values.shape[1],), matrix.scales.device)
     return matrix.values.float().mul_(matrix.row_scales().index_select(1, columns))
+
+
+@dataclass(frozen=True, slots=True)
+class EightBitFigures:
+    """The figures of a matrix, or of several."""
+
+    numbers: int
+    saturated_numbers: int
+    smallest_scale: float
+    largest_scale: float
+    flushed_numbers: int | None = None
+    """None, like the next three, for matrices that were stored in E4M3."""
+    squares: float | None = None
+    """Sum of x^2."""
+    squared_errors: float | None = None
+    worst_block: float | None = None
+    crest: float | None = None
+    """None for E4M3."""
+
+    @property
+    def error(self) -> float | None:
+        if self.squares is None or self.squared_errors is None:
+            return None
+        return (self.squared_errors / self.squares) ** 0.5 if self.squares else 0.0
+
+    @property
+    def snr(self) -> float | None:
+        """The ratio of signal to noise in decibels; None where there is no noise or it is not
+        known.
+        """
+        return -20 * math.log10(self.error) if self.error else None
+
+    @property
+    def saturated(self) -> float:
+        return self.saturated_numbers / self.numbers
+
+    @property
+    def flushed(self) -> float | None:
+        return None if self.flushed_numbers is None else self.flushed_numbers / self.numbers
+
+    def __add__(self, other: "EightBitFigures") -> "EightBitFigures":
+        def both(take: Callable[[Any, Any], Any], name: str) -> Any:
+            a, b = getattr(self, name), getattr(other, name)
+            return None if a is None or b is None else take(a, b)
+
+        takes = {"smallest_scale": min, "largest_scale": max, "worst_block": max, "crest": max}
+        return EightBitFigures(*(both(takes.get(one.name, add), one.name) for one in fields(self)))
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures; None where they are not known."""
+        return {
+            "error": self.error,
+            "snr_db": self.snr,
+            "worst_block": self.worst_block,
+            "crest": self.crest,
+            "saturated": self.saturated,
+            "flushed": self.flushed,
+            "scales": [self.smallest_scale, self.largest_scale],
+        }
+
+
+def together(figures: list[EightBitFigures]) -> EightBitFigures:
+    return reduce(EightBitFigures.__add__, figures)
+
+
+def measure_published(x: torch.Tensor, published: QuantisedWeight) -> EightBitFigures:
+    """The figures of ``x`` [N, K] of the checkpoint, as it is published."""
+    if isinstance(published, Int8Rows):
+        return _measure_int8(x.float(), published)
+    return _measure_e4m3(x.float(), published)
+
+
+def _measure_int8(x: torch.Tensor, published: Int8Rows) -> EightBitFigures:
+    """Behind H, which multiplies every error and every number's square by n on average."""
+    size = rotation_size(x.shape[1])
+    turned = (x.view(-1, size) @ hadamard_matrix(size)).view(x.shape)
+    read = published.values.float().mul_(size * published.scales[:, None])
+    errors = read.sub_(turned).square_().sum(1, dtype=torch.float64) / size
+    squares = x.square().sum(1, dtype=torch.float64)
+    tiny = torch.finfo(torch.float64).tiny
+    largest = turned.abs().amax(1).double()
+    crests = largest / (squares * size / x.shape[1]).clamp(min=tiny).sqrt()
+    return EightBitFigures(
+        x.numel(),
+        int((published.values.abs() == 127).sum()),
+        float(published.scales.min()),
+        float(published.scales.max()),
+        int(((published.values == 0) & (turned != 0)).sum()),
+        float(squares.sum()),
+        float(errors.sum()),
+        float((errors / squares.clamp(min=tiny)).max().sqrt()),
+        float(crests.max()),
+    )
+
+
+def _measure_e4m3(x: torch.Tensor, published: QuantTensor) -> EightBitFigures:
+    error = dequantise(published).sub_(x).square_()
+    errors, squares = _block_sums(error), _block_sums(x.square())
+    shares = errors / squares.clamp(min=torch.finfo(torch.float64).tiny)
+    return replace(
+        measure_stored(published),
+        flushed_numbers=int(((_magnitudes(published) == 0) & (x != 0)).sum()),
+        squares=float(squares.sum()),
+        squared_errors=float(errors.sum()),
+        worst_block=float(shares.max().sqrt()),
+    )
+
+
+def measure_stored(matrix: QuantTensor) -> EightBitFigures:
+    """The figures of a matrix that is stored in E4M3."""
+    return EightBitFigures(
+        matrix.values.numel(),
+        int((_magnitudes(matrix) == 0x7E).sum()),  # 448
+        float(matrix.scales.min()),
+        float(matrix.scales.max()),
+    )
+
+
+def _magnitudes(matrix: QuantTensor) -> torch.Tensor:
+    """The bytes without their signs."""
+    return matrix.values.view(torch.uint8) & 0x7F
+
+
+def _block_sums(x: torch.Tensor) -> torch.Tensor:
+    """FP32 [N, K], not negative -> FP64 [ceil(N/128), ceil(K/128)]; rows are added in FP32."""
+    rows, columns = x.shape
+    grid = num_blocks(rows), num_blocks(columns)
+    missing = (0, grid[1] * BLOCK - columns, 0, grid[0] * BLOCK - rows)
+    padded = torch.nn.functional.pad(x, missing) if any(missing) else x
+    return padded.view(grid[0], BLOCK, grid[1], BLOCK).sum(3).sum(1, dtype=torch.float64)

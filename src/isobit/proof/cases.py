@@ -250,9 +250,9 @@ def hadamard(head_dim: int = 64) -> Case:
 
 
 def transformed_qkv(
-    norms: bool = True, bias: bool = True, is_e4m3: bool = False, dtype: torch.dtype = FP32
+    norms: bool = True, bias: bool = True, is_rotated: bool = False, dtype: torch.dtype = FP32
 ) -> Case:
-    """Bias, norms of Q and K, rotation and, before E4M3, the Hadamard matrix."""
+    """Bias, norms of Q and K, rotary positions and, before 8 bits, the Hadamard matrix."""
     heads, dim = (4, 2, 2), 32
     width = sum(heads) * dim
     table, angles = rope_table(dim)
@@ -264,7 +264,7 @@ def transformed_qkv(
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
     of = inputs.get
     weights = of("q_norm"), of("k_norm"), of("bias")
-    transform = QkvTransform(4, 2, dim, table.cos, table.sin, 1e-6, *weights, hadamard=is_e4m3)
+    transform = QkvTransform(4, 2, dim, table.cos, table.sin, 1e-6, *weights, hadamard=is_rotated)
     dy = normal(ROWS, sum(heads), dim, seed=4, dtype=dtype)
 
     def plain(
@@ -277,7 +277,7 @@ def transformed_qkv(
         if q_norm is not None and k_norm is not None:
             q, k = plain_norm(q, q_norm), plain_norm(k, k_norm)
         q, k = plain_rotation(q, angles), plain_rotation(k, angles)
-        if is_e4m3:
+        if is_rotated:
             matrix = hadamard_matrix(dim).to(x.dtype)
             q, k = q @ matrix / dim, k @ matrix
         return torch.cat([q, k, v], 1)

@@ -342,14 +342,15 @@ class Extremes:
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """FP32 [T, K]: what the rows stand for."""
+    """FP32 [T, K]: what the rows stand for, of INT8 before the product with the Hadamard matrix is
+    undone.
+    """
     if scales is None:
         return values.float().unsqueeze(-1).flatten(1)
     if scales.dtype == torch.uint8:
-        return (
-            values.float()
-            * torch.ldexp(torch.ones(scales.shape), scales.int() - E8M0_BIAS)[..., None]
-        ).flatten(1)
+        scales = torch.ldexp(torch.ones(scales.shape), scales.int() - E8M0_BIAS)
+    if scales.ndim == values.ndim - 1:  # one a row, or one a token and head
+        return (values.float() * scales[..., None]).flatten(1)
     of_columns = scales.repeat_interleave(BLOCK, -1)[:, : values.shape[1]]
     return values.float() * of_columns
 

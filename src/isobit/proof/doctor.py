@@ -12,14 +12,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.backend import Backend, backend_of, is_present, support, usable_devices
+from isobit.kernels.operands import Quantised
 from isobit.models.config import ModelConfig
+from isobit.models.folder import model_needs
 from isobit.models.policy import random_policy
+from isobit.precision.flow import Site
 from isobit.proof import cases, product_cases
 from isobit.proof.cases import Case, check_gradients, check_rows
 from isobit.proof.doctor_environment import environment_checks, extras, quantiser_checks
@@ -37,7 +40,7 @@ from isobit.proof.verify import VerifyOptions, verify, verify_policy
 from isobit.util.errors import ConfigError
 from isobit.util.machine import usable_cores
 
-_PRESETS: tuple[Preset, ...] = ("fp8", "bf16")
+_PRESETS: tuple[Preset, ...] = ("fp8", "int8", "bf16")
 _SHAPE = ModelConfig("qwen3", 1000, 512, 768, 2, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
 _SMALL = VerifyOptions(prompts=5, samples=2, max_new_tokens=12)
 _FIX = (
@@ -78,13 +81,25 @@ def _libraries(backend: Backend) -> str:
 def _quantiser(backend: Backend) -> str:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     x = every.view(512, 128)
-    expected = backend_of(torch.device("cpu")).quantise_rows(x, "power_of_two")
+    specification = backend_of(torch.device("cpu"))
+    expected = specification.quantise_rows(x, "power_of_two")
     ours = backend.quantise_rows(x.to(backend.device), "power_of_two")
+    _require_same("E4M3", ours, expected)
+    site = Site("case", "linear", "int8", dgrad="e4m3", wgrad="e4m3", parts=(128,))
+    ours, expected = (
+        one.linear_input(x.to(one.device), site).read for one in (backend, specification)
+    )
+    assert not isinstance(ours, torch.Tensor)
+    assert not isinstance(expected, torch.Tensor)
+    _require_same("INT8", ours, expected)
+    return "all 65,536 BF16 numbers have the specification's bytes, in E4M3 and in INT8"
+
+
+def _require_same(name: str, ours: Quantised, expected: Quantised) -> None:
     codes = (made.values.cpu().view(torch.uint8) for made in (ours, expected))
-    require_equal("this quantiser's bytes and the specification's", *codes)
+    require_equal(f"this quantiser's bytes in {name} and the specification's", *codes)
     scales = (made.scales.cpu().contiguous() for made in (ours, expected))
-    require_equal("this quantiser's scales and the specification's", *scales)
-    return "all 65,536 BF16 numbers have the specification's bytes"
+    require_equal(f"this quantiser's scales in {name} and the specification's", *scales)
 
 
 def _verify(preset: Preset, device: torch.device) -> str:
@@ -109,16 +124,22 @@ VALUES: dict[str, tuple[Callable[[], Case], ...]] = {
         partial(cases.elementwise, "log", math.log, torch.float64),
     ),
     "GEMM in E4M3": (product_cases.e4m3_gemm,),
+    "GEMM in INT8": (product_cases.int8_gemm, partial(product_cases.int8_gemm, 67)),
     "GEMM in BF16": (product_cases.grid_gemm,),
-    "linear in E4M3": (partial(product_cases.linear, "e4m3"),),
-    "linear in BF16": (partial(product_cases.linear, "bf16"),),
+    **{
+        f"linear in {format.upper()}": (partial(product_cases.linear, format),)
+        for format in ("e4m3", "int8", "bf16")
+    },
     "RMSNorm": (cases.rms_norm,),
     "rotary positions": (cases.rotation,),
     "Hadamard matrix": (cases.hadamard,),
-    "Q, K and V": (cases.transformed_qkv, partial(cases.transformed_qkv, is_e4m3=True)),
+    "Q, K and V": (cases.transformed_qkv, partial(cases.transformed_qkv, is_rotated=True)),
     "SwiGLU": (cases.swiglu, cases.swiglu_columns),
     "router": (product_cases.router,),
-    "experts": (partial(product_cases.experts, "e4m3"),),
+    "experts": (
+        partial(product_cases.experts, "e4m3"),
+        partial(product_cases.experts, "int8"),
+    ),
     "scalar head": (cases.scalar_head,),
     "log-softmax": (cases.log_softmax,),
     "log-prob": (cases.token_log_probs,),
@@ -129,20 +150,20 @@ VALUES: dict[str, tuple[Callable[[], Case], ...]] = {
 
 ATTENTION: dict[str, tuple[Callable[[], Attention], ...]] = {
     f"attention in {format.upper()}": (partial(Attention, format, (1, 40, 67, 130)),)
-    for format in ("e4m3", "bf16")
+    for format in ("e4m3", "int8", "bf16")
 }
 
 GRADIENTS: dict[str, tuple[Callable[[], Case], ...]] = {
     **{
         f"linear in {format.upper()}": (
-            partial(product_cases.linear, format),
+            partial(product_cases.dgrad, format),
             partial(product_cases.wgrad, format),
         )
-        for format in ("e4m3", "bf16")
+        for format in ("e4m3", "int8", "bf16")
     },
     "RMSNorm": (cases.rms_norm,),
     "Q, K and V": (cases.transformed_qkv,),
-    "Q, K and V before E4M3": (partial(cases.transformed_qkv, is_e4m3=True),),
+    "Q, K and V before 8 bits": (partial(cases.transformed_qkv, is_rotated=True),),
     "attention": (Attention("fp32", (40, 97)).case,),
     "SwiGLU": (cases.swiglu,),
     "experts": (product_cases.expert_gradients, partial(product_cases.router, dtype=torch.float32)),
@@ -296,17 +317,25 @@ def _verify_starter() -> str:
     return exact_detail(verify(Path("starter"), PrecisionConfig(preset="fp8"), _SMALL))
 
 
+def _flows(device: str) -> str:
+    """The presets that a device computes."""
+    presets = [
+        preset
+        for preset in get_args(Preset)
+        if support(device).model_problem(model_needs(_SHAPE, preset)) is None
+    ]
+    return f"in {', '.join(presets[:-1])} and {presets[-1]}"
+
+
 def _runs_here(findings: list[Finding]) -> Iterator[str]:
     """Where things run, and how to get more."""
     if any(finding.status == "fail" for finding in findings):
         yield "nothing should run here before the failures above are mended"
     else:
-        flows = "in fp32, bf16, fp8-rollout, fp8-linear and fp8"
-        yield f"rollout, training, evaluation and verify: on the CPU, {flows}"
+        yield f"rollout, training, evaluation and verify: on the CPU, {_flows('cpu')}"
         for device, problem in usable_devices().items():
             if device != "cpu" and problem is None:
-                flows = flows.replace("fp32, ", "")
-                yield f"the same on {device}, and there by default, {flows}"
+                yield f"the same on {device}, and there by default, {_flows(device)}"
     useless = {support(device).extra for device in usable_devices() if not is_present(device)}
     for extra, lacking in extras().items():
         if extra not in ("dev", *useless):

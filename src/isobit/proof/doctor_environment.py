@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 import isobit
 from isobit.kernels.backend import support, usable_devices
 from isobit.kernels.spec import quantise
+from isobit.kernels.spec.linear import int_mm_is_exact
 from isobit.precision.quant_tensor import E4M3, QuantTensor, ScaleKind
 from isobit.proof.doctor_findings import Caution, Check, Fault, bits_of
 from isobit.util.machine import openmp_libraries, processor_name, read_memory, usable_cores
@@ -214,9 +215,17 @@ def _device(device: str) -> str:
 Tensors = dict[str, torch.Tensor]
 
 _FIX = (
-    "do not train in fp8 here: every stored weight would differ; reinstall torch in a supported "
+    "do not train in 8 bits here: every stored weight would differ; reinstall torch in a supported "
     "version, and report this line"
 )
+
+
+_SLOWER = (
+    "nothing is wrong: the bits are the same, and int8 flows are slower; a processor with VNNI or "
+    "AMX has exact ones"
+)
+INT8_COLUMNS = (128, 96)
+"""Of the stored rows, with Hadamard matrices of 128 and of 32 rows."""
 
 
 def golden_file() -> Path:
@@ -226,14 +235,14 @@ def golden_file() -> Path:
 
 def load_golden() -> Tensors:
     """The stored tensors: ``decode``, ``rows``, ``tokens``, ``blocks``, ``heads`` and ``grid``,
-    each with its input and results.
+    each with its input and results, and ``int8`` of rows and heads.
     """
     return load_file(golden_file())
 
 
 def quantiser_checks() -> list[Check]:
     """A check a granularity, with both kinds of scales, infinities, NaN and every edge that the
-    stored inputs hold.
+    stored inputs hold; and whether torch multiplies INT8 exactly.
     """
     golden = load_golden()
     return [
@@ -242,7 +251,9 @@ def quantiser_checks() -> list[Check]:
         Check("quantise 128x128", partial(_both_kinds, golden, "blocks", "quantise_blocks"), _FIX),
         Check("quantise 128x1", partial(_both_kinds, golden, "tokens", "quantise_tokens"), _FIX),
         Check("quantise Q, K and V", partial(_heads, golden), _FIX),
+        Check("quantise INT8", partial(_int8, golden), _FIX),
         Check("snap to the grid", partial(_grid, golden), _FIX),
+        Check("INT8 products of torch", _int8_products, _SLOWER),
     ]
 
 
@@ -262,6 +273,27 @@ def _heads(golden: Tensors) -> str:
     _compare("bytes", values.view(torch.uint8), golden["heads.power_of_two.values"])
     _compare("scale bytes", scale_bytes, golden["heads.power_of_two.bytes"])
     return f"{values.numel():,} bytes and their scales as stored"
+
+
+def _int8(golden: Tensors) -> str:
+    total = 0
+    for columns in INT8_COLUMNS:
+        made = quantise.quantise_int8(golden["rows.input"][:, :columns])
+        _compare(f"bytes of {columns} columns", made.values, golden[f"int8.{columns}.values"])
+        _compare(f"scales of {columns} columns", made.scales, golden[f"int8.{columns}.scales"])
+        total += made.values.numel()
+    values, scales = quantise.round_to_int8(golden["heads.input"].clone())
+    _compare("bytes of Q, K and V", values, golden["int8.heads.values"])
+    _compare("scales of Q, K and V", scales, golden["int8.heads.scales"])
+    return f"{total + values.numel():,} bytes and their scales as stored, with and without Hadamard"
+
+
+def _int8_products() -> str:
+    if not int_mm_is_exact():
+        raise Caution(
+            "torch._int_mm is not exact on this processor, so linears in INT8 are computed in FP64"
+        )
+    return "torch._int_mm is exact, and linears in INT8 use it"
 
 
 def _grid(golden: Tensors) -> str:

@@ -28,14 +28,25 @@ from isobit.kernels.spec.attention import PackedAttention
 from isobit.kernels.spec.paged_attention import PAGE_TOKENS, PagedAttention, SpecKvCache
 from isobit.kernels.spec.qkv import Heads, transform_qkv
 from isobit.kernels.spec.quantise import (
+    dequantise_int8,
     publish,
     quantise_blocks,
+    quantise_int8,
     quantise_rows,
     quantise_tokens,
     snap_rows,
 )
 from isobit.precision.flow import Graph, PrecisionFlow, Site
-from isobit.precision.quant_tensor import BLOCK, DTYPES, Format, ScaleKind
+from isobit.precision.quant_tensor import (
+    BLOCK,
+    DTYPES,
+    EIGHT_BITS,
+    Format,
+    Int8Rows,
+    QuantTensor,
+    ScaleKind,
+    rotation_size,
+)
 from isobit.proof.cases import BF16, FP32, ROWS, Case, normal, plain_swiglu, wide
 from isobit.proof.doctor_findings import require_close, require_equal
 
@@ -65,6 +76,25 @@ def e4m3_gemm(scales: ScaleKind = "power_of_two") -> Case:
     )
 
 
+def int8_gemm(columns: int = 3 * BLOCK) -> Case:
+    """The exact GEMM over INT8, against 64-bit integers."""
+    x = wide(ROWS, columns, spread=4.0)
+    made = quantise_int8(wide(150, columns, seed=1, spread=4.0))
+
+    def plain() -> Tensor:
+        a = quantise_int8(x)
+        sums = a.values.long() @ made.values.long().t()
+        return sums.float() * a.scales[:, None] * made.scales
+
+    return Case(
+        "the GEMM in INT8",
+        {},
+        plain,
+        lambda rows: linear_module.int8_gemm_nt(quantise_int8(x[rows]), made),
+        tolerance=0.0,
+    )
+
+
 def grid_gemm(columns: int = 200, dtype: torch.dtype = BF16) -> Case:
     """The exact GEMM over numbers on the grid."""
     x, b = (wide(n, columns, seed=n, dtype=dtype, spread=4.0) for n in (ROWS, 150))
@@ -80,8 +110,15 @@ def grid_gemm(columns: int = 200, dtype: torch.dtype = BF16) -> Case:
 def _linear_weight(
     format: Format, parts: tuple[int, ...], columns: int, scales: ScaleKind = "power_of_two"
 ) -> LinearWeight:
-    site = Site("case", "linear", format, scales, format, format, parts)
+    site = _linear_site(format, parts, scales)
     return LinearWeight(site, publish(site, wide(sum(parts), columns, seed=1)))
+
+
+def _linear_site(
+    format: Format, parts: tuple[int, ...], scales: ScaleKind = "power_of_two"
+) -> Site:
+    backward: Format = "e4m3" if format in EIGHT_BITS else format
+    return Site("case", "linear", format, scales, backward, backward, parts)
 
 
 def linear(
@@ -91,20 +128,10 @@ def linear(
     scales: ScaleKind = "power_of_two",
     tokens: int = ROWS,
 ) -> Case:
-    """Quantise or snap, multiply, round; and DGrad, over the operands as they are quantised."""
+    """Quantise or snap, multiply, round, over the operands as they are quantised."""
     weight = _linear_weight(format, parts, columns, scales)
-    dtype = DTYPES["fp32" if format == "fp32" else "bf16"]
-    x, dy = wide(tokens, columns, dtype=dtype), normal(tokens, sum(parts), seed=2, dtype=dtype)
-    read, dy_read = snap_rows(x), dy
-    if format == "e4m3":
-        read = linear_module.dequantise_rows(quantise_rows(x, scales))
-        dy_read = linear_module.dequantise_rows(quantise_rows(dy, scales, parts))
-    matrix = linear_module.dequantised(weight)
-
-    def gradients() -> dict[str, Tensor]:
-        made = linear_module.output_gradient(dy, weight.site).rows
-        return {"x": linear_module.dgrad(made, weight)}
-
+    x = wide(tokens, columns, dtype=DTYPES["fp32" if format == "fp32" else "bf16"])
+    read, matrix = _as_numbers(x, weight)
     return Case(
         f"linear in {format.upper()}",
         {"x": read},
@@ -113,8 +140,45 @@ def linear(
             linear_module.linear_input(x[rows], weight.site).read, weight
         ),
         tokens,
+    )
+
+
+def _as_numbers(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
+    """X and W as FProp reads them, [T, K] and [N, K]."""
+    matrix = weight.matrix
+    if isinstance(matrix, Int8Rows):
+        made, size = quantise_int8(x), rotation_size(x.shape[1])
+        return dequantise_int8(Int8Rows(made.values, made.scales / size)), dequantise_int8(matrix)
+    if isinstance(matrix, QuantTensor):
+        read = linear_module.dequantise_rows(quantise_rows(x, weight.site.scales))
+        return read, linear_module.dequantised(weight)
+    return snap_rows(x), linear_module.dequantised(weight)
+
+
+def dgrad(
+    format: Format,
+    parts: tuple[int, ...] = (200,),
+    columns: int = 150,
+    scales: ScaleKind = "power_of_two",
+    tokens: int = ROWS,
+) -> Case:
+    """DGrad, over the operands as they are quantised."""
+    weight = _linear_weight(format, parts, columns, scales)
+    dtype = DTYPES["fp32" if format == "fp32" else "bf16"]
+    dy = normal(tokens, sum(parts), seed=2, dtype=dtype)
+    matrix = linear_module.dequantised(weight)
+
+    def gradients() -> dict[str, Tensor]:
+        made = linear_module.output_gradient(dy, weight.site).rows
+        return {"x": linear_module.dgrad(made, weight)}
+
+    quantised = quantise_rows(dy, scales, parts) if weight.site.dgrad == "e4m3" else None
+    return Case(
+        f"linear in {format.upper()}",
+        {"x": torch.zeros(tokens, columns, dtype=dtype)},
+        lambda x: x @ matrix.to(x.dtype).t(),
         gradients=gradients,
-        dy=dy_read,
+        dy=dy if quantised is None else linear_module.dequantise_rows(quantised),
     )
 
 
@@ -126,12 +190,12 @@ def wgrad(
     tokens: int = ROWS,
 ) -> Case:
     """WGrad, over the operands as they are quantised."""
-    site = Site("case", "linear", format, scales, format, format, parts)
+    site = _linear_site(format, parts, scales)
     dtype = DTYPES["fp32" if format == "fp32" else "bf16"]
     x, dy = wide(tokens, columns, dtype=dtype), normal(tokens, sum(parts), seed=2, dtype=dtype)
 
     def as_read(x: Tensor) -> Tensor:
-        read: Operand = quantise_tokens(x, scales) if format == "e4m3" else x
+        read: Operand = quantise_tokens(x, scales) if site.wgrad == "e4m3" else x
         return linear_module.dequantise_tokens(read)
 
     def gradients() -> dict[str, Tensor]:
@@ -201,7 +265,7 @@ class Mixture:
         masters, made = [], []
         for parts, columns in (((72, 72) * EXPERTS, 200), ((200,) * EXPERTS, 72)):
             masters.append(0.1 * normal(sum(parts), columns, seed=columns))
-            site = Site("case", "linear", format, "power_of_two", format, format, parts)
+            site = _linear_site(format, parts)
             made.append(LinearWeight(site, publish(site, masters[-1])))
         routing = Routing(chosen, routing.weights, routing.logits)
         return cls(x, routing, made[0], made[1], (masters[0], masters[1]))
@@ -399,8 +463,8 @@ class Attention:
         return Case("attention", self.encoded(), self.plain, gradients=gradients, dy=dy)
 
 
-_ATTENTION: dict[Format, float] = {"e4m3": 1e-3, "bf16": 1e-5, "fp32": 1e-5}
-"""Tolerances, relative to the largest number: probabilities are FP16 beside E4M3, else they are
+_ATTENTION: dict[Format, float] = {"e4m3": 1e-3, "int8": 1e-3, "bf16": 1e-5, "fp32": 1e-5}
+"""Tolerances, relative to the largest number: probabilities are FP16 beside 8 bits, else they are
 multiples of 2^-23.
 """
 

@@ -166,7 +166,7 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "steady; spikes of ten times call for a lower learning rate", runs=_ALL,
                chart="Gradient norm", line=Line("grad_norm {grad_norm:.3f}", runs=_BOTH_SFT)),
         Metric("weight_bytes_changed", "share",
-               "bytes of the linears' published weights (E4M3; numbers in BF16) that an update "
+               "bytes of the linears' published weights (8-bit; numbers in BF16) that an update "
                "changed",
                "above 0.01; else hardly anything is learnt (raise `training.learning_rate`)",
                runs=_ALL, chart="Weight bytes changed"),

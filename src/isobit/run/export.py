@@ -352,6 +352,8 @@ class ExportResult:
     """Of tensors."""
     quantised: int
     """Matrices in E4M3."""
+    sampled_in: str | None
+    """The preset in which the run sampled, where ``precision`` is another flow; else None."""
     not_whole: tuple[str, ...]
     """Matrices that the flow has in E4M3, and which stock loaders could not read in it."""
 
@@ -383,8 +385,17 @@ def export(
         total_bytes(contents.layout),
         len(digests),
         contents.num_quantised,
+        _sampled_in(source, flow),
         contents.not_whole,
     )
+
+
+def _sampled_in(source: ExportSource, flow: PrecisionFlow | None) -> str | None:
+    """The run's preset, where its bytes are not those of ``flow``."""
+    own = source.precision
+    if flow is None or own is None or build_flow(own, decoder_shape(source.config)) == flow:
+        return None
+    return own.preset
 
 
 def check_target(source: ExportSource, target: Path, overwrite: bool) -> None:
@@ -446,6 +457,7 @@ def _write(
             in_fp8=contents.num_quantised > 0,
             flow=flow,
             not_whole=contents.not_whole,
+            sampled_in=_sampled_in(source, flow),
             digests=digests | {file.name: file_sha256(file) for file in others},
             record=source.record,
             step=source.step,

@@ -13,10 +13,10 @@ from torch import Tensor
 from isobit.precision.quant_tensor import Format, ScaleKind
 from isobit.proof import cases, product_cases
 from isobit.proof.cases import ROWS, Case, check_gradients, check_rows
-from isobit.proof.product_cases import expert_gradients, linear, wgrad
+from isobit.proof.product_cases import dgrad, expert_gradients, linear, wgrad
 
 Make = Callable[[], Case]
-FORMATS: list[Format] = ["e4m3", "bf16", "fp32"]
+FORMATS: list[Format] = ["e4m3", "int8", "bf16", "fp32"]
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PARTS = {
@@ -45,9 +45,10 @@ QKV: dict[str, Make] = {
     for family, kind in FAMILIES.items()
     for dtype in DTYPES
 }
-LINEARS: dict[str, tuple[Make, Make]] = {
+LINEARS: dict[str, tuple[Make, Make, Make]] = {
     f"{format} {shape} {kind}": (
         partial(linear, format, *PARTS[shape], kind),
+        partial(dgrad, format, *PARTS[shape], kind),
         partial(wgrad, format, *PARTS[shape], kind),
     )
     for format in FORMATS
@@ -56,6 +57,7 @@ LINEARS: dict[str, tuple[Make, Make]] = {
 }
 OTHERS: dict[str, Make] = {
     **{f"E4M3 GEMM {kind}": partial(product_cases.e4m3_gemm, kind) for kind in KINDS},
+    **{f"INT8 GEMM {columns}": partial(product_cases.int8_gemm, columns) for columns in (576, 81)},
     **{
         f"GEMM {columns} {dtype}": partial(product_cases.grid_gemm, columns, DTYPES[dtype])
         for columns in (128, 896, 200)
@@ -87,12 +89,12 @@ DIFFERENTIATED: dict[str, Make] = {
     },
 }
 FORWARDS = {
-    **{name: make for name, (make, _) in LINEARS.items()},
+    **{name: make for name, (make, *_) in LINEARS.items()},
     **OTHERS,
     **DIFFERENTIATED,
 }
 BACKWARDS = {
-    **{f"{name} {i}": make for name, made in LINEARS.items() for i, make in enumerate(made)},
+    **{f"{name} {i}": make for name, made in LINEARS.items() for i, make in enumerate(made[1:])},
     **DIFFERENTIATED,
 }
 
@@ -156,13 +158,15 @@ def norms(case: Case) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", LINEARS)
 def test_gradients_of_a_linear_as_a_whole(name: str) -> None:
-    cases = [make() for make in LINEARS[name]]
+    cases = [make() for make in LINEARS[name][1:]]
     for_input, for_weight = map(norms, cases)
     assert for_input["x"] < (1e-6 if name.startswith("fp32") else 2**-8)
     assert for_weight["weight"] < 1e-6
 
 
-@pytest.mark.parametrize(("format", "bound"), [("fp32", 1e-5), ("bf16", 0.02), ("e4m3", 0.12)])
+@pytest.mark.parametrize(
+    ("format", "bound"), [("fp32", 1e-5), ("bf16", 0.02), ("int8", 0.12), ("e4m3", 0.12)]
+)
 def test_gradients_of_experts_as_a_whole(format: Format, bound: float) -> None:
     """An E4M3 number has an error of up to 1/16."""
     assert max(norms(expert_gradients(format)).values()) < bound

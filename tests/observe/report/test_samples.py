@@ -114,5 +114,17 @@ def test_a_layer_of_its_own_stays_apart_and_differences_are_marked() -> None:
     assert differing == [[False], [True, True], [False, False], [False]]
 
 
+def test_int8_says_how_it_is_scaled() -> None:
+    sites = [site | ({"forward": "int8"} if site["forward"] == "e4m3" else {}) for site in SITES]
+    precision = {"preset": "int8", "exact": True, "rollout": sites, "training": sites}
+    flow = view_flow(record(manifest(precision=precision)))
+    assert flow is not None
+    details = {site.name: (site.rollout, site.detail) for site in flow.stages[1].sites}
+    assert details == {
+        "qkv_proj": ("INT8", "Hadamard, a scale a row"),
+        "attention": ("INT8", "a scale a token and head"),
+    }
+
+
 def test_no_manifest_no_flow() -> None:
     assert view_flow(record({})) is None

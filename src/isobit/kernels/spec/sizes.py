@@ -78,8 +78,8 @@ def gradient(site: Site, numbers: int) -> int:
 
 
 def transposed(site: Site, columns: int) -> int:
-    """DGrad multiplies by the dequantised matrix."""
-    return 4 * sum(site.parts) * columns
+    """DGrad multiplies by the dequantised matrix; of INT8, the transform takes three more."""
+    return (16 if site.forward == "int8" else 4) * sum(site.parts) * columns
 
 
 def experts(shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes:

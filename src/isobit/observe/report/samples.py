@@ -17,7 +17,7 @@ T = TypeVar("T")
 Line = Mapping[str, Any]
 """A line of ``completions.jsonl``."""
 
-_FORMATS = {"e4m3": "E4M3", "bf16": "BF16", "fp32": "FP32"}
+_FORMATS = {"e4m3": "E4M3", "int8": "INT8", "bf16": "BF16", "fp32": "FP32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +98,11 @@ def _view(site: Mapping[str, Any], training: Mapping[str, Any]) -> SiteView:
         "" if name is None else _FORMATS.get(str(name), str(name))
         for name in (site.get("forward"), *map(training.get, ("forward", "dgrad", "wgrad")))
     )
-    detail = ""
-    if site.get("forward") == "e4m3":
-        scales = ", FP32 scales" if site.get("scales") == "fp32" else ""
-        is_linear = site.get("kind") == "linear"
-        detail = f"1\u00d7128 by 128\u00d7128{scales}" if is_linear else "a scale a token and head"
+    scales = ", FP32 scales" if site.get("scales") == "fp32" else ""
+    of_linears = {"E4M3": f"1\u00d7128 by 128\u00d7128{scales}", "INT8": "Hadamard, a scale a row"}
+    detail = of_linears.get(rollout, "")
+    if detail and site.get("kind") != "linear":
+        detail = "a scale a token and head"
     return SiteView(_split(str(site["name"]))[1], rollout, forward, dgrad, wgrad, detail)
 
 
