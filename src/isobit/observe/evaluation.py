@@ -72,6 +72,15 @@ def bootstrap_interval(scores: Sequence[float]) -> Interval:
     return means[outside], means[-1 - outside]
 
 
+def paired_interval(differences: Sequence[float]) -> Interval:
+    """The 95% bootstrap interval of the mean of paired differences of at least two problems, never
+    narrower than Wilson's of no changed answer: few problems, or none that changes, prove little.
+    """
+    least = wilson_interval(0, len(differences))[1]
+    low, high = bootstrap_interval(differences)
+    return min(low, -least), max(high, least)
+
+
 def mean_interval(scores: Sequence[float]) -> Interval | None:
     """Wilson's interval where every problem scored 0 or 1, else the bootstrap's, or None for fewer
     than two scores.
