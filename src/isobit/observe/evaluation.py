@@ -73,12 +73,13 @@ def bootstrap_interval(scores: Sequence[float]) -> Interval:
 
 
 def paired_interval(differences: Sequence[float]) -> Interval:
-    """The 95% bootstrap interval of the mean of paired differences of at least two problems, never
-    narrower than Wilson's of no changed answer: few problems, or none that changes, prove little.
+    """The 95% bootstrap interval of the mean of paired differences of at least two problems, no
+    nearer to the mean than Wilson's bound of an event that was never seen: few problems, or none
+    whose answer changes, prove little.
     """
-    least = wilson_interval(0, len(differences))[1]
+    mean, least = fmean(differences), wilson_interval(0, len(differences))[1]
     low, high = bootstrap_interval(differences)
-    return min(low, -least), max(high, least)
+    return min(low, mean - least), max(high, mean + least)
 
 
 def mean_interval(scores: Sequence[float]) -> Interval | None:

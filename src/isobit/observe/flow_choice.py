@@ -285,11 +285,10 @@ def problems_needed(differences: Sequence[float], threshold: float) -> int | Non
     """About how many problems, if they are like these, would make ``paired_interval`` lie above or
     below minus ``threshold``, to two digits; None where their mean lies on it.
     """
-    margin = fmean(differences) + threshold
+    margin = abs(fmean(differences) + threshold)
     if not margin:
         return None
-    least = Z_95**2 * (1 / threshold - 1)
-    needed = max(least if margin > 0 else 0.0, (Z_95 * pstdev(differences) / margin) ** 2)
+    needed = max(1.0, Z_95**2 * (1 / margin - 1), (Z_95 * pstdev(differences) / margin) ** 2)
     digit = 10.0 ** max(0, math.floor(math.log10(needed)) - 1)
     return int(math.ceil(needed / digit) * digit)
 
@@ -321,7 +320,7 @@ def _with_crests(found: Comparison) -> list[FlowFigures]:
 def _what(found: Comparison) -> str:
     if found.base.closeness is None:
         return f"memory and estimated speed on one {found.card}"
-    return f"{found.problems:,} prompts, {found.tokens:,} tokens scored; everything against bf16"
+    return f"{found.problems:,} prompts, {found.tokens:,} tokens of answers scored in each flow"
 
 
 def _accuracy_cells(found: Comparison, one: FlowFigures) -> _Cells:

@@ -1,8 +1,8 @@
 """Which precision flow for a model (``isobit flows``): the same prompts in several flows, measured
 against ``bf16``, and a recommendation.
 
-Over the same N tokens t, with p the distribution of ``bf16`` at each of them and q that of a flow,
-over the whole vocabulary:
+Over the same N tokens t of answers, by default the greedy ones of ``bf16``, with p the distribution
+of ``bf16`` at each of them and q that of a flow, over the whole vocabulary:
 
     perplexity   exp(-mean log q(t))
     KL           mean of sum_v p(v) (log p(v) - log q(v))
@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -108,13 +109,8 @@ def notice_crests(policy: Scorable, prompts: Sequence[Sequence[int]], most: int 
             left -= len(kept[-1])
     if not kept:
         return []
-    batch = pack([_whole(ids) for ids in kept], most)[0]
+    batch = pack([TokenSequence.of_answer(ids[:1], ids[1:]) for ids in kept], most)[0]
     return [describe_crests(measure_crests(policy, batch), most - left)]
-
-
-def _whole(ids: Sequence[int]) -> TokenSequence:
-    """A sequence of which every token but the first is scored."""
-    return TokenSequence.of_answer(ids[:1], ids[1:])
 
 
 def _has_int8(flow: PrecisionFlow) -> bool:
@@ -230,7 +226,7 @@ class _Bench:
     def _batches(self, groups: Sequence[Group]) -> list[PackedBatch]:
         """Prompts with the answers in a column of the data, or else those of ``bf16``."""
         if self._answers is None:
-            ids = [[*one.prompt.token_ids, *one.completions[0].token_ids] for one in groups]
+            answers = [one.completions[0].token_ids for one in groups]
         else:
             texts = [one.prompt.row.get(self._answers) for one in groups]
             for one, text in zip(groups, texts, strict=True):
@@ -240,10 +236,10 @@ class _Bench:
                         "name another with --answers, or leave it out"
                     )
             answers = token_ids(list(map(str, texts)), self._model.tokenizer)
-            context = self._model.config.max_positions
-            pairs = zip(groups, answers, strict=True)
-            ids = [[*one.prompt.token_ids, *answer][:context] for one, answer in pairs]
-        return pack([_whole(one) for one in ids if len(one) > 1], _BATCH)
+        context = self._model.config.max_positions
+        pairs = [(one.prompt.token_ids, a) for one, a in zip(groups, answers, strict=True)]
+        cut = [(prompt, answer[: context - len(prompt)]) for prompt, answer in pairs]
+        return pack([TokenSequence.of_answer(*pair) for pair in cut if pair[1]], _BATCH)
 
 
 @torch.no_grad()
@@ -272,7 +268,7 @@ def _closeness(policy: Policy, hidden: Sequence[torch.Tensor], base: _Base) -> C
 
 
 def compare_flows(
-    model: str,
+    model: str | Path,
     config: RunConfig,
     precisions: Sequence[PrecisionConfig] = (),
     *,
@@ -294,7 +290,7 @@ def compare_flows(
     wanted = [PrecisionConfig(preset="bf16"), *(precisions or default_flows(shape.num_layers))]
     chosen = {flow_name(one): one for one in wanted}
     figures = [_planned(name, one, described, config, card) for name, one in chosen.items()]
-    comparison = Comparison(model, figures, context=shape.max_positions, threshold=threshold)
+    comparison = Comparison(str(model), figures, context=shape.max_positions, threshold=threshold)
     comparison = replace(comparison, card="" if card is None else card.name)
     requests: list[Request] = []
     if config.data.eval or card is None:
