@@ -106,7 +106,7 @@ def compare_flows(
     **changes: Any,
 ) -> Comparison:
     """Answer the evaluation prompts of a recipe in ``bf16`` and in each of the flows, by default
-    those of ``isobit flows``: ``compare_flows("starter", data={"eval": {"sums": rows}}, reward=f)``.
+    those of ``isobit flows``: ``compare_flows("starter", data={"eval": {"s": rows}}, reward=f)``.
     ``isobit.observe.flow_choice`` has the table and the recommendation.  Raises what
     ``isobit.run.flows.compare_flows`` raises; writes nothing.
     """
