@@ -154,6 +154,8 @@ class Comparison:
     context: int = 0
     """Tokens of a KV cache that count beside the weights: the model's context."""
     threshold: float = THRESHOLD
+    estimated_for: str = ""
+    """What the estimates of a GPU's speed take a step to be."""
     card: str = ""
     """The GPU of the estimates and of the bytes; empty for this machine's device."""
 
@@ -168,6 +170,7 @@ class Comparison:
             "problems": self.problems,
             "tokens": self.tokens,
             "gpu": self.card or None,
+            "estimated_for": self.estimated_for or None,
             "threshold": self.threshold,
             "flows": [one.as_json() for one in self.flows],
             "recommended": None
@@ -305,21 +308,18 @@ def describe_comparison(found: Comparison) -> list[str]:
         lines += ["", *_table([_accuracy_cells(found, one) for one in found.flows])]
     lines += ["", *_table([_cost_cells(found, one) for one in found.flows])]
     lines += [f"{one.name} was not measured: {one.problem}" for one in found.flows if one.problem]
+    if found.card:
+        lines.append(f"{found.card}: estimated, for {found.estimated_for}")
     if any(found.card and not one.estimate for one in found.flows):
         lines.append("no INT8 speed of a GPU has been measured to estimate from")
-    lines += ["", *(describe_crests(one.crests, one.crest_tokens) for one in _with_crests(found))]
-    if (choice := recommend(found)) is not None:
-        lines.append(choice.sentence)
-    return lines
-
-
-def _with_crests(found: Comparison) -> list[FlowFigures]:
-    return [one for one in found.flows if one.crests]
+    crests = [describe_crests(one.crests, one.crest_tokens) for one in found.flows if one.crests]
+    choice = recommend(found)
+    return [*lines, *([""] if choice else []), *crests, *([choice.sentence] if choice else [])]
 
 
 def _what(found: Comparison) -> str:
     if found.base.closeness is None:
-        return f"memory and estimated speed on one {found.card}"
+        return f"memory and speed on one {found.card}"
     return f"{found.problems:,} prompts, {found.tokens:,} tokens of answers scored in each flow"
 
 

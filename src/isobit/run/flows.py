@@ -312,7 +312,14 @@ def compare_flows(
             tokens = bench.tokens
         comparison = replace(comparison, flows=figures, problems=len(requests), tokens=tokens)
     if card is not None:
-        figures = [_estimated(one, described, config, requests, card) for one in figures]
+        lengths = [len(one.prompt.token_ids) for one in requests] or [_PROMPT]
+        work = _step(config, SpeedShape(shape, figures[0].flow), fmean(lengths))
+        figures = [_estimated(one, work, card) for one in figures]
+        said = (
+            f"{work.prompts} prompts of {work.prompt_tokens:.0f} tokens with {work.samples} "
+            f"answers of {work.new_tokens} each"
+        )
+        comparison = replace(comparison, estimated_for=said)
     return replace(comparison, flows=figures)
 
 
@@ -334,29 +341,12 @@ def _planned(
     return FlowFigures(name, precision, flow, weights, page // sizes.page_tokens)
 
 
-def _estimated(
-    one: FlowFigures,
-    model: DescribedModel,
-    config: RunConfig,
-    requests: Sequence[Request],
-    card: Card,
-) -> FlowFigures:
-    """With the estimate of ``isobit.memory.speed`` for a step of the recipe's prompts and
-    samples.
-    """
-    if any(site.forward == "int8" for site in one.flow.rollout.sites):
-        return one
-    lengths = [len(asked.prompt.token_ids) for asked in requests] or [_PROMPT]
-    prompt, training = fmean(lengths), config.training
-    new = max(1, min(config.rollout.max_new_tokens, int(model.config.max_positions - prompt)))
-    left = card.total - RESERVE - one.weight_bytes
-    if left < one.kv_bytes * (prompt + new):
-        raise ConfigError(
-            f"the weights in {one.name} take {gib(one.weight_bytes)}, and no answer fits beside "
-            f"them on a {card.name}; name a larger --gpu"
-        )
-    work = StepWork(
-        shape=SpeedShape(model.config, one.flow),
+def _step(config: RunConfig, shape: SpeedShape, prompt: float) -> StepWork:
+    """A step of the recipe's size, with prompts of so many tokens and the longest answers."""
+    training, rollout = config.training, config.rollout
+    new = max(1, min(rollout.max_new_tokens, int(shape.config.max_positions - prompt)))
+    return StepWork(
+        shape=shape,
         sequences=training.prompts_per_step * training.samples_per_prompt,
         length=prompt + new,
         recompute=training.recompute,
@@ -364,7 +354,20 @@ def _estimated(
         prompt_tokens=prompt,
         samples=training.samples_per_prompt,
         new_tokens=new,
-        most_at_once=config.rollout.max_sequences,
-        cached_tokens=left / one.kv_bytes,
+        most_at_once=rollout.max_sequences,
     )
+
+
+def _estimated(one: FlowFigures, step: StepWork, card: Card) -> FlowFigures:
+    """With the estimate of ``isobit.memory.speed``, whose rows have no INT8."""
+    if any(site.forward == "int8" for site in one.flow.rollout.sites):
+        return one
+    left = card.total - RESERVE - one.weight_bytes
+    if left < one.kv_bytes * step.length:
+        raise ConfigError(
+            f"the weights in {one.name} take {gib(one.weight_bytes)}, and no answer fits beside "
+            f"them on the {card.name}; name a larger --gpu"
+        )
+    shape = SpeedShape(step.shape.config, one.flow)
+    work = replace(step, shape=shape, cached_tokens=left / one.kv_bytes)
     return replace(one, estimate=estimate_step(work).as_json())
