@@ -111,9 +111,8 @@ def compare_flows(
     ``isobit.run.flows.compare_flows`` raises; writes nothing.
     """
     changes = {"output": "nowhere", **changes}
-    chosen = [PrecisionConfig.model_validate(one) for one in flows]
     with _configured(RunConfig, recipe, changes, fill=_training_data) as config:
-        return flow_measures.compare_flows(model, config, chosen, answers=answers)
+        return flow_measures.compare_flows(model, config, flows, answers=answers)
 
 
 def generate(

@@ -322,16 +322,36 @@ def test_the_table_has_a_line_for_each_flow(capsys: pytest.CaptureFixture[str]) 
     assert shown.splitlines()[-1].startswith('recommended: precision = "bf16": ')
 
 
-def test_memory_and_speed_of_a_gpu_need_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_and_speed_of_a_gpu_need_no_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["flows", "starter", "--gpu", "h200", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     estimates = {one["name"]: one["estimate"] for one in found["flows"]}
     assert estimates["bf16"]["generated_tokens_per_s"] > 0
     assert estimates["int8"] is None, "speed.json has no rows of it"
     assert found["recommended"] is None
-    assert main(["flows", "starter"]) == 2
-    assert "--data is missing" in capsys.readouterr().err
-    assert main(["flows", "starter", "--gpu", "0.00001"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["flows", "starter"], "--data is missing"),
+        (["flows", "starter", "--gpu", "0.00001"], "name a larger --gpu"),
+        ([*SMALL, "--precision", "int8"], "named by --flows"),
+        ([*SMALL, "--cluster.rollout_tp", "2"], "cluster.rollout_tp = 2"),
+        ([*SMALL, "--flows", "int9"], "'int9'"),
+        ([*SMALL, "--flows", '{preset = "int8", wgrat = "bf16"}'], "wgrat"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_loss_of_nothing_cannot_be_excluded() -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, "--loss", "0"])
 

@@ -275,11 +275,11 @@ def run_flows(arguments: Sequence[str]) -> int:
         )
 
     from isobit.config.recipes import RunConfig
-    from isobit.config.tables import PrecisionConfig
     from isobit.memory.device import read_card
 
     config = settings_from(RunConfig, _flow_values(options), overrides)
-    flows = [PrecisionConfig.model_validate(one) for one in options.flows or ()]
+    if "precision" in config.model_fields_set:
+        raise ConfigError("the flows to compare with bf16 are named by --flows, not --precision")
     card = None if options.gpu is None else read_card(options.gpu)
     set_threads(options)
     with starting():
@@ -291,7 +291,7 @@ def run_flows(arguments: Sequence[str]) -> int:
         found = compare_flows(
             options.folder,
             config,
-            flows,
+            options.flows or (),
             answers=options.answers,
             card=card,
             threshold=options.loss / 100,

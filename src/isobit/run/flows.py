@@ -16,7 +16,7 @@ is 127, so that c = 127 / rms(values).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 
+from isobit.config.load import build
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
-from isobit.config.tables import PrecisionConfig
+from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.data.tokenizer import token_ids
 from isobit.kernels.backend import support
 from isobit.kernels.operands import observing
@@ -46,6 +47,7 @@ from isobit.models.folder import (
 )
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
+from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.console import Console, silent
 from isobit.observe.evaluation import paired_interval, result_of
 from isobit.observe.flow_choice import (
@@ -59,6 +61,7 @@ from isobit.observe.flow_choice import (
     differences_of,
     flow_name,
 )
+from isobit.parallel.world import ALONE
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.records.batch import pack
 from isobit.records.sequence import PackedBatch, TokenSequence
@@ -115,6 +118,13 @@ def notice_crests(policy: Scorable, prompts: Sequence[Sequence[int]], most: int 
 
 def _has_int8(flow: PrecisionFlow) -> bool:
     return any(site.kind == "linear" and site.forward == "int8" for site in flow.rollout.sites)
+
+
+def read_flow(flow: Any) -> PrecisionConfig:
+    """A preset's name, or a recipe's table. Raises ConfigError."""
+    if isinstance(flow, str | PrecisionConfig):
+        return named_precision(flow)
+    return build(PrecisionConfig, flow, "a flow")
 
 
 def default_flows(layers: int) -> list[PrecisionConfig]:
@@ -270,7 +280,7 @@ def _closeness(policy: Policy, hidden: Sequence[torch.Tensor], base: _Base) -> C
 def compare_flows(
     model: str | Path,
     config: RunConfig,
-    precisions: Sequence[PrecisionConfig] = (),
+    flows: Sequence[PrecisionConfig | str | Mapping[str, Any]] = (),
     *,
     answers: str | None = None,
     card: Card | None = None,
@@ -285,9 +295,11 @@ def compare_flows(
     Raises ConfigError for a flow that does not fit the model, and what loading, generating and
     grading raise.
     """
+    check_ranks(config.cluster.rollout_tp, ALONE)
     described = describe_model(model)
     shape = described.config
-    wanted = [PrecisionConfig(preset="bf16"), *(precisions or default_flows(shape.num_layers))]
+    others = list(map(read_flow, flows)) or default_flows(shape.num_layers)
+    wanted = [PrecisionConfig(preset="bf16"), *others]
     chosen = {flow_name(one): one for one in wanted}
     figures = [_planned(name, one, described, config, card) for name, one in chosen.items()]
     comparison = Comparison(str(model), figures, context=shape.max_positions, threshold=threshold)
