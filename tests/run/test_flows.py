@@ -4,7 +4,7 @@ import gc
 import io
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from isobit.api import generate
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig
+from isobit.models.config import Experts
 from isobit.models.decoder import decoder_shape
 from isobit.models.folder import load_model
 from isobit.models.policy import Policy, random_policy
@@ -26,8 +27,10 @@ from isobit.observe.evaluation import EvalResult, paired_interval
 from isobit.observe.flow_choice import (
     Closeness,
     Comparison,
+    Crest,
     FlowFigures,
     describe_comparison,
+    describe_crests,
     differences_of,
     flow_toml,
     problems_needed,
@@ -237,11 +240,11 @@ def test_one_better_answer_of_twenty_proves_no_absence_of_loss() -> None:
 # Crests.
 
 
-def spiked_policy(**options: Any) -> Policy:
+def spiked_policy(changes: Mapping[str, Any] = {}, **options: Any) -> Policy:
     """A policy whose embeddings are rows of a Hadamard matrix of 128 over half of the channels: the
     rotation makes each one number, sqrt(256) times the root mean square.
     """
-    config = tiny_model(hidden_size=256, num_layers=1)
+    config = tiny_model(hidden_size=256, num_layers=1, **changes)
     (precision,) = presets("int8", **options)
     policy = random_policy(config, precision, seed=0)
     signs = torch.tensor([(-1.0) ** (5 & place).bit_count() for place in range(128)])
@@ -270,6 +273,17 @@ def test_crests_are_found_by_site_and_the_key_to_paste_is_said() -> None:
     assert "layers.0.qkv_proj" in named
     kept = measure_crests(spiked_policy(modules_bf16=named), batch)
     assert not {one.site for one in kept} & set(named)
+
+
+def test_names_of_experts_to_paste_are_those_of_the_recipe() -> None:
+    changes = {"family": "qwen3_moe", "experts": Experts(4, 2, 128, renormalise=True)}
+    batch = pack([TokenSequence.of_answer((1, 2), (3, 4))], 64)[0]
+    sites = [one.site for one in measure_crests(spiked_policy(changes), batch)]
+    assert sites[2:] == ["layers.0.experts.gate_up_proj"]
+    line = describe_crests([Crest(sites[2], 0.5, 13.0)], 4)
+    named = json.loads(line.partition("precision.modules_bf16 = ")[2])
+    kept = measure_crests(spiked_policy(changes, modules_bf16=named), batch)
+    assert [one.site for one in kept] == sites[:2]
 
 
 def test_few_tokens_of_the_first_prompts_are_read() -> None:

@@ -49,7 +49,8 @@ def describe_crests(crests: Sequence[Crest], tokens: int) -> str:
         )
     shown = [f"{one.site} ({one.share:.1%} of tokens, up to {one.largest:.1f})" for one in high]
     more = f" and {len(high) - 4} more" if len(high) > 4 else ""
-    names = json.dumps([one.site for one in crests if one.share])
+    parts = [one.site.split(".") for one in crests if one.share]
+    names = json.dumps([f"{layers}.{layer}.{name}" for layers, layer, *_, name in parts])
     return (
         f"INT8: in {tokens:,} tokens crests in front of {len(high)} of {len(crests)} linears are "
         f"above {CREST:g}, where INT8 rounds more coarsely than FP8: {', '.join(shown[:4])}{more}; "
