@@ -40,9 +40,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from isobit.kernels.noise import num_groups
-from isobit.models.checksum import added_up, checksum, checksum_of
 from isobit.models.policy import Policy
-from isobit.models.safetensors import Slice, TensorFile
+from isobit.models.safetensors import Slice, TensorFile, added_up, checksum, checksum_of
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.world import run_on_all
 from isobit.records.kept_groups import group_digests
@@ -259,7 +258,7 @@ def _check_shapes(
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """Checksums (``isobit.models.checksum``) of 16 hexadecimal digits."""
+    """Checksums (``isobit.models.safetensors``) of 16 hexadecimal digits."""
 
     weights: str
     masters: str
