@@ -38,9 +38,9 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig, TrainingConfig
 from isobit.kernels.operands import UNROUNDED, observing
-from isobit.models.checksum import checksum_of
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
+from isobit.models.safetensors import checksum_of
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.records.batch import pack, sequences_of
 from isobit.records.text import Group, Prompt, SamplingParams

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.algorithms.family import Grpo as Grpo
     from isobit.algorithms.objective import LossOutputs as LossOutputs
+    from isobit.api import compare_flows as compare_flows
     from isobit.api import evaluate as evaluate
     from isobit.api import generate as generate
     from isobit.api import sft as sft
@@ -73,6 +74,7 @@ _HOMES = {
     "algorithms.family": ("Grpo",),
     "algorithms.objective": ("LossOutputs",),
     "api": (
+        "compare_flows",
         "evaluate",
         "generate",
         "sft",

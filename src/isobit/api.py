@@ -1,5 +1,5 @@
-"""The commands as functions: what ``isobit train``, ``sft``, ``eval``, ``rollout`` and ``verify``
-do, for Python.
+"""The commands as functions: what ``isobit train``, ``sft``, ``eval``, ``flows``, ``rollout`` and
+``verify`` do, for Python.
 
 A recipe is a TOML file, its tables as a mapping, or a configuration; keyword arguments change keys
 of it, tables as mappings.  Rewards may be functions and data lists of rows (``isobit.run.given``).
@@ -14,15 +14,17 @@ from typing import Any, TypeAlias, TypeVar
 from isobit.config.base import Strict
 from isobit.config.load import apply_overrides, build, read_toml
 from isobit.config.recipes import GenerationConfig, RunConfig, SftConfig, VerifyConfig
-from isobit.config.tables import RolloutConfig
+from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.models.folder import model_folder
 from isobit.observe.evaluation import EvalResult
+from isobit.observe.flow_choice import Comparison
 from isobit.parallel.launched import is_launched
 from isobit.parallel.processes import joined
 from isobit.parallel.world import World
 from isobit.proof import verify as verification
 from isobit.proof.verify import VerifyOptions, VerifyResult
 from isobit.records.text import Group
+from isobit.run import flows as flow_measures
 from isobit.run import loop as rl_loop
 from isobit.run import sft as sft_loop
 from isobit.run.evaluate import evaluate_folder, rollout_folder
@@ -93,6 +95,24 @@ def evaluate(
     changes = {"output": "nowhere", **changes}
     with _configured(RunConfig, recipe, changes, fill=_training_data) as config:
         return evaluate_folder(model_folder(model), config)
+
+
+def compare_flows(
+    model: str | Path,
+    recipe: Recipe | RunConfig = MappingProxyType({}),
+    flows: Sequence[PrecisionConfig | str | Mapping[str, Any]] = (),
+    *,
+    answers: str | None = None,
+    **changes: Any,
+) -> Comparison:
+    """Answer the evaluation prompts of a recipe in ``bf16`` and in each of the flows, by default
+    those of ``isobit flows``: ``compare_flows("starter", data={"eval": {"s": rows}}, reward=f)``.
+    ``isobit.observe.flow_choice`` has the table and the recommendation.  Raises what
+    ``isobit.run.flows.compare_flows`` raises; writes nothing.
+    """
+    changes = {"output": "nowhere", **changes}
+    with _configured(RunConfig, recipe, changes, fill=_training_data) as config:
+        return flow_measures.compare_flows(model, config, flows, answers=answers)
 
 
 def generate(

@@ -20,10 +20,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from isobit.config.tables import PrecisionConfig
-from isobit.models.checksum import checksum, checksum_of
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
-from isobit.models.safetensors import Slice
+from isobit.models.safetensors import Slice, checksum, checksum_of
 from isobit.models.saving import save_policy
 from isobit.starter import starter_folder
 

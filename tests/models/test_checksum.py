@@ -11,9 +11,8 @@ import torch
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.noise import Rows
 from isobit.kernels.spec import optimiser as specification
-from isobit.models.checksum import added_up, checksum, checksum_of
 from isobit.models.policy import Policy, random_policy
-from isobit.models.safetensors import Slice
+from isobit.models.safetensors import Slice, added_up, checksum, checksum_of
 from isobit.precision.quant_tensor import QuantTensor
 from tests.tiny import TINY
 

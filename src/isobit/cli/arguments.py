@@ -23,9 +23,14 @@ Settings = TypeVar("Settings", bound="Strict")
 
 
 def folder_parser(
-    command: str, description: str, tables: str, with_folder: bool = True, with_seed: bool = True
+    command: str,
+    description: str,
+    tables: str,
+    with_folder: bool = True,
+    with_seed: bool = True,
+    with_precision: bool = True,
 ) -> ArgumentParser:
-    """A parser with FOLDER and --seed (or without), --precision and --threads; the help says that
+    """A parser with FOLDER, --seed and --precision (or without), and --threads; the help says that
     keys of ``tables`` may be set too.
     """
     parser = ArgumentParser(
@@ -46,15 +51,16 @@ def folder_parser(
             help="a Hugging Face model folder, a name of the hub (org/name, org/name@revision), or "
             "`starter` for the shipped model",
         )
-    parser.add_argument(
-        "--precision",
-        type=precision_value,
-        metavar="NAME",
-        default="fp8",
-        help="fp32, bf16, fp8-rollout, fp8-linear, fp8 (default), int8-rollout, int8-linear or "
-        "int8; or a recipe's table, such as "
-        '\'{preset = "fp8", scales = "fp32"}\'',
-    )
+    if with_precision:
+        parser.add_argument(
+            "--precision",
+            type=precision_value,
+            metavar="NAME",
+            default="fp8",
+            help="fp32, bf16, fp8-rollout, fp8-linear, fp8 (default), int8-rollout, int8-linear or "
+            "int8; or a recipe's table, such as "
+            '\'{preset = "fp8", scales = "fp32"}\'',
+        )
     if with_seed:
         parser.add_argument(
             "--seed",

@@ -34,6 +34,7 @@ COMMANDS = {
     "sft": "fine-tune a model on prompts and completions, as a TOML recipe says",
     "rollout": "complete prompts with a model folder",
     "eval": "measure a model folder on a dataset with a reward",
+    "flows": "compare precision flows of a model on the same prompts, and recommend one",
     "verify": (
         "prove that sampled and trained log-probabilities of a model folder are equal, bit for bit"
     ),
@@ -62,6 +63,7 @@ _ELSEWHERE = {
 _FILES = {
     "sft": "train",
     "diff": "replay",
+    "flows": "eval",
     "inspect": "export",
     "report": "export",
     "schema": "export",

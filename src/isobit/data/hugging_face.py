@@ -20,9 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from isobit.config.data import HubData
-from isobit.util.errors import DataError
+from isobit.util.errors import DataError, hub_errors
 from isobit.util.files import lies_within
-from isobit.util.hub import hub_errors
 from isobit.util.terminal import say
 
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")

@@ -13,8 +13,7 @@ from pathlib import Path
 from isobit.models.checkpoint import shard_names, weight_files
 from isobit.models.safetensors import INDEX_FILE
 from isobit.models.saving import TEMPLATES, TEXT_FILES
-from isobit.util.errors import ModelError
-from isobit.util.hub import hub_errors
+from isobit.util.errors import ModelError, hub_errors
 from isobit.util.terminal import say
 
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)

@@ -21,11 +21,11 @@ from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.kernels.backend import Backend, backend_of
 from isobit.kernels.operands import LinearWeight, RopeTable
 from isobit.models.checkpoint import is_equal_in_pieces
-from isobit.models.checksum import checksum_of
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import PUBLISHED, build_decoder, master_shapes
 from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
 from isobit.models.layers import Weights, fold_norms
+from isobit.models.safetensors import checksum_of
 from isobit.parallel.gradient_sum import ExchangedSum, GradientSum, Targets, fold_of
 from isobit.parallel.slots import ONE_SLOT, Slots, SlotSum
 from isobit.parallel.world import ALONE, World, raised_on_all
@@ -186,7 +186,7 @@ class Published:
         self._derive_head()
 
     def checksum(self) -> int:
-        """The checksum of all published bytes (``isobit.models.checksum``), by their places."""
+        """The checksum of all published bytes (``isobit.models.safetensors``), by their places."""
         tensors = self._tensors(dict.fromkeys(self._described, (0,)))
         return checksum_of({str(place): tensor for place, (tensor, _) in enumerate(tensors)})
 
@@ -351,7 +351,7 @@ class Policy:
 
     def checksum(self) -> int:
         """The checksum of all bytes that both sides read, including scales
-        (``isobit.models.checksum``): the same on every rank, whatever it owns.
+        (``isobit.models.safetensors``): the same on every rank, whatever it owns.
         """
         return self._published.checksum()
 

@@ -1,4 +1,5 @@
-"""safetensors files and sharded folders, read strictly and written one tensor at a time.
+"""safetensors files and sharded folders, read strictly and written one tensor at a time, and
+checksums of named tensors.
 
     8 bytes      length of the header, little-endian
     header       JSON: name -> dtype, shape, and where its bytes begin and end after the header;
@@ -27,15 +28,18 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from isobit.kernels.backend import backend_of
+from isobit.kernels.noise import WORD, Rows
 from isobit.util.errors import ModelError, shown
 
 LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
@@ -408,3 +412,40 @@ def _kept_together(layout: Layout) -> list[list[str]]:
     for name in layout:
         groups.setdefault(name.removesuffix(SCALES_SUFFIX), []).append(name)
     return list(groups.values())
+
+
+def checksum(tensors: Iterable[tuple[str, Slice]]) -> int:
+    """The checksum of rows of named tensors (``isobit.kernels.noise``), from 0 to 2^64 - 1 and 0
+    for none, computed on the devices that hold them. The name seeds v_c of its tensor, so it is
+    part of the checksum. It detects faults and edits, not deliberate forgery.
+
+    Rows must begin at a word of the whole tensor. Waits for each device once.
+    """
+    by_device: dict[torch.device, list[Rows]] = {}
+    for name, rows in tensors:
+        if rows.rows.numel():
+            by_device.setdefault(rows.rows.device, []).append(_placed(name, rows))
+    return added_up(backend_of(device).checksum(rows) for device, rows in by_device.items())
+
+
+def checksum_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    return checksum((name, Slice.whole(tensor)) for name, tensor in tensors.items())
+
+
+def added_up(checksums: Iterable[int]) -> int:
+    """The checksum of all rows together, from the checksums of disjoint sets of rows."""
+    return sum(checksums) % (1 << 64)
+
+
+def _placed(name: str, of: Slice) -> Rows:
+    rows = of.rows.detach()
+    row_bytes = rows.nbytes // len(rows) if rows.dim() else rows.nbytes
+    first, rest = divmod(of.first * row_bytes, WORD)
+    assert rest == 0, (of.first, rows.shape, rows.dtype)
+    return Rows(rows, first, _seed_of(name))
+
+
+@cache
+def _seed_of(name: str) -> int:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -26,6 +26,7 @@ from isobit.models.attention import SavedAttention
 from isobit.models.decoder import Layer, Scorable
 from isobit.models.layers import RouterCoefficients, Routes
 from isobit.models.policy import Policy
+from isobit.precision.quant_tensor import Side
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.util.errors import ModelError, NonFiniteError
 
@@ -133,18 +134,26 @@ class Scorer(Generic[Model]):
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
         """Raises NonFiniteError if a log-probability is not finite."""
-        policy, weights = self.policy, self.policy.weights("training")
+        policy = self.policy
         _check_targets(policy, batch)
-        to_device = policy.backend.to_device
-        positions = to_device(batch.positions)
-        attend = policy.backend.packed_attention(policy.flow.training, batch.lengths, positions)
-        token_ids = to_device(batch.token_ids)
-        routes = policy.decoder.routes()
-        hidden = policy.decoder.hidden_states(weights, token_ids, attend, routes)
-        rows = to_device(batch.rows)
+        routes, to_device = policy.decoder.routes(), policy.backend.to_device
+        hidden, rows = self.hidden_states(batch, routes)
         targets, temperatures = to_device(batch.targets), to_device(batch.temperatures)
-        made = _scores(policy, hidden.index_select(0, rows), targets, temperatures)
-        return _on_host(made, routes, rows)
+        return _on_host(_scores(policy, hidden, targets, temperatures), routes, rows)
+
+    @torch.no_grad()
+    def hidden_states(
+        self, batch: PackedBatch, routes: Routes | None = None, side: Side = "training"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What predicts the N targets of a batch, [N, C] after the final norm, in the formats of a
+        side, and its rows, int64 [N], on the device. Routing goes to ``routes``.
+        """
+        policy, to_device = self.policy, self.policy.backend.to_device
+        positions, rows = to_device(batch.positions), to_device(batch.rows)
+        attend = policy.backend.packed_attention(policy.flow.graph(side), batch.lengths, positions)
+        token_ids = to_device(batch.token_ids)
+        hidden = policy.decoder.hidden_states(policy.weights(side), token_ids, attend, routes)
+        return hidden.index_select(0, rows), rows
 
 
 class ScoredPass:

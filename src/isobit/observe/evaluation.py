@@ -72,6 +72,16 @@ def bootstrap_interval(scores: Sequence[float]) -> Interval:
     return means[outside], means[-1 - outside]
 
 
+def paired_interval(differences: Sequence[float]) -> Interval:
+    """The 95% bootstrap interval of the mean of paired differences of at least two problems, no
+    nearer to the mean than Wilson's bound of an event that was never seen: few problems, or none
+    whose answer changes, prove little.
+    """
+    mean, least = fmean(differences), wilson_interval(0, len(differences))[1]
+    low, high = bootstrap_interval(differences)
+    return min(low, mean - least), max(high, mean + least)
+
+
 def mean_interval(scores: Sequence[float]) -> Interval | None:
     """Wilson's interval where every problem scored 0 or 1, else the bootstrap's, or None for fewer
     than two scores.

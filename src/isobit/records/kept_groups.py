@@ -1,6 +1,6 @@
 """Sequences, completions and graded groups as values for a message or a checkpoint, and back, bit
 for bit: tokens with what was recorded of them, texts, why they ended, rewards and their parts,
-baselines.
+baselines; and digests of them.
 
     of L tokens, N of them responses    4 L bytes of token ids, 8 N of log-probabilities (FP32) and
                                         versions; 8 N of experts' digests and 4 N of truncated
@@ -11,14 +11,16 @@ it judges a sequence are not.  A prompt is kept as its id: whoever reads the val
 data.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from isobit.records.sequence import COLUMNS, Column, TokenSequence
+from isobit.records.sequence import COLUMNS, RECORDED, Column, TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 
 SENT = [column for column in COLUMNS if column.sent]
@@ -171,3 +173,65 @@ def _group(
         content["baseline"],
         content.get("baseline_length", 0),
     )
+
+
+def group_digests(groups: Sequence[Group]) -> dict[str, str]:
+    """SHA-256 of what a step was given, by name.
+
+    tokens       prompts by id with their visits, and of each completion its length, why it ended,
+                 int32 of all its tokens, prompt included, and of the weights that drew each
+    log_probs    the bits of all else that sampling recorded of the responses (``RECORDED``):
+                 log-probabilities of the full distribution, and of the truncated one and of the
+                 experts where there are any
+    rewards      of each group as JSON, whose decimals keep every bit: rewards, those of several
+                 parts, and the baseline
+
+    Numbers are little-endian and end to end, completion by completion, in the order of the groups.
+    """
+    return {
+        "tokens": _tokens(groups),
+        "log_probs": _log_probs(groups),
+        "rewards": rewards_digest(groups),
+    }
+
+
+def rewards_digest(groups: Sequence[Group]) -> str:
+    """Of what the groups have been given."""
+    given = [[group.rewards, group.reward_parts, group.baseline] for group in groups]
+    return hashlib.sha256(json.dumps(given).encode()).hexdigest()
+
+
+def _tokens(groups: Sequence[Group]) -> str:
+    answered = [
+        [
+            group.prompt.id,
+            group.visit,
+            [[one.sequence.length, one.finish_reason] for one in group.completions],
+        ]
+        for group in groups
+    ]
+    digest = hashlib.sha256(json.dumps(answered).encode())
+    for completion in _all(groups):
+        sequence = completion.sequence
+        digest.update(_bytes(sequence.token_ids))
+        digest.update(_bytes(sequence.weights_versions))
+    return digest.hexdigest()
+
+
+def _log_probs(groups: Sequence[Group]) -> str:
+    digest = hashlib.sha256()
+    for completion in _all(groups):
+        sequence = completion.sequence
+        for name in RECORDED:
+            column = getattr(sequence, name)
+            if column is not None and name != "weights_versions":  # part of the tokens' digest
+                digest.update(_bytes(sequence.of_response(column)))
+    return digest.hexdigest()
+
+
+def _all(groups: Sequence[Group]) -> Iterable[Completion]:
+    return (completion for group in groups for completion in group.completions)
+
+
+def _bytes(column: np.ndarray) -> bytes:
+    return column.astype(column.dtype.newbyteorder("<")).tobytes()

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from transformers import PreTrainedTokenizerBase
+
 from isobit.config.data import ColumnsData, DataSource, ReasoningGymData
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.rules import check_greedy, check_has_sets, check_reward, check_samples
@@ -128,29 +130,8 @@ def _evaluate_folder(
 ) -> dict[str, EvalResult]:
     model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
-    data = with_date(config.data, [folder], world)
-    noticed = {name: Noticed() for name in data.eval}
-    # an answer may end at the context's end, unless prompts that leave less room are not wanted
-    longest = evaluation_limit(config.evaluation, config.rollout)
-    new_tokens = 1 if data.too_long == "refuse" else longest
-    too_long = {name: TooLong(data.too_long) for name in data.eval}
-    sets = {
-        name: build_prompts(
-            name,
-            source,
-            model.tokenizer,
-            data,
-            model.context,
-            too_long[name],
-            new_tokens,
-            noticed[name],
-        )
-        for name, source in data.eval.items()
-    }
-    if world.rank == 0 and (said := describe_too_long(too_long)):
-        say(f"isobit: {said.removeprefix('; ')}")
-    _say_notes(check_references(config.reward, sets), world)
-    _say_notes(rendering_notes(data, model.tokenizer, noticed), world)
+    config, sets = read_sets(config, folder, model.tokenizer, model.context, world)
+    data = config.data
     requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
     if world.rank == 0:
         _say_end_of_turn(model, config.rollout, data.chat)
@@ -177,6 +158,38 @@ def _evaluate_folder(
     ):
         say(f"isobit: {note}")
     return {name: result for name, (result, _) in evaluation.items()}
+
+
+def read_sets(
+    config: RunConfig,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    world: World = ALONE,
+    graded: bool = True,
+) -> tuple[RunConfig, dict[str, list[Prompt]]]:
+    """The configuration with its date, and the prompts of each evaluation set for the model of
+    ``folder``, by name; says what stands out.  Raises as ``build_prompts`` and ``check_references``
+    do.
+    """
+    data = with_date(config.data, [folder], world)
+    noticed = {name: Noticed() for name in data.eval}
+    # an answer may end at the context's end, unless prompts that leave less room are not wanted
+    longest = evaluation_limit(config.evaluation, config.rollout)
+    new_tokens = 1 if data.too_long == "refuse" else longest
+    too_long = {name: TooLong(data.too_long) for name in data.eval}
+    sets = {
+        name: build_prompts(
+            name, source, tokenizer, data, context, too_long[name], new_tokens, noticed[name]
+        )
+        for name, source in data.eval.items()
+    }
+    if world.rank == 0 and (said := describe_too_long(too_long)):
+        say(f"isobit: {said.removeprefix('; ')}")
+    if graded:
+        _say_notes(check_references(config.reward, sets), world)
+    _say_notes(rendering_notes(data, tokenizer, noticed), world)
+    return config.model_copy(update={"data": data}), sets
 
 
 def _say_notes(notes: Sequence[str], world: World) -> None:

@@ -36,7 +36,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
-from isobit.data.sampler import PromptSampler
+from isobit.data.sampler import Mapped, PromptSampler
 from isobit.kernels.backend import support
 from isobit.memory.turns import DeviceTurns, Turns, allocate_in_pages
 from isobit.models.config import ModelConfig
@@ -50,6 +50,7 @@ from isobit.rewards.grading import Graders
 from isobit.rollout.native import NativeEngine
 from isobit.run.data import RlData
 from isobit.run.evaluate import Evaluation, Evaluator, OnProgress
+from isobit.run.flows import notice_crests
 from isobit.run.grading import Interruption, RecordedGrading
 from isobit.run.lessons import SftData
 from isobit.run.plan import Plan, check_requests, plan_device_memory
@@ -193,7 +194,7 @@ class Run(ABC, Generic[Config, Data, Log]):
         A signal to stop leaves a checkpoint; SIGUSR1 leaves one, and the run goes on.
         """
         check_machines(self.world, self.model.policy.device)
-        self.console.lines([*self.describe(), *rewards])
+        self.console.lines([*self.describe(), *rewards, *self._describe_crests()])
         self.console.notes(secret_notes(self.config.reward))
         with self.interruption, disk_errors(self.config.output, "the files of the run"):
             due = self.evaluates_after(start.step) and not start.has_evaluated
@@ -217,6 +218,14 @@ class Run(ABC, Generic[Config, Data, Log]):
                 if first is not None:
                     self._log_evaluation(start.step, first)
                 yield
+
+    def _describe_crests(self) -> list[str]:
+        """A line on what INT8 finds hard in the first prompts, on the rank that prints."""
+        if self.world.rank > 0:
+            return []
+        return notice_crests(
+            self.model.policy, Mapped(self.data.prompts, lambda prompt: prompt.token_ids)
+        )
 
     def _write_card(self, folder: Path) -> None:
         """The card of the model in a folder of the run's directory."""

@@ -20,8 +20,8 @@ resumed run makes them again at the same updates.  From the update after 13 othe
     {"step": 7, "update": 13, "old": 4096, "new": 2048}
 
 ``digests.jsonl`` has a line for each step, with which ``isobit replay`` compares a repeated step:
-three digests of the groups that it trained on (``isobit.records.digests``), and checksums of the
-published weights, the FP32 masters and AdamW's state after it.  A line does not depend on the
+three digests of the groups that it trained on (``isobit.records.kept_groups``), and checksums of
+the published weights, the FP32 masters and AdamW's state after it.  A line does not depend on the
 number of processes.
 
     {"step": 7, "tokens": SHA-256, "log_probs": SHA-256, "rewards": SHA-256,
@@ -40,12 +40,11 @@ from typing import Any, Self
 from torch import Tensor
 
 from isobit.kernels.noise import num_groups
-from isobit.models.checksum import added_up, checksum, checksum_of
 from isobit.models.policy import Policy
-from isobit.models.safetensors import Slice, TensorFile
+from isobit.models.safetensors import Slice, TensorFile, added_up, checksum, checksum_of
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.world import run_on_all
-from isobit.records.digests import group_digests
+from isobit.records.kept_groups import group_digests
 from isobit.records.text import Group, json_line
 from isobit.store.checkpoint import Checkpoint, Snapshot
 from isobit.store.directory import RunDirectory, read_lines, whole_lines
@@ -259,7 +258,7 @@ def _check_shapes(
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """Checksums (``isobit.models.checksum``) of 16 hexadecimal digits."""
+    """Checksums (``isobit.models.safetensors``) of 16 hexadecimal digits."""
 
     weights: str
     masters: str

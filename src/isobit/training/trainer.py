@@ -21,7 +21,7 @@ A micro-batch computed twice: forward and backward must give the same bits again
 They repeat for the same call on any device, so that a second pass that differs needs no threshold
 to be a fault: of the processor, of the memory, or of a kernel that races.  What is compared are the
 micro-batch's figures, its log-probabilities, and a digest of every master's gradient
-(``isobit.models.checksum``).
+(``isobit.models.safetensors``).
 
 A fault that strikes alike in both passes (a wrong weight, a kernel that is wrong by rule) repeats,
 and is not seen here.
@@ -55,11 +55,11 @@ import torch
 
 from isobit.algorithms.objective import Objective, Shares
 from isobit.config.tables import Recompute, TrainingConfig
-from isobit.models.checksum import checksum_of
 from isobit.models.decoder import VALUE_HEAD
 from isobit.models.layers import RouterCoefficients
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction, function_of
+from isobit.models.safetensors import checksum_of
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.parallel.slots import SlotSum
 from isobit.parallel.world import World, raised_on_all, run_and_gather, run_on_all

@@ -1,0 +1,385 @@
+"""Which precision flow for a model (``isobit flows``): the same prompts in several flows, measured
+against ``bf16``, and a recommendation.
+
+Over the same N tokens t of answers, by default the greedy ones of ``bf16``, with p the distribution
+of ``bf16`` at each of them and q that of a flow, over the whole vocabulary:
+
+    perplexity   exp(-mean log q(t))
+    KL           mean of sum_v p(v) (log p(v) - log q(v))
+    rms          sqrt(mean of (log q(t) - log p(t))^2), in nats
+    changed      share of the tokens before which q and p have another most likely token
+
+**Crests.**  INT8 has one scale for all channels of a token.  With c the largest number over the
+root mean square of a token's input behind the Hadamard matrix, the relative error of INT8 is
+c / (127 sqrt(12)); above c = 12 it is more than that of E4M3, 2.7%.  An input's largest INT8 value
+is 127, so that c = 127 / rms(values).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from isobit.config.load import build
+from isobit.config.recipes import RunConfig
+from isobit.config.rules import check_has_sets, check_reward, check_samples
+from isobit.config.tables import PrecisionConfig, named_precision
+from isobit.data.tokenizer import token_ids
+from isobit.kernels.backend import support
+from isobit.kernels.operands import observing
+from isobit.memory.activations import published_bytes
+from isobit.memory.cache_size import RESERVE
+from isobit.memory.device import Card
+from isobit.memory.speed import SpeedShape, StepWork, estimate_step
+from isobit.models.decoder import PUBLISHED, Scorable, decoder_shape
+from isobit.models.folder import (
+    DescribedModel,
+    choose_device,
+    describe_model,
+    load_model,
+    model_needs,
+)
+from isobit.models.policy import Policy
+from isobit.models.scorer import Scorer
+from isobit.models.tensor_parallel import check_ranks
+from isobit.observe.console import Console, silent
+from isobit.observe.evaluation import paired_interval, result_of
+from isobit.observe.flow_choice import (
+    CREST,
+    THRESHOLD,
+    Closeness,
+    Comparison,
+    Crest,
+    FlowFigures,
+    describe_crests,
+    differences_of,
+    flow_name,
+)
+from isobit.parallel.world import ALONE
+from isobit.precision.flow import PrecisionFlow, build_flow
+from isobit.records.batch import pack
+from isobit.records.sequence import PackedBatch, TokenSequence
+from isobit.records.text import Group
+from isobit.rewards.grading import Graders
+from isobit.rollout.engine import Request, generate
+from isobit.rollout.native import NativeEngine
+from isobit.run.evaluate import evaluation_requests, read_sets
+from isobit.run.reward_models import ModelRewards
+from isobit.util.errors import ConfigError, DataError, NonFiniteError
+from isobit.util.terminal import gib
+
+_BATCH, _CHUNK = 4096, 256
+"""Tokens of a scoring forward, and rows whose distributions are in memory at a time."""
+_PROMPT = 512
+"""Tokens of a prompt in estimates without data."""
+
+
+def measure_crests(policy: Scorable, batch: PackedBatch) -> list[Crest]:
+    """The crests in front of each linear in INT8, in the order of the forward, but for the second
+    linear of experts, whose inputs are not observed.
+    """
+    found: list[Crest] = []
+
+    def observer(name: str, values: torch.Tensor, scales: torch.Tensor | None) -> None:
+        if values.dtype != torch.int8 or not name.endswith(".input"):
+            return
+        rms = values.float().square().mean(-1).sqrt()
+        crest = torch.where(rms > 0, 127 / rms, 0.0)
+        share = float((crest > CREST).double().mean())
+        found.append(Crest(name.removesuffix(".input"), share, float(crest.max())))
+
+    with observing(observer):
+        Scorer(policy).hidden_states(batch, side="rollout")
+    return found
+
+
+def notice_crests(policy: Scorable, prompts: Sequence[Sequence[int]], most: int = 512) -> list[str]:
+    """``describe_crests`` of the first ``most`` tokens of the prompts, for the start of a run; no
+    line of a flow without INT8 or of prompts without two tokens.
+    """
+    kept, left = list[Sequence[int]](), most
+    for ids in prompts if _has_int8(policy.flow) else ():
+        if left < 2:
+            break
+        if len(ids) > 1:
+            kept.append(ids[:left])
+            left -= len(kept[-1])
+    if not kept:
+        return []
+    batch = pack([TokenSequence.of_answer(ids[:1], ids[1:]) for ids in kept], most)[0]
+    return [describe_crests(measure_crests(policy, batch), most - left)]
+
+
+def _has_int8(flow: PrecisionFlow) -> bool:
+    return any(site.kind == "linear" and site.forward == "int8" for site in flow.rollout.sites)
+
+
+def read_flow(flow: Any) -> PrecisionConfig:
+    """A preset's name, or a recipe's table. Raises ConfigError."""
+    if isinstance(flow, str | PrecisionConfig):
+        return named_precision(flow)
+    return build(PrecisionConfig, flow, "a flow")
+
+
+def default_flows(layers: int) -> list[PrecisionConfig]:
+    """What is compared with ``bf16`` where nothing is chosen."""
+    ends = {"first_layers_bf16": 1, "last_layers_bf16": 1}
+    tables: list[dict[str, Any]] = [{"preset": "fp8-linear"}, {"preset": "fp8"}]
+    tables += [{"preset": "fp8", **ends}] if layers > 2 else []
+    return [PrecisionConfig.model_validate(table) for table in [*tables, {"preset": "int8"}]]
+
+
+@dataclass(slots=True)
+class _Base:
+    """What is kept of ``bf16``: the sequences, what predicts their tokens, lm_head, the scores."""
+
+    batches: Sequence[PackedBatch]
+    hidden: Sequence[torch.Tensor]
+    head: Any
+    scores: Sequence[float | None]
+
+
+class _Bench:
+    """Measures one flow after the other, ``bf16`` first; only one's weights are in memory."""
+
+    def __init__(
+        self,
+        model: DescribedModel,
+        config: RunConfig,
+        requests: Sequence[Request],
+        answers: str | None,
+        graders: Graders | None,
+        console: Console,
+    ) -> None:
+        self._model, self._config, self._requests = model, config, requests
+        self._answers, self._graders, self._console = answers, graders, console
+        self._device = choose_device(config.device, model.config, PrecisionConfig(preset="bf16"))
+        self._rewards = ModelRewards(
+            config.reward if graders is not None else None, self._device, config.data.date
+        )
+        self._base: _Base | None = None
+
+    @property
+    def tokens(self) -> int:
+        """That all flows score."""
+        assert self._base is not None
+        return sum(batch.targets.numel() for batch in self._base.batches)
+
+    def measure(self, one: FlowFigures) -> FlowFigures:
+        """The figures with what is measured."""
+        needs = model_needs(self._model.config, one.precision.preset)
+        if (problem := support(self._device.type).model_problem(needs)) is not None:
+            return replace(one, problem=problem)
+        config = self._config
+        policy = load_model(self._model.folder, one.precision, self._device, False).policy
+        engine = NativeEngine(policy, config.rollout, self._model.tokenizer, config.seed)
+        with self._console.generating(one.name) as progress:
+            generate(engine, self._requests[:1])  # what compiles or allocates at the first call
+            begun = perf_counter()
+            made = generate(engine, self._requests, progress)
+            seconds = perf_counter() - begun
+        drawn = sum(completion.length for group in made for completion in group)
+        groups = [
+            Group(asked.prompt, 0, group) for asked, group in zip(self._requests, made, strict=True)
+        ]
+        one = self._graded(replace(one, generated_per_s=drawn / seconds), groups, engine)
+        engine.release()
+        del engine
+        with self._console.busy(f"{one.name}: scoring"):
+            one = self._scored(one, policy, groups)
+        if (memory := policy.backend.memory) is not None:
+            del policy
+            memory.release_cached()
+        return one
+
+    def _graded(
+        self, one: FlowFigures, groups: Sequence[Group], engine: NativeEngine
+    ) -> FlowFigures:
+        if self._graders is None:
+            return one
+        stats = self._graders.collect(groups, models=self._rewards.scores(engine.release))
+        samples = self._requests[0].samples
+        graded = [[reward for reward in group.rewards if reward is not None] for group in groups]
+        scores = tuple(fmean(rewards) if rewards else None for rewards in graded)
+        one = replace(one, result=result_of(groups, samples, stats.all_counts()), scores=scores)
+        if self._base is None:
+            return one
+        found = differences_of(scores, self._base.scores)
+        if len(found) < 2:
+            return one
+        return replace(one, difference=fmean(found), interval=paired_interval(found))
+
+    def _scored(self, one: FlowFigures, policy: Policy, groups: Sequence[Group]) -> FlowFigures:
+        batches = self._batches(groups) if self._base is None else self._base.batches
+        scorer = Scorer(policy)
+        if _has_int8(policy.flow):
+            crests = tuple(measure_crests(policy, batches[0]))
+            one = replace(one, crests=crests, crest_tokens=batches[0].token_ids.numel())
+        scorer.hidden_states(batches[0], side="rollout")[0].cpu()
+        begun = perf_counter()
+        hidden = [scorer.hidden_states(batch, side="rollout")[0] for batch in batches]
+        hidden[-1].cpu()  # waits for the device
+        seconds = perf_counter() - begun
+        if self._base is None:
+            head = policy.weights("rollout").plain[PUBLISHED]
+            self._base = _Base(batches, hidden, head, one.scores)
+        tokens = sum(batch.token_ids.numel() for batch in batches)
+        closeness = _closeness(policy, hidden, self._base)
+        return replace(one, scored_per_s=tokens / seconds, closeness=closeness)
+
+    def _batches(self, groups: Sequence[Group]) -> list[PackedBatch]:
+        """Prompts with the answers in a column of the data, or else those of ``bf16``."""
+        if self._answers is None:
+            answers = [one.completions[0].token_ids for one in groups]
+        else:
+            texts = [one.prompt.row.get(self._answers) for one in groups]
+            for one, text in zip(groups, texts, strict=True):
+                if not isinstance(text, str):
+                    raise DataError(
+                        f"prompt {one.prompt.id} has no text in the column {self._answers!r}; "
+                        "name another with --answers, or leave it out"
+                    )
+            answers = token_ids(list(map(str, texts)), self._model.tokenizer)
+        context = self._model.config.max_positions
+        pairs = [(one.prompt.token_ids, a) for one, a in zip(groups, answers, strict=True)]
+        cut = [(prompt, answer[: context - len(prompt)]) for prompt, answer in pairs]
+        return pack([TokenSequence.of_answer(*pair) for pair in cut if pair[1]], _BATCH)
+
+
+@torch.no_grad()
+def _closeness(policy: Policy, hidden: Sequence[torch.Tensor], base: _Base) -> Closeness:
+    """Raises NonFiniteError for a distribution that is not finite."""
+    head, weights = policy.decoder.lm_head, policy.weights("rollout")
+    sums = torch.zeros(4, dtype=torch.float64)
+    for batch, mine, theirs in zip(base.batches, hidden, base.hidden, strict=True):
+        targets = policy.backend.to_device(batch.targets)
+        for t, x, y in zip(*(z.split(_CHUNK) for z in (targets, mine, theirs)), strict=True):
+            q = head.logits(weights, x).float().log_softmax(-1)
+            p = policy.backend.head_logits(y, base.head, head.num_drawn).float().log_softmax(-1)
+            drawn, expected = (z.gather(1, t[:, None])[:, 0].double() for z in (q, p))
+            parts = (
+                drawn,
+                (p.exp() * (p - q)).sum(-1).double(),
+                (drawn - expected).square(),
+                (q.argmax(-1) != p.argmax(-1)).double(),
+            )
+            sums += torch.stack([part.sum() for part in parts]).cpu()
+    count = sum(batch.targets.numel() for batch in base.batches)
+    nll, kl, square, changed = (sums / count).tolist()
+    if not math.isfinite(nll + kl + square):
+        raise NonFiniteError(f"{policy.flow.preset}: log-probabilities of the prompts")
+    return Closeness(math.exp(-nll), max(0.0, kl), math.sqrt(square), changed)
+
+
+def compare_flows(
+    model: str | Path,
+    config: RunConfig,
+    flows: Sequence[PrecisionConfig | str | Mapping[str, Any]] = (),
+    *,
+    answers: str | None = None,
+    card: Card | None = None,
+    threshold: float = THRESHOLD,
+    console: Console | None = None,
+) -> Comparison:
+    """Answer the prompts of ``config.data.eval`` in ``bf16`` and in each of the flows, and compare
+    them.  They are graded where ``config.reward`` was given.  ``answers`` is a column with the text
+    that all flows score behind each prompt, in place of what ``bf16`` answers.  With a ``card``
+    memory and speed are also those of a GPU; without data nothing else is found.  Writes nothing.
+
+    Raises ConfigError for a flow that does not fit the model, and what loading, generating and
+    grading raise.
+    """
+    check_ranks(config.cluster.rollout_tp, ALONE)
+    described = describe_model(model)
+    shape = described.config
+    others = list(map(read_flow, flows)) or default_flows(shape.num_layers)
+    wanted = [PrecisionConfig(preset="bf16"), *others]
+    chosen = {flow_name(one): one for one in wanted}
+    figures = [_planned(name, one, described, config, card) for name, one in chosen.items()]
+    comparison = Comparison(str(model), figures, context=shape.max_positions, threshold=threshold)
+    comparison = replace(comparison, card="" if card is None else card.name)
+    requests: list[Request] = []
+    if config.data.eval or card is None:
+        check_has_sets(config.data.eval)
+        check_samples(config.evaluation)
+        graded = "reward" in config.model_fields_set
+        if graded:
+            check_reward(config.reward)
+        config, sets = read_sets(
+            config, described.folder, described.tokenizer, shape.max_positions, graded=graded
+        )
+        asked = evaluation_requests(sets, config.evaluation, config.rollout, described)
+        requests = [one for every in asked.values() for one in every]
+        with Graders(config.reward) if graded else nullcontext() as graders:
+            if graders is not None:
+                graders.describe()
+            bench = _Bench(described, config, requests, answers, graders, console or silent())
+            figures = [bench.measure(one) for one in figures]
+            tokens = bench.tokens
+        comparison = replace(comparison, flows=figures, problems=len(requests), tokens=tokens)
+    if card is not None:
+        lengths = [len(one.prompt.token_ids) for one in requests] or [_PROMPT]
+        work = _step(config, SpeedShape(shape, figures[0].flow), fmean(lengths))
+        figures = [_estimated(one, work, card) for one in figures]
+        said = (
+            f"{work.prompts} prompts of {work.prompt_tokens:.0f} tokens with {work.samples} "
+            f"answers of {work.new_tokens} each"
+        )
+        comparison = replace(comparison, estimated_for=said)
+    return replace(comparison, flows=figures)
+
+
+def _planned(
+    name: str,
+    precision: PrecisionConfig,
+    model: DescribedModel,
+    config: RunConfig,
+    card: Card | None,
+) -> FlowFigures:
+    """A flow with its memory, by the plan's functions."""
+    shape = model.config
+    flow = build_flow(precision, decoder_shape(shape))
+    base = PrecisionConfig(preset="bf16")
+    device = "cuda" if card is not None else choose_device(config.device, shape, base).type
+    sizes = support(device).sizes
+    page = sizes.page_bytes(shape, flow)
+    weights = published_bytes(shape, flow, sizes)
+    return FlowFigures(name, precision, flow, weights, page // sizes.page_tokens)
+
+
+def _step(config: RunConfig, shape: SpeedShape, prompt: float) -> StepWork:
+    """A step of the recipe's size, with prompts of so many tokens and the longest answers."""
+    training, rollout = config.training, config.rollout
+    new = max(1, min(rollout.max_new_tokens, int(shape.config.max_positions - prompt)))
+    return StepWork(
+        shape=shape,
+        sequences=training.prompts_per_step * training.samples_per_prompt,
+        length=prompt + new,
+        recompute=training.recompute,
+        prompts=training.prompts_per_step,
+        prompt_tokens=prompt,
+        samples=training.samples_per_prompt,
+        new_tokens=new,
+        most_at_once=rollout.max_sequences,
+    )
+
+
+def _estimated(one: FlowFigures, step: StepWork, card: Card) -> FlowFigures:
+    """With the estimate of ``isobit.memory.speed``, whose rows have no INT8."""
+    if any(site.forward == "int8" for site in one.flow.rollout.sites):
+        return one
+    left = card.total - RESERVE - one.weight_bytes
+    if left < one.kv_bytes * step.length:
+        raise ConfigError(
+            f"the weights in {one.name} take {gib(one.weight_bytes)}, and no answer fits beside "
+            f"them on the {card.name}; name a larger --gpu"
+        )
+    shape = SpeedShape(step.shape.config, one.flow)
+    work = replace(step, shape=shape, cached_tokens=left / one.kv_bytes)
+    return replace(one, estimate=estimate_step(work).as_json())
