@@ -13,7 +13,7 @@ from isobit.kernels.noise import Rows
 from isobit.kernels.spec import optimiser as specification
 from isobit.models.policy import Policy, random_policy
 from isobit.models.safetensors import Slice, added_up, checksum, checksum_of
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import QuantisedWeight
 from tests.tiny import TINY
 
 CHUNK = 8
@@ -95,7 +95,9 @@ def published(policy: Policy) -> list[torch.Tensor]:
         weights = policy.weights(side)
         for linear in weights.linears.values():
             matrix = linear.matrix
-            both = [matrix.values, matrix.scales] if isinstance(matrix, QuantTensor) else [matrix]
+            both = (
+                [matrix.values, matrix.scales] if isinstance(matrix, QuantisedWeight) else [matrix]
+            )
             for tensor in both:
                 assert isinstance(tensor, torch.Tensor)
                 found[id(tensor)] = tensor

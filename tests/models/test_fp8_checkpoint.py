@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from isobit.config.tables import PrecisionConfig, Preset
+from isobit.kernels.spec.quantise import publish
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.folder import load_policy, read_config
@@ -22,7 +23,7 @@ from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
-from isobit.precision.quant_tensor import E4M3, QuantTensor, dequantise
+from isobit.precision.quant_tensor import E4M3, Int8Rows, QuantTensor, dequantise
 from isobit.proof.verify import VerifyOptions, verify, verify_policy
 from isobit.util.errors import ModelError
 from tests.ranks import in_ranks
@@ -174,8 +175,15 @@ def test_other_flows_read_the_numbers(tmp_path: Path, preset: Preset) -> None:
     stored = write(tmp_path)
     policy = load_policy(tmp_path, PrecisionConfig(preset=preset), trainable=False)
     numbers = master_of(QuantTensor(stored[DOWN], stored[SCALES], "128x128", (160,)))
-    training = policy.weights("training").linears["layers.1.down_proj"].matrix
-    assert isinstance(training, torch.Tensor) and torch.equal(training.float(), numbers)
+    training = policy.weights("training").linears["layers.1.down_proj"]
+    if preset == "int8":
+        expected = publish(training.site, numbers)
+        assert isinstance(training.matrix, Int8Rows) and isinstance(expected, Int8Rows)
+        assert torch.equal(training.matrix.values, expected.values)
+        assert torch.equal(training.matrix.scales, expected.scales)
+    else:
+        assert isinstance(training.matrix, torch.Tensor)
+        assert torch.equal(training.matrix.float(), numbers)
     if preset == "fp8-rollout":
         assert is_as_stored(qkv_of(policy), stored, QKV)
 

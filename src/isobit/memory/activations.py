@@ -81,7 +81,8 @@ def scoring_bytes(
 ) -> int:
     """The peak beside the weights of a forward without a backward, in a layer or in lm_head."""
     workspaces = sizes.workspaces(_work(shape, tokens, longest))
-    head = (size for moment, size in workspaces.items() if not moment.endswith("backward"))
+    of_training = ("forward", "backward")
+    head = (size for moment, size in workspaces.items() if not moment.endswith(of_training))
     layers = _layers(shape, flow, sizes)
     layer = max(tokens * layer.scoring + layer.mlp.made_once for layer in layers)
     return max(layer + tokens * sum(layer.mlp.noted for layer in layers), *head)

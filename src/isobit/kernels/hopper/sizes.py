@@ -7,8 +7,8 @@ and 4 a row.
                  2 (H + 2 G) D in BF16; and 4 H of log-sum-exps
     attention's  4 H D + 4 G D + 8 H of copies in which every sequence is whole tiles
     backward
-    lm_head      6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows backward: a part of the logits
-                 of about 1 GiB; logits and their gradient of 2 GiB
+    lm_head      2 C T + 4 V rows scoring, 6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows
+                 backward: a part of the logits of about 1 GiB; logits and their gradient of 2 GiB
     score head   6 C T, of a model without lm_head
     experts      rows of k choices a token and 127 more an expert, each like a token of the dense
                  linears; the transposed matrices of all experts of one linear
@@ -42,6 +42,8 @@ _LABELS = 12
 _SCALES = 1024  # a lower bound for the bytes of a transposed matrix to one of its scales
 HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so many
 _TILE = 128
+_STATISTICS = 12 * 38  # of a row's chunks of 4096 entries in Qwen3's vocabulary
+_SCORED = 48  # ids, positions and figures of a token
 _SCALE: dict[Format, int] = {"e4m3": 1, "int8": 4}
 """Bytes of the scale of a vector of K or V."""
 
@@ -156,9 +158,10 @@ def workspaces(shape: WorkShape) -> Mapping[str, int]:
         return {"score head": 6 * hidden * tokens}
     vocabulary = -(-shape.vocab_size // HEAD_ROWS) * HEAD_ROWS
     logits = (BYTES_A_LOGIT * vocabulary + 4 * hidden) * min(tokens, backward_rows(vocabulary))
+    forward = (4 * vocabulary + _STATISTICS) * min(tokens, forward_rows(vocabulary))
     return {
-        "lm_head, forward": 6 * hidden * tokens
-        + 4 * vocabulary * min(tokens, forward_rows(vocabulary)),
+        "lm_head, scoring": (2 * hidden + _SCORED) * tokens + forward,  # without the stream
+        "lm_head, forward": 6 * hidden * tokens + forward,
         "lm_head, backward": 6 * hidden * tokens + logits,
     }
 
