@@ -3,7 +3,7 @@ before and after, and its differences to the first precision's, paired by seed.
 
     python -m benchmarks.quickstart [--seeds 3] [--precisions bf16 fp8] [--moments fp32] [--device
     cpu] [--out FILE.json]
-    python -m benchmarks.quickstart --table FILE.json
+    python -m benchmarks.quickstart --table FILES.json ...
 
 Each run is the recipe as shipped, in a process of its own, with another seed: other prompts first,
 other samples; AdamW's moments are those of the recipe unless others are asked for.  A row is a
@@ -78,14 +78,16 @@ _COUNTED = ("differing", "compared")
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
     parser.add_argument("--moments", nargs="+", default=["fp32"])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, help="print the table of such a file")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the table of such files")
     arguments = parser.parse_args()
     if arguments.table is not None:
-        print(table(json.loads(arguments.table.read_text(encoding="utf-8"))))
+        files = (json.loads(file.read_text(encoding="utf-8")) for file in arguments.table)
+        print(table([row for rows in files for row in rows]))
         return
     place, results = describe_device(arguments.device), []
     print(
@@ -95,7 +97,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for precision, moments in product(arguments.precisions, arguments.moments):
             runs: list[dict[str, Any]] = []
-            for seed in range(arguments.seeds):
+            for seed in range(arguments.first, arguments.first + arguments.seeds):
                 summary = run(precision, moments, seed, arguments.device, Path(directory))
                 case = {"precision": precision, "moments": moments, "seed": seed}
                 runs.append(case | place | summary)
