@@ -209,3 +209,8 @@ def test_few_completions_of_a_large_batch_are_compared(lagging: MakeConfig) -> N
     training = {"steps": 1, "samples_per_prompt": 12, "updates_per_batch": 1}
     config = lagging(1, training=training, rollout={"max_new_tokens": 1})
     assert train(config).tokens_compared == COMPARED
+
+
+def test_what_was_sampled_ahead_counts_as_learnt(lagging: MakeConfig) -> None:
+    summary = train(lagging(1, training={"steps": 3}))
+    assert 0 < summary.tokens_learnt <= summary.tokens_generated

@@ -82,7 +82,7 @@ class StepMetrics:
     tokens: int  # of prompts and responses that were put through the updates
     has_signal: bool  # whether any update had
     repeat: Repeat | None = None  # of a micro-batch, where that was due
-    tokens_learnt: int = 0  # response tokens of the fresh samples of the updates that were taken
+    tokens_learnt: int = 0  # response tokens of the batch's samples, of updates that were taken
     untaught: Mapping[str, int] = field(default_factory=dict)
     """Where no update had a signal: the completions by why, a name of ``UNTAUGHT``."""
 
@@ -138,8 +138,10 @@ class Learner:
             bool(part) and (signal or self.trainer.config.without_signal == "take")
             for part, signal in zip(parts, signals, strict=True)
         ]
+        learnt = sequences_learnt_from(fresh)
+        own = {id(one) for one in learnt}  # what is replayed is in the parts, too
         tokens_learnt = sum(
-            one.response_length for part in compress(parts, taken) for one in part if one.fresh
+            one.response_length for part in compress(parts, taken) for one in part if id(one) in own
         )
         updates, repeat = self._update(parts, taken, step)
         if self.replay is not None:
@@ -148,7 +150,6 @@ class Learner:
             comparison, mismatch = updates[0].comparison, updates[0].mismatch
         else:
             comparison, mismatch = compared.comparison(), compared.mismatch()
-        learnt = sequences_learnt_from(fresh)
         level = sum(group.is_level for group in self.judge.counted(groups))
         untaught = {} if any(signals) else self.judge.untaught(groups, fresh)
         return StepMetrics(
