@@ -55,7 +55,7 @@ from isobit.kernels.hopper.device_functions import add_block_sums
 from isobit.kernels.hopper.gemm import bf16_gemm_nt
 from isobit.kernels.hopper.linear import bf16_gemm_tn
 from isobit.kernels.hopper.pointwise import BLOCKS, layout
-from isobit.kernels.hopper.sizes import HEAD_ROWS, backward_rows, forward_rows
+from isobit.kernels.hopper.sizes import CHUNK, HEAD_ROWS, backward_rows, forward_rows
 from isobit.kernels.operands import observe
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -64,7 +64,6 @@ from isobit.kernels.operands import observe
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 
-CHUNK = 4096
 _LARGEST_VOCABULARY = 1 << 22  # the sums of ``combine`` stay below 2^63
 UNITS = tl.constexpr(2.0**40)
 

@@ -42,7 +42,7 @@ _LABELS = 12
 _SCALES = 1024  # a lower bound for the bytes of a transposed matrix to one of its scales
 HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so many
 _TILE = 128
-_STATISTICS = 12 * 38  # of a row's chunks of 4096 entries in Qwen3's vocabulary
+CHUNK = 4096  # logits of a row that one program takes, of which it leaves three numbers
 _SCORED = 48  # ids, positions and figures of a token
 _SCALE: dict[Format, int] = {"e4m3": 1, "int8": 4}
 """Bytes of the scale of a vector of K or V."""
@@ -158,7 +158,8 @@ def workspaces(shape: WorkShape) -> Mapping[str, int]:
         return {"score head": 6 * hidden * tokens}
     vocabulary = -(-shape.vocab_size // HEAD_ROWS) * HEAD_ROWS
     logits = (BYTES_A_LOGIT * vocabulary + 4 * hidden) * min(tokens, backward_rows(vocabulary))
-    forward = (4 * vocabulary + _STATISTICS) * min(tokens, forward_rows(vocabulary))
+    row = 4 * vocabulary + 12 * -(-vocabulary // CHUNK)
+    forward = row * min(tokens, forward_rows(vocabulary))
     return {
         "lm_head, scoring": (2 * hidden + _SCORED) * tokens + forward,  # without the stream
         "lm_head, forward": 6 * hidden * tokens + forward,

@@ -117,8 +117,10 @@ def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput
     read: Operand
     if site.forward == "int8":
         read = quantise_int8(x)
+    elif site.forward == "e4m3":
+        read = quantise_rows(x, site.scales)
     else:
-        read = quantise_rows(x, site.scales) if site.forward == "e4m3" else snap_rows(x)
+        read = snap_rows(x)
     return LinearInput(read, input_saved(x, site) if save else None)
 
 

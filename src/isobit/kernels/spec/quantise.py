@@ -303,20 +303,17 @@ def publish(site: Site, master: torch.Tensor) -> Operand:
 def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
     """Write newer values into the same tensors; returns how many numbers changed, as int64."""
     made = publish(weight.site, master)
+    changed = (_numbers(made) != _numbers(weight.matrix)).sum()
     if isinstance(made, Int8Rows):
         assert isinstance(weight.matrix, Int8Rows)
-        changed = (made.values != weight.matrix.values).sum()
         weight.matrix.copy_(made)
-        return changed
-    if isinstance(made, QuantTensor):
+    elif isinstance(made, QuantTensor):
         assert isinstance(weight.matrix, QuantTensor)
-        changed = (_bytes(made) != _bytes(weight.matrix)).sum()
         weight.matrix.copy_(made)
-        return changed
-    assert isinstance(made, torch.Tensor)
-    assert isinstance(weight.matrix, torch.Tensor)
-    changed = (made != weight.matrix).sum()
-    weight.matrix.copy_(made)
+    else:
+        assert isinstance(made, torch.Tensor)
+        assert isinstance(weight.matrix, torch.Tensor)
+        weight.matrix.copy_(made)
     return changed
 
 
@@ -336,5 +333,6 @@ def _snapped(matrix: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _bytes(matrix: QuantTensor) -> torch.Tensor:
-    return matrix.values.view(torch.uint8)
+def _numbers(matrix: Operand) -> torch.Tensor:
+    """What is compared: the bytes of a quantised matrix, without scales, or numbers."""
+    return matrix if isinstance(matrix, torch.Tensor) else matrix.values.view(torch.uint8)
