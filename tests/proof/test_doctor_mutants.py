@@ -19,11 +19,12 @@ from isobit.kernels.spec import (
     qkv,
     quantise,
 )
+from isobit.kernels.spec import backend as spec_backend
 from isobit.kernels.spec import linear as linear_module
 from isobit.kernels.spec import quantise as quantise_module
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.precision.quant_tensor import Int8Rows, QuantTensor
-from isobit.proof import doctor, doctor_environment
+from isobit.proof import doctor
 from isobit.proof.doctor import _verify_starter, gradient_checks, kernel_checks
 from isobit.proof.doctor_environment import quantiser_checks
 from isobit.proof.doctor_findings import Check, Finding
@@ -134,7 +135,7 @@ def test_wrong_quantisers_of_int8(mutate: Callable[[Patch], None], monkeypatch: 
 
 
 def test_inexact_products_of_torch_are_a_warning(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(doctor_environment, "int_mm_is_exact", lambda: False)
+    monkeypatch.setattr(spec_backend, "int_mm_is_exact", lambda: False)
     (found,) = [one for one in quantiser_checks() if one.name == "INT8 products of torch"]
     finding = found.find()
     assert finding.status == "warn" and "the bits are the same" in finding.fix

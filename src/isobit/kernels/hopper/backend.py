@@ -21,7 +21,7 @@ from isobit.kernels.hopper.experts import (
     route,
     route_backward,
 )
-from isobit.kernels.hopper.gemm import describe_back_ends, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import describe_back_ends, describe_fallbacks
 from isobit.kernels.hopper.head import (
     head_logits,
     scalar_head,
@@ -150,9 +150,7 @@ class HopperBackend:
         return describe_back_ends()
 
     def fallbacks(self) -> Sequence[str]:
-        if why_not_deep_gemm() is None:
-            return ()
-        return [f"{operation}: {library}" for operation, library in describe_back_ends().items()]
+        return describe_fallbacks()
 
     def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:
         made = quantise_rows(x, scales)

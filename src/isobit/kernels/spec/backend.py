@@ -30,6 +30,7 @@ from isobit.kernels.spec.head import (
 )
 from isobit.kernels.spec.linear import (
     dgrad,
+    int_mm_is_exact,
     joined_rows,
     linear,
     linear_input,
@@ -136,7 +137,8 @@ class SpecBackend:
         """Do nothing: no work is ever pending."""
 
     def describe(self) -> Mapping[str, str]:
-        return {}
+        slower = "FP64, same bits, slower: torch._int_mm is not exact on this processor"
+        return {"INT8 GEMM": "torch._int_mm" if int_mm_is_exact() else slower}
 
     def fallbacks(self) -> Sequence[str]:
         return ()
