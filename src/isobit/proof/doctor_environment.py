@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 import isobit
 from isobit.kernels.backend import support, usable_devices
 from isobit.kernels.spec import quantise
-from isobit.kernels.spec.linear import int_mm_is_exact
+from isobit.kernels.spec.linear import has_int8_products, int_mm_is_exact
 from isobit.precision.quant_tensor import E4M3, QuantTensor, ScaleKind
 from isobit.proof.doctor_findings import Caution, Check, Fault, bits_of
 from isobit.util.machine import openmp_libraries, processor_name, read_memory, usable_cores
@@ -291,8 +291,11 @@ def _int8(golden: Tensors) -> str:
 def _int8_products() -> str:
     if not int_mm_is_exact():
         raise Caution(
-            "torch._int_mm is not exact on this processor, so linears in INT8 are computed in FP64"
+            "torch._int_mm is not exact on this processor, so linears in INT8 are computed in FP32, "
+            "1,024 columns at a time"
         )
+    if not has_int8_products():
+        return "in FP32, 1,024 columns at a time, since this processor has neither VNNI nor AMX"
     return "torch._int_mm is exact, and linears in INT8 use it"
 
 

@@ -82,7 +82,8 @@ class KeyTile:
             exponents, inverse = values.float() - float(E8M0_BIAS), reciprocal_of_byte(values)
         else:
             # A token that was never written has the scale 0; its probability is 0, too.
-            exponents, inverse = torch.log2(at_least := values.clamp(min=_SCALE)), 1.0 / at_least
+            at_least = values.clamp(min=_SCALE)
+            exponents, inverse = torch.log2(at_least), at_least.reciprocal()
         key_scales = factors(keys) * shift
         return cls(k.transpose(1, 2), key_scales, v, exponents, inverse, shift)
 

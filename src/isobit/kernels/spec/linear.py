@@ -21,9 +21,10 @@ in FP32 in ascending order of K:
     Y[m, n] = sum over blocks k of  FP32(sum_j A[m, kj] B[n, kj]) * scale_a[m, k]
                                                                   * scale_b[block of n, k]
 
-In INT8 the sum over all of K is an integer, converted to FP32 once and multiplied by scale_a[m],
-then by scale_b[n].  ``torch._int_mm`` computes it where a check at the first use finds it exact: on
-CPUs without instructions for it (VNNI, AMX), oneDNN saturates sums of pairs at 16 bits.
+In INT8 the sum over all of K is an integer, rounded to FP32 once and multiplied by scale_a[m], then
+by scale_b[n].  ``torch._int_mm`` computes it on a CPU that has instructions for it (VNNI, AMX) and
+passes a check at the first use.  Elsewhere FP32 does, 1,024 columns at a time, whose sums it holds
+exactly; the results are added in FP64.
 
 Shapes: A [M, K], B [N, K] (K-major, as FP8 tensor cores need it), Y [M, N] FP32.
 """

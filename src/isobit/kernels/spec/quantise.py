@@ -130,8 +130,11 @@ _PIECE = 1 << 16
 def hadamard(x: torch.Tensor, size: int) -> torch.Tensor:
     """FP32 [..., D] -> H x, for each block of ``size`` numbers, a power of two that divides D."""
     blocks = x.reshape(-1, size)
-    made = torch.empty_like(blocks)
     rows = max(1, _PIECE // size)
+    if len(blocks) <= rows:
+        made = torch.empty_like(blocks).copy_(_Butterflies.of(len(blocks), size)(blocks))
+        return made.view(x.shape)
+    made = torch.empty_like(blocks)
     for source, target in zip(blocks.split(rows), made.split(rows), strict=True):
         target.copy_(_Butterflies.of(len(source), size)(source))
     return made.view(x.shape)
