@@ -291,8 +291,8 @@ def _int8(golden: Tensors) -> str:
 def _int8_products() -> str:
     if not int_mm_is_exact():
         raise Caution(
-            "torch._int_mm is not exact on this processor, so linears in INT8 are computed in FP32, "
-            "1,024 columns at a time"
+            "torch._int_mm is not exact on this processor, so linears in INT8 are computed in "
+            "FP32, 1,024 columns at a time"
         )
     if not has_int8_products():
         return "in FP32, 1,024 columns at a time, since this processor has neither VNNI nor AMX"

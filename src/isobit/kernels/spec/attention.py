@@ -13,8 +13,9 @@ of 64 from the sequence's own position 0.  Q, K and V come with scales s
     log-sum-exp (base 2) = M + log2(l)
 
 The bits agree because q . k and P . v over a tile are exact in FP64 (at most 53 bits; q . k of INT8
-in FP32) and rounded once to FP32; max has no order; the 64 terms of l (zeros where there are fewer keys) are summed as
-one contiguous row; and tiles are combined in ascending order by a multiplication and an addition.
+in FP32) and rounded once to FP32; max has no order; the 64 terms of l (zeros where there are fewer
+keys) are summed as one contiguous row; and tiles are combined in ascending order by a
+multiplication and an addition.
 2^x is exp(x ln 2), because `exp2` depends on the position in the tensor.  A masked key has p = 0,
 and a tile of masked keys changes nothing: neither M, l and o so far, nor those of a query that has
 seen no key yet (M = -inf, l = o = 0).
