@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 import isobit
 from isobit.kernels.backend import backend_of, support, usable_devices
 from isobit.kernels.spec import quantise
+from isobit.kernels.spec.linear import has_int8_products, int_mm_is_exact
 from isobit.precision.quant_tensor import E4M3, QuantTensor, ScaleKind
 from isobit.proof.doctor_findings import Caution, Check, Fault, bits_of
 from isobit.util.machine import openmp_libraries, processor_name, read_memory, usable_cores
@@ -289,7 +290,7 @@ def _int8(golden: Tensors) -> str:
 
 def _int8_products() -> str:
     product = backend_of(torch.device("cpu")).describe()["INT8 GEMM"]
-    if product != "torch._int_mm":
+    if has_int8_products() and not int_mm_is_exact():
         raise Caution(f"linears in INT8 use {product}")
     return f"exact: linears in INT8 use {product}"
 

@@ -30,6 +30,7 @@ from isobit.kernels.spec.head import (
 )
 from isobit.kernels.spec.linear import (
     dgrad,
+    has_int8_products,
     int_mm_is_exact,
     joined_rows,
     linear,
@@ -137,8 +138,12 @@ class SpecBackend:
         """Do nothing: no work is ever pending."""
 
     def describe(self) -> Mapping[str, str]:
-        slower = "FP64, same bits, slower: torch._int_mm is not exact on this processor"
-        return {"INT8 GEMM": "torch._int_mm" if int_mm_is_exact() else slower}
+        if has_int8_products() and int_mm_is_exact():
+            return {"INT8 GEMM": "torch._int_mm"}
+        lacks = (
+            "torch._int_mm is not exact on" if has_int8_products() else "neither VNNI nor AMX on"
+        )
+        return {"INT8 GEMM": f"FP32, 1,024 columns at a time, same bits: {lacks} this processor"}
 
     def fallbacks(self) -> Sequence[str]:
         return ()
