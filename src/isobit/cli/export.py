@@ -32,7 +32,7 @@ def run_export(arguments: Sequence[str]) -> int:
     precision = _precision(options.precision, overrides)
     if precision is not None and options.format == "bf16":
         raise ConfigError(
-            "--precision says which bytes are written in FP8, and --format is bf16: leave one out"
+            "--precision says what is written in 8 bits, and --format is bf16: leave one out"
         )
     with starting():
         from isobit.observe.console import Console
@@ -73,9 +73,10 @@ def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
     ]
     if result.quantised:
         own = "the policy's own bytes"
+        kind = "INT8" if result.format == "int8" else "E4M3"
         if result.sampled_in is not None:
             own = f"quantised anew: the run sampled in {result.sampled_in}"
-        lines.append(f"{result.quantised} matrices in E4M3, {own}")
+        lines.append(f"{result.quantised} matrices in {kind}, {own}")
     if result.not_whole:
         lines += [
             f"{len(result.not_whole)} matrices are BF16, as the numbers that their E4M3 bytes "
@@ -116,9 +117,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--private", action="store_true", help="of a new model of the hub")
     parser.add_argument(
         "--format",
-        choices=("bf16", "fp8"),
+        choices=("bf16", "fp8", "int8"),
         default="bf16",
-        help="bf16 (default), or fp8: the bytes that the policy samples with",
+        help="bf16 (default), or fp8 or int8: the bytes that the policy samples with (int8 for vLLM)",
     )
     parser.add_argument(
         "--step",
@@ -131,7 +132,8 @@ def _parser() -> ArgumentParser:
         "--precision",
         type=precision_value,
         metavar="NAME",
-        help="with fp8, the flow; by default the run's own, as it is stored, or fp8",
+        help="with fp8 and int8, the flow; by default the run's own, as it is stored, or the one of "
+        "that name",
     )
     parser.add_argument(
         "--shard-mb",

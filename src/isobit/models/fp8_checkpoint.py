@@ -62,6 +62,12 @@ def read_fp8_format(config: Mapping[str, Any], source: str) -> Fp8Format | None:
         return None
     if not isinstance(found, Mapping):
         raise ModelError(f"{source}: quantization_config is {shown(found)}, expected an object")
+    if found.get("quant_method") == "compressed-tensors":
+        raise ModelError(
+            f"{source}: the folder is in compressed-tensors' format, which `isobit export --format "
+            "int8` writes for vLLM and Isobit does not read; name the run or folder that it was "
+            "exported from, or export that with --format bf16"
+        )
     for key, wanted in _WANTED.items():
         if found.get(key, wanted if key in _BY_DEFAULT else None) != wanted:
             raise ModelError(

@@ -7,13 +7,22 @@ tokenizer's files. A value head, which checkpoints do not have, is left out.
                 X.weight_scale_inv     FP32 [N/128, K/128]; despite its name a value is
                                        byte * scale
             every other tensor in BF16, with its module in ``modules_to_not_convert``
+    INT8    a matrix that the rollout has in INT8, as compressed-tensors names it:
+                X.weight               INT8 [N, K], the policy's integers, behind H
+                X.weight_scale         FP32 [N, 1]; a value of W H / sqrt(n) is integer * scale
+            ``transform_config`` says that inputs are multiplied by H / sqrt(n) in front of it;
+            every other tensor in BF16, with its module in ``ignore``
 
-Stock loaders read whole blocks only, and engines fuse q with k and v, gate with up, and all
+Stock loaders read whole blocks of FP8 only, and engines fuse q with k and v, gate with up, and all
 experts: if one part of a fused matrix does not consist of whole blocks, all its parts are written
 in BF16, as the numbers that their bytes stand for. E4M3 times a power of two is exact in BF16.
+
+Published INT8 scales carry 1 / n, as the factor of both H; here sqrt(n) times as much is left, since
+loaders divide either H by sqrt(n). That is exact for n = 64, and rounded to FP32 for n = 128.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -28,16 +37,25 @@ from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, checkpoint_shapes
 from isobit.models.policy import Policy
-from isobit.models.safetensors import SCALES_SUFFIX, SHARD_BYTES, Layout, write_order, write_shards
+from isobit.models.safetensors import (
+    INT8_SCALES_SUFFIX,
+    SCALES_SUFFIX,
+    SHARD_BYTES,
+    Layout,
+    write_order,
+    write_shards,
+)
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import (
     BLOCK,
     E4M3,
     EIGHT_BITS,
+    Int8Rows,
     QuantisedWeight,
     QuantTensor,
     dequantise,
     num_blocks,
+    rotation_size,
 )
 from isobit.util.errors import ConfigError
 
@@ -62,13 +80,13 @@ class Contents:
     layout: Layout
     value: Callable[[str], torch.Tensor]
     quantization: dict[str, Any] | None = None
-    """``quantization_config`` of config.json; None if no matrix is in FP8."""
+    """``quantization_config`` of config.json; None if no matrix is in 8 bits."""
     not_whole: tuple[str, ...] = ()
     """Matrices in E4M3 that are written in BF16 because a size is no multiple of 128."""
 
     @property
     def num_quantised(self) -> int:
-        return sum(tensor.dtype == E4M3 for tensor in self.layout.values())
+        return sum(tensor.dtype in (E4M3, torch.int8) for tensor in self.layout.values())
 
 
 def bf16_contents(config: ModelConfig, tensors: Tensors) -> Contents:
@@ -86,9 +104,9 @@ def fp8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> 
     sites = quantised_sites(config, flow)
     if any(site.forward == "int8" for site in sites.values()):
         raise ConfigError(
-            f"the flow {flow.preset} samples with matrices in INT8 behind a Hadamard matrix, which "
-            "no loader reads; export with --format bf16, or name a flow in FP8, --precision fp8, "
-            "in which the numbers are quantised anew"
+            f"the flow {flow.preset} samples with matrices in INT8; export with --format int8 for "
+            "vLLM, with --format bf16, or name a flow in FP8, --precision fp8, in which the "
+            "numbers are quantised anew"
         )
     if not sites:
         raise ConfigError(
@@ -143,6 +161,61 @@ def _in_fp8(
     return Contents(layout, value, quantization, not_whole)
 
 
+def int8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> Contents:
+    """The matrices that the flow's rollout has in INT8, quantised from the tensors' numbers, and
+    the rest in BF16. Raises ConfigError for a flow without INT8 matrices, and for one that vLLM
+    does not take.
+    """
+    sites = {
+        name: site
+        for name, site in quantised_sites(config, flow).items()
+        if site.forward == "int8"
+    }
+    if not sites:
+        raise ConfigError(
+            f"the flow {flow.preset} samples with no matrix in INT8, so there is nothing to write "
+            "in it; export with --format bf16 or fp8, or name another flow, --precision int8"
+        )
+    layout: dict[str, torch.Tensor] = {}
+    for name, tensor in bf16_contents(config, tensors).layout.items():
+        layout[name] = tensor
+        if name in sites:
+            layout[name] = _meta(tuple(tensor.shape), torch.int8)
+            layout[name + INT8_SCALES_SUFFIX] = _meta((len(tensor), 1), torch.float32)
+    _check_vllm_takes(layout, sites.keys())
+
+    def value(name: str) -> torch.Tensor:
+        matrix = name.removesuffix(INT8_SCALES_SUFFIX)
+        if matrix not in sites:
+            return tensors.tensor(name).bfloat16()
+        made = publish_part(sites[matrix], tensors.tensor(matrix))
+        assert isinstance(made, Int8Rows), "the site is in INT8"
+        if name == matrix:
+            return made.values
+        root = math.sqrt(rotation_size(made.values.shape[1]))
+        return made.scales.double().mul_(root).float()[:, None]
+
+    return Contents(layout, value, _compressed_tensors_config(layout, sites.keys()))
+
+
+def _check_vllm_takes(layout: Layout, matrices: Set[str]) -> None:
+    """What vLLM 0.25.1 cannot compute: it has no input transforms for experts, which it would leave
+    out in silence, and asserts that a linear with one has no bias
+    (``compressed_tensors/transform/linear.py``).
+    """
+    for matrix in matrices:
+        module = matrix.removesuffix(".weight")
+        found = "is an expert" if ".experts." in matrix else None
+        if f"{module}.bias" in layout:
+            found = "has a bias"
+        if found is not None:
+            raise ConfigError(
+                f"{module} {found}, and vLLM multiplies inputs by a Hadamard matrix, as INT8 needs "
+                "it, only in front of linears that are no experts and have no bias; export with "
+                "--format bf16"
+            )
+
+
 def quantised_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
     """For each of the checkpoint's matrices that the rollout has in 8 bits, its site as a linear of
     its own. Blocks begin anew at each part of a fused matrix, so the bytes are the same.
@@ -176,18 +249,67 @@ def _whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
 
 
 def _quantization_config(layout: Layout, whole: set[str]) -> dict[str, Any]:
-    """What stock loaders read; matrices without scales, and lm_head, are not to be converted."""
-    matrices = [name for name, tensor in layout.items() if tensor.ndim == 2 and name not in whole]
-    modules = [
-        name.removesuffix(".weight") for name in matrices if not name.endswith(SCALES_SUFFIX)
-    ]
+    """What stock loaders read of a folder in FP8."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": list(dict.fromkeys([*modules, "lm_head"])),
+        "modules_to_not_convert": _kept_modules(layout, whole),
     }
+
+
+def _compressed_tensors_config(layout: Layout, matrices: Set[str]) -> dict[str, Any]:
+    """What vLLM reads of a folder in INT8. Only the side of the inputs is named, since
+    compressed-tensors' ``apply_transform_config`` would multiply the stored weights once more.
+    """
+    kept = _kept_modules(layout, matrices)
+    modules: dict[int, dict[str, None]] = {}  # the last part of their names, by rows of H
+    for matrix in matrices:
+        size = rotation_size(layout[matrix].shape[1])
+        modules.setdefault(size, {})[matrix.split(".")[-2]] = None
+    transforms = {
+        f"hadamard_{size}": {
+            "type": "hadamard",
+            "head_dim": size,
+            "apply": [
+                {
+                    "location": "input",
+                    "targets": [rf"re:.*\.({'|'.join(names)})$"],
+                    "ignore": kept,
+                }
+            ],
+        }
+        for size, names in sorted(modules.items())
+        if size > 1
+    }
+    integers = {"num_bits": 8, "type": "int", "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**integers, "strategy": "channel", "dynamic": False},
+                "input_activations": {**integers, "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": kept,
+        **({"transform_config": {"config_groups": transforms}} if transforms else {}),
+    }
+
+
+def _kept_modules(layout: Layout, quantised: Set[str]) -> list[str]:
+    """The modules with matrices that are not in 8 bits, and lm_head, which may be tied."""
+    modules = [
+        name.removesuffix(".weight")
+        for name, tensor in layout.items()
+        if tensor.ndim == 2
+        and name not in quantised
+        and not name.endswith((SCALES_SUFFIX, INT8_SCALES_SUFFIX))
+    ]
+    return list(dict.fromkeys([*modules, "lm_head"]))
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
