@@ -77,6 +77,11 @@ def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
         if result.sampled_in is not None:
             own = f"quantised anew: the run sampled in {result.sampled_in}"
         lines.append(f"{result.quantised} matrices in {kind}, {own}")
+    if result.format == "int8":
+        lines.append(
+            "vLLM reads it, on one GPU; in transformers call compressed-tensors' "
+            "apply_transform_config, as its README.md shows"
+        )
     if result.not_whole:
         lines += [
             f"{len(result.not_whole)} matrices are BF16, as the numbers that their E4M3 bytes "
