@@ -175,6 +175,32 @@ def test_a_run_in_int8_is_written_in_it_in_bf16_or_quantised_anew(
     assert "in INT8, in rollout and training" in card and "quantised anew" in card
 
 
+def test_a_folder_in_int8_has_no_channel_of_a_norm_that_stands_out(
+    tmp_path: Path, lines: Lines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the integers and norms with which a policy samples that reads the same folder."""
+    planted = random_policy(TINY, PrecisionConfig(preset="fp32"), seed=0)
+    with torch.no_grad():
+        planted.masters["layers.0.input_norm.weight"][[3, 17]] *= 300
+        planted.masters["layers.0.qkv_proj.weight"][:, [3, 17]] /= 300
+    save_policy(planted, tmp_path / "planted", tokenizer_from=starter_folder())
+    policy = load_policy(tmp_path / "planted", "int8", trainable=False)
+    source = find_source(tmp_path / "planted", None, lines.append)
+    capsys.readouterr()
+    found = read_folder(export(source, tmp_path / "int8", "int8").folder)
+    assert "2 channels of 1 norms" in capsys.readouterr().err
+    plain = policy.weights("rollout").plain
+    for name, master in policy.decoder.masters().items():
+        if master.kind == "matrix":
+            made = policy.weights("rollout").linears[name.removesuffix(".weight")].matrix
+            assert isinstance(made, Int8Rows)
+            assert torch.equal(torch.cat([found[part] for part in master.parts]), made.values)
+        else:
+            (part,) = master.parts
+            assert torch.equal(found[part], plain[name])
+    assert float(found["model.layers.0.input_layernorm.weight"].max()) < 10
+
+
 def test_a_checkpoint_of_another_model_and_a_damaged_one(
     make_config: MakeConfig, tiny_folder: Path, tmp_path: Path, lines: Lines
 ) -> None:

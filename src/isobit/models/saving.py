@@ -36,6 +36,7 @@ from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer, named_stops, 
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, checkpoint_shapes
+from isobit.models.layers import about_folded, fold_norms
 from isobit.models.policy import Policy
 from isobit.models.safetensors import (
     INT8_SCALES_SUFFIX,
@@ -58,6 +59,7 @@ from isobit.precision.quant_tensor import (
     rotation_size,
 )
 from isobit.util.errors import ConfigError
+from isobit.util.terminal import say
 
 
 class Tensors(Protocol):
@@ -161,10 +163,13 @@ def _in_fp8(
     return Contents(layout, value, quantization, not_whole)
 
 
-def int8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> Contents:
+def int8_contents(
+    config: ModelConfig, flow: PrecisionFlow, tensors: Tensors, fold: bool = False
+) -> Contents:
     """The matrices that the flow's rollout has in INT8, quantised from the tensors' numbers, and
-    the rest in BF16. Raises ConfigError for a flow without INT8 matrices, and for one that vLLM
-    does not take.
+    the rest in BF16. With ``fold``, what stands out of a norm is moved behind it first, as a policy
+    does that reads a folder; a run's masters have been. Raises ConfigError for a flow without INT8
+    matrices, and for a model that vLLM does not take.
     """
     sites = {
         name: site
@@ -183,12 +188,13 @@ def int8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) ->
             layout[name] = _meta(tuple(tensor.shape), torch.int8)
             layout[name + INT8_SCALES_SUFFIX] = _meta((len(tensor), 1), torch.float32)
     _check_vllm_takes(layout, sites.keys())
+    numbers = _folded(config, flow, tensors) if fold else tensors.tensor
 
     def value(name: str) -> torch.Tensor:
         matrix = name.removesuffix(INT8_SCALES_SUFFIX)
         if matrix not in sites:
-            return tensors.tensor(name).bfloat16()
-        made = publish_part(sites[matrix], tensors.tensor(matrix))
+            return numbers(name).bfloat16()
+        made = publish_part(sites[matrix], numbers(matrix))
         assert isinstance(made, Int8Rows), "the site is in INT8"
         if name == matrix:
             return made.values
@@ -196,6 +202,38 @@ def int8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) ->
         return made.scales.double().mul_(root).float()[:, None]
 
     return Contents(layout, value, _compressed_tensors_config(layout, sites.keys()))
+
+
+def _folded(
+    config: ModelConfig, flow: PrecisionFlow, tensors: Tensors
+) -> Callable[[str], torch.Tensor]:
+    """The numbers of each tensor after ``fold_norms``, of which a row stands for a matrix here."""
+    described, channels = build_decoder(config).masters(), list[int]()
+    graphs = (flow.rollout, flow.training)
+    int8 = {site.name for graph in graphs for site in graph.sites if site.forward == "int8"}
+
+    def rows() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, master in described.items():
+            if len(master.shape) == 2:
+                yield name, torch.ones(1, master.shape[1])
+            elif len(master.parts) == 1:
+                yield name, tensors.tensor(next(iter(master.parts))).float()
+
+    factors: dict[str, torch.Tensor] = {}  # of columns, and the weights of norms
+    for name, row in fold_norms(rows(), int8.__contains__, channels.append):
+        assert isinstance(row, torch.Tensor), "no row is quantised"
+        if row.ndim == 1 or bool((row != 1).any()):
+            factors |= dict.fromkeys(described[name].parts, row)
+    if channels:
+        say(about_folded(channels))
+
+    def numbers(name: str) -> torch.Tensor:
+        factor, values = factors.get(name), tensors.tensor(name)
+        if factor is None:
+            return values
+        return factor if factor.ndim == 1 else values.float() * factor
+
+    return numbers
 
 
 def _check_vllm_takes(layout: Layout, matrices: Set[str]) -> None:

@@ -442,7 +442,8 @@ def _contents(source: ExportSource, format: ExportFormat, flow: PrecisionFlow | 
     if flow is None:
         return stored_contents(source.config, source.tensors)
     if format == "int8":
-        return int8_contents(source.config, flow, source.tensors)
+        own = source.precision is not None and _sampled_in(source, flow) is None
+        return int8_contents(source.config, flow, source.tensors, fold=not own)
     return fp8_contents(source.config, flow, source.tensors)
 
 
