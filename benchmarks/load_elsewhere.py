@@ -11,11 +11,11 @@ must load every tensor, and its answer be one.  Its linears are counted by the f
 weights: a skip list that it misunderstood shows there.  Where vLLM comes as an unpacked bundle, put
 that on PYTHONPATH.
 
-``int8`` exports a folder in INT8 and has transformers with compressed-tensors read it, in FP32, with
-the Hadamard matrices of its ``transform_config``.  It prints the root mean square of the change of
-each token's log-probability in this repository's docs, against FP32: of the export, of the flow
-``int8-linear``, and of the two against each other, which round the same inputs to a 255th and a
-254th of their range.
+``int8`` exports a folder in INT8 and has transformers with compressed-tensors read it, in FP32,
+with the Hadamard matrices of its ``transform_config``.  It prints the root mean square of the
+change of each token's log-probability in this repository's docs, against FP32: of the export, of
+the flow ``int8-linear``, and of the two against each other: they multiply by the same weights, and
+round inputs to amax / 127.5 and amax / 127.
 """
 
 import argparse

@@ -124,7 +124,7 @@ def _parser() -> ArgumentParser:
         "--format",
         choices=("bf16", "fp8", "int8"),
         default="bf16",
-        help="bf16 (default), or fp8 or int8: the bytes that the policy samples with (int8 for vLLM)",
+        help="bf16 (default), or the bytes that the policy samples with: fp8, or int8 for vLLM",
     )
     parser.add_argument(
         "--step",
@@ -137,8 +137,8 @@ def _parser() -> ArgumentParser:
         "--precision",
         type=precision_value,
         metavar="NAME",
-        help="with fp8 and int8, the flow; by default the run's own, as it is stored, or the one of "
-        "that name",
+        help="with fp8 and int8, the flow; by default the run's own, as it is stored, or that of "
+        "the format's name",
     )
     parser.add_argument(
         "--shard-mb",

@@ -23,7 +23,7 @@ from isobit.kernels.operands import (
     observe,
     router_losses,
 )
-from isobit.models.fp8_checkpoint import MasterValues, master_of
+from isobit.models.quantised_checkpoint import MasterValues, master_of
 from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.records.batch import RouterScores

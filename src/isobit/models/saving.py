@@ -17,8 +17,8 @@ Stock loaders read whole blocks of FP8 only, and engines fuse q with k and v, ga
 experts: if one part of a fused matrix does not consist of whole blocks, all its parts are written
 in BF16, as the numbers that their bytes stand for. E4M3 times a power of two is exact in BF16.
 
-Published INT8 scales carry 1 / n, as the factor of both H; here sqrt(n) times as much is left, since
-loaders divide either H by sqrt(n). That is exact for n = 64, and rounded to FP32 for n = 128.
+Published INT8 scales carry 1 / n, the factor of both H. Loaders divide inputs by sqrt(n), so that
+here scales are sqrt(n) times as large: exactly for n = 64, rounded to FP32 for n = 128.
 """
 
 import json
@@ -38,6 +38,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, checkpoint_shapes
 from isobit.models.layers import about_folded, fold_norms
 from isobit.models.policy import Policy
+from isobit.models.quantised_checkpoint import fp8_config, int8_config
 from isobit.models.safetensors import (
     INT8_SCALES_SUFFIX,
     SCALES_SUFFIX,
@@ -159,7 +160,7 @@ def _in_fp8(
         return quantised.values if name == matrix else quantised.scales
 
     not_whole = tuple(name for name in layout if name in matrices and name not in whole)
-    quantization = _quantization_config(layout, whole) if whole else None
+    quantization = fp8_config(_kept_modules(layout, whole)) if whole else None
     return Contents(layout, value, quantization, not_whole)
 
 
@@ -172,9 +173,7 @@ def int8_contents(
     matrices, and for a model that vLLM does not take.
     """
     sites = {
-        name: site
-        for name, site in quantised_sites(config, flow).items()
-        if site.forward == "int8"
+        name: site for name, site in quantised_sites(config, flow).items() if site.forward == "int8"
     }
     if not sites:
         raise ConfigError(
@@ -187,7 +186,8 @@ def int8_contents(
         if name in sites:
             layout[name] = _meta(tuple(tensor.shape), torch.int8)
             layout[name + INT8_SCALES_SUFFIX] = _meta((len(tensor), 1), torch.float32)
-    _check_vllm_takes(layout, sites.keys())
+    sizes = {name: rotation_size(layout[name].shape[1]) for name in sites}
+    quantization = int8_config(sizes, layout.keys(), _kept_modules(layout, sites.keys()))
     numbers = _folded(config, flow, tensors) if fold else tensors.tensor
 
     def value(name: str) -> torch.Tensor:
@@ -198,10 +198,9 @@ def int8_contents(
         assert isinstance(made, Int8Rows), "the site is in INT8"
         if name == matrix:
             return made.values
-        root = math.sqrt(rotation_size(made.values.shape[1]))
-        return made.scales.double().mul_(root).float()[:, None]
+        return made.scales.double().mul_(math.sqrt(sizes[matrix])).float()[:, None]
 
-    return Contents(layout, value, _compressed_tensors_config(layout, sites.keys()))
+    return Contents(layout, value, quantization)
 
 
 def _folded(
@@ -236,24 +235,6 @@ def _folded(
     return numbers
 
 
-def _check_vllm_takes(layout: Layout, matrices: Set[str]) -> None:
-    """What vLLM 0.25.1 cannot compute: it has no input transforms for experts, which it would leave
-    out in silence, and asserts that a linear with one has no bias
-    (``compressed_tensors/transform/linear.py``).
-    """
-    for matrix in matrices:
-        module = matrix.removesuffix(".weight")
-        found = "is an expert" if ".experts." in matrix else None
-        if f"{module}.bias" in layout:
-            found = "has a bias"
-        if found is not None:
-            raise ConfigError(
-                f"{module} {found}, and vLLM multiplies inputs by a Hadamard matrix, as INT8 needs "
-                "it, only in front of linears that are no experts and have no bias; export with "
-                "--format bf16"
-            )
-
-
 def quantised_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
     """For each of the checkpoint's matrices that the rollout has in 8 bits, its site as a linear of
     its own. Blocks begin anew at each part of a fused matrix, so the bytes are the same.
@@ -283,58 +264,6 @@ def _whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
         and all(size % BLOCK == 0 for size in (*master.parts.values(), master.shape[1]))
         for part in master.parts
         if part in matrices
-    }
-
-
-def _quantization_config(layout: Layout, whole: set[str]) -> dict[str, Any]:
-    """What stock loaders read of a folder in FP8."""
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": _kept_modules(layout, whole),
-    }
-
-
-def _compressed_tensors_config(layout: Layout, matrices: Set[str]) -> dict[str, Any]:
-    """What vLLM reads of a folder in INT8. Only the side of the inputs is named, since
-    compressed-tensors' ``apply_transform_config`` would multiply the stored weights once more.
-    """
-    kept = _kept_modules(layout, matrices)
-    modules: dict[int, dict[str, None]] = {}  # the last part of their names, by rows of H
-    for matrix in matrices:
-        size = rotation_size(layout[matrix].shape[1])
-        modules.setdefault(size, {})[matrix.split(".")[-2]] = None
-    transforms = {
-        f"hadamard_{size}": {
-            "type": "hadamard",
-            "head_dim": size,
-            "apply": [
-                {
-                    "location": "input",
-                    "targets": [rf"re:.*\.({'|'.join(names)})$"],
-                    "ignore": kept,
-                }
-            ],
-        }
-        for size, names in sorted(modules.items())
-        if size > 1
-    }
-    integers = {"num_bits": 8, "type": "int", "symmetric": True}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**integers, "strategy": "channel", "dynamic": False},
-                "input_activations": {**integers, "strategy": "token", "dynamic": True},
-            }
-        },
-        "ignore": kept,
-        **({"transform_config": {"config_groups": transforms}} if transforms else {}),
     }
 
 

@@ -94,7 +94,7 @@ def write_card(
     began from.  Its bytes do not depend on the run's directory or machine, like the model's.
     """
     digests = {file.name: file_sha256(file) for file in folder.iterdir() if file.is_file()}
-    facts = CardFacts(name, name, config, False, None, (), digests, record, step, start)
+    facts = CardFacts(name, name, config, None, None, (), digests, record, step, start)
     (folder / CARD_FILE).write_text(model_card(facts), encoding="utf-8")
 
 

@@ -367,8 +367,8 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> ExportResult:
-    """Write a model as the folder ``target``.  Values in 8 bits are those of ``precision``, by default
-    the run's own flow, or as they are of a folder that is FP8 already.
+    """Write a model as the folder ``target``.  Values in 8 bits are those of ``precision``, by
+    default the run's own flow, or as they are of a folder that is FP8 already.
 
     Raises ConfigError for a target that cannot be used and a flow without such values or whose
     INT8 vLLM does not take, StorageError for a disk without room, ModelError for a tensor that
