@@ -111,6 +111,8 @@ def has_int8_products() -> bool:
     """Whether this processor multiplies INT8 (VNNI, AMX).  Without, ``torch._int_mm`` is a loop of
     single products, tens of times slower than FP32.
     """
+    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch
+        return torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
     found = torch.cpu.get_capabilities()
     return any(found.get(name, False) for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
 
