@@ -259,6 +259,11 @@ class Server:
                 response = Response(status_code=GONE)
             except (ApiError, IsobitError) as error:
                 response = _refusal(as_api_error(error))
+            except asyncio.CancelledError:  # the time of a graceful end is over
+                if not self.is_draining():
+                    raise
+                ended = EngineStoppedError("the server has ended before the answer")
+                response = _refusal(as_api_error(ended))
             self.metrics.requests.labels(route, str(response.status_code)).inc()
             return response
 
