@@ -20,8 +20,8 @@ from isobit.starter import starter_folder
 
 KEY = "open sesame"
 TEMPLATE = (
-    "{% for tool in tools or [] %}tool: {{ tool.function.name }}\n{% endfor %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% for tool in tools or [] %}tool: {{ tool.function.name }}; {% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}; {% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 

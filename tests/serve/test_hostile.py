@@ -47,9 +47,9 @@ def mutated(body: dict[str, Any], draw: random.Random) -> bytes:
             if kind == 0:
                 del place[key]
             elif kind == 1 and isinstance(place, dict):
-                place[f"{key}{draw.choice('sx_')}"] = draw.choice(WORSE)
+                place[f"{key}{draw.choice('sx_')}"] = copy.deepcopy(draw.choice(WORSE))
             else:
-                place[key] = draw.choice(WORSE)
+                place[key] = copy.deepcopy(draw.choice(WORSE))
             break
     return json.dumps(made).encode()
 
@@ -91,7 +91,7 @@ def test_mutated_requests_get_an_answer_or_a_sentence(
         ({"prompt": [1, -1]}, "prompt: expected a text, a list of texts"),
         ({"prompt": [1, 127, 128]}, "token 128 is none of the model's, which are 0 to 127"),
         ({"prompt": [1, 120], "echo": True}, "the distribution holds 0 to 98"),
-        ({"prompt": "\ud800"}, "lone surrogate"),
+        ({"prompt": "\ud800"}, "the body is not a JSON object"),
         ({"prompt": "1" * 600}, "context holds 512 tokens"),
         ({"prompt": "1" * 200_000}, "context holds 512 tokens"),
         ({"max_tokens": 510}, "and the request has 519 (9 of the prompt, 510 of the answer)"),

@@ -196,7 +196,7 @@ def test_chat(client: openai.OpenAI, server: Running, model: LoadedModel) -> Non
     )  # type: ignore[call-overload]  # fmt: skip
     assert made.model_extra is not None
     seen = decode(model.tokenizer, made.model_extra["prompt_token_ids"])
-    assert seen == "tool: add\nuser: 3+8+2+9=\nassistant: "
+    assert seen == "tool: add; user: 3+8+2+9=; assistant: "
     for choice in made.choices:
         content = choice.logprobs.content
         assert "".join(one.token for one in content if one.token != "<eos>") == (
@@ -218,7 +218,7 @@ def test_chat(client: openai.OpenAI, server: Running, model: LoadedModel) -> Non
     )  # fmt: skip
     assert more.model_extra is not None
     ids = more.model_extra["prompt_token_ids"]
-    assert decode(model.tokenizer, ids).rstrip("\n").endswith("assistant: 2")
+    assert decode(model.tokenizer, ids).endswith("assistant: 2")
 
 
 def test_a_chat_without_a_limit_may_fill_the_context(server: Running) -> None:
@@ -239,7 +239,7 @@ def test_keys(server: Running) -> None:
 def test_places_are_limited_and_a_request_that_never_fits_is_refused(server: Running) -> None:
     status, _, body = server.ask("/v1/completions", ASKED | {"n": 60, "prompt": "1"})
     assert status == 400 and b"takes at most 48 at once" in body
-    full = ASKED | {"n": 48, "prompt": "1", "max_tokens": 500, "ignore_eos": True, "logprobs": None}
+    full = ASKED | {"n": 48, "prompt": "1", "max_tokens": 90, "ignore_eos": True, "logprobs": None}
     holder = threading.Thread(target=server.ask, args=("/v1/completions", full))
     holder.start()
     while server.metrics()["isobit_samples_in_place"] < 48:
