@@ -2,8 +2,9 @@
 
     Y[m, n] = BF16((float(sum over all k of X[m, k] W[n, k]) * scale_x[m]) * scale_w[n])
 
-The sum is an INT32, which is exact in any order below K = 133,000, so tiles and splits of K may
-depend on M: a row has the specification's bits in every batch.
+lm_head's product stays in FP32.  The sum is an INT32, which is exact in any order below K =
+133,000, so tiles and splits of K may depend on M: a row has the specification's bits in every
+batch.
 
     few rows     K is read in several parts at once, so that all multiprocessors read W; each leaves
                  its sums, and a second kernel adds and scales them.  W's rows are the left operand:
@@ -24,7 +25,12 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import padded_size, rotated, runs
+from isobit.kernels.hopper.device_functions import (
+    padded_size,
+    rotated,
+    runs,
+    wait_for_inputs,
+)
 from isobit.kernels.hopper.quantise import amax_bits, levels, to_e4m3
 from isobit.precision.quant_tensor import (
     BLOCK,
@@ -41,6 +47,7 @@ _MOST_SPLITS = 8
 _BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
 _FEW = 64  # rows, up to which W is the left operand
 _WIDTH = 1024  # columns of a program that adds splits
+_FETCHED = 8  # blocks of W's rows, of 128 numbers, that a program asks for before X is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +85,32 @@ def _splits(programs: int, k: int, wanted: int) -> int:
 
 
 @triton.jit
+def _fetch_to_l2(places):
+    """Ask for the lines of 128 bytes at these places, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [places.to(tl.int64)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _scaled(sums, x_scale, w_scale):
-    """INT32 sums -> BF16."""
-    return (sums.to(tl.float32) * x_scale * w_scale).to(tl.bfloat16)
+    """INT32 sums -> FP32, which a store rounds to BF16 where the output is."""
+    return sums.to(tl.float32) * x_scale * w_scale
 
 
 @triton.jit(do_not_specialize=["m"])
 def _gemm_kernel(
-    X, W, X_SCALE, W_SCALE, OUT, m, n, k,
+    X, W, X_SCALE, W_SCALE, OUT, m, n, k, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SWAPS: tl.constexpr,
-    WHOLE_K: tl.constexpr,
+    WHOLE_K: tl.constexpr, FETCHED: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of OUT, BF16 [m, n], or of one of SPLITS parts of K, INT32 [SPLITS, m, n];
-    bands of 8 tile rows share W in the L2 cache.
+    """One program a tile of OUT, BF16 or FP32 [m, n], or of one of SPLITS parts of K, INT32
+    [SPLITS, m, n]; bands of 8 tile rows share W in the L2 cache.
     """
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
@@ -108,6 +128,10 @@ def _gemm_kernel(
     depth = first * 128 + tl.arange(0, 128)
     x_place = (row % m).to(tl.int64) * k  # rows beyond the matrix repeat others, not stored
     w_place = (column % n).to(tl.int64) * k
+    if FETCHED > 0:
+        ahead = tl.minimum(first + tl.arange(0, FETCHED), blocks - 1) * 128
+        _fetch_to_l2(W + w_place[:, None] + ahead[None, :])
+    wait_for_inputs()
     if SWAPS:
         left, right = W + w_place[:, None] + depth[None, :], X + x_place[None, :] + depth[:, None]
         sums = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
@@ -128,7 +152,7 @@ def _gemm_kernel(
     if SWAPS:
         sums = tl.trans(sums)
     inside = (row < m)[:, None] & (column < n)[None, :]
-    place = OUT + row[:, None].to(tl.int64) * n + column[None, :]
+    place = OUT + row[:, None].to(tl.int64) * out_row + column[None, :]
     if SPLITS > 1:
         tl.store(place + tl.program_id(1).to(tl.int64) * m * n, sums, mask=inside)
     else:
@@ -139,9 +163,10 @@ def _gemm_kernel(
 
 @triton.jit(do_not_specialize=["m"])
 def _add_splits_kernel(
-    SUMS, X_SCALE, W_SCALE, OUT, m, n, SPLITS: tl.constexpr, WIDTH: tl.constexpr
+    SUMS, X_SCALE, W_SCALE, OUT, m, n, out_row, SPLITS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """One program WIDTH columns of one row."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < n
@@ -149,14 +174,22 @@ def _add_splits_kernel(
     for split in tl.static_range(SPLITS):
         total += tl.load(SUMS + (split * m + row) * n + column, mask=inside, other=0)
     w_scale = tl.load(W_SCALE + column, mask=inside, other=0.0)
-    tl.store(OUT + row * n + column, _scaled(total, tl.load(X_SCALE + row), w_scale), mask=inside)
+    made = _scaled(total, tl.load(X_SCALE + row), w_scale)
+    tl.store(OUT + row * out_row + column, made, mask=inside)
 
 
-def int8_gemm_nt(x: Int8Rows, weight: Int8Rows, cut: Tiles | None = None) -> torch.Tensor:
-    """X [M, K], W [N, K], contiguous -> X W^T, BF16 [M, N]."""
+def int8_gemm_nt(
+    x: Int8Rows, weight: Int8Rows, cut: Tiles | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """X [M, K], W [N, K], contiguous -> X W^T, BF16 [M, N]; or in the dtype of ``out`` [M, N],
+    whose rows may lie further apart.
+    """
     assert all(one.values.is_contiguous() for one in (x, weight))
     (m, k), n = x.values.shape, weight.values.shape[0]
-    out = torch.empty((m, n), dtype=torch.bfloat16, device=x.values.device)
+    if out is None:
+        out = torch.empty((m, n), dtype=torch.bfloat16, device=x.values.device)
+    assert out.shape == (m, n)
+    assert out.stride(1) == 1
     if not m:
         return out
     cut = cut or tiles(m, n, k)
@@ -165,15 +198,16 @@ def int8_gemm_nt(x: Int8Rows, weight: Int8Rows, cut: Tiles | None = None) -> tor
         sums = torch.empty((cut.splits, m, n), dtype=torch.int32, device=out.device)
     grid = (triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n), cut.splits)
     _gemm_kernel[grid](
-        x.values, weight.values, x.scales, weight.scales, sums, m, n, k,
+        x.values, weight.values, x.scales, weight.scales, sums, m, n, k, sums.stride(-2),
         cut.block_m, cut.block_n, cut.splits, cut.swaps, k % BLOCK == 0,
-        num_warps=4, num_stages=cut.stages, enable_fp_fusion=False,
+        _FETCHED if cut.swaps else 0,
+        num_warps=4, num_stages=cut.stages, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
     if cut.splits > 1:
         width = min(_WIDTH, triton.next_power_of_2(n))
         _add_splits_kernel[(m, triton.cdiv(n, width))](
-            sums, x.scales, weight.scales, out, m, n, cut.splits, width,
-            num_warps=4, enable_fp_fusion=False,
+            sums, x.scales, weight.scales, out, m, n, out.stride(0), cut.splits, width,
+            num_warps=4, enable_fp_fusion=False, launch_pdl=True,
         )  # fmt: skip
     return out
 
