@@ -147,9 +147,7 @@ def test_a_seed_draws_the_same_under_any_name_and_in_any_company() -> None:
     groups = generate(
         NativeEngine(policy, RolloutConfig(**TIGHT), None, 0), [*seeded, *plain, *renamed]
     )
-    alone = [
-        generate(NativeEngine(policy, RolloutConfig(), None, 5), [one])[0] for one in seeded
-    ]
+    alone = [generate(NativeEngine(policy, RolloutConfig(), None, 5), [one])[0] for one in seeded]
     for mine, unseeded, other, single in zip(
         groups[:5], groups[5:10], groups[10:], alone, strict=True
     ):

@@ -81,7 +81,7 @@ class Running:
     def end(self) -> int:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(120)
+        return self.process.wait(600)
 
 
 @contextmanager

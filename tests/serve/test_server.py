@@ -16,7 +16,7 @@ from isobit.rollout.native import NativeEngine
 from isobit.rollout.sequence import decode
 from tests.serve.servers import KEY, Running, choices, events
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ASKED: dict[str, Any] = {
     "model": "chatty", "prompt": ["3+8+2+9=", "1+1="], "n": 2, "seed": 7, "max_tokens": 24,
     "temperature": 1.3, "logprobs": 3, "return_token_ids": True,
@@ -33,7 +33,9 @@ def model() -> LoadedModel:
     return load_model("starter", "fp8", trainable=False)
 
 
-def drawn(model: LoadedModel, seed: int, samples: int, text: str, **rollout: Any) -> list[Completion]:
+def drawn(
+    model: LoadedModel, seed: int, samples: int, text: str, **rollout: Any
+) -> list[Completion]:
     """By the engine alone."""
     ids = tuple(model.tokenizer(text)["input_ids"])
     sampling = model.sampling(RolloutConfig(**rollout))
@@ -193,11 +195,12 @@ def test_chat(client: openai.OpenAI, server: Running, model: LoadedModel) -> Non
     made = client.chat.completions.create(
         model="chatty", messages=messages, seed=2, n=2, logprobs=True, top_logprobs=2,
         max_completion_tokens=9, tools=[TOOL], extra_body={"return_token_ids": True},
-    )  # type: ignore[call-overload]  # fmt: skip
+    )  # fmt: skip
     assert made.model_extra is not None
     seen = decode(model.tokenizer, made.model_extra["prompt_token_ids"])
     assert seen == "tool: add; user: 3+8+2+9=; assistant: "
     for choice in made.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
         content = choice.logprobs.content
         assert "".join(one.token for one in content if one.token != "<eos>") == (
             choice.message.content
@@ -205,7 +208,7 @@ def test_chat(client: openai.OpenAI, server: Running, model: LoadedModel) -> Non
         assert all(len(one.top_logprobs) == 2 and one.bytes for one in content)
     with client.chat.completions.create(
         model="chatty", messages=messages, seed=2, max_tokens=9, tools=[TOOL], stream=True
-    ) as stream:  # type: ignore[call-overload]
+    ) as stream:
         chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
