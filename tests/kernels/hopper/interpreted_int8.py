@@ -23,7 +23,6 @@ from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.experts import one_expert
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import Int8Rows, ScaleKind, block_sizes
-from tests.kernels.hopper.interpreted import know_instructions
 from tests.kernels.hopper.interpreted_qkv import convert
 
 SITE = Site("qkv_proj", "linear", "int8", dgrad="e4m3", wgrad="e4m3")
@@ -146,7 +145,6 @@ def check_experts(width: int, columns: int) -> None:
 def main() -> None:
     interpreter._convert_float = convert
     quantise.four_sigmoids = _four_sigmoids
-    know_instructions()
     torch.manual_seed(0)
     for columns in COLUMNS:
         check_quantisers(columns)

@@ -20,7 +20,6 @@ from isobit.kernels.spec import qkv as specification
 from isobit.kernels.spec.qkv import Heads, factors
 from isobit.kernels.spec.quantise import hadamard as exact_hadamard
 from isobit.precision.quant_tensor import DTYPES, E4M3, Format
-from tests.kernels.hopper.interpreted import know_instructions
 
 LAYOUTS = [(3, 1, 64), (2, 1, 128)]
 TOKENS, POSITIONS = 7, 50
@@ -149,7 +148,6 @@ def check_backward(layout: tuple[int, int, int], format: Format) -> None:
 
 def main() -> None:
     interpreter._convert_float = convert
-    know_instructions()
     torch.manual_seed(0)
     check_hadamard()
     for layout in LAYOUTS:

@@ -61,7 +61,6 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import wait_for_inputs
 from isobit.kernels.hopper.sizes import page_tokens as PAGE_TOKENS
 from isobit.kernels.hopper.support import MOST_QUERY_HEADS, heads_problem
 from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3
@@ -271,7 +270,6 @@ def _decode_kernel(
     Keys or D are down and query heads across: [TILE, D] K times [D, N] Q, then [D, TILE] V^T times
     [TILE, N] P.  So the side of 64 rows that wgmma needs is full.
     """
-    wait_for_inputs()
     tl.static_assert(TILE == PAGE or not SCALED)
     R: tl.constexpr = H // G
     g = tl.program_id(0)
@@ -373,7 +371,6 @@ def _join_kernel(
     PART: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program a query head and sequence: its parts in ascending order."""
-    wait_for_inputs()
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, D)
@@ -610,12 +607,12 @@ def decode_attention(
         heads, kv_heads, dim, TILE, form.tile, PART, _COLUMNS, form.decode_stages, parts > 1,
         form.scaled, window or 0,
         num_warps=4, num_stages=form.decode_stages, maxnreg=form.decode_registers,
-        enable_fp_fusion=False, launch_pdl=True,
+        enable_fp_fusion=False,
     )  # fmt: skip
     if parts > 1:
         _join_kernel[(heads, batch)](
             part_output, part_max, part_sum, lengths, output, log_sum_exp, parts, heads, dim, PART,
-            window or 0, num_warps=1, enable_fp_fusion=False, launch_pdl=True,
+            window or 0, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return output, log_sum_exp
 

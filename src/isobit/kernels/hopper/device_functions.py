@@ -1,5 +1,4 @@
-"""What several kernels share: their early start, sums over blocks, the Hadamard product, and runs
-of parts.
+"""What several kernels share: sums over blocks, the Hadamard product, and runs of parts.
 
 **Sums over tokens** without atomics: each block of tokens leaves its sum, and ``add_block_sums``
 computes grad[c] += sum over blocks b of sums[b, c].  In a column, ROWS running sums take the blocks
@@ -53,26 +52,6 @@ def add_block_sums(sums: torch.Tensor, grad: torch.Tensor) -> None:
     blocks, columns = sums.shape
     _add_kernel[(triton.cdiv(columns, _COLUMNS),)](
         sums, grad, blocks, columns, _ROWS, _COLUMNS, num_warps=4
-    )
-
-
-@triton.jit
-def wait_for_inputs():
-    """Let the programs of the next kernel take their places, and wait for the kernels before.
-
-    A kernel that begins with this is launched with ``launch_pdl=True`` (programmatic dependent
-    launch): its programs are placed, and may fetch what no kernel writes, while the kernel before
-    still runs. In a decode step that hides a kernel's start, some 2 us of 330 kernels. Every
-    program calls it before it reads, writes or returns: who waits for a kernel relies on that
-    kernel having waited for those before it.
-    """
-    tl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;",
-        "=r",
-        [],
-        tl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 

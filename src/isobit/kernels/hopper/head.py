@@ -52,7 +52,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import add_block_sums, wait_for_inputs
+from isobit.kernels.hopper.device_functions import add_block_sums
 from isobit.kernels.hopper.gemm import bf16_gemm_nt
 from isobit.kernels.hopper.int8 import int8_gemm_nt
 from isobit.kernels.hopper.linear import bf16_gemm_tn
@@ -83,7 +83,6 @@ def _chunk_kernel(
     CHUNKS: tl.constexpr
 ):  # fmt: skip
     """One program a chunk of a row: m, s and t to STATS [N, 3, CHUNKS]."""
-    wait_for_inputs()
     program = tl.program_id(0)
     n = (program // CHUNKS).to(tl.int64)
     chunk = program % CHUNKS
@@ -169,7 +168,7 @@ def chunk_stats(
     grid = (rows.numel() * chunks,)
     _chunk_kernel[grid](
         logits, rows, temperatures, stats, vocab_size, logits.stride(0), CHUNK, chunks,
-        num_warps=4, enable_fp_fusion=False, launch_pdl=True,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return stats
 

@@ -25,12 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import (
-    padded_size,
-    rotated,
-    runs,
-    wait_for_inputs,
-)
+from isobit.kernels.hopper.device_functions import padded_size, rotated, runs
 from isobit.kernels.hopper.quantise import amax_bits, levels, to_e4m3
 from isobit.precision.quant_tensor import (
     BLOCK,
@@ -47,7 +42,6 @@ _MOST_SPLITS = 8
 _BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
 _FEW = 64  # rows, up to which W is the left operand
 _WIDTH = 1024  # columns of a program that adds splits
-_FETCHED = 8  # blocks of W's rows, of 128 numbers, that a program asks for before X is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +79,6 @@ def _splits(programs: int, k: int, wanted: int) -> int:
 
 
 @triton.jit
-def _fetch_to_l2(places):
-    """Ask for the lines of 128 bytes at these places, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [places.to(tl.int64)],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _scaled(sums, x_scale, w_scale):
     """INT32 sums -> FP32, which a store rounds to BF16 where the output is."""
     return sums.to(tl.float32) * x_scale * w_scale
@@ -107,7 +88,7 @@ def _scaled(sums, x_scale, w_scale):
 def _gemm_kernel(
     X, W, X_SCALE, W_SCALE, OUT, m, n, k, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SWAPS: tl.constexpr,
-    WHOLE_K: tl.constexpr, FETCHED: tl.constexpr,
+    WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of OUT, BF16 or FP32 [m, n], or of one of SPLITS parts of K, INT32
     [SPLITS, m, n]; bands of 8 tile rows share W in the L2 cache.
@@ -128,10 +109,6 @@ def _gemm_kernel(
     depth = first * 128 + tl.arange(0, 128)
     x_place = (row % m).to(tl.int64) * k  # rows beyond the matrix repeat others, not stored
     w_place = (column % n).to(tl.int64) * k
-    if FETCHED > 0:
-        ahead = tl.minimum(first + tl.arange(0, FETCHED), blocks - 1) * 128
-        _fetch_to_l2(W + w_place[:, None] + ahead[None, :])
-    wait_for_inputs()
     if SWAPS:
         left, right = W + w_place[:, None] + depth[None, :], X + x_place[None, :] + depth[:, None]
         sums = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
@@ -166,7 +143,6 @@ def _add_splits_kernel(
     SUMS, X_SCALE, W_SCALE, OUT, m, n, out_row, SPLITS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """One program WIDTH columns of one row."""
-    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < n
@@ -200,14 +176,13 @@ def int8_gemm_nt(
     _gemm_kernel[grid](
         x.values, weight.values, x.scales, weight.scales, sums, m, n, k, sums.stride(-2),
         cut.block_m, cut.block_n, cut.splits, cut.swaps, k % BLOCK == 0,
-        _FETCHED if cut.swaps else 0,
-        num_warps=4, num_stages=cut.stages, enable_fp_fusion=False, launch_pdl=True,
+        num_warps=4, num_stages=cut.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if cut.splits > 1:
         width = min(_WIDTH, triton.next_power_of_2(n))
         _add_splits_kernel[(m, triton.cdiv(n, width))](
             sums, x.scales, weight.scales, out, m, n, out.stride(0), cut.splits, width,
-            num_warps=4, enable_fp_fusion=False, launch_pdl=True,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

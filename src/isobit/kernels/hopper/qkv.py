@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.hopper.attention import SCALES, TILE, PackedKeys, PagedKeys
-from isobit.kernels.hopper.device_functions import hadamard, wait_for_inputs
+from isobit.kernels.hopper.device_functions import hadamard
 from isobit.kernels.hopper.quantise import (
     _INF_BITS,
     _ROUND_UP_ABOVE_1_75,
@@ -337,7 +337,6 @@ def _encode_kernel(
     """One program N tokens and HEADS query heads, or HEADS key heads, or one value head, in this
     order along axis 1 of the grid.  Without SLOT, K and V are packed.
     """
-    wait_for_inputs()
     HALF: tl.constexpr = D // 2
     QUERY_UNITS: tl.constexpr = (H + HEADS - 1) // HEADS
     KEY_UNITS: tl.constexpr = (G + HEADS - 1) // HEADS
@@ -459,7 +458,7 @@ def _encode(
             positions, slots, values, scales,
             out.keys, out.key_scales, out.values, out.value_scales, tokens, transform.epsilon,
             heads, kv_heads, dim, TILE, plan.tokens, plan.heads, transform.hadamard,
-            _NAMES[out.keys.dtype], num_warps=plan.warps, enable_fp_fusion=False, launch_pdl=True,
+            _NAMES[out.keys.dtype], num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return Queries(values, scales)
 

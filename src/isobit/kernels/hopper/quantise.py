@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.kernels.hopper.device_functions import padded_size, rotated, runs, wait_for_inputs
+from isobit.kernels.hopper.device_functions import padded_size, rotated, runs
 from isobit.precision.quant_tensor import (
     AMAX_FLOOR,
     BLOCK,
@@ -140,7 +140,6 @@ def _quantise_kernel(
     OUT_ROW: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """One program GROUPS groups of one row: K numbers of the X_ROW in it, to OUT of OUT_ROW."""
-    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * 128 + tl.arange(0, GROUPS * 128)
@@ -158,7 +157,6 @@ def _rms_norm_kernel(
     QUANTISE: tl.constexpr, POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """One program a row of C numbers, padded to WIDTH: one layout for every batch."""
-    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < C
@@ -218,7 +216,6 @@ def gated(gate, up):
 @triton.jit
 def _swiglu_kernel(GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
     """One program WIDTH columns of one row: gate [row, column], up [row, C + column]."""
-    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < C
@@ -233,7 +230,6 @@ def _swiglu_quantise_kernel(
     POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """One program GROUPS groups of one row: gate [row, column], up [row, C + column]."""
-    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * 128 + tl.arange(0, GROUPS * 128)
@@ -276,7 +272,6 @@ def _quantise(
     _quantise_kernel[grid](
         x, out.values, out.scales, out.scales.stride(1), columns, row, written,
         out.values.stride(0), groups, scales == "power_of_two", None, num_warps=4,
-        launch_pdl=True,
     )  # fmt: skip
 
 
@@ -287,7 +282,6 @@ def quantise_int8(x: torch.Tensor) -> Int8Rows:
     _quantise_kernel[(rows,)](
         x, out.values, out.scales, 0, columns, columns, columns, columns, width // BLOCK, False,
         levels(columns), num_warps=warps_of_row(width), enable_fp_fusion=False,
-        launch_pdl=True,
     )  # fmt: skip
     return out
 
@@ -354,7 +348,7 @@ def _rms_norm(
         out.scales.stride(1) if isinstance(out, QuantRows) else 0, epsilon,
         columns, width, x is not None, keep, out is not None, power_of_two,
         levels(columns) if isinstance(out, Int8Rows) else None,
-        num_warps=8 if width >= 4096 else 4, enable_fp_fusion=False, launch_pdl=True,
+        num_warps=8 if width >= 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return h_out, norm
 
@@ -368,7 +362,6 @@ def swiglu_quantise(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -
     _swiglu_quantise_kernel[grid](
         gate_up, out.values, out.scales, out.scales.stride(1), columns, groups,
         scales == "power_of_two", None, num_warps=4, enable_fp_fusion=False,
-        launch_pdl=True,
     )  # fmt: skip
     return out
 
@@ -380,7 +373,6 @@ def swiglu_int8(gate_up: torch.Tensor) -> Int8Rows:
     _swiglu_quantise_kernel[(rows,)](
         gate_up, out.values, out.scales, 0, columns, width // BLOCK, False, levels(columns),
         num_warps=warps_of_row(width), enable_fp_fusion=False,
-        launch_pdl=True,
     )  # fmt: skip
     return out
 
@@ -391,6 +383,6 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((rows, columns), dtype=torch.bfloat16, device=gate_up.device)
     width = min(1024, triton.next_power_of_2(columns))
     _swiglu_kernel[(rows, triton.cdiv(columns, width))](
-        gate_up, out, columns, width, num_warps=4, enable_fp_fusion=False, launch_pdl=True
+        gate_up, out, columns, width, num_warps=4, enable_fp_fusion=False
     )
     return out
