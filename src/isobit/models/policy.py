@@ -326,6 +326,18 @@ class Policy:
             self.compare(self.world)
 
     @torch.no_grad()
+    def republish(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Publish other whole masters in place, one by one, and keep none: for a policy that is not
+        trainable and alone in its world.
+        """
+        self.change, self._published.reads_folder = PublishedChange(self.world), False
+        for name, shape in self.shapes.items():
+            master = masters[name].to(self.device, torch.float32)
+            self._published.republish(name, master, 0, shape[0], self.change)
+        self._published.gather(self.world, {})
+        self.version += 1
+
+    @torch.no_grad()
     def restore(self, masters: Mapping[str, torch.Tensor], version: int) -> None:
         """Take other masters' values of the rows that this rank owns, publish them, and count on
         from ``version``.

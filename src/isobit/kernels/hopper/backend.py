@@ -24,6 +24,7 @@ from isobit.kernels.hopper.experts import (
 from isobit.kernels.hopper.gemm import describe_back_ends, describe_fallbacks
 from isobit.kernels.hopper.head import (
     head_logits,
+    log_softmax,
     scalar_head,
     scalar_head_backward,
     token_log_probs,
@@ -84,6 +85,7 @@ class HopperBackend:
     experts = staticmethod(experts)
     experts_saving = staticmethod(experts_saving)
     head_logits = staticmethod(head_logits)
+    log_softmax = staticmethod(log_softmax)
     token_log_probs = staticmethod(token_log_probs)
     scalar_head = staticmethod(scalar_head)
     packed_attention = PackedAttention

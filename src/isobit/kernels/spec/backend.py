@@ -23,6 +23,7 @@ from isobit.kernels.spec.experts import (
 from isobit.kernels.spec.head import (
     draw_tokens,
     head_logits,
+    log_softmax,
     scalar_head,
     scalar_head_backward,
     token_log_probs,
@@ -81,6 +82,7 @@ class SpecBackend:
     experts = staticmethod(experts)
     experts_saving = staticmethod(experts_saving)
     head_logits = staticmethod(head_logits)
+    log_softmax = staticmethod(log_softmax)
     token_log_probs = staticmethod(token_log_probs)
     scalar_head = staticmethod(scalar_head)
     packed_attention = PackedAttention
