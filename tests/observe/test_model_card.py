@@ -20,7 +20,7 @@ from isobit.run.loop import train
 
 CONFIG = ModelConfig("qwen3", 64, 128, 128, 2, 4, 4, 32, 128, 1e-6, 1e4, False)
 FACTS = CardFacts(
-    "mine", "starter", CONFIG, False, None, (), {"a.safetensors": "0" * 64}, None, None
+    "mine", "starter", CONFIG, None, None, (), {"a.safetensors": "0" * 64}, None, None
 )
 
 
