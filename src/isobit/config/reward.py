@@ -1,5 +1,5 @@
-"""The table ``reward``: the rewards, the processes that compute them, and how many may fail; and the
-table ``environment``: whose tools a model may call before it is graded.
+"""The table ``reward``: the rewards, the processes that compute them, and how many may fail; and
+the table ``environment``: whose tools a model may call before it is graded.
 
 [reward]                              [reward.parts.correct]
 function = "mine.py:score"            function = "math_verify"
@@ -97,8 +97,8 @@ class EnvironmentConfig(Strict):
     """The tools of an episode: a completion of several turns, with results of tools between."""
 
     factory: HomeName = Field(alias="class")
-    """``path/to/file.py:Class`` or ``module:Class``, whose public methods are the tools, as in TRL's
-    ``environment_factory``; or ``calculator``, which ships with Isobit.
+    """``path/to/file.py:Class`` or ``module:Class``, whose public methods are the tools, as in
+    TRL's ``environment_factory``; or ``calculator``, which ships with Isobit.
     """
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the class; "env:NAME" is an environment variable's value and is not

@@ -1,10 +1,10 @@
 """Calls of tools in what a model writes, and how a conversation goes on with their results.
 
-    hermes     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>   Hermes, Qwen
-    llama3     {"name": "add", "parameters": {"a": 1, "b": 2}}                         Llama 3
-    mistral    [TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]            Mistral
-               [TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}                                   its later form
-    plain      [add(1, b=2)]                                                           any model
+    hermes     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes and Qwen
+    llama3     {"name": "add", "parameters": {"a": 1}}                           Llama 3
+    mistral    [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]              Mistral
+               [TOOL_CALLS]add[ARGS]{"a": 1}                                     its later models
+    plain      [add(1, b=2)]                                                     any model
 
 The first three are written by chat templates, which say what a model was trained with; ``plain``
 is for tokenizers without a template, or with one that knows no tools.  Values are JSON in all of
@@ -243,14 +243,14 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFor
         _PYTHON_TAG: "llama3",
         '"parameters": ': "llama3",
     }
-    known = next((form for mark, form in marks.items() if mark in template), None)
-    if known is None and template and mentions(tokenizer, "tools"):
+    known = [form for mark, form in marks.items() if mark in template]
+    if not known and template and mentions(tokenizer, "tools"):
         raise ConfigError(
             "the chat template writes calls of tools in a format that Isobit does not read (it "
             'reads Hermes and Qwen, Llama 3 and Mistral); set environment.format = "plain" and '
             "describe the tools in the prompts, or take another model"
         )
-    return known or "plain"
+    return known[0] if known else "plain"
 
 
 _SAID = "isobit"
@@ -273,7 +273,7 @@ class Continuation:
         stop_token_ids: Sequence[int],
     ) -> None:
         self._tokenizer, self._chat, self._form, self._tools = tokenizer, chat, form, tools
-        self._stops = {one: tokenizer.decode([one]) for one in stop_token_ids}
+        self._stops = {one: str(tokenizer.decode([one])) for one in stop_token_ids}
         self._is_templated = chat.chat and bool(tokenizer.chat_template)
         if self._is_templated:
             self._check()
