@@ -237,13 +237,13 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFor
     """
     found: Any = tokenizer.chat_template if chat.chat else None
     template = "\n".join(found.values()) if isinstance(found, dict) else str(found or "")
-    marks: dict[str, ToolFormat] = {
+    marks: Mapping[str, ToolFormat] = {
         "[TOOL_CALLS]": "mistral",
         "<tool_call>": "hermes",
         _PYTHON_TAG: "llama3",
         '"parameters": ': "llama3",
     }
-    known = [form for mark, form in marks.items() if mark in template]
+    known: list[ToolFormat] = [form for mark, form in marks.items() if mark in template]
     if not known and template and mentions(tokenizer, "tools"):
         raise ConfigError(
             "the chat template writes calls of tools in a format that Isobit does not read (it "
