@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-
 from isobit.config.data import ChatConfig
 from isobit.config.reward import ToolFormat
 from isobit.data.tokenizer import special_token_ids

@@ -112,7 +112,7 @@ class Speaks:
 
 
 class Undocumented:
-    def act(self, what) -> str:  # noqa: ANN001
+    def act(self, what) -> str:
         return what
 
 

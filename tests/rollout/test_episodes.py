@@ -32,8 +32,8 @@ from isobit.store.reward_record import AnswerRecord
 from tests.tiny import tiny_model
 
 CONTEXT = 256
-SIZES = {"kv_pages": 12}
-TIGHT = {"kv_pages": 4, "max_batched_tokens": 37, "max_sequences": 3}
+SIZES: dict[str, Any] = {"kv_pages": 12}
+TIGHT: dict[str, Any] = {"kv_pages": 4, "max_batched_tokens": 37, "max_sequences": 3}
 """Room for one sequence and a bit: samples lose their pages, and prompts come in chunks."""
 ENDS = tuple(range(40, 75))
 """Tokens that end a turn: every fourth, so that turns of a random model are short."""
@@ -128,7 +128,7 @@ def play(
     delay: Callable[[Handle], int] = lambda _: 0,
     record: AnswerRecord | None = None,
     kind: type[Episodes] = Episodes,
-    sizes: dict[str, int] = SIZES,
+    sizes: dict[str, Any] = SIZES,
     **settings: Any,
 ) -> Made:
     config = EnvironmentConfig.model_validate({"class": "a:B", "max_turns": 20, **settings})

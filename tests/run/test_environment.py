@@ -83,7 +83,7 @@ def test_a_run_killed_in_the_middle_of_episodes_is_resumed_to_equal_bytes(
             str(file),
             *([moment] if moment else []),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)  # noqa: S603
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == (-9 if moment else 0), done.stderr
     found = compare(RunDirectory(whole.output), RunDirectory(killed.output))
     assert not found.differences
