@@ -205,7 +205,7 @@ def test_a_template_with_another_format_is_refused() -> None:
 
 def test_a_template_that_counts_turns_is_refused() -> None:
     tokenizer = tokenizer_of("smollm2")
-    template = tokenizer.chat_template
+    template = str(tokenizer.chat_template)
     tokenizer.chat_template = template.replace(
         "message['content']", "loop.length ~ message['content']"
     )

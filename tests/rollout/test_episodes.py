@@ -1,5 +1,5 @@
-"""Episodes: what is recorded of every turn is what training computes of the whole sequence, whatever
-the environment says and whenever it does.
+"""Episodes: what is recorded of each turn is what training computes of the whole sequence, whatever
+an environment says, and whenever.
 """
 
 from collections.abc import Callable, Sequence
@@ -317,7 +317,7 @@ def test_recorded_answers_are_given_again_without_asking() -> None:
     again, _, told = play(policy, requests(), random, delays(4), AnswerRecord(print, lines))
     assert not told.asked
     assert again == first
-    # of a record that ends early, the environment is asked from there on, and told of what was before
+    # where the record lacks a turn, the environment is asked, and told of the turns before
     content = lines[0].replace(b'[["p/0", 0, 0, 3, ', b'[["p/0", 0, 0, 99, ')
     assert content != lines[0]
     said: list[str] = []

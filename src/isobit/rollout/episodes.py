@@ -208,12 +208,7 @@ class Episodes:
                 for handle, answer in self._poll(engine):
                     self._go_on(engine, handle, answer)
                 periods.note()
-                for place in [
-                    at for at, group in waiting.items() if self._ended.keys() >= {*group}
-                ]:
-                    group = waiting.pop(place)
-                    if complete is not None:
-                        complete(place, [self._ended[handle] for handle in group])
+                self._tell_of_groups(waiting, complete)
                 if progress is not None:
                     progress(
                         Progress(
@@ -237,6 +232,18 @@ class Episodes:
         stats = periods.total()
         stats.seconds = perf_counter() - began
         return made, stats
+
+    def _tell_of_groups(
+        self,
+        waiting: dict[int, list[Handle]],
+        complete: Callable[[int, list[Completion]], None] | None,
+    ) -> None:
+        """Hand on the groups that have all their episodes, which wait no longer."""
+        for place, group in list(waiting.items()):
+            if all(handle in self._ended for handle in group):
+                del waiting[place]
+                if complete is not None:
+                    complete(place, [self._ended[handle] for handle in group])
 
     def _poll(self, engine: RolloutEngine) -> list[tuple[Handle, Answer]]:
         """What environments have answered; waited for a little where the engine has no work."""

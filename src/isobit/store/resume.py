@@ -304,9 +304,9 @@ def _check_settings(
     now = config.model_dump(mode="json")
     # a checkpoint records no processes, which is all there is where run.json was lost; runs of
     # earlier versions have no environment
-    return check_compatible(
-        {"cluster": now["cluster"], "environment": None, **old["config"]}, now, step, allowed
-    )
+    later = {"environment": None} if "environment" in now else {}
+    saved = {"cluster": now["cluster"], **later, **old["config"]}
+    return check_compatible(saved, now, step, allowed)
 
 
 def preview(
