@@ -175,7 +175,8 @@ class Case:
         """In one part: more than one are added one by one, as ``Backend`` says."""
         backend, size = self.backend, self.size
         hidden = self.narrow(size.tokens, size.hidden) / 16
-        head = backend.publish_head(self.narrow(size.vocabulary, size.hidden) / 16)
+        table = self.narrow(size.vocabulary, size.hidden) / 16
+        head = backend.publish_head(Site("lm_head", "head", "bf16"), table)
         targets, ones = self._integers(size.vocabulary), torch.ones(size.tokens).to(hidden.device)
         d, d_entropies = self.drawn(size.tokens), self.drawn(size.tokens)
 

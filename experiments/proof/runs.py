@@ -298,6 +298,8 @@ FLOWS: dict[str, str] = {
     "bf16": "bf16",
     "fp8": "fp8",
     "fp8-linear": "fp8-linear",
+    "int8": "int8",
+    "int8, its head too": '{preset = "int8", head = "int8"}',
     "fp8, scales in FP32": '{preset = "fp8", scales = "fp32"}',
     "fp8 without its first 3 layers": '{preset = "fp8", first_layers_bf16 = 3}',
     "fp8 without its last 3 layers": '{preset = "fp8", last_layers_bf16 = 3}',

@@ -123,8 +123,9 @@ ARMS: dict[str, Changes] = {
     "fp8-rollout": _TRAINERS,
     "fp8-rollout-tis": {**_TRAINERS, "corrections": _TIS},
     "fp8-fp32-scales": {"precision": '{preset = "fp8", scales = "fp32"}'},
+    "int8": {"precision": "int8"},
 }
-_FEW = {name: ARMS[name] for name in ("bf16", "fp8", "fp8-rollout", "fp8-rollout-tis")}
+_FEW = {name: ARMS[name] for name in ("bf16", "fp8", "fp8-rollout", "fp8-rollout-tis", "int8")}
 """Of ``multiply``, whose runs take longer, and of the settings under stress."""
 _SITE_ARMS: dict[str, Changes] = {
     "fp8-linear": ARMS["fp8-linear"],

@@ -14,7 +14,7 @@ wait $shared; cat /tmp/share.log
 warm() {
   mkdir -p /tmp/warm/start; ln -sfn /tmp/smollm2 /tmp/warm/start/model; ln -sfn $PROOF/data /tmp/warm/data
   echo 'def luck(prompt, completion): return float(sum(completion.token_ids) % 2)' > /tmp/warm/luck.py
-  python3 -m experiments.proof run /tmp/warm --tasks gsm multiply --arms bf16 fp8 fp8-linear fp8-rollout fp8-fp32-scales --seeds 1 --jobs 6 -- \
+  python3 -m experiments.proof run /tmp/warm --tasks gsm multiply --arms ${ARMS:-bf16 fp8 fp8-linear fp8-rollout fp8-fp32-scales int8} --seeds 1 --jobs 6 -- \
     --reward.function /tmp/warm/luck.py:luck --training.steps 2 --rollout.max_new_tokens 16 --rollout.kv_memory_gib 2 --algorithm.overlong_buffer 8 --data.eval.held_out.limit 512
   tail -qn 1 /tmp/warm/runs/*.log; rm -rf /tmp/warm; since "compiled"
 }

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from isobit.config.tables import Preset
-from isobit.kernels.operands import LinearInput, LinearWeight, Operand
+from isobit.kernels.operands import HeadWeight, LinearInput, LinearWeight, Operand
+from isobit.kernels.spec import head as head_specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.experts import one_expert
@@ -19,7 +20,7 @@ from isobit.precision.quant_tensor import BLOCK, Format, Int8Rows, ScaleKind, bl
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper import pointwise
+from isobit.kernels.hopper import head, pointwise
 from isobit.kernels.hopper.dispatch import gather, make_dispatch
 from isobit.kernels.hopper.experts import experts, experts_saving, swiglu_rows
 from isobit.kernels.hopper.grouped_gemm import (
@@ -29,7 +30,7 @@ from isobit.kernels.hopper.grouped_gemm import (
 )
 from isobit.kernels.hopper.int8 import Tiles, int8_gemm_nt, tiles, transposed_weight
 from isobit.kernels.hopper.linear import dgrad, linear, linear_input, output_gradient, wgrad
-from isobit.kernels.hopper.publish import publish, publish_rows, republish
+from isobit.kernels.hopper.publish import publish, publish_head, publish_rows, republish
 from isobit.kernels.hopper.quantise import (
     quantise_int8,
     rms_norm_int8,
@@ -378,3 +379,45 @@ def test_no_log_probability_differs(shape: str, make_policy: MakePolicy) -> None
     assert result.comparison.tokens_differing == 0 and result.missing == ()
     assert result.comparison.routings_differing == 0
     assert result.comparison.tokens_compared > 10_000
+
+
+HEAD = Site("lm_head", "head", "int8")
+
+
+@pytest.mark.parametrize(
+    ("drawn", "rows", "columns"), [(99, 128, 256), (5001, 5100, 576), (5001, 5001, 1000)]
+)
+def test_an_int8_head_has_the_specifications_logits_in_every_batch(
+    drawn: int, rows: int, columns: int
+) -> None:
+    """FP32 logits: one sum of integers and two multiplications."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+    table = torch.randn(rows, columns, device="cuda", generator=generator).bfloat16()
+    hidden = torch.randn(300, columns, device="cuda", generator=generator).bfloat16()
+    made = publish_head(HEAD, torch.zeros_like(table))
+    assert made.int8 is not None
+    again = publish_head(HEAD, table, made)
+    assert again.int8 is not None and again.int8.values is made.int8.values
+    exact = specification.publish_head(HEAD, table.cpu())
+    assert exact.int8 is not None
+    assert_same(again.int8, exact.int8)
+    wanted = head_specification.head_logits(hidden.cpu(), exact, drawn)
+    for count in (1, 7, 64, 129, 300):
+        assert torch.equal(head.head_logits(hidden[:count], again, drawn).cpu(), wanted[:count])
+
+
+def test_gradients_of_an_int8_head_are_the_tables_at_its_own_logits() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    table = (torch.randn(5001, 512, device="cuda", generator=generator) / 8).bfloat16()
+    hidden = torch.randn(200, 512, device="cuda", generator=generator).bfloat16()
+    d = torch.randn(200, device="cuda", generator=generator)
+    targets, temperatures = torch.arange(200, device="cuda") * 17, torch.full((200,), 0.7).cuda()
+    weight = publish_head(HEAD, table)
+    p = torch.softmax(head.head_logits(hidden, weight).double() / 0.7, 1)
+    d_logits = (torch.nn.functional.one_hot(targets, 5001) - p) * d.double()[:, None] / 0.7
+    grad = torch.zeros(5001, 512, device="cuda")
+    made = head.token_log_probs_backward(hidden, weight, targets, temperatures, d, grad)
+    for ours, wanted in ((made, d_logits @ table.double()), (grad, d_logits.t() @ hidden.double())):
+        assert (ours.double() - wanted).norm() < 4e-3 * wanted.norm()
+    of_table = head.token_log_probs(hidden, HeadWeight(table), targets, temperatures)[0]
+    assert not torch.equal(head.token_log_probs(hidden, weight, targets, temperatures)[0], of_table)

@@ -2,24 +2,34 @@
 added to what is there.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper import sizes
-from isobit.kernels.hopper.head import (
-    log_sum_exp,
-    logit_gradients,
-    token_log_probs,
-    token_log_probs_backward,
-)
+from isobit.kernels.hopper import head, sizes
+from isobit.kernels.hopper.head import log_sum_exp, logit_gradients
+from isobit.kernels.operands import HeadWeight
 
 VOCABULARIES = [1000, 5001, 151936]
 WIDTH = 512
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def token_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, *given: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return head.token_log_probs(hidden, HeadWeight(weight), *given)
+
+
+def token_log_probs_backward(
+    hidden: torch.Tensor, weight: torch.Tensor, *given: Any
+) -> torch.Tensor:
+    return head.token_log_probs_backward(hidden, HeadWeight(weight), *given)
 
 
 def some_inputs(rows: int, vocab_size: int, size: float = 1.0) -> Inputs:

@@ -194,8 +194,12 @@ class PrecisionConfig(Strict):
     """How many of the last decoder layers stay in BF16, with their KV cache and attention."""
     modules_bf16: tuple[str, ...] = ()
     """Linears kept in BF16, as ``layers.3.down_proj`` or, in every layer, ``down_proj``."""
-    wgrad: Literal["fp8", "bf16"] = "fp8"
-    """Format of the operands of WGrad, where linears are in FP8 or INT8."""
+    wgrad: Literal["fp8", "bf16"] | None = None
+    """Format of the operands of WGrad, where linears are in FP8 or INT8; by default FP8 in FP8
+    flows and BF16 in INT8 flows.
+    """
+    head: Literal["bf16", "int8"] | None = None
+    """Format in which lm_head makes the logits, in all flows but fp32; by default BF16."""
     scales: Literal["power_of_two", "fp32"] = "power_of_two"
     """Scales of the linears' FP8 operands; those of Q, K and V are powers of two in FP8, and
     scales of INT8 are FP32.

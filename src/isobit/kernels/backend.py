@@ -31,6 +31,7 @@ from isobit.kernels.operands import (
     Drawn,
     Draws,
     ExpertGradients,
+    HeadWeight,
     KvCache,
     KvShape,
     LinearInput,
@@ -74,8 +75,12 @@ class Backend(Protocol):
         """
         ...
 
-    def publish_head(self, table: torch.Tensor) -> torch.Tensor:
-        """What ``head_logits`` reads, from [V, C] between operators; perhaps the same tensor."""
+    def publish_head(
+        self, site: Site, table: torch.Tensor, held: HeadWeight | None = None
+    ) -> HeadWeight:
+        """lm_head from its table [V, C] between operators, which it may hold itself; written into
+        the tensors of ``held``, if it is given.
+        """
         ...
 
     # Forward
@@ -153,7 +158,7 @@ class Backend(Protocol):
         ...
 
     def head_logits(
-        self, hidden: torch.Tensor, head: torch.Tensor, drawn: int | None = None
+        self, hidden: torch.Tensor, head: HeadWeight, drawn: int | None = None
     ) -> torch.Tensor:
         """hidden [N, C], published head [V, C] -> FP32 logits [N, V]; only of the first ``drawn``
         rows, if it is given, here and in the log-probabilities: then logits may be a view.
@@ -163,7 +168,7 @@ class Backend(Protocol):
     def token_log_probs(
         self,
         hidden: torch.Tensor,
-        head: torch.Tensor,
+        head: HeadWeight,
         targets: torch.Tensor,
         temperatures: torch.Tensor,
         drawn: int | None = None,
@@ -293,7 +298,7 @@ class Backend(Protocol):
     def token_log_probs_backward(
         self,
         hidden: torch.Tensor,
-        head: torch.Tensor,
+        head: HeadWeight,
         targets: torch.Tensor,
         temperatures: torch.Tensor,
         d_log_probs: torch.Tensor,

@@ -23,7 +23,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from isobit.precision.flow import PrecisionFlow, Site
-from isobit.precision.quant_tensor import Format, QuantisedWeight, parts_of_rows
+from isobit.precision.quant_tensor import Format, Int8Rows, QuantisedWeight, parts_of_rows
 
 
 class Quantised(Protocol):
@@ -64,6 +64,37 @@ class LinearWeight:
             matrix = matrix[first:last]
         site = replace(self.site, parts=parts_of_rows(self.site.parts, first, last))
         return LinearWeight(site, matrix, None if self.bias is None else self.bias[first:last])
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeight:
+    """lm_head [V, C] as it is published: the forward multiplies by ``int8``, or else by ``table``,
+    and the backward by ``table``.
+    """
+
+    table: torch.Tensor  # in the format between operators
+    int8: Int8Rows | None = None
+
+    def rows(self, first: int, last: int) -> "HeadWeight":
+        """Rows ``first`` .. ``last`` - 1, not copied."""
+        int8 = None if self.int8 is None else self.int8.rows(first, last)
+        return HeadWeight(self.table[first:last], int8)
+
+    def first(self, count: int | None) -> "HeadWeight":
+        """The first ``count`` rows, by default all, not copied."""
+        return self if count is None else self.rows(0, count)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "HeadWeight":
+        int8 = self.int8
+        if int8 is not None:
+            int8 = Int8Rows(change(int8.values), change(int8.scales))
+        return HeadWeight(change(self.table), int8)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Its tensors, the table first."""
+        derived = () if self.int8 is None else (self.int8.values, self.int8.scales)
+        return (self.table, *derived)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class WorkShape:
     vocab_size: int  # 0 for a model without lm_head
     tokens: int  # of the largest micro-batch
     longest: int  # tokens of the longest sequence
+    int8_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,8 @@ class Sizes(Protocol):
         """A published matrix [sum of the site's parts, columns]."""
         ...
 
-    def head_copy(self, numbers: int, itemsize: int) -> int:
-        """What ``publish_head`` allocates beside the table."""
+    def head_copy(self, site: Site, rows: int, columns: int) -> int:
+        """What ``publish_head`` allocates beside the table [rows, columns]."""
         ...
 
     def read(self, site: Site, numbers: int) -> int:

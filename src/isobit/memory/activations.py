@@ -32,7 +32,7 @@ from math import prod
 from isobit.config.tables import Recompute
 from isobit.kernels.sizes import AttentionShape, Sizes, WorkShape
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder, decoder_shape
+from isobit.models.decoder import LM_HEAD, build_decoder, decoder_shape
 from isobit.models.frozen import SIDE
 from isobit.models.layers import UnitBytes
 from isobit.precision.flow import PrecisionFlow
@@ -64,7 +64,7 @@ def passing_bytes(
     overlap.
     """
     layers = _layers(shape, flow, sizes)
-    workspaces = sizes.workspaces(_work(shape, tokens, longest))
+    workspaces = sizes.workspaces(_work(shape, flow, tokens, longest))
     return {
         **{name: size + head_sum * (name in _OF_HEAD) for name, size in workspaces.items()},
         "a layer, forward": max(
@@ -80,7 +80,7 @@ def scoring_bytes(
     shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes, tokens: int, longest: int
 ) -> int:
     """The peak beside the weights of a forward without a backward, in a layer or in lm_head."""
-    workspaces = sizes.workspaces(_work(shape, tokens, longest))
+    workspaces = sizes.workspaces(_work(shape, flow, tokens, longest))
     of_training = ("forward", "backward")
     head = (size for moment, size in workspaces.items() if not moment.endswith(of_training))
     layers = _layers(shape, flow, sizes)
@@ -88,7 +88,7 @@ def scoring_bytes(
     return max(layer + tokens * sum(layer.mlp.noted for layer in layers), *head)
 
 
-def _work(shape: ModelConfig, tokens: int, longest: int) -> WorkShape:
+def _work(shape: ModelConfig, flow: PrecisionFlow, tokens: int, longest: int) -> WorkShape:
     return WorkShape(
         AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim),
         decoder_shape(shape).linears,
@@ -96,6 +96,7 @@ def _work(shape: ModelConfig, tokens: int, longest: int) -> WorkShape:
         0 if shape.score_head else shape.num_drawn,
         tokens,
         longest,
+        flow.training.site(LM_HEAD).forward == "int8",
     )
 
 
@@ -155,11 +156,11 @@ def _layers(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> tuple[_Lay
 
 def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
     """What both sides read, shared matrices counted once, and the rotary table."""
-    width = DTYPES[flow.training.activations].itemsize
     rope = 4 * shape.max_positions * shape.head_dim
     head = 0
     if not shape.score_head:
-        head = sizes.head_copy(shape.vocab_size * shape.hidden_size, width)
+        sites = {graph.site(LM_HEAD) for graph in (flow.rollout, flow.training)}
+        head = sum(sizes.head_copy(one, shape.vocab_size, shape.hidden_size) for one in sites)
     return rope + head + master_bytes(shape, flow, sizes)
 
 

@@ -31,7 +31,7 @@ import torch
 from isobit.config.tables import PrecisionConfig, Recompute
 from isobit.kernels.backend import support
 from isobit.models.config import ModelConfig, model_shape
-from isobit.models.decoder import build_decoder, decoder_shape
+from isobit.models.decoder import LM_HEAD, build_decoder, decoder_shape
 from isobit.precision.flow import Graph, PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import EIGHT_BITS, Format
 
@@ -77,6 +77,10 @@ class SpeedShape:
         config = self.config
         return 0.0 if config.score_head else 2.0 * config.vocab_size * config.hidden_size
 
+    def head_rate(self, graph: Graph) -> str:
+        """The format whose rate lm_head's forward has."""
+        return _rate(graph.site(LM_HEAD).forward)
+
     def attention(self, graph: Graph, length: float) -> dict[str, float]:
         """Operations of a forward per token, in sequences of ``length``."""
         config, found = self.config, {"e4m3": 0.0, "bf16": 0.0}
@@ -100,7 +104,7 @@ class SpeedShape:
 
     def weight_bytes(self, tokens: float) -> float:
         """What a forward of so many tokens reads of the weights; of experts those that are met."""
-        total = self.head
+        total = self.head / (2 if self.flow.rollout.site(LM_HEAD).forward == "int8" else 1)
         for site, numbers, share in self._matrices():
             met = 1 - (1 - share) ** tokens if share < 1 else 1.0
             total += (
@@ -133,7 +137,7 @@ def forward_work(
 ) -> Work:
     """A forward of ``tokens`` tokens in sequences of ``length``, with logits of some of them."""
     work = {f"products {form}": tokens * one for form, one in shape.products(graph).items()}
-    work["products bf16"] += shape.head * head_tokens
+    work[f"products {shape.head_rate(graph)}"] += shape.head * head_tokens
     for form, one in shape.attention(graph, length).items():
         work[f"attention {form}"] = tokens * one
     return work | {"routed": tokens * shape.routed}
@@ -147,7 +151,8 @@ def training_work(shape: SpeedShape, tokens: float, length: float, recompute: Re
         f"products {form}": tokens * ((3 + again) * one + repeated.get(form, 0.0))
         for form, one in shape.products(graph).items()
     }
-    work["products bf16"] += 3 * shape.head * tokens
+    work[f"products {shape.head_rate(graph)}"] += shape.head * tokens
+    work["products bf16"] += 2 * shape.head * tokens
     for form, one in shape.attention(graph, length).items():
         work[f"attention {form}"] = tokens * (3 + again) * one
     return work | {"routed": (1 + _AGAIN[recompute]) * tokens * shape.routed}
@@ -193,7 +198,7 @@ class Decoding:
         read += sum(steps * shape.weight_bytes(count) for count, steps in self.steps.items())
         products = shape.products(shape.flow.rollout)
         work = {f"products {form}": tokens * one for form, one in products.items()}
-        work["products bf16"] += tokens * shape.head
+        work[f"products {shape.head_rate(shape.flow.rollout)}"] += tokens * shape.head
         layers = total * shape.config.num_layers
         return work | {
             "bytes": read,

@@ -31,6 +31,7 @@ from isobit.precision.flow import DecoderShape, PrecisionFlow, SiteShape
 from isobit.precision.quant_tensor import Side
 
 NAME = "embed_tokens.weight"
+LM_HEAD = "lm_head"  # its site
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,6 @@ class Embedding:
     ) -> None:
         """d [T, C] is the gradient of the output of ``forward``."""
         weights.backend.embedding_backward(d, token_ids, gradient(NAME))
-
-
-PUBLISHED = "head"  # the key of lm_head's published matrix in `Weights.plain`
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class Head:
 
     def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, C] -> FP32 logits [N, num_drawn], whose rows may lie further apart."""
-        mine = weights.backend.head_logits(hidden, weights.plain[PUBLISHED], self.num_drawn)
+        mine = weights.backend.head_logits(hidden, weights.lm_head, self.num_drawn)
         return weights.tensor_parallel.columns(mine, weights.tensor_parallel.vocabulary)
 
     def token_log_probs(
@@ -98,7 +96,7 @@ class Head:
         """hidden [N, C], targets int64 [N], temperatures FP32 [N] -> log_probs and entropies, FP32
         [N].
         """
-        head = weights.plain[PUBLISHED]
+        head = weights.lm_head
         return weights.backend.token_log_probs(hidden, head, targets, temperatures, self.num_drawn)
 
     def backward(
@@ -112,7 +110,7 @@ class Head:
         d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The gradients of log_probs and entropies, FP32 [N], None for 0 -> of hidden [N, C]."""
-        head, grad = weights.plain[PUBLISHED], gradient(self.master)
+        head, grad = weights.lm_head, gradient(self.master)
         return weights.backend.token_log_probs_backward(
             hidden, head, targets, temperatures, d_log_probs, grad, d_entropies, self.num_drawn
         )
@@ -187,7 +185,7 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             sites += [*layer.attention.sites(), *layer.mlp.sites()]
             sites.append(SiteShape(f"layers.{index}.norms", "norm", index))
-        sites += [SiteShape("norm", "norm"), SiteShape("lm_head", "head")]
+        sites += [SiteShape("norm", "norm"), SiteShape(LM_HEAD, "head")]
         return DecoderShape(len(self.layers), tuple(sites))
 
     @property

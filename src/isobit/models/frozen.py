@@ -20,7 +20,7 @@ from isobit.data.tokenizer import check_vocabulary, load_tokenizer
 from isobit.kernels.backend import Backend
 from isobit.kernels.operands import LinearWeight, Operand, RopeTable
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import PUBLISHED, Decoder, build_decoder, decoder_shape
+from isobit.models.decoder import LM_HEAD, Decoder, build_decoder, decoder_shape
 from isobit.models.folder import read_config, read_masters, read_reward_config
 from isobit.models.fp8_checkpoint import MasterValues
 from isobit.models.layers import Weights
@@ -168,10 +168,10 @@ class FrozenPolicy:
                 )
             _bytes(mine[id(tensor)]).copy_(_bytes(found))
         if self.decoder.head is not None:
-            plain = self._weights.plain
-            table, head = plain[self.decoder.head.master], plain[PUBLISHED]
-            if head is not table:  # the back end has another form of it
-                mine[id(head)].copy_(self.backend.publish_head(mine[id(table)]))
+            site, head = self._weights.graph.site(LM_HEAD), self._weights.lm_head
+            table = self._weights.plain[self.decoder.head.master]
+            held = head.map(lambda tensor: mine[id(tensor)])
+            self.backend.publish_head(site, mine[id(table)], held)
         self._digest = self._compared = None
 
     @torch.no_grad()
@@ -254,9 +254,9 @@ def _named(weights: Weights, decoder: Decoder) -> dict[str, torch.Tensor]:
 def _held(weights: Weights, decoder: Decoder) -> list[torch.Tensor]:
     """Every tensor that the decoder reads, once, in a fixed order."""
     tensors = [*_named(weights, decoder).values(), weights.rope.cos, weights.rope.sin]
-    head = weights.plain.get(PUBLISHED)
-    if head is not None and not any(head is tensor for tensor in tensors):
-        tensors.append(head)
+    for derived in () if weights.head is None else weights.head.tensors:
+        if not any(derived is tensor for tensor in tensors):
+            tensors.append(derived)
     return tensors
 
 
@@ -279,7 +279,8 @@ def _copy(weights: Weights, decoder: Decoder) -> Weights:
     }
     plain = {name: copies[id(x)] for name, x in weights.plain.items() if id(x) in copies}
     rope = RopeTable(copies[id(weights.rope.cos)], copies[id(weights.rope.sin)])
-    return Weights(weights.backend, rope, weights.graph, linears, plain)
+    head = None if weights.head is None else weights.head.map(lambda tensor: copies[id(tensor)])
+    return Weights(weights.backend, rope, weights.graph, linears, plain, head)
 
 
 def _same_bytes(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from isobit.kernels.backend import Backend
 from isobit.kernels.operands import (
+    HeadWeight,
     LinearInput,
     LinearWeight,
     Operand,
@@ -31,7 +32,7 @@ from isobit.records.batch import RouterScores
 @dataclass(slots=True)
 class Weights:
     """What one side of a flow reads: a LinearWeight for each linear by path, and the other tensors
-    in the activations' format by the names of their masters, with lm_head's matrix as ``head``.
+    in the activations' format by the names of their masters.
     """
 
     backend: Backend
@@ -39,7 +40,14 @@ class Weights:
     graph: Graph
     linears: dict[str, LinearWeight] = field(default_factory=dict)
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
+    head: HeadWeight | None = None  # None in a reward model
     tensor_parallel: TensorParallel = WHOLE  # which part of each linear these are
+
+    @property
+    def lm_head(self) -> HeadWeight:
+        """``head`` of a language model."""
+        assert self.head is not None, "a reward model has no lm_head"
+        return self.head
 
 
 _MULTIPLIER = 0x9E3779B97F4A7C15

@@ -19,10 +19,10 @@ import torch
 
 from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.kernels.backend import Backend, backend_of
-from isobit.kernels.operands import LinearWeight, RopeTable
+from isobit.kernels.operands import HeadWeight, LinearWeight, RopeTable
 from isobit.models.checkpoint import is_equal_in_pieces
 from isobit.models.config import ModelConfig, inverse_frequencies
-from isobit.models.decoder import PUBLISHED, build_decoder, master_shapes
+from isobit.models.decoder import LM_HEAD, build_decoder, master_shapes
 from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
 from isobit.models.layers import Weights, fold_norms
 from isobit.models.safetensors import checksum_of
@@ -226,18 +226,16 @@ class Published:
         return [rollout] if rollout.matrix is training.matrix else [rollout, training]
 
     def _derive_head(self) -> None:
-        """Compute lm_head's operand from its table."""
+        """Compute lm_head's operands from its table, in place for all who hold them."""
         if self._decoder.head is None:
             return
-        plain = self.sides["training"].plain
-        made = self._backend.publish_head(plain[self._decoder.head.master])
-        if made is plain.get(PUBLISHED):
-            return
-        held = plain.get(PUBLISHED)
-        if held is not None:  # in place, for all who hold it
-            made = held.copy_(made)
+        table = self.sides["training"].plain[self._decoder.head.master]
+        made: dict[Site, HeadWeight] = {}
         for weights in self.sides.values():
-            weights.plain[PUBLISHED] = made
+            site = weights.graph.site(LM_HEAD)
+            if site not in made:
+                made[site] = self._backend.publish_head(site, table, weights.head)
+            weights.head = made[site]
 
 
 def _distinct(biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

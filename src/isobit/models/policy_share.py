@@ -16,7 +16,7 @@ import torch
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import PUBLISHED, build_decoder
+from isobit.models.decoder import build_decoder
 from isobit.models.fp8_checkpoint import MasterValues
 from isobit.models.layers import Master, Weights
 from isobit.models.policy import Policy, Published
@@ -78,7 +78,7 @@ class PolicyShare:
             linears[path] = replace(linears[path], bias=self.tensor_parallel.rows(bias, parts))
         elif name == self.decoder.lm_head.master:
             mine = self.tensor_parallel.mine(self.tensor_parallel.vocabulary)
-            plain[PUBLISHED] = plain[PUBLISHED][mine].clone()
+            self._weights.head = self._weights.lm_head.map(lambda tensor: tensor[mine].clone())
             if not self.decoder.lm_head.tied:
                 del plain[name]
 

@@ -8,7 +8,7 @@ the training forward graph, that is, every site reads and writes the same format
 
 FProp is Y = X W^T, DGrad is dX = dY W, WGrad is dW = dY^T X. In E4M3, X and dY have 1x128 groups
 along the contraction, W has 128x128 blocks, and WGrad's two operands have groups of 128 tokens.
-In INT8, X and W have one scale a row, and DGrad and WGrad are in E4M3.
+In INT8, X and W have one scale a row, DGrad is in E4M3, and WGrad by default in BF16.
 """
 
 from collections.abc import Mapping
@@ -175,6 +175,11 @@ def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
             f"{config.first_layers_bf16 + config.last_layers_bf16}, "
             f"but the model has {shape.num_layers} layers"
         )
+    if config.head == "int8" and config.preset == "fp32":
+        raise ConfigError(
+            'precision.head is "int8", but everything is in FP32 in the flow fp32; leave the key '
+            "out, or take another preset"
+        )
     known = {name for site in shape.sites if site.linear is not None for name in site.aliases}
     for module in config.modules_bf16:
         if module not in known:
@@ -198,6 +203,8 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
             sites.append(_linear_site(config, site.name, site.linear, wanted))
         elif site.kind in ("kv_cache", "attention"):
             sites.append(Site(site.name, site.kind, base if kept else attention))
+        elif site.kind == "head":
+            sites.append(Site(site.name, site.kind, _head_format(config, side, base)))
         else:
             sites.append(Site(site.name, site.kind, base))
     return Graph(tuple(sites), base)
@@ -206,8 +213,17 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
 def _linear_site(config: PrecisionConfig, name: str, linear: LinearShape, format: Format) -> Site:
     if format not in EIGHT_BITS:
         return Site(name, "linear", format, dgrad=format, wgrad=format, parts=linear.rows)
-    wgrad: Format = "e4m3" if config.wgrad == "fp8" else "bf16"
+    by_default = "bf16" if format == "int8" else "fp8"
+    wgrad: Format = "e4m3" if (config.wgrad or by_default) == "fp8" else "bf16"
     return Site(name, "linear", format, config.scales, "e4m3", wgrad, linear.rows)
+
+
+def _head_format(config: PrecisionConfig, side: Side, base: Format) -> Format:
+    """The rollout-only flows leave the training side as it is, here too."""
+    trained_plainly = _PRESETS[config.preset]["training"][0] not in EIGHT_BITS
+    if side == "training" and trained_plainly and config.preset != "bf16":
+        return base
+    return "int8" if config.head == "int8" else base
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +289,8 @@ def _formats(site: Site) -> str:
         text += (
             f"  dgrad {name[site.dgrad or site.forward]}, wgrad {name[site.wgrad or site.forward]}"
         )
+    elif site.kind == "head" and site.forward == "int8":
+        text += " times Hadamard, a scale a row"
     elif site.kind in ("kv_cache", "attention") and site.forward in EIGHT_BITS:
         text += ", a scale a token and head"
     return text

@@ -359,20 +359,29 @@ def log_softmax(width: int = 5003) -> Case:
 
 
 def token_log_probs(
-    dtype: torch.dtype = FP32, of_log_probs: bool = True, of_entropies: bool = True
+    dtype: torch.dtype = FP32,
+    of_log_probs: bool = True,
+    of_entropies: bool = True,
+    in_int8: bool = False,
 ) -> Case:
     """Log-probabilities and entropies, and the gradients of either or both; one row is nearly
-    certain.
+    certain. The gradients of an INT8 head are those of the table, at INT8's logits.
     """
-    hidden, weight = normal(ROWS, 64, dtype=dtype), 0.3 * normal(501, 64, seed=1)
-    weight = publish_head(weight.to(dtype))
-    hidden[3] = 40 * weight[7]
+    hidden, table = normal(ROWS, 64, dtype=dtype), (0.3 * normal(501, 64, seed=1)).to(dtype)
+    weight = publish_head(Site("lm_head", "head", "int8" if in_int8 else "bf16"), table)
+    hidden[3] = 40 * weight.table[7]
+    of_int8 = None
+    if weight.int8 is not None:
+        x, w = quantise.quantise_int8(hidden), weight.int8
+        of_int8 = x.values.double() @ w.values.double().t() * x.scales[:, None] * w.scales
     targets, temperatures = torch.arange(ROWS) * 7 % 501, torch.linspace(0.5, 1.5, ROWS)
     dy = normal(ROWS, 2, seed=2) * torch.tensor([of_log_probs, of_entropies])
 
     def plain(hidden: Tensor, head: Tensor) -> Tensor:
-        logits = hidden @ head.t() / temperatures.to(hidden)[:, None]
-        log_probs = torch.log_softmax(logits, -1)
+        product = hidden @ head.t()
+        if of_int8 is not None:
+            product = product + (of_int8.to(product) - product.detach())
+        log_probs = torch.log_softmax(product / temperatures.to(hidden)[:, None], -1)
         chosen = log_probs.gather(1, targets[:, None])[:, 0]
         return torch.stack([chosen, -(log_probs.exp() * log_probs).sum(-1)], 1)
 
@@ -386,7 +395,7 @@ def token_log_probs(
 
     return Case(
         "log-probabilities",
-        {"hidden": hidden, "head": weight},
+        {"hidden": hidden, "head": weight.table},
         plain,
         lambda rows: torch.stack(
             head_module.token_log_probs(hidden[rows], weight, targets[rows], temperatures[rows]), 1

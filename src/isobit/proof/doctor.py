@@ -142,7 +142,7 @@ VALUES: dict[str, tuple[Callable[[], Case], ...]] = {
     ),
     "scalar head": (cases.scalar_head,),
     "log-softmax": (cases.log_softmax,),
-    "log-prob": (cases.token_log_probs,),
+    "log-prob": (cases.token_log_probs, partial(cases.token_log_probs, in_int8=True)),
     "embedding": (cases.embedding,),
     "sampling": (cases.noise, cases.draw),
 }
@@ -168,7 +168,7 @@ GRADIENTS: dict[str, tuple[Callable[[], Case], ...]] = {
     "SwiGLU": (cases.swiglu,),
     "experts": (product_cases.expert_gradients, partial(product_cases.router, dtype=torch.float32)),
     "embedding": (cases.embedding,),
-    "log-prob": (cases.token_log_probs,),
+    "log-prob": (cases.token_log_probs, partial(cases.token_log_probs, in_int8=True)),
     "scalar head": (cases.scalar_head,),
 }
 """Backwards, by the name of their check."""

@@ -37,7 +37,7 @@ from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import Card
 from isobit.memory.speed import SpeedShape, StepWork, estimate_step
-from isobit.models.decoder import PUBLISHED, Scorable, decoder_shape
+from isobit.models.decoder import LM_HEAD, Scorable, decoder_shape
 from isobit.models.folder import (
     DescribedModel,
     choose_device,
@@ -63,6 +63,7 @@ from isobit.observe.flow_choice import (
 )
 from isobit.parallel.world import ALONE
 from isobit.precision.flow import PrecisionFlow, build_flow
+from isobit.precision.quant_tensor import Int8Rows
 from isobit.records.batch import pack
 from isobit.records.sequence import PackedBatch, TokenSequence
 from isobit.records.text import Group
@@ -95,7 +96,12 @@ def measure_crests(policy: Scorable, batch: PackedBatch) -> list[Crest]:
         found.append(Crest(name.removesuffix(".input"), share, float(crest.max())))
 
     with observing(observer):
-        Scorer(policy).hidden_states(batch, side="rollout")
+        hidden, _ = Scorer(policy).hidden_states(batch, side="rollout")
+        head = policy.flow.rollout.site(LM_HEAD)
+        if head.forward == "int8":
+            made = policy.backend.linear_input(hidden, head).read
+            assert isinstance(made, Int8Rows)
+            observer(f"{LM_HEAD}.input", made.values, None)
     return found
 
 
@@ -117,7 +123,8 @@ def notice_crests(policy: Scorable, prompts: Sequence[Sequence[int]], most: int 
 
 
 def _has_int8(flow: PrecisionFlow) -> bool:
-    return any(site.kind == "linear" and site.forward == "int8" for site in flow.rollout.sites)
+    sites = flow.rollout.sites
+    return any(site.kind in ("linear", "head") and site.forward == "int8" for site in sites)
 
 
 def read_flow(flow: Any) -> PrecisionConfig:
@@ -227,7 +234,7 @@ class _Bench:
         hidden[-1].cpu()  # waits for the device
         seconds = perf_counter() - begun
         if self._base is None:
-            head = policy.weights("rollout").plain[PUBLISHED]
+            head = policy.weights("rollout").lm_head
             self._base = _Base(batches, hidden, head, one.scores)
         tokens = sum(batch.token_ids.numel() for batch in batches)
         closeness = _closeness(policy, hidden, self._base)

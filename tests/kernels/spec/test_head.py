@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from isobit.kernels.operands import HeadWeight
 from isobit.kernels.spec import head
 from isobit.kernels.spec import head as module
 from isobit.kernels.spec.head import (
@@ -27,6 +28,8 @@ from isobit.kernels.spec.head import (
     uniforms,
 )
 from isobit.kernels.spec.quantise import publish_head
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import Format
 from isobit.proof import cases
 from isobit.proof.cases import splitmix64
 from isobit.util.errors import NonFiniteError
@@ -243,13 +246,18 @@ def test_no_rows() -> None:
 
 
 ROWS, WIDTH, VOCAB = 30, 128, 200
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Inputs = tuple[torch.Tensor, HeadWeight, torch.Tensor, torch.Tensor]
+FORMATS: list[Format] = ["bf16", "int8"]
 
 
-def inputs_token_log_probs(dtype: torch.dtype) -> Inputs:
+def head_site(format: Format) -> Site:
+    return Site("lm_head", "head", format)
+
+
+def inputs_token_log_probs(dtype: torch.dtype, format: Format = "bf16") -> Inputs:
     hidden, head = torch.randn(ROWS, WIDTH).to(dtype), (torch.randn(VOCAB, WIDTH) / 8).to(dtype)
     targets, temperatures = torch.randint(0, VOCAB, (ROWS,)), torch.linspace(0.5, 1.5, ROWS)
-    return hidden, publish_head(head), targets, temperatures
+    return hidden, publish_head(head_site(format), head), targets, temperatures
 
 
 def norm_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
@@ -266,10 +274,13 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "of", [(True, False), (False, True), (True, True)], ids=["log-probs", "entropies", "both"]
 )
+@pytest.mark.parametrize("in_int8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_log_probs_and_gradients_in_chunks(dtype: torch.dtype, of: tuple[bool, bool]) -> None:
+def test_log_probs_and_gradients_in_chunks(
+    dtype: torch.dtype, in_int8: bool, of: tuple[bool, bool]
+) -> None:
     """In FP64, with autograd in FP32 as the yardstick."""
-    case = cases.token_log_probs(dtype, *of)
+    case = cases.token_log_probs(dtype, *of, in_int8)
     assert case.rows is not None and case.gradients is not None
     values, exact = case.rows(torch.arange(cases.ROWS)), case.results()
     assert all(norm_error(values[:, i], exact[:, i]) < 1e-5 for i in (0, 1))
@@ -283,9 +294,12 @@ def test_log_probs_and_gradients_in_chunks(dtype: torch.dtype, of: tuple[bool, b
 
 
 @pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_log_probs_are_those_of_the_logits_and_gradients_scale(dtype: torch.dtype) -> None:
-    given = inputs_token_log_probs(dtype)
+def test_log_probs_are_those_of_the_logits_and_gradients_scale(
+    dtype: torch.dtype, format: Format
+) -> None:
+    given = inputs_token_log_probs(dtype, format)
     hidden, head, targets, temperatures = given
     log_probs = log_softmax(head_logits(hidden, head), temperatures)
     assert torch.equal(token_log_probs(*given)[0], log_probs.gather(1, targets[:, None])[:, 0])
@@ -300,7 +314,7 @@ def test_without_gradients_of_entropies_the_bits_are_those_of_the_short_formula(
     hidden, head, targets, temperatures = inputs_token_log_probs(torch.bfloat16)
     d, grad = torch.randn(ROWS), torch.zeros(VOCAB, WIDTH)
     d_hidden = token_log_probs_backward(hidden, head, targets, temperatures, d, grad, None)
-    scaled, wide = d[:, None] / temperatures[:, None], head.float()
+    scaled, wide = d[:, None] / temperatures[:, None], head.table.float()
     logits = hidden.float() @ wide.t() / temperatures[:, None]
     d_logits = torch.softmax(logits, -1) * -scaled
     d_logits.scatter_add_(1, targets[:, None], scaled)
@@ -308,8 +322,11 @@ def test_without_gradients_of_entropies_the_bits_are_those_of_the_short_formula(
     assert torch.equal(grad, torch.zeros(VOCAB, WIDTH).addmm_(d_logits.t(), hidden.float()))
 
 
-def test_a_chunk_changes_no_bit_of_a_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = inputs_token_log_probs(torch.bfloat16)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_chunk_changes_no_bit_of_a_log_probability(
+    format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = inputs_token_log_probs(torch.bfloat16, format)
     whole = token_log_probs(*given)
     monkeypatch.setattr(module, "CHUNK", 1)
     assert all(torch.equal(a, b) for a, b in zip(whole, token_log_probs(*given), strict=True))
@@ -317,7 +334,12 @@ def test_a_chunk_changes_no_bit_of_a_log_probability(monkeypatch: pytest.MonkeyP
 
 def test_no_tokens() -> None:
     head, grad = torch.randn(VOCAB, WIDTH), torch.zeros(VOCAB, WIDTH)
-    nothing = torch.randn(0, WIDTH), head, torch.empty(0, dtype=torch.int64), torch.empty(0)
+    nothing = (
+        torch.randn(0, WIDTH),
+        HeadWeight(head),
+        torch.empty(0, dtype=torch.int64),
+        torch.empty(0),
+    )
     picked, entropies = token_log_probs(*nothing)
     assert picked.shape == entropies.shape == (0,)
     assert token_log_probs_backward(*nothing, torch.empty(0), grad).shape == (0, WIDTH)

@@ -27,7 +27,7 @@ from isobit.kernels.spec.quantise import (
 )
 from isobit.parallel.ownership import Ownership
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import E4M3, Format, QuantTensor, ScaleKind
+from isobit.precision.quant_tensor import E4M3, Format, Int8Rows, QuantTensor, ScaleKind
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]
 
@@ -226,5 +226,18 @@ def test_rows_begin_where_a_block_does() -> None:
 
 def test_the_head_is_on_the_grid_in_its_own_format() -> None:
     for table in (torch.randn(200, 128), torch.randn(200, 128).bfloat16()):
-        made = publish_head(table)
-        assert made.dtype == table.dtype and torch.equal(made, snap_rows(table))
+        made = publish_head(Site("lm_head", "head", "bf16"), table)
+        assert made.int8 is None and made.table.dtype == table.dtype
+        assert torch.equal(made.table, snap_rows(table))
+
+
+def test_an_int8_head_has_the_rows_of_a_linear_and_its_table_and_is_written_in_place() -> None:
+    table, site = torch.randn(200, 72).bfloat16(), Site("lm_head", "head", "int8")
+    made = publish_head(site, table)
+    linear = publish(Site("w", "linear", "int8", parts=(200,)), table.float())
+    assert made.int8 is not None and isinstance(linear, Int8Rows) and made.table is table
+    assert torch.equal(made.int8.values, linear.values)
+    assert torch.equal(made.int8.scales, linear.scales)
+    table.neg_()
+    before, again = made.int8.values.clone(), publish_head(site, table, made)
+    assert again is made and torch.equal(made.int8.values, -before)

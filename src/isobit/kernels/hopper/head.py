@@ -21,10 +21,11 @@ temperature of 0 is greedy decoding, whose log-probabilities are taken at temper
 
 **lm_head.**  The logits of a batch never exist all at once:
 
-    logits   = H W^T                                  BF16 operands, FP32 out; rows are independent
+    logits   = H W^T                                  BF16 or INT8 operands, FP32 out; rows are
+                                                      independent
     d logits = (g (onehot(target) - p)
                - e p (log p + entropy)) / temperature rounded to BF16
-    dH       = d logits W
+    dH       = d logits W                              W in BF16
     dW      += d logits^T H
 
 g and e are the gradients of log p and of the entropy.  Rows are taken in parts.  In the forward a
@@ -53,10 +54,12 @@ import triton.language as tl
 
 from isobit.kernels.hopper.device_functions import add_block_sums
 from isobit.kernels.hopper.gemm import bf16_gemm_nt
+from isobit.kernels.hopper.int8 import int8_gemm_nt
 from isobit.kernels.hopper.linear import bf16_gemm_tn
 from isobit.kernels.hopper.pointwise import BLOCKS, layout
+from isobit.kernels.hopper.quantise import quantise_int8
 from isobit.kernels.hopper.sizes import CHUNK, HEAD_ROWS, backward_rows, forward_rows
-from isobit.kernels.operands import observe
+from isobit.kernels.operands import HeadWeight, observe
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -294,25 +297,32 @@ def _check_alignment(hidden: torch.Tensor, weight: torch.Tensor) -> None:
 _WIDTH = 2048
 
 
-def head_logits(hidden: torch.Tensor, head: torch.Tensor, drawn: int | None = None) -> torch.Tensor:
-    """hidden BF16 [N, C], head BF16 [V, C] -> FP32 logits [N, V] of its first ``drawn`` rows: then
-    a view, whose rows are those of the product apart.
+def head_logits(hidden: torch.Tensor, head: HeadWeight, drawn: int | None = None) -> torch.Tensor:
+    """hidden BF16 [N, C], head [V, C] -> FP32 logits [N, V] of its first ``drawn`` rows: then a
+    view, whose rows are those of the product apart.
     """
-    head = _in_tiles(head, drawn)
-    rows = triton.cdiv(head.shape[0], HEAD_ROWS) * HEAD_ROWS
-    logits = torch.empty((hidden.shape[0], rows), dtype=torch.float32, device=hidden.device)
-    bf16_gemm_nt(hidden, head, out=logits[:, : head.shape[0]])
-    return observe(logits[:, : drawn or head.shape[0]], "lm_head")
+    head = head.first(_in_tiles(drawn))
+    count = head.table.shape[0]
+    rows = triton.cdiv(count, HEAD_ROWS) * HEAD_ROWS
+    whole = torch.empty((hidden.shape[0], rows), dtype=torch.float32, device=hidden.device)
+    logits = whole[:, :count]
+    if head.int8 is None:
+        bf16_gemm_nt(hidden, head.table, out=logits)
+    else:
+        x = quantise_int8(hidden)
+        observe(x.values, "lm_head", "input", scales=x.scales)
+        int8_gemm_nt(x, head.int8, out=logits)
+    return observe(logits[:, : drawn or count], "lm_head")
 
 
-def _in_tiles(rows: torch.Tensor, drawn: int | None) -> torch.Tensor:
-    """The first ``drawn`` rows of a matrix, and those that fill up their last tile."""
-    return rows if drawn is None else rows[: triton.cdiv(drawn, HEAD_ROWS) * HEAD_ROWS]
+def _in_tiles(drawn: int | None) -> int | None:
+    """The first ``drawn`` rows of the head, and those that fill up their last tile."""
+    return None if drawn is None else triton.cdiv(drawn, HEAD_ROWS) * HEAD_ROWS
 
 
 def token_log_probs(
     hidden: torch.Tensor,
-    head: torch.Tensor,
+    head: HeadWeight,
     targets: torch.Tensor,
     temperatures: torch.Tensor,
     drawn: int | None = None,
@@ -321,8 +331,8 @@ def token_log_probs(
     log-probabilities [N] and entropies [N] of the distribution over the first ``drawn`` rows, NaN
     where a row's logits are not finite.
     """
-    head = _in_tiles(head, drawn)
-    rows = forward_rows(head.shape[0])
+    head = head.first(_in_tiles(drawn))
+    rows = forward_rows(head.table.shape[0])
     log_probs, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
@@ -335,7 +345,7 @@ def token_log_probs(
 
 def token_log_probs_backward(
     hidden: torch.Tensor,
-    head: torch.Tensor,
+    head: HeadWeight,
     targets: torch.Tensor,
     temperatures: torch.Tensor,
     d_log_probs: torch.Tensor,
@@ -347,8 +357,8 @@ def token_log_probs_backward(
     gradients, None for zeros -> that of hidden, BF16 [N, C], NaN where the logits are not finite;
     adds the head's to ``grad``, FP32 [V, C].  Repeats its bits at the same sizes.
     """
-    head, grad = _in_tiles(head, drawn), _in_tiles(grad, drawn)
-    rows = backward_rows(head.shape[0])
+    head, grad = head.first(_in_tiles(drawn)), grad[: _in_tiles(drawn)]
+    rows = backward_rows(head.table.shape[0])
     d_hidden = torch.empty_like(hidden)
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
@@ -358,7 +368,7 @@ def token_log_probs_backward(
         )  # fmt: skip
         # FP32 out: cuBLAS may cut so long a sum, over the vocabulary, in pieces, and would add
         # those of a BF16 product in BF16.
-        d_hidden[part] = torch.mm(d_logits, head, out_dtype=torch.float32)
+        d_hidden[part] = torch.mm(d_logits, head.table, out_dtype=torch.float32)
         bf16_gemm_tn(d_logits, hidden[part], grad)
         del d_logits  # before the next part's are made
     return d_hidden
@@ -366,7 +376,7 @@ def token_log_probs_backward(
 
 def _part_gradients(
     hidden: torch.Tensor,
-    head: torch.Tensor,
+    head: HeadWeight,
     targets: torch.Tensor,
     temperatures: torch.Tensor,
     d_log_probs: torch.Tensor,
@@ -378,7 +388,7 @@ def _part_gradients(
     log_sums, entropies = log_sums_and_entropies(logits, temperatures)
     of_entropies = None if d_entropies is None else (entropies, d_entropies)
     return logit_gradients(
-        logits, targets, temperatures, log_sums, d_log_probs, of_entropies, head.shape[0]
+        logits, targets, temperatures, log_sums, d_log_probs, of_entropies, head.table.shape[0]
     )
 
 

@@ -2,8 +2,9 @@
 
     Y[m, n] = BF16((float(sum over all k of X[m, k] W[n, k]) * scale_x[m]) * scale_w[n])
 
-The sum is an INT32, which is exact in any order below K = 133,000, so tiles and splits of K may
-depend on M: a row has the specification's bits in every batch.
+lm_head's product stays in FP32.  The sum is an INT32, which is exact in any order below K =
+133,000, so tiles and splits of K may depend on M: a row has the specification's bits in every
+batch.
 
     few rows     K is read in several parts at once, so that all multiprocessors read W; each leaves
                  its sums, and a second kernel adds and scales them.  W's rows are the left operand:
@@ -79,18 +80,18 @@ def _splits(programs: int, k: int, wanted: int) -> int:
 
 @triton.jit
 def _scaled(sums, x_scale, w_scale):
-    """INT32 sums -> BF16."""
-    return (sums.to(tl.float32) * x_scale * w_scale).to(tl.bfloat16)
+    """INT32 sums -> FP32, which a store rounds to BF16 where the output is."""
+    return sums.to(tl.float32) * x_scale * w_scale
 
 
 @triton.jit(do_not_specialize=["m"])
 def _gemm_kernel(
-    X, W, X_SCALE, W_SCALE, OUT, m, n, k,
+    X, W, X_SCALE, W_SCALE, OUT, m, n, k, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SWAPS: tl.constexpr,
     WHOLE_K: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of OUT, BF16 [m, n], or of one of SPLITS parts of K, INT32 [SPLITS, m, n];
-    bands of 8 tile rows share W in the L2 cache.
+    """One program a tile of OUT, BF16 or FP32 [m, n], or of one of SPLITS parts of K, INT32
+    [SPLITS, m, n]; bands of 8 tile rows share W in the L2 cache.
     """
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
@@ -128,7 +129,7 @@ def _gemm_kernel(
     if SWAPS:
         sums = tl.trans(sums)
     inside = (row < m)[:, None] & (column < n)[None, :]
-    place = OUT + row[:, None].to(tl.int64) * n + column[None, :]
+    place = OUT + row[:, None].to(tl.int64) * out_row + column[None, :]
     if SPLITS > 1:
         tl.store(place + tl.program_id(1).to(tl.int64) * m * n, sums, mask=inside)
     else:
@@ -139,7 +140,7 @@ def _gemm_kernel(
 
 @triton.jit(do_not_specialize=["m"])
 def _add_splits_kernel(
-    SUMS, X_SCALE, W_SCALE, OUT, m, n, SPLITS: tl.constexpr, WIDTH: tl.constexpr
+    SUMS, X_SCALE, W_SCALE, OUT, m, n, out_row, SPLITS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """One program WIDTH columns of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -149,14 +150,22 @@ def _add_splits_kernel(
     for split in tl.static_range(SPLITS):
         total += tl.load(SUMS + (split * m + row) * n + column, mask=inside, other=0)
     w_scale = tl.load(W_SCALE + column, mask=inside, other=0.0)
-    tl.store(OUT + row * n + column, _scaled(total, tl.load(X_SCALE + row), w_scale), mask=inside)
+    made = _scaled(total, tl.load(X_SCALE + row), w_scale)
+    tl.store(OUT + row * out_row + column, made, mask=inside)
 
 
-def int8_gemm_nt(x: Int8Rows, weight: Int8Rows, cut: Tiles | None = None) -> torch.Tensor:
-    """X [M, K], W [N, K], contiguous -> X W^T, BF16 [M, N]."""
+def int8_gemm_nt(
+    x: Int8Rows, weight: Int8Rows, cut: Tiles | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """X [M, K], W [N, K], contiguous -> X W^T, BF16 [M, N]; or in the dtype of ``out`` [M, N],
+    whose rows may lie further apart.
+    """
     assert all(one.values.is_contiguous() for one in (x, weight))
     (m, k), n = x.values.shape, weight.values.shape[0]
-    out = torch.empty((m, n), dtype=torch.bfloat16, device=x.values.device)
+    if out is None:
+        out = torch.empty((m, n), dtype=torch.bfloat16, device=x.values.device)
+    assert out.shape == (m, n)
+    assert out.stride(1) == 1
     if not m:
         return out
     cut = cut or tiles(m, n, k)
@@ -165,14 +174,14 @@ def int8_gemm_nt(x: Int8Rows, weight: Int8Rows, cut: Tiles | None = None) -> tor
         sums = torch.empty((cut.splits, m, n), dtype=torch.int32, device=out.device)
     grid = (triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n), cut.splits)
     _gemm_kernel[grid](
-        x.values, weight.values, x.scales, weight.scales, sums, m, n, k,
+        x.values, weight.values, x.scales, weight.scales, sums, m, n, k, sums.stride(-2),
         cut.block_m, cut.block_n, cut.splits, cut.swaps, k % BLOCK == 0,
         num_warps=4, num_stages=cut.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if cut.splits > 1:
         width = min(_WIDTH, triton.next_power_of_2(n))
         _add_splits_kernel[(m, triton.cdiv(n, width))](
-            sums, x.scales, weight.scales, out, m, n, cut.splits, width,
+            sums, x.scales, weight.scales, out, m, n, out.stride(0), cut.splits, width,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out

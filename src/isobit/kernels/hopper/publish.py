@@ -24,7 +24,11 @@ from isobit.kernels.hopper.quantise import (
     warps_of_row,
     width_of_row,
 )
-from isobit.kernels.operands import LinearWeight, Operand
+from isobit.kernels.operands import (
+    HeadWeight,
+    LinearWeight,
+    Operand,
+)
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import (
     BLOCK,
@@ -124,13 +128,12 @@ def _publish_rows_kernel(
 
 
 def publish_rows(master: torch.Tensor, out: Int8Rows, changed: torch.Tensor | None = None) -> None:
-    """Overwrite ``out`` with the quantisation of master, FP32 [N, K].
+    """Overwrite ``out`` with the quantisation of master, FP32 or BF16 [N, K].
 
     ``changed``, int32 [N], receives how many values of each row have changed.
     """
     rows, columns = master.shape
     assert out.values.shape == master.shape
-    assert master.dtype == torch.float32
     assert all(x.is_contiguous() for x in (master, out.values, out.scales))
     width = width_of_row(columns)
     _publish_rows_kernel[(rows,)](
@@ -171,6 +174,12 @@ def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
     return differing
 
 
-def publish_head(table: torch.Tensor) -> torch.Tensor:
-    """lm_head is used as it is."""
-    return table
+def publish_head(site: Site, table: torch.Tensor, held: HeadWeight | None = None) -> HeadWeight:
+    """lm_head is used as it is, and its INT8 rows where the site is in INT8."""
+    if site.forward != "int8":
+        return HeadWeight(table)
+    rows = None if held is None else held.int8
+    if rows is None:
+        rows = Int8Rows.empty(*table.shape, table.device)
+    publish_rows(table, rows)
+    return HeadWeight(table, rows)

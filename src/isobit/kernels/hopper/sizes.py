@@ -83,9 +83,9 @@ def matrix(site: Site, columns: int) -> int:
     return numbers + 4 * len(block_sizes(site.parts)) * num_blocks(columns)
 
 
-def head_copy(numbers: int, itemsize: int) -> int:
-    """lm_head is used as it is."""
-    return 0
+def head_copy(site: Site, rows: int, columns: int) -> int:
+    """lm_head is used as it is, or copied in INT8."""
+    return rows * columns + 4 * rows if site.forward == "int8" else 0
 
 
 def read(site: Site, numbers: int) -> int:
@@ -157,9 +157,11 @@ def workspaces(shape: WorkShape) -> Mapping[str, int]:
     if not shape.vocab_size:
         return {"score head": 6 * hidden * tokens}
     vocabulary = -(-shape.vocab_size // HEAD_ROWS) * HEAD_ROWS
-    logits = (BYTES_A_LOGIT * vocabulary + 4 * hidden) * min(tokens, backward_rows(vocabulary))
-    row = 4 * vocabulary + 12 * -(-vocabulary // CHUNK)
+    quantised = hidden + 4 if shape.int8_head else 0
+    row = 4 * vocabulary + max(12 * -(-vocabulary // CHUNK), quantised)
     forward = row * min(tokens, forward_rows(vocabulary))
+    part = BYTES_A_LOGIT * vocabulary + 4 * hidden
+    logits = part * min(tokens, backward_rows(vocabulary))
     return {
         "lm_head, scoring": (2 * hidden + _SCORED) * tokens + forward,  # without the stream
         "lm_head, forward": 6 * hidden * tokens + forward,

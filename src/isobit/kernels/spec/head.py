@@ -24,13 +24,18 @@ through a row in one order whatever the batch or the number of threads.
 
 **lm_head with log-probability** is one operation, in chunks of at most ``CHUNK`` logits: the logits
 of a batch never exist all at once.  The backward recomputes a chunk's logits with a plain FP32
-GEMM.  With g and e the gradients of log p and of the entropy:
+GEMM, of an INT8 head exactly.  With g and e the gradients of log p and of the entropy:
 
     logits  = H W^T                                   exact GEMM, FP32
     log p   = log_softmax(logits / temperature)       at the target tokens
     entropy = -sum p log p
     d logits = (g (onehot(target) - p) - e p (log p + entropy)) / temperature
     dH = d logits W      dW = d logits^T H
+
+In INT8 (``precision.head``) H and W are rotated and rounded by row, as those of a linear are
+(``isobit.kernels.spec.linear``), and the FP32 logits are not rounded to BF16.  The backward
+computes the same logits again, since p has to be what was sampled from, and multiplies by W in
+BF16.
 
 **A scalar head** gives one number per hidden state, a value or a score:
 
@@ -48,10 +53,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from isobit.kernels.noise import logical_shift_right, splitmix64
-from isobit.kernels.operands import Drawn, Draws, observe
-from isobit.kernels.spec.linear import grid_gemm_nt
+from isobit.kernels.operands import Drawn, Draws, HeadWeight, observe
+from isobit.kernels.spec.linear import grid_gemm_nt, int8_gemm_nt
 from isobit.kernels.spec.pointwise import row_sum
-from isobit.kernels.spec.quantise import snap_rows
+from isobit.kernels.spec.quantise import quantise_int8, snap_rows
 from isobit.util.errors import NonFiniteError
 
 
@@ -188,16 +193,19 @@ def scalar_head_backward(
 CHUNK = 1 << 22
 
 
-def head_logits(hidden: torch.Tensor, head: torch.Tensor, drawn: int | None = None) -> torch.Tensor:
-    """hidden [N, C], published head [V, C] (snapped) -> FP32 logits [N, V] of its first ``drawn``
-    rows.
-    """
-    return observe(grid_gemm_nt(snap_rows(hidden), head[:drawn]), "lm_head")
+def head_logits(hidden: torch.Tensor, head: HeadWeight, drawn: int | None = None) -> torch.Tensor:
+    """hidden [N, C], published head [V, C] -> FP32 logits [N, V] of its first ``drawn`` rows."""
+    head = head.first(drawn)
+    if head.int8 is not None:
+        x = quantise_int8(hidden)
+        observe(x.values, "lm_head", "input", scales=x.scales)
+        return observe(int8_gemm_nt(x, head.int8), "lm_head")
+    return observe(grid_gemm_nt(snap_rows(hidden), head.table), "lm_head")
 
 
 def token_log_probs(
     hidden: torch.Tensor,
-    head: torch.Tensor,
+    head: HeadWeight,
     targets: torch.Tensor,
     temperatures: torch.Tensor,
     drawn: int | None = None,
@@ -207,8 +215,8 @@ def token_log_probs(
 
     Raises NonFiniteError where logits are not finite.
     """
-    head = head[:drawn]
-    rows = _chunk_rows(head)
+    head = head.first(drawn)
+    rows = _chunk_rows(head.table)
     picked = [hidden.new_empty(0, dtype=torch.float32)]
     entropies = [hidden.new_empty(0, dtype=torch.float32)]
     parts = (x.split(rows) for x in (hidden, targets, temperatures))
@@ -221,7 +229,7 @@ def token_log_probs(
 
 def token_log_probs_backward(
     hidden: torch.Tensor,
-    head: torch.Tensor,
+    head: HeadWeight,
     targets: torch.Tensor,
     temperatures: torch.Tensor,
     d_log_probs: torch.Tensor,
@@ -232,15 +240,16 @@ def token_log_probs_backward(
     """The gradients of the log-probabilities and of the entropies, FP32 [N] each (None for zeros)
     -> that of hidden [N, C]; adds the head's to ``grad``, FP32 [V, C].
     """
-    head, grad = head[:drawn], grad[:drawn]
-    wide = head.float()
+    head, grad = head.first(drawn), grad[:drawn]
+    wide = head.table.float()
     d_hidden, d_head = torch.empty_like(hidden), torch.zeros_like(wide)
-    rows = _chunk_rows(head)
+    rows = _chunk_rows(head.table)
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         h, temperature = hidden[part].float(), temperatures[part, None]
+        logits = h @ wide.t() if head.int8 is None else head_logits(hidden[part], head)
         d_logits = _scaled_gradients(
-            h @ wide.t() / temperature,
+            logits / temperature,
             targets[part, None],
             d_log_probs[part, None] / temperature,
             None if d_entropies is None else d_entropies[part, None] / temperature,

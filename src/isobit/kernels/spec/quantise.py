@@ -40,7 +40,11 @@ import math
 
 import torch
 
-from isobit.kernels.operands import LinearWeight, Operand
+from isobit.kernels.operands import (
+    HeadWeight,
+    LinearWeight,
+    Operand,
+)
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import (
     AMAX_FLOOR,
@@ -293,11 +297,15 @@ def publish(site: Site, master: torch.Tensor) -> Operand:
     master = master.detach()
     source = master if site.forward == "fp32" else master.bfloat16()
     if site.forward == "int8":
-        made = quantise_int8(source)
-        return Int8Rows(made.values, made.scales / rotation_size(source.shape[1]))
+        return _int8_rows(source)
     if site.forward != "e4m3":
         return _snapped(source)
     return quantise_blocks(source, site.scales, site.parts)
+
+
+def _int8_rows(source: torch.Tensor) -> Int8Rows:
+    made = quantise_int8(source)
+    return Int8Rows(made.values, made.scales / rotation_size(source.shape[1]))
 
 
 def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
@@ -317,9 +325,17 @@ def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-def publish_head(table: torch.Tensor) -> torch.Tensor:
-    """lm_head [V, C] on the grid of the exact GEMM."""
-    return _snapped(table)
+def publish_head(site: Site, table: torch.Tensor, held: HeadWeight | None = None) -> HeadWeight:
+    """lm_head [V, C] on the grid of the exact GEMM; or in INT8, and its table as it is."""
+    if site.forward == "int8":
+        made = HeadWeight(table, _int8_rows(table))
+    else:
+        made = HeadWeight(_snapped(table))
+    if held is None:
+        return made
+    for mine, new in zip(held.tensors, made.tensors, strict=True):
+        mine.copy_(new)
+    return held
 
 
 def _snapped(matrix: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ a is the bytes of an activation (2, or 4 in fp32), f those of a number of Q, K, 
                                                                 with W tokens in all
                  4 T (3 H + 4 G) D, and the larger of 8 T H D   backward, S the longest sequence
                  and 4 W (6 H + 7 G) D + 13 B H min(S, 512) S
-      logits     8 V C + 16 max(2^22, V)                        the head in FP64, and one chunk of
+      logits     8 V C + 16 max(2^22, V)                        the head in FP64, or in FP32 with
+                                                                its gradient, and one chunk of
                                                                 logits in all its forms
       score head 8 T C                                          without lm_head
 Workspaces are upper estimates of short-lived tensors.
@@ -52,9 +53,11 @@ def matrix(site: Site, columns: int) -> int:
     return DTYPES[site.forward].itemsize * numbers
 
 
-def head_copy(numbers: int, itemsize: int) -> int:
-    """The copy of lm_head on the grid of the exact GEMM."""
-    return itemsize * numbers
+def head_copy(site: Site, rows: int, columns: int) -> int:
+    """The copy of lm_head on the grid of the exact GEMM, or in INT8."""
+    if site.forward == "int8":
+        return rows * columns + 4 * rows
+    return _itemsize(site) * rows * columns
 
 
 def read(site: Site, numbers: int) -> int:
