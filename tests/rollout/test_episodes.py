@@ -4,7 +4,6 @@ an environment says, and whenever.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from isobit.environments.pool import Answer, Result
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.policy import Policy, random_policy
 from isobit.records.batch import lay_end_to_end
-from isobit.records.sequence import GIVEN, TokenSequence
+from isobit.records.sequence import COLUMNS, GIVEN, TokenSequence
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rewards.outcome import Failure
 from isobit.rollout.engine import EngineStats, Handle, Request
@@ -33,7 +32,7 @@ from tests.tiny import tiny_model
 
 CONTEXT = 256
 SIZES: dict[str, Any] = {"kv_pages": 12}
-TIGHT: dict[str, Any] = {"kv_pages": 4, "max_batched_tokens": 37, "max_sequences": 3}
+TIGHT: dict[str, Any] = {"kv_pages": 4, "max_batched_tokens": 37}
 """Room for one sequence and a bit: samples lose their pages, and prompts come in chunks."""
 ENDS = tuple(range(40, 75))
 """Tokens that end a turn: every fourth, so that turns of a random model are short."""
@@ -110,10 +109,10 @@ def said(key: Handle, turn: int) -> Answer:
 
 @pytest.fixture(autouse=True)
 def every_turn_is_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random model calls nothing; here each turn but those of some lengths is a call."""
+    """A random model calls nothing; here each turn but those of one length is a call."""
 
     def parse(text: str) -> list[Parsed]:
-        return [] if len(text) == 7 else [ToolCall("add", {"count": len(text)})]
+        return [] if len(text) == 8 else [ToolCall("add", {"count": len(text)})]
 
     monkeypatch.setitem(tool_calls._PARSERS, "plain", parse)
 
@@ -160,21 +159,26 @@ def differing(policy: Policy, drawn: Sequence[TokenSequence]) -> tuple[int, int]
     return int(differs.sum()), len(differs)
 
 
-@pytest.mark.parametrize("preset", ["fp8", "int8", "bf16", "fp32"])
+@pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 def test_log_probabilities_of_all_turns_are_those_of_the_training_forward(preset: Preset) -> None:
     policy = policy_of(preset)
     short = lambda key, turn: Answer((Result("ok", str(turn)),))  # noqa: E731
     made, stats, _ = play(policy, requests(samples=2, new=200), short, sizes=TIGHT)
     turns = [len(one.episode.turns) for group in made for one in group if one.episode]
-    assert max(turns) > 12
-    assert stats.preemptions > 0
+    assert max(turns) == 20
+    assert stats.chunks > 0
+    assert stats.prompt_tokens > 3 * sum(len(one.prompt.token_ids) for one in requests())
     assert differing(policy, sequences(made)) == (
         0,
         sum(one.length for group in made for one in group),
     )
 
 
-def test_what_was_drawn_is_kept_and_what_was_said_is_no_part_of_the_response() -> None:
+def test_what_was_drawn_is_kept_and_what_was_said_is_no_part_of_the_response(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = ToolCall("add", {})
+    monkeypatch.setitem(tool_calls._PARSERS, "plain", lambda text: [] if len(text) == 4 else [call])
     made, _, told = play(policy_of("fp8"), requests())
     ends = set[str]()
     for group in made:
@@ -228,28 +232,29 @@ def test_an_environment_that_is_slow_does_not_hold_up_other_episodes() -> None:
 
 
 class Retokenising(Episodes):
-    """A mutant: turns go through text before the model goes on."""
+    """A mutant: what was drawn goes through text before the model goes on, which loses the tokens
+    that have no text, as another tokenizer would merge some.
+    """
 
     def _go_on(self, engine: Any, handle: Handle, answer: Answer) -> None:
-        episode = self._open[handle]
-        sequence = episode.sequence
-        begin = len(episode.request.prompt.token_ids)
-        text = tokenizer().decode(sequence.token_ids[begin:])
-        ids = tokenizer()(text)["input_ids"][: sequence.length - begin]
-        ids += [0] * (sequence.length - begin - len(ids))
-        tokens = np.append(sequence.token_ids[:begin], np.array(ids, np.int32))
-        if tokens[-1] in ENDS:
-            changed = SimpleNamespace(
-                **{name: getattr(sequence, name) for name in sequence.__slots__}
-            )
-            changed.token_ids = tokens
-            episode.sequence = TokenSequence(**vars(changed))
+        sequence = self._open[handle].sequence
+        seen = sequence.token_ids < len(tokenizer())
+        text = tokenizer().decode(sequence.token_ids)
+        again = tokenizer()(text, add_special_tokens=False)["input_ids"]
+        assert again == sequence.token_ids[seen].tolist()
+        columns = {
+            one.name: None if (found := getattr(sequence, one.name)) is None else found[seen]
+            for one in COLUMNS
+        }
+        mask = sequence.loss_mask[seen]
+        self._open[handle].sequence = TokenSequence(sequence.token_ids[seen], mask, **columns)
         super()._go_on(engine, handle, answer)
 
 
 def test_a_mutant_that_tokenises_again_is_caught() -> None:
     policy = policy_of("fp8")
-    made, *_ = play(policy, requests(), kind=Retokenising)
+    short = lambda key, turn: Answer((Result("ok", str(turn)),))  # noqa: E731
+    made, *_ = play(policy, requests(), short, kind=Retokenising)
     count, _ = differing(policy, sequences(made))
     assert count > 0
 

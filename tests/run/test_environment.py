@@ -113,7 +113,7 @@ def test_a_replay_from_the_record_asks_no_environment(
 def test_a_run_goes_on_with_tools_that_fail(
     acting_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ["hang", "die", "flood", "control", "kill_host", "lie", "write_everywhere", "fail"]
+    names = ["hang", "die", "flood", "control", "lie", "write_everywhere", "fail"]
     calls = [tool_calls.ToolCall(name, {}) for name in names]
     turns = iter(range(10**6))
     monkeypatch.setitem(tool_calls._PARSERS, "plain", lambda _: [calls[next(turns) % len(calls)]])
