@@ -180,12 +180,9 @@ def main() -> None:
     rates = measure(ours + theirs, arguments.rounds)
     machine = (
         f"{platform.processor() or platform.machine()}, {arguments.threads} threads, "
-        f"torch {torch.__version__}"
+        f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
     )
-    print(
-        f"{machine}, {torch.backends.cpu.get_cpu_capability()}, flow {arguments.precision}; tokens "
-        "per second"
-    )
+    print(f"{machine}, flow {arguments.precision}; tokens per second")
     print(
         f"{'':24} {'MLP':>4} {'isobit':>8} {'of prototype':>13} {'transformers FP32':>18} "
         f"{'isobit / transformers':>22}"

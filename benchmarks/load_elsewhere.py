@@ -4,21 +4,34 @@
     python -m benchmarks.load_elsewhere vllm FOLDER --out RESULTS            # on a GPU
     python -m benchmarks.load_elsewhere transformers FOLDER --out RESULTS    # on a CPU, dequantised
     python -m benchmarks.load_elsewhere isobit FOLDER [--device cuda] --out RESULTS
+    python -m benchmarks.load_elsewhere int8 FOLDER_IN_BF16 --out RESULTS    # on a CPU
 
 vLLM quantises activations and the KV cache in ways of its own, so its answer may part from ours; it
 must load every tensor, and its answer be one.  Its linears are counted by the format of their
 weights: a skip list that it misunderstood shows there.  Where vLLM comes as an unpacked bundle, put
 that on PYTHONPATH.
+
+``int8`` exports a folder in INT8 and has transformers with compressed-tensors read it, in FP32,
+with the Hadamard matrices of its ``transform_config``.  It prints the root mean square of the
+change of each token's log-probability in this repository's docs, against FP32: of the export, of
+the flow ``int8-linear``, and of the two against each other: they multiply by the same weights, and
+round inputs to amax / 127.5 and amax / 127.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import Commands, run_command
+
+if TYPE_CHECKING:
+    import torch
 
 QUESTION = "What is the capital of France?"
 MODEL_LENGTH = 512
@@ -34,6 +47,10 @@ def make_commands() -> Commands:
         command.add_argument("--new-tokens", type=int, default=32)
         if run is isobit:
             command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    command = commands.add(int8.__name__, int8, shape=False)
+    command.add_argument("folder", type=Path)
+    command.add_argument("--windows", type=int, default=4)
+    command.add_argument("--length", type=int, default=512, help="tokens of a window")
     return commands
 
 
@@ -69,10 +86,9 @@ def vllm(arguments: argparse.Namespace) -> None:
 
 def transformers(arguments: argparse.Namespace) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
 
     prompt, stops = _prompt(arguments.folder, arguments.question)
-    model: Any = AutoModelForCausalLM.from_pretrained(arguments.folder, local_files_only=True)
+    model = _in_transformers(arguments.folder)
     made = model.generate(
         torch.tensor([prompt]),
         do_sample=False,
@@ -81,6 +97,23 @@ def transformers(arguments: argparse.Namespace) -> None:
     )
     answer = tuple(made[0, len(prompt) :].tolist())
     _write(arguments, "transformers", answer, formats=_weight_formats(model))
+
+
+def _in_transformers(folder: Path, **settings: Any) -> Any:
+    """A folder as transformers reads it, with the Hadamard matrices that it leaves out."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **settings)
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    transforms = stored.get("quantization_config", {}).get("transform_config")
+    if transforms is not None:
+        from compressed_tensors.transform import (  # pyright: ignore[reportMissingImports]
+            TransformConfig,
+            apply_transform_config,
+        )
+
+        apply_transform_config(model, TransformConfig.model_validate(transforms))
+    return model
 
 
 def isobit(arguments: argparse.Namespace) -> None:
@@ -93,6 +126,53 @@ def isobit(arguments: argparse.Namespace) -> None:
         rollout={"max_new_tokens": arguments.new_tokens, "temperature": 0.0},
     )
     _write(arguments, f"isobit-{arguments.device}", group.completions[0].token_ids)
+
+
+def int8(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from benchmarks.real_checkpoint import windows_of_docs, write_result
+    from isobit.models.folder import load_policy
+    from isobit.models.scorer import Scorer
+    from isobit.records.batch import lay_end_to_end
+    from isobit.records.sequence import TokenSequence
+    from isobit.run.export import export, find_source
+
+    windows = windows_of_docs(arguments.folder, arguments.windows, arguments.length)
+    with TemporaryDirectory() as place:
+        target = Path(place) / "int8"
+        result = export(find_source(arguments.folder, None, print), target, "int8")
+        exported = _in_transformers(target, dtype=torch.float32)
+        of_export = _log_probs(exported, windows)
+    fp32 = _log_probs(_in_transformers(arguments.folder, dtype=torch.float32), windows)
+    scorer = Scorer(load_policy(arguments.folder, "int8-linear", trainable=False))
+    sequences = [TokenSequence.of_answer(window[:1], window[1:]) for window in windows]
+    ours = torch.cat([scorer.score(lay_end_to_end([one])).log_probs for one in sequences])
+
+    def rms(a: torch.Tensor, b: torch.Tensor) -> float:
+        return float((a.double() - b.double()).square().mean().sqrt())
+
+    found = {
+        "tokens": len(fp32),
+        "matrices": result.quantised,
+        "export against fp32": rms(of_export, fp32),
+        "int8-linear against fp32": rms(ours, fp32),
+        "export against int8-linear": rms(of_export, ours),
+    }
+    write_result(arguments.out, "load-int8", found)
+
+
+def _log_probs(model: Any, windows: Sequence[tuple[int, ...]]) -> "torch.Tensor":
+    """Of all tokens but the first of each window."""
+    import torch
+
+    made = list[torch.Tensor]()
+    with torch.no_grad():
+        for window in windows:
+            ids = torch.tensor([window])
+            log_probs = model(ids).logits[0, :-1].log_softmax(-1)
+            made.append(log_probs.gather(1, ids[0, 1:, None])[:, 0])
+    return torch.cat(made)
 
 
 def _weight_formats(model: Any) -> dict[str, int]:

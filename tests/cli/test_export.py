@@ -26,6 +26,10 @@ def test_it_writes_the_folder_and_says_what_is_in_it(
     quantization = json.loads((fp8 / "config.json").read_text())["quantization_config"]
     assert quantization["weight_block_size"] == [128, 128]
     assert "model.layers.2.mlp.down_proj" in quantization["modules_to_not_convert"]
+    command = ["export", str(bf16), "--to", str(tmp_path / "int8"), "--format", "int8"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "28 matrices in INT8, the policy's own bytes" in out and "apply_transform" in out
 
 
 @pytest.mark.parametrize(

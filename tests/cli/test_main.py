@@ -74,8 +74,6 @@ def test_an_unknown_command_exits_2_and_names_those_that_exist(capsys):
 @pytest.mark.parametrize(
     ("command", "answer"),
     [
-        ("serve", "transformers serve RUN/model"),
-        ("chat", "transformers chat RUN/model"),
         ("push", "isobit export RUN --to hf://ORG/NAME"),
         ("compare", "isobit report RUN RUN"),
         ("plot", "isobit report RUN"),

@@ -16,10 +16,12 @@ from isobit.kernels.spec import quantise as specification
 from isobit.kernels.spec.experts import one_expert
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, Format, Int8Rows, ScaleKind, block_sizes
+from tests.int8_products import EXPECTED, PRODUCTS, digests
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper import head, pointwise
 from isobit.kernels.hopper.dispatch import gather, make_dispatch
 from isobit.kernels.hopper.experts import experts, experts_saving, swiglu_rows
@@ -186,6 +188,20 @@ def test_products_are_the_specifications_in_every_batch(n: int, k: int) -> None:
         assert torch.equal(linear(linear_input(x[:m], weight.site).read, weight), whole[:m]), m
         last = linear_input(x[-m:], weight.site).read
         assert torch.equal(linear(last, weight), whole[-m:]), m
+
+
+def grouped(x: Operand, routing: Routing, weight: LinearWeight) -> torch.Tensor:
+    count = routing.logits.shape[1]
+    dispatch = make_dispatch(routing.experts, count)
+    made = grouped_gemm_nt(gather(x, dispatch), ExpertMatrices.of(weight, count), dispatch)
+    return made[dispatch.places.long()]
+
+
+@pytest.mark.parametrize("name", list(PRODUCTS))
+def test_digests_made_on_a_cpu(name: str) -> None:
+    """SHA-256 of operands and products."""
+    backend = backend_of(torch.device("cuda", torch.cuda.current_device()))
+    assert digests(name, backend, grouped) == EXPECTED[name]
 
 
 def test_a_large_batch_has_the_bits_of_a_small_one() -> None:

@@ -35,7 +35,7 @@ def test_masters_are_the_same_numbers_as_on_a_cpu(config: ModelConfig, tmp_path:
 
 def test_fp8_is_taken_as_it_is(tmp_path: Path) -> None:
     """The folder is what the exporter writes; its bytes and scales are the GPU's own."""
-    from tests.models.test_fp8_checkpoint import QKV, is_as_stored, write
+    from tests.models.test_quantised_checkpoint import QKV, is_as_stored, write
 
     stored = write(tmp_path)
     policy = load_policy(tmp_path, PrecisionConfig(preset="fp8"), "cuda", trainable=False)

@@ -5,11 +5,13 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
+import torch
 
 from benchmarks.common import read_rows
 from benchmarks.memory import RESULTS
 from isobit.config.tables import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
 from isobit.kernels.hopper import sizes
+from isobit.kernels.sizes import AttentionShape
 from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import Card, DevicePlan, DevicePlanner, read_card
@@ -17,7 +19,8 @@ from isobit.memory.host import share_of
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
 from isobit.models.policy import SIDES, Policy
-from isobit.precision.flow import build_flow
+from isobit.precision.flow import Site, build_flow
+from isobit.precision.quant_tensor import DTYPES, Format, Int8Rows
 from isobit.util.errors import ConfigError
 from tests.memory import meta_memory
 from tests.models.policies import published_tensors, storage_bytes
@@ -46,13 +49,66 @@ def test_the_pass_of_a_real_model_takes_what_is_planned(
     check_passes(replace(model_shape(shape), num_layers=4), preset)
 
 
-@pytest.mark.parametrize("preset", ["fp8", "mixed"])
+@pytest.mark.parametrize("preset", ["fp8", "int8", "mixed"])
 @pytest.mark.parametrize("shape", ["smollm2-135m", "smollm2-360m"])
 def test_so_does_that_of_a_model_with_short_blocks(
     shape: str, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meta_memory.without_launches(monkeypatch)
     check_passes(replace(model_shape(shape), num_layers=4), preset, ("none",))
+
+
+@pytest.mark.parametrize("format", ["e4m3", "int8", "bf16"])
+def test_attention_takes_in_its_backward_what_is_planned(
+    format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sequence that is whole tiles, and of the bound on the padding of others."""
+    meta_memory.without_launches(monkeypatch)
+    from isobit.kernels.hopper.attention import PackedKeys
+    from isobit.kernels.hopper.attention_backward import attention_backward
+
+    tokens, heads, kv_heads, dim = 1024, 8, 2, 128
+
+    def empty(count: int, dtype: torch.dtype, *last: int) -> torch.Tensor:
+        return torch.empty((tokens, count, *last), dtype=dtype, device=meta_memory.META)
+
+    def scale(count: int) -> torch.Tensor | None:
+        of_keys = torch.float32 if format == "int8" or count == heads else torch.uint8
+        return None if format == "bf16" else empty(count, of_keys)
+
+    dtype, wide = DTYPES[format], torch.bfloat16 if format == "bf16" else torch.float16
+    keys, values = empty(kv_heads, dtype, dim), empty(kv_heads, wide, dim)
+    packed = PackedKeys(keys, scale(kv_heads), values, scale(kv_heads))
+    output, sums = empty(heads, torch.bfloat16, dim), empty(heads, torch.float32)
+    starts, lengths = torch.zeros(2, 1, dtype=torch.int32, device=meta_memory.META)
+    with meta_memory.LiveBytes() as live:
+        made = attention_backward(
+            empty(heads, dtype, dim), scale(heads), packed, output, sums, output, starts, lengths,
+            tokens,
+        )  # fmt: skip
+    planned = sizes.attention_gradients(AttentionShape(heads, kv_heads, dim), format)
+    queries = heads * tokens * dim * dtype.itemsize + 4 * heads * tokens * (format != "bf16")
+    taken = live.peak - sum(x.nbytes for x in made) - queries
+    assert abs(taken - (tokens + 128) * planned) < 1024
+
+
+@pytest.mark.parametrize(("n", "k"), [(576, 1536), (4096, 12288), (24576, 4096), (1000, 576)])
+def test_split_products_are_within_what_is_planned(
+    n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta_memory.without_launches(monkeypatch)
+    from isobit.kernels.hopper.int8 import int8_gemm_nt
+
+    weight, site = Int8Rows.empty(n, k, meta_memory.META), Site("x", "linear", "int8", parts=(n,))
+    taken = dict[int, int]()
+    for m in (1, 16, 33, 64, 65, 100, 200, 500, 1000, 2000, 5000):
+        x = Int8Rows.empty(m, k, meta_memory.META)
+        with meta_memory.LiveBytes() as live:
+            made = int8_gemm_nt(x, weight)
+        taken[m] = live.peak - made.nbytes
+        assert taken[m] <= sizes.product_sums(site, m) < 9e6
+    assert taken[5000] == sizes.product_sums(site, 5000) == 0
+    assert (max(taken.values()) > 1e6) == (k >= 1024 and n < 16384)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -119,7 +175,7 @@ def check_pass(
         assert over < (0.01 if of_one_format else 0.17)
 
 
-@pytest.mark.parametrize("preset", ["fp8", "bf16", "mixed"])
+@pytest.mark.parametrize("preset", ["fp8", "int8", "bf16", "mixed"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_are_exact(shape: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     meta_memory.without_launches(monkeypatch)

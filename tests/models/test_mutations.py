@@ -20,8 +20,8 @@ from isobit.config.tables import PrecisionConfig
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
-from isobit.models.fp8_checkpoint import read_fp8_format
 from isobit.models.policy import random_policy
+from isobit.models.quantised_checkpoint import read_fp8_format
 from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE
 from isobit.models.saving import save_policy
 from isobit.starter import starter_folder

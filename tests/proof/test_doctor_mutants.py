@@ -19,6 +19,7 @@ from isobit.kernels.spec import (
     qkv,
     quantise,
 )
+from isobit.kernels.spec import backend as spec_backend
 from isobit.kernels.spec import linear as linear_module
 from isobit.kernels.spec import quantise as quantise_module
 from isobit.kernels.spec.attention import PackedAttention
@@ -134,7 +135,9 @@ def test_wrong_quantisers_of_int8(mutate: Callable[[Patch], None], monkeypatch: 
 
 
 def test_inexact_products_of_torch_are_a_warning(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(doctor_environment, "int_mm_is_exact", lambda: False)
+    for module in (spec_backend, doctor_environment):
+        monkeypatch.setattr(module, "has_int8_products", lambda: True)
+        monkeypatch.setattr(module, "int_mm_is_exact", lambda: False)
     (found,) = [one for one in quantiser_checks() if one.name == "INT8 products of torch"]
     finding = found.find()
     assert finding.status == "warn" and "the bits are the same" in finding.fix

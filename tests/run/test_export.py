@@ -25,7 +25,7 @@ from isobit.models.folder import load_policy, read_any_config
 from isobit.models.policy import random_policy
 from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE
 from isobit.models.saving import PolicyTensors, save_policy
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.quant_tensor import Int8Rows, QuantTensor
 from isobit.proof.verify import VerifyOptions, verify
 from isobit.run.export import export, find_source
 from isobit.run.loop import train
@@ -145,7 +145,7 @@ def test_a_run_and_its_checkpoints(
     assert lines[-1] == f"the best checkpoint by eval/held_out/accuracy is that of step {best}"
 
 
-def test_a_run_in_int8_is_written_in_bf16_or_quantised_anew(
+def test_a_run_in_int8_is_written_in_it_in_bf16_or_quantised_anew(
     make_config: MakeConfig, write_reward: Callable[[str], str], tmp_path: Path, lines: Lines
 ) -> None:
     reward = write_reward("return float(sum(completion.token_ids) % 3)")
@@ -153,6 +153,19 @@ def test_a_run_in_int8_is_written_in_bf16_or_quantised_anew(
     train(config)
     source = find_source(config.output, None, lines.append)
     assert same_tensors(export(source, tmp_path / "bf16").folder, config.output / "model")
+    stored = export(source, tmp_path / "int8", "int8")
+    assert stored.sampled_in is None and stored.quantised > 0
+    policy = load_policy(config.output / "model", "int8", trainable=False)
+    found = read_folder(stored.folder)
+    for path, linear in policy.weights("rollout").linears.items():
+        assert isinstance(linear.matrix, Int8Rows)
+        parts = [found[part] for part in policy.decoder.masters()[f"{path}.weight"].parts]
+        assert torch.equal(torch.cat(parts), linear.matrix.values)
+    card = (stored.folder / "README.md").read_text()
+    assert "- int8\n" in card and "behind blocks of a Hadamard matrix" in card
+    assert "apply_transform_config(model" in card
+    with pytest.raises(ModelError, match=r"compressed-tensors' format.* --format bf16"):
+        find_source(stored.folder, None, lines.append)
     with pytest.raises(ConfigError, match=r"flow int8 samples with matrices in INT8.*--precision"):
         export(source, tmp_path / "refused", "fp8")
     assert not (tmp_path / "refused").exists()
@@ -160,6 +173,32 @@ def test_a_run_in_int8_is_written_in_bf16_or_quantised_anew(
     assert anew.sampled_in == "int8"
     card = (anew.folder / "README.md").read_text()
     assert "in INT8, in rollout and training" in card and "quantised anew" in card
+
+
+def test_a_folder_in_int8_has_no_channel_of_a_norm_that_stands_out(
+    tmp_path: Path, lines: Lines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the integers and norms with which a policy samples that reads the same folder."""
+    planted = random_policy(TINY, PrecisionConfig(preset="fp32"), seed=0)
+    with torch.no_grad():
+        planted.masters["layers.0.input_norm.weight"][[3, 17]] *= 300
+        planted.masters["layers.0.qkv_proj.weight"][:, [3, 17]] /= 300
+    save_policy(planted, tmp_path / "planted", tokenizer_from=starter_folder())
+    policy = load_policy(tmp_path / "planted", "int8", trainable=False)
+    source = find_source(tmp_path / "planted", None, lines.append)
+    capsys.readouterr()
+    found = read_folder(export(source, tmp_path / "int8", "int8").folder)
+    assert "2 channels of 1 norms" in capsys.readouterr().err
+    plain = policy.weights("rollout").plain
+    for name, master in policy.decoder.masters().items():
+        if master.kind == "matrix":
+            made = policy.weights("rollout").linears[name.removesuffix(".weight")].matrix
+            assert isinstance(made, Int8Rows)
+            assert torch.equal(torch.cat([found[part] for part in master.parts]), made.values)
+        else:
+            (part,) = master.parts
+            assert torch.equal(found[part], plain[name])
+    assert float(found["model.layers.0.input_layernorm.weight"].max()) < 10
 
 
 def test_a_checkpoint_of_another_model_and_a_damaged_one(

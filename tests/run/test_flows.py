@@ -279,8 +279,8 @@ def test_names_of_experts_to_paste_are_those_of_the_recipe() -> None:
     changes = {"family": "qwen3_moe", "experts": Experts(4, 2, 128, renormalise=True)}
     batch = pack([TokenSequence.of_answer((1, 2), (3, 4))], 64)[0]
     sites = [one.site for one in measure_crests(spiked_policy(changes), batch)]
-    assert sites[2:] == ["layers.0.experts.gate_up_proj"]
-    line = describe_crests([Crest(sites[2], 0.5, 13.0)], 4)
+    assert sites[2:] == ["layers.0.experts.gate_up_proj", "layers.0.experts.down_proj"]
+    line = describe_crests([Crest(site, 0.5, 13.0) for site in sites[2:]], 4)
     named = json.loads(line.partition("precision.modules_bf16 = ")[2])
     kept = measure_crests(spiked_policy(changes, modules_bf16=named), batch)
     assert [one.site for one in kept] == sites[:2]

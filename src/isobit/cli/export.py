@@ -32,7 +32,7 @@ def run_export(arguments: Sequence[str]) -> int:
     precision = _precision(options.precision, overrides)
     if precision is not None and options.format == "bf16":
         raise ConfigError(
-            "--precision says which bytes are written in FP8, and --format is bf16: leave one out"
+            "--precision says what is written in 8 bits, and --format is bf16: leave one out"
         )
     with starting():
         from isobit.observe.console import Console
@@ -73,9 +73,15 @@ def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
     ]
     if result.quantised:
         own = "the policy's own bytes"
+        kind = "INT8" if result.format == "int8" else "E4M3"
         if result.sampled_in is not None:
             own = f"quantised anew: the run sampled in {result.sampled_in}"
-        lines.append(f"{result.quantised} matrices in E4M3, {own}")
+        lines.append(f"{result.quantised} matrices in {kind}, {own}")
+    if result.format == "int8":
+        lines.append(
+            "vLLM reads it, on one GPU; in transformers call compressed-tensors' "
+            "apply_transform_config, as its README.md shows"
+        )
     if result.not_whole:
         lines += [
             f"{len(result.not_whole)} matrices are BF16, as the numbers that their E4M3 bytes "
@@ -116,9 +122,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--private", action="store_true", help="of a new model of the hub")
     parser.add_argument(
         "--format",
-        choices=("bf16", "fp8"),
+        choices=("bf16", "fp8", "int8"),
         default="bf16",
-        help="bf16 (default), or fp8: the bytes that the policy samples with",
+        help="bf16 (default), or the bytes that the policy samples with: fp8, or int8 for vLLM",
     )
     parser.add_argument(
         "--step",
@@ -131,7 +137,8 @@ def _parser() -> ArgumentParser:
         "--precision",
         type=precision_value,
         metavar="NAME",
-        help="with fp8, the flow; by default the run's own, as it is stored, or fp8",
+        help="with fp8 and int8, the flow; by default the run's own, as it is stored, or that of "
+        "the format's name",
     )
     parser.add_argument(
         "--shard-mb",

@@ -35,6 +35,8 @@ COMMANDS = {
     "rollout": "complete prompts with a model folder",
     "eval": "measure a model folder on a dataset with a reward",
     "flows": "compare precision flows of a model on the same prompts, and recommend one",
+    "serve": "serve a model folder by OpenAI's interface",
+    "chat": "converse with a model folder in the terminal",
     "verify": (
         "prove that sampled and trained log-probabilities of a model folder are equal, bit for bit"
     ),
@@ -48,8 +50,6 @@ COMMANDS = {
 }
 """Each command is a function ``run_NAME(arguments) -> exit code`` in ``isobit.cli``."""
 _ELSEWHERE = {
-    "serve": "`transformers serve RUN/model` does it (docs/after_training.md)",
-    "chat": "`transformers chat RUN/model URL` does it (docs/after_training.md)",
     "push": "use `isobit export RUN --to hf://ORG/NAME`",
     "upload": "use `isobit export RUN --to hf://ORG/NAME`",
     "compare": "use `isobit report RUN RUN`",
@@ -62,6 +62,7 @@ _ELSEWHERE = {
 """Commands of other tools, and what to do here."""
 _FILES = {
     "sft": "train",
+    "chat": "serve",
     "diff": "replay",
     "flows": "eval",
     "inspect": "export",

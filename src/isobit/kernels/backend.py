@@ -178,6 +178,12 @@ class Backend(Protocol):
         """
         ...
 
+    def log_softmax(self, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        """Every log-probability of FP32 logits [N, V] at temperatures FP32 [N]: FP32 [N, V], the
+        bits of ``token_log_probs`` and ``draw``.  What is not finite does as there.
+        """
+        ...
+
     def scalar_head(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """A value or score for each hidden state: [N, C] and a published weight [C] -> FP32 [N]."""
         ...

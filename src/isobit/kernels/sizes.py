@@ -95,8 +95,12 @@ class Sizes(Protocol):
         """Q, K and V of a token as attention reads them, and what the forward keeps."""
         ...
 
-    def attention_gradients(self, shape: AttentionShape) -> int:
+    def attention_gradients(self, shape: AttentionShape, format: Format) -> int:
         """What attention's backward takes for a token beside dQ, dK, dV and dO."""
+        ...
+
+    def product_sums(self, site: Site, tokens: int) -> int:
+        """What FProp of a linear takes at most beside its operands and its output."""
         ...
 
     def workspaces(self, shape: WorkShape) -> Mapping[str, int]:

@@ -12,7 +12,8 @@ the halves of a layer,
 
     passing, the largest of:
       the back end's workspaces (lm_head's logits, for example)
-      layer, forward    T (3 streams + a norm as read + what the layer makes and does not save)
+      layer, forward    T (3 streams + a norm as read + what the layer makes and does not save) and
+                        the sums of a product that is split along K
       layer, backward   T (a stream + what is computed again + the larger of the MLP's gradients,
                         and a stream and attention's less the MLP's saved, which is freed); and what
                         the matrix ``once`` needs beyond the stream freed before it
@@ -35,7 +36,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import LM_HEAD, build_decoder, decoder_shape
 from isobit.models.frozen import SIDE
 from isobit.models.layers import UnitBytes
-from isobit.precision.flow import PrecisionFlow
+from isobit.precision.flow import Graph, PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES
 
 _OF_HEAD = ("lm_head, backward", "logits chunk")
@@ -69,7 +70,8 @@ def passing_bytes(
         **{name: size + head_sum * (name in _OF_HEAD) for name, size in workspaces.items()},
         "a layer, forward": max(
             tokens * layer.forward(recompute) + layer.mlp.made_once for layer in layers
-        ),
+        )
+        + _product_sums(flow.training, sizes, tokens),
         "a layer, backward": max(
             tokens * layer.backward(recompute) + layer.once(recompute, tokens) for layer in layers
         ),
@@ -85,7 +87,14 @@ def scoring_bytes(
     head = (size for moment, size in workspaces.items() if not moment.endswith(of_training))
     layers = _layers(shape, flow, sizes)
     layer = max(tokens * layer.scoring + layer.mlp.made_once for layer in layers)
+    layer += _product_sums(flow.training, sizes, tokens)
     return max(layer + tokens * sum(layer.mlp.noted for layer in layers), *head)
+
+
+def _product_sums(graph: Graph, sizes: Sizes, tokens: int) -> int:
+    """Of the linear that takes most."""
+    linears = (site for site in graph.sites if site.kind == "linear")
+    return max(sizes.product_sums(site, tokens) for site in linears)
 
 
 def _work(shape: ModelConfig, flow: PrecisionFlow, tokens: int, longest: int) -> WorkShape:

@@ -132,7 +132,8 @@ class Attention:
         qkv = a * self._qkv.shape.out_features
         qkv_site, out_site = graph.site(self._qkv.path), graph.site(self._out.path)
         width = self._out.shape.in_features
-        encoded = sizes.encoded(shape, graph.attention_format(layer)) + attended
+        format = graph.attention_format(layer)
+        encoded = sizes.encoded(shape, format) + attended
         keys = a * shape.num_kv_heads * shape.head_dim
         saved = stream + sizes.saved(qkv_site, config.hidden_size) + qkv + encoded
         read = sizes.read(qkv_site, config.hidden_size)
@@ -142,7 +143,7 @@ class Attention:
             read=read,
             kept=0,
             made=(read or stream) + encoded,
-            gradients=stream + 2 * attended + sizes.attention_gradients(shape) + 2 * keys,
+            gradients=stream + 2 * attended + sizes.attention_gradients(shape, format) + 2 * keys,
             once=max(
                 sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((qkv_site, self._qkv), (out_site, self._out))

@@ -32,14 +32,14 @@ import torch
 from isobit.models.config import ModelConfig, rotary_buffer
 from isobit.models.decoder import NAME as EMBEDDING
 from isobit.models.decoder import build_decoder
-from isobit.models.fp8_checkpoint import (
+from isobit.models.layers import Master
+from isobit.models.quantised_checkpoint import (
     SCALE_FORMATS,
     Fp8Format,
     MasterValues,
     read_fp8_format,
     scales_shape,
 )
-from isobit.models.layers import Master
 from isobit.models.safetensors import (
     INDEX_FILE,
     SCALES_SUFFIX,

@@ -27,10 +27,10 @@ from isobit.kernels import backend
 from isobit.models.checkpoint import Checkpoint, read_json
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
-from isobit.models.fp8_checkpoint import MasterValues, read_fp8_format
 from isobit.models.hub import hub_folder, is_hub_name
 from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare, SampledPolicy
+from isobit.models.quantised_checkpoint import MasterValues, read_fp8_format
 from isobit.models.saving import policy_contents, write_folder
 from isobit.parallel.slots import ONE_SLOT, Slots
 from isobit.parallel.world import ALONE, World, write_on_all

@@ -22,9 +22,9 @@ from isobit.kernels.operands import LinearWeight, Operand, RopeTable
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import LM_HEAD, Decoder, build_decoder, decoder_shape
 from isobit.models.folder import read_config, read_masters, read_reward_config
-from isobit.models.fp8_checkpoint import MasterValues
 from isobit.models.layers import Weights
 from isobit.models.policy import Policy
+from isobit.models.quantised_checkpoint import MasterValues
 from isobit.models.scorer import Scorer
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import QuantisedWeight, Side

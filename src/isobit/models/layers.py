@@ -23,7 +23,7 @@ from isobit.kernels.operands import (
     observe,
     router_losses,
 )
-from isobit.models.fp8_checkpoint import MasterValues, master_of
+from isobit.models.quantised_checkpoint import MasterValues, master_of
 from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.records.batch import RouterScores
@@ -364,3 +364,11 @@ def fold_norms(
             wide = values if isinstance(values, torch.Tensor) else master_of(values)
             values = wide * factors.pop(path)
         yield name, values
+
+
+def about_folded(channels: Sequence[int]) -> str:
+    """What to say of norms that were changed, from what ``fold_norms`` has noted."""
+    return (
+        f"isobit: {sum(channels)} channels of {len(channels)} norms, whose weights are more than 8 "
+        "times the median, are moved into the matrices behind them for INT8: the same function"
+    )

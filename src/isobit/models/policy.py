@@ -23,8 +23,8 @@ from isobit.kernels.operands import HeadWeight, LinearWeight, RopeTable
 from isobit.models.checkpoint import is_equal_in_pieces
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import LM_HEAD, build_decoder, master_shapes
-from isobit.models.fp8_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
-from isobit.models.layers import Weights, fold_norms
+from isobit.models.layers import Weights, about_folded, fold_norms
+from isobit.models.quantised_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
 from isobit.models.safetensors import checksum_of
 from isobit.parallel.gradient_sum import ExchangedSum, GradientSum, Targets, fold_of
 from isobit.parallel.slots import ONE_SLOT, Slots, SlotSum
@@ -106,11 +106,7 @@ class Published:
         if len(self.conversion):
             say(f"isobit: {self.conversion}")
         if folded:
-            say(
-                f"isobit: {sum(folded)} channels of {len(folded)} norms, whose weights are more "
-                "than 8 times the median, are moved into the matrices behind them for INT8: the "
-                "same function"
-            )
+            say(about_folded(folded))
         assert names == list(self._described), "masters do not fit the configuration"
 
     @torch.no_grad()
@@ -262,7 +258,7 @@ class Policy:
         Those of a mapping are copied. Pairs are taken over one by one, so they need not fit the
         memory together: FP32 values on the device become the master itself, and a folder's FP8
         matrix is used unchanged if the flow has the form of its scales
-        (``isobit.models.fp8_checkpoint``). ``slots`` are those of an update.
+        (``isobit.models.quantised_checkpoint``). ``slots`` are those of an update.
         """
         self.config = config
         self.decoder = build_decoder(config)
@@ -328,6 +324,18 @@ class Policy:
         self.version += 1
         if self.world.size > 1:
             self.compare(self.world)
+
+    @torch.no_grad()
+    def republish(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Publish other whole masters in place, one by one, and keep none: for a policy that is not
+        trainable and alone in its world.
+        """
+        self.change, self._published.reads_folder = PublishedChange(self.world), False
+        for name, shape in self.shapes.items():
+            master = masters[name].to(self.device, torch.float32)
+            self._published.republish(name, master, 0, shape[0], self.change)
+        self._published.gather(self.world, {})
+        self.version += 1
 
     @torch.no_grad()
     def restore(self, masters: Mapping[str, torch.Tensor], version: int) -> None:

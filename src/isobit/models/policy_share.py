@@ -17,9 +17,9 @@ from isobit.config.tables import PrecisionConfig
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
-from isobit.models.fp8_checkpoint import MasterValues
 from isobit.models.layers import Master, Weights
 from isobit.models.policy import Policy, Published
+from isobit.models.quantised_checkpoint import MasterValues
 from isobit.models.tensor_parallel import TensorParallel
 from isobit.parallel.world import World
 from isobit.precision.flow import Graph, build_flow, is_same_forward

@@ -156,6 +156,7 @@ _FORMATS = {
     torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -345,6 +346,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 SCALES_SUFFIX = "_scale_inv"  # appended to a matrix's name for its scales
+INT8_SCALES_SUFFIX = "_scale"  # the same of a matrix in INT8
 
 Layout = Mapping[str, torch.Tensor]
 """Tensors of a folder by name, as shapes and formats on the device ``meta``."""
@@ -410,7 +412,8 @@ def _kept_together(layout: Layout) -> list[list[str]]:
     """A matrix with its scales, in the order of the layout; every other tensor alone."""
     groups: dict[str, list[str]] = {}
     for name in layout:
-        groups.setdefault(name.removesuffix(SCALES_SUFFIX), []).append(name)
+        matrix = name.removesuffix(SCALES_SUFFIX).removesuffix(INT8_SCALES_SUFFIX)
+        groups.setdefault(matrix, []).append(name)
     return list(groups.values())
 
 

@@ -7,13 +7,22 @@ tokenizer's files. A value head, which checkpoints do not have, is left out.
                 X.weight_scale_inv     FP32 [N/128, K/128]; despite its name a value is
                                        byte * scale
             every other tensor in BF16, with its module in ``modules_to_not_convert``
+    INT8    a matrix that the rollout has in INT8, as compressed-tensors names it:
+                X.weight               INT8 [N, K], the policy's integers, behind H
+                X.weight_scale         FP32 [N, 1]; a value of W H / sqrt(n) is integer * scale
+            ``transform_config`` says that inputs are multiplied by H / sqrt(n) in front of it;
+            every other tensor in BF16, with its module in ``ignore``
 
-Stock loaders read whole blocks only, and engines fuse q with k and v, gate with up, and all
+Stock loaders read whole blocks of FP8 only, and engines fuse q with k and v, gate with up, and all
 experts: if one part of a fused matrix does not consist of whole blocks, all its parts are written
 in BF16, as the numbers that their bytes stand for. E4M3 times a power of two is exact in BF16.
+
+Published INT8 scales carry 1 / n, the factor of both H. Loaders divide inputs by sqrt(n), so that
+here scales are sqrt(n) times as large: exactly for n = 64, rounded to FP32 for n = 128.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -27,19 +36,31 @@ from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer, named_stops, 
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, checkpoint_shapes
+from isobit.models.layers import about_folded, fold_norms
 from isobit.models.policy import Policy
-from isobit.models.safetensors import SCALES_SUFFIX, SHARD_BYTES, Layout, write_order, write_shards
+from isobit.models.quantised_checkpoint import fp8_config, int8_config
+from isobit.models.safetensors import (
+    INT8_SCALES_SUFFIX,
+    SCALES_SUFFIX,
+    SHARD_BYTES,
+    Layout,
+    write_order,
+    write_shards,
+)
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import (
     BLOCK,
     E4M3,
     EIGHT_BITS,
+    Int8Rows,
     QuantisedWeight,
     QuantTensor,
     dequantise,
     num_blocks,
+    rotation_size,
 )
 from isobit.util.errors import ConfigError
+from isobit.util.terminal import say
 
 
 class Tensors(Protocol):
@@ -62,13 +83,13 @@ class Contents:
     layout: Layout
     value: Callable[[str], torch.Tensor]
     quantization: dict[str, Any] | None = None
-    """``quantization_config`` of config.json; None if no matrix is in FP8."""
+    """``quantization_config`` of config.json; None if no matrix is in 8 bits."""
     not_whole: tuple[str, ...] = ()
     """Matrices in E4M3 that are written in BF16 because a size is no multiple of 128."""
 
     @property
     def num_quantised(self) -> int:
-        return sum(tensor.dtype == E4M3 for tensor in self.layout.values())
+        return sum(tensor.dtype in (E4M3, torch.int8) for tensor in self.layout.values())
 
 
 def bf16_contents(config: ModelConfig, tensors: Tensors) -> Contents:
@@ -86,9 +107,9 @@ def fp8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> 
     sites = quantised_sites(config, flow)
     if any(site.forward == "int8" for site in sites.values()):
         raise ConfigError(
-            f"the flow {flow.preset} samples with matrices in INT8 behind a Hadamard matrix, which "
-            "no loader reads; export with --format bf16, or name a flow in FP8, --precision fp8, "
-            "in which the numbers are quantised anew"
+            f"the flow {flow.preset} samples with matrices in INT8; export with --format int8 for "
+            "vLLM, with --format bf16, or name a flow in FP8, --precision fp8, in which the "
+            "numbers are quantised anew"
         )
     if not sites:
         raise ConfigError(
@@ -139,8 +160,79 @@ def _in_fp8(
         return quantised.values if name == matrix else quantised.scales
 
     not_whole = tuple(name for name in layout if name in matrices and name not in whole)
-    quantization = _quantization_config(layout, whole) if whole else None
+    quantization = fp8_config(_kept_modules(layout, whole)) if whole else None
     return Contents(layout, value, quantization, not_whole)
+
+
+def int8_contents(
+    config: ModelConfig, flow: PrecisionFlow, tensors: Tensors, fold: bool = False
+) -> Contents:
+    """The matrices that the flow's rollout has in INT8, quantised from the tensors' numbers, and
+    the rest in BF16. With ``fold``, what stands out of a norm is moved behind it first, as a policy
+    does that reads a folder; a run's masters have been. Raises ConfigError for a flow without INT8
+    matrices, and for a model that vLLM does not take.
+    """
+    sites = {
+        name: site for name, site in quantised_sites(config, flow).items() if site.forward == "int8"
+    }
+    if not sites:
+        raise ConfigError(
+            f"the flow {flow.preset} samples with no matrix in INT8, so there is nothing to write "
+            "in it; export with --format bf16 or fp8, or name another flow, --precision int8"
+        )
+    layout: dict[str, torch.Tensor] = {}
+    for name, tensor in bf16_contents(config, tensors).layout.items():
+        layout[name] = tensor
+        if name in sites:
+            layout[name] = _meta(tuple(tensor.shape), torch.int8)
+            layout[name + INT8_SCALES_SUFFIX] = _meta((len(tensor), 1), torch.float32)
+    sizes = {name: rotation_size(layout[name].shape[1]) for name in sites}
+    quantization = int8_config(sizes, layout.keys(), _kept_modules(layout, sites.keys()))
+    numbers = _folded(config, flow, tensors) if fold else tensors.tensor
+
+    def value(name: str) -> torch.Tensor:
+        matrix = name.removesuffix(INT8_SCALES_SUFFIX)
+        if matrix not in sites:
+            return numbers(name).bfloat16()
+        made = publish_part(sites[matrix], numbers(matrix))
+        assert isinstance(made, Int8Rows), "the site is in INT8"
+        if name == matrix:
+            return made.values
+        return made.scales.double().mul_(math.sqrt(sizes[matrix])).float()[:, None]
+
+    return Contents(layout, value, quantization)
+
+
+def _folded(
+    config: ModelConfig, flow: PrecisionFlow, tensors: Tensors
+) -> Callable[[str], torch.Tensor]:
+    """The numbers of each tensor after ``fold_norms``, of which a row stands for a matrix here."""
+    described, channels = build_decoder(config).masters(), list[int]()
+    graphs = (flow.rollout, flow.training)
+    int8 = {site.name for graph in graphs for site in graph.sites if site.forward == "int8"}
+
+    def rows() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, master in described.items():
+            if len(master.shape) == 2:
+                yield name, torch.ones(1, master.shape[1])
+            elif len(master.parts) == 1:
+                yield name, tensors.tensor(next(iter(master.parts))).float()
+
+    factors: dict[str, torch.Tensor] = {}  # of columns, and the weights of norms
+    for name, row in fold_norms(rows(), int8.__contains__, channels.append):
+        assert isinstance(row, torch.Tensor), "no row is quantised"
+        if row.ndim == 1 or bool((row != 1).any()):
+            factors |= dict.fromkeys(described[name].parts, row)
+    if channels:
+        say(about_folded(channels))
+
+    def numbers(name: str) -> torch.Tensor:
+        factor, values = factors.get(name), tensors.tensor(name)
+        if factor is None:
+            return values
+        return factor if factor.ndim == 1 else values.float() * factor
+
+    return numbers
 
 
 def quantised_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
@@ -175,19 +267,16 @@ def _whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
     }
 
 
-def _quantization_config(layout: Layout, whole: set[str]) -> dict[str, Any]:
-    """What stock loaders read; matrices without scales, and lm_head, are not to be converted."""
-    matrices = [name for name, tensor in layout.items() if tensor.ndim == 2 and name not in whole]
+def _kept_modules(layout: Layout, quantised: Set[str]) -> list[str]:
+    """The modules with matrices that are not in 8 bits, and lm_head, which may be tied."""
     modules = [
-        name.removesuffix(".weight") for name in matrices if not name.endswith(SCALES_SUFFIX)
+        name.removesuffix(".weight")
+        for name, tensor in layout.items()
+        if tensor.ndim == 2
+        and name not in quantised
+        and not name.endswith((SCALES_SUFFIX, INT8_SCALES_SUFFIX))
     ]
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": list(dict.fromkeys([*modules, "lm_head"])),
-    }
+    return list(dict.fromkeys([*modules, "lm_head"]))
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

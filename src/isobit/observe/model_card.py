@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -24,6 +24,13 @@ from isobit.precision.flow import PrecisionFlow, describe_flow
 from isobit.util.files import file_sha256
 
 CARD_FILE = "README.md"
+TRANSFORMERS_INT8 = """\
+import json
+from compressed_tensors.transform import TransformConfig, apply_transform_config
+
+stored = json.load(open("FOLDER/config.json"))["quantization_config"]["transform_config"]
+apply_transform_config(model, TransformConfig.model_validate(stored))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +40,10 @@ class CardFacts:
     source: str
     """What was exported: a path, or a model of the hub."""
     config: ModelConfig
-    in_fp8: bool
+    in_8_bits: Literal["fp8", "int8"] | None
+    """The format of matrices in 8 bits; None where there are none."""
     flow: PrecisionFlow | None
-    """The flow that FP8 bytes are published in; None for BF16, and for bytes that were stored."""
+    """The flow that those are published in; None for BF16, and for bytes that were stored."""
     not_whole: Sequence[str]
     """Matrices that are BF16 because no stock loader reads their last blocks."""
     digests: Mapping[str, str]
@@ -47,7 +55,7 @@ class CardFacts:
     start: Path | None = None
     """The folder of the model that this one was made from, whose licence is taken over."""
     sampled_in: str | None = None
-    """The preset that the run sampled in, where the FP8 bytes are of another flow."""
+    """The preset that the run sampled in, where the 8 bits are of another flow."""
 
 
 def model_card(facts: CardFacts) -> str:
@@ -86,7 +94,7 @@ def write_card(
     began from.  Its bytes do not depend on the run's directory or machine, like the model's.
     """
     digests = {file.name: file_sha256(file) for file in folder.iterdir() if file.is_file()}
-    facts = CardFacts(name, name, config, False, None, (), digests, record, step, start)
+    facts = CardFacts(name, name, config, None, None, (), digests, record, step, start)
     (folder / CARD_FILE).write_text(model_card(facts), encoding="utf-8")
 
 
@@ -104,7 +112,7 @@ def _front_matter(facts: CardFacts) -> str:
         license_name=older.get("license_name"),
         license_link=older.get("license_link"),
         datasets=_hub_datasets(record.setting("config", "data", "train")) if record else None,
-        tags=[*tags, *(["fp8"] if facts.in_fp8 else [])],
+        tags=[*tags, *([facts.in_8_bits] if facts.in_8_bits else [])],
         model_name=_one_line(facts.name),
         eval_results=_results(record) if record else None,
     )
@@ -162,7 +170,11 @@ def _opening(facts: CardFacts) -> str:
     parameters = parameter_count(facts.config)
     kind = "reward model" if facts.config.score_head else "language model"
     what = f"A {facts.config.family} {kind} of {parameters:,} parameters, in "
-    what += "FP8 (E4M3 in blocks of 128x128)" if facts.in_fp8 else "BF16"
+    what += {
+        "fp8": "FP8 (E4M3 in blocks of 128x128)",
+        "int8": "INT8 (behind a Hadamard matrix, a scale for each row)",
+        None: "BF16",
+    }[facts.in_8_bits]
     if facts.record is None:
         return f"{what}; written by Isobit {isobit.__version__} from {_place(facts.source)}."
     kind = "reinforcement learning" if _is_rl(facts.record) else "fine-tuning"
@@ -272,9 +284,9 @@ def _exactness(record: RunRecord) -> Iterator[str]:
 
 
 def _formats(facts: CardFacts) -> Iterator[str]:
-    if facts.in_fp8 or facts.not_whole:
+    if facts.in_8_bits or facts.not_whole:
         yield "## Formats"
-    if facts.in_fp8:
+    if facts.in_8_bits:
         use = "scores" if facts.config.score_head else "samples"
         bytes_of = f"the bytes that Isobit {use} with"
         if facts.sampled_in is not None:
@@ -282,14 +294,22 @@ def _formats(facts: CardFacts) -> Iterator[str]:
         yield (
             "A matrix `X.weight` is E4M3 with a scale for each block of 128x128 in "
             f"`X.weight_scale_inv`, which multiplies: {bytes_of}."
+            if facts.in_8_bits == "fp8"
+            else "A matrix `X.weight` is INT8 behind blocks of a Hadamard matrix, with a scale for "
+            f"each row in `X.weight_scale`: {bytes_of}. The layout is that of compressed-tensors. "
+            "vLLM multiplies the inputs by the same matrix (`transform_config` in `config.json`), "
+            "on one GPU. transformers leaves that out, and its output is then wrong, unless the "
+            "loaded model is given it:"
         )
+    if facts.in_8_bits == "int8":
+        yield f"```python\n{TRANSFORMERS_INT8}\n```"
     if facts.not_whole:
         yield (
             f"{len(facts.not_whole)} matrices have sizes that are no multiples of 128, or are "
             "fused with one that has. Stock loaders refuse those in FP8, so they are written in "
             "BF16, as the numbers that their FP8 bytes stand for."
         )
-    if facts.flow is not None and (facts.in_fp8 or facts.not_whole):
+    if facts.flow is not None and (facts.in_8_bits or facts.not_whole):
         yield "The precision flow:"
         yield "```\n" + "\n".join(describe_flow(facts.flow)) + "\n```"
 

@@ -26,9 +26,9 @@ from packaging.specifiers import SpecifierSet
 from safetensors.torch import load_file, save_file
 
 import isobit
-from isobit.kernels.backend import support, usable_devices
+from isobit.kernels.backend import backend_of, support, usable_devices
 from isobit.kernels.spec import quantise
-from isobit.kernels.spec.linear import int_mm_is_exact
+from isobit.kernels.spec.linear import has_int8_products, int_mm_is_exact
 from isobit.precision.quant_tensor import E4M3, QuantTensor, ScaleKind
 from isobit.proof.doctor_findings import Caution, Check, Fault, bits_of
 from isobit.util.machine import openmp_libraries, processor_name, read_memory, usable_cores
@@ -289,11 +289,10 @@ def _int8(golden: Tensors) -> str:
 
 
 def _int8_products() -> str:
-    if not int_mm_is_exact():
-        raise Caution(
-            "torch._int_mm is not exact on this processor, so linears in INT8 are computed in FP64"
-        )
-    return "torch._int_mm is exact, and linears in INT8 use it"
+    product = backend_of(torch.device("cpu")).describe()["INT8 GEMM"]
+    if has_int8_products() and not int_mm_is_exact():
+        raise Caution(f"linears in INT8 use {product}")
+    return f"exact: linears in INT8 use {product}"
 
 
 def _grid(golden: Tensors) -> str:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, Protocol
 
+from isobit.kernels.noise import sample_key
 from isobit.models.policy_share import LogProbFunction
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.util.errors import RequestError
@@ -113,6 +114,16 @@ class Request:
     visit: int
     samples: int
     sampling: SamplingParams
+    seed: int | None = None
+    """Keys the noise in place of the run's seed, the prompt and the visit: who asks again with the
+    same seed gets the same tokens, whatever the prompt is called and whatever else is live.
+    """
+
+    def noise_key(self, run_seed: int, sample: int) -> int:
+        """The key of the noise of one sample, a signed 64-bit integer."""
+        if self.seed is not None:
+            return sample_key(self.seed, "", 0, sample)
+        return sample_key(run_seed, self.prompt.id, self.visit, sample)
 
     def max_length(self, context: int) -> int:
         """Tokens of the prompt and its longest possible completion within the model's context."""

@@ -15,8 +15,6 @@ change the time a sample takes, nothing else.
 Weights are read where the policy publishes them, so a publication needs no word: each step compares
 the version with that of the pages, and recomputes those if they differ.
 
-The refusal of what this engine, with its model and its cache, could never deliver.
-
 Everything that can be known to fail is refused before it is taken on, with the numbers: every
 sequence of an accepted request can run to its full length alone in the cache, which is why the
 scheduler never gets stuck.
@@ -156,6 +154,11 @@ class Works:
         return len(self._scheduler.running)
 
     @property
+    def free_pages(self) -> int:
+        """Pages that nobody holds."""
+        return self._allocator.num_free
+
+    @property
     def has_room(self) -> bool:
         """Whether a further sample would soon have a place and pages."""
         return self._scheduler.has_room
@@ -263,6 +266,11 @@ class NativeEngine:
     def limits(self) -> Limits:
         """What the model and the cache can take."""
         return self._limits
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the cache that nobody holds: all, where it has been given back."""
+        return works.free_pages if (works := self._works) else self._limits.num_pages
 
     @property
     def num_live(self) -> int:

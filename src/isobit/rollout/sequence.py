@@ -44,7 +44,6 @@ import numpy as np
 from torch import Tensor
 
 from isobit.data.tokenizer import byte_token_ids, special_token_ids
-from isobit.kernels.noise import sample_key
 from isobit.memory.cache_size import pages_for
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
@@ -321,7 +320,7 @@ class Sample(CachedTokens):
         request, sampling = prompt.request, prompt.request.sampling
         self.prompt = prompt
         self.handle = Handle(request.prompt.id, request.visit, index)
-        self.key = sample_key(seed, request.prompt.id, request.visit, index)
+        self.key = request.noise_key(seed, index)
         self.max_length = max_length
         self.in_flight = 0
         self.on_device = False

@@ -1,5 +1,5 @@
 """``isobit export``: a run's model, or a folder's, as a Hugging Face folder that other tools load,
-in BF16 or with its matrices in FP8.
+in BF16 or with its matrices in FP8 or INT8.
 
     find_source     what there is (``isobit.run.export``)
     contents        which tensors the folder gets, in which formats (``isobit.models.saving``)
@@ -10,7 +10,7 @@ What ``isobit export`` takes a model from: a run, that is its finished model or 
 checkpoints, or a Hugging Face folder.
 
 A run's checkpoint holds FP32 masters, of which the checkpoint's tensors are rows; a finished model
-is their BF16 rounding, from which the same FP8 bytes are published.
+is their BF16 rounding, from which the same 8-bit values are published.
 """
 
 import re
@@ -37,6 +37,7 @@ from isobit.models.saving import (
     Tensors,
     bf16_contents,
     fp8_contents,
+    int8_contents,
     stored_contents,
     write_folder,
 )
@@ -335,7 +336,7 @@ def export_to_hub(
     return result, address
 
 
-ExportFormat = Literal["bf16", "fp8"]
+ExportFormat = Literal["bf16", "fp8", "int8"]
 _OTHER_FILES = 64 << 20
 """Bytes that are kept for tokenizer, configuration and card, generously."""
 
@@ -351,7 +352,7 @@ class ExportResult:
     files: int
     """Of tensors."""
     quantised: int
-    """Matrices in E4M3."""
+    """Matrices in 8 bits."""
     sampled_in: str | None
     """The preset in which the run sampled, where ``precision`` is another flow; else None."""
     not_whole: tuple[str, ...]
@@ -366,14 +367,15 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> ExportResult:
-    """Write a model as the folder ``target``.  FP8 bytes are those of ``precision``, by default the
-    run's own flow, or as they are of a folder that is FP8 already.
+    """Write a model as the folder ``target``.  Values in 8 bits are those of ``precision``, by
+    default the run's own flow, or as they are of a folder that is FP8 already.
 
-    Raises ConfigError for a target that cannot be used and a flow without FP8, StorageError for a
-    disk without room, ModelError for a tensor that cannot be read.
+    Raises ConfigError for a target that cannot be used and a flow without such values or whose
+    INT8 vLLM does not take, StorageError for a disk without room, ModelError for a tensor that
+    cannot be read.
     """
     check_target(source, target, overwrite)
-    flow = _flow(source, precision) if format == "fp8" else None
+    flow = _flow(source, format, precision)
     contents = _contents(source, format, flow)
     needed = total_bytes(contents.layout) + _OTHER_FILES
     check_free(target, needed, f"the folder {target}")
@@ -422,12 +424,16 @@ def check_target(source: ExportSource, target: Path, overwrite: bool) -> None:
         )
 
 
-def _flow(source: ExportSource, precision: PrecisionConfig | None) -> PrecisionFlow | None:
-    """None where the bytes are there already."""
-    chosen = precision or source.precision
-    if chosen is None and source.tensors.in_e4m3:
+def _flow(
+    source: ExportSource, format: ExportFormat, precision: PrecisionConfig | None
+) -> PrecisionFlow | None:
+    """None for BF16, and where the bytes are there already."""
+    if format == "bf16":
         return None
-    return build_flow(chosen or PrecisionConfig(), decoder_shape(source.config))
+    chosen = precision or source.precision
+    if chosen is None and format == "fp8" and source.tensors.in_e4m3:
+        return None
+    return build_flow(chosen or PrecisionConfig(preset=format), decoder_shape(source.config))
 
 
 def _contents(source: ExportSource, format: ExportFormat, flow: PrecisionFlow | None) -> Contents:
@@ -435,7 +441,17 @@ def _contents(source: ExportSource, format: ExportFormat, flow: PrecisionFlow | 
         return bf16_contents(source.config, source.tensors)
     if flow is None:
         return stored_contents(source.config, source.tensors)
+    if format == "int8":
+        own = source.precision is not None and _sampled_in(source, flow) is None
+        return int8_contents(source.config, flow, source.tensors, fold=not own)
     return fp8_contents(source.config, flow, source.tensors)
+
+
+def _in_8_bits(contents: Contents) -> Literal["fp8", "int8"] | None:
+    if not contents.num_quantised:
+        return None
+    integers = any(tensor.dtype == torch.int8 for tensor in contents.layout.values())
+    return "int8" if integers else "fp8"
 
 
 def _write(
@@ -454,7 +470,7 @@ def _write(
             name=target.name,
             source=source.name,
             config=source.config,
-            in_fp8=contents.num_quantised > 0,
+            in_8_bits=_in_8_bits(contents),
             flow=flow,
             not_whole=contents.not_whole,
             sampled_in=_sampled_in(source, flow),

@@ -82,8 +82,8 @@ _PROMPT = 512
 
 
 def measure_crests(policy: Scorable, batch: PackedBatch) -> list[Crest]:
-    """The crests in front of each linear in INT8, in the order of the forward, but for the second
-    linear of experts, whose inputs are not observed.
+    """The crests in front of each linear in INT8, in the order of the forward; a token has
+    an input of experts' down_proj for each expert that it chose.
     """
     found: list[Crest] = []
 

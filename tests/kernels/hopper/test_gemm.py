@@ -25,7 +25,9 @@ def assert_fallbacks(reason: str) -> None:
     assert gemm.gemm_back_end("power_of_two") == "scaled_mm"
     assert gemm.gemm_back_end("fp32") == gemm.deep_gemm_or_triton() == "triton"
     described = gemm.describe_back_ends()
+    assert described.pop("INT8 GEMM") == "Triton"
     assert len(described) == 4 and all(reason in text for text in described.values())
+    assert gemm.describe_fallbacks() == [f"{name}: {text}" for name, text in described.items()]
 
 
 def test_without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from isobit.kernels.operands import LinearWeight
+from isobit.kernels.spec import linear as linear_module
 from isobit.kernels.spec.linear import (
     dequantise_rows,
     dequantised,
     dgrad,
     fp8_gemm_nt,
     grid_gemm_nt,
+    integer_product,
     linear,
     linear_input,
     output_gradient,
@@ -163,3 +165,18 @@ def test_nan_and_infinity_reach_the_output() -> None:
     ):
         assert y[0].isfinite().all()
         assert not y[1].isfinite().any() and y[2].isnan().all()
+
+
+@pytest.mark.parametrize("columns", [1, 1024, 1025, 2047, 3000])
+@pytest.mark.parametrize("smallest", [100, 127])
+def test_sums_of_int8_are_exact_and_rounded_once(
+    columns: int, smallest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the largest sums, where FP32 could not hold all of the columns at a time."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(smallest, 128, (7, columns), generator=generator, dtype=torch.int8)
+    b = torch.cat([a[:4], -a[4:]])
+    exact = (a.long()[:, None] * b.long()).sum(-1)
+    for has_instructions in (False, True):
+        monkeypatch.setattr(linear_module, "has_int8_products", lambda has=has_instructions: has)
+        assert torch.equal(integer_product(a, b), exact.float())

@@ -56,6 +56,15 @@ def test_sums_have_the_order_of_the_fast_transform() -> None:
     assert torch.equal(hadamard(x, 64), torch.tensor(expected))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 1100])
+def test_a_hadamard_result_survives_later_calls(rows: int) -> None:
+    x = torch.arange(rows * 64.0).view(rows, 64)
+    made = hadamard(x, 64)
+    kept = made.clone()
+    hadamard(x + 1.0, 64)
+    assert torch.equal(made, kept)
+
+
 def test_products_of_vectors_with_large_channels_lose_less() -> None:
     """Two channels of 64 are ten times as large as the others, as in Q and K of trained models."""
     q, k = torch.randn(2, 500, 64)

@@ -21,9 +21,10 @@ from isobit.kernels.hopper.experts import (
     route,
     route_backward,
 )
-from isobit.kernels.hopper.gemm import describe_back_ends, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import describe_back_ends, describe_fallbacks
 from isobit.kernels.hopper.head import (
     head_logits,
+    log_softmax,
     scalar_head,
     scalar_head_backward,
     token_log_probs,
@@ -84,6 +85,7 @@ class HopperBackend:
     experts = staticmethod(experts)
     experts_saving = staticmethod(experts_saving)
     head_logits = staticmethod(head_logits)
+    log_softmax = staticmethod(log_softmax)
     token_log_probs = staticmethod(token_log_probs)
     scalar_head = staticmethod(scalar_head)
     packed_attention = PackedAttention
@@ -150,9 +152,7 @@ class HopperBackend:
         return describe_back_ends()
 
     def fallbacks(self) -> Sequence[str]:
-        if why_not_deep_gemm() is None:
-            return ()
-        return [f"{operation}: {library}" for operation, library in describe_back_ends().items()]
+        return describe_fallbacks()
 
     def quantise_rows(self, x: torch.Tensor, scales: ScaleKind) -> QuantTensor:
         made = quantise_rows(x, scales)

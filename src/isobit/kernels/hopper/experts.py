@@ -53,7 +53,9 @@ from isobit.kernels.operands import (
     Operand,
     RouterLoss,
     Routing,
+    is_observed,
     logit_gradient,
+    observe,
 )
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, ScaleKind
@@ -163,6 +165,11 @@ def _multiply(
     made = grouped_gemm_nt(gather(x, dispatch, pads), wide, dispatch)
     scales = {"e4m3": down.site.scales, "int8": "int8"}.get(down.site.forward)
     activation = swiglu_rows(made, dispatch, scales, pads)
+    if is_observed() and scales == "int8":
+        assert activation.scales is not None
+        places = dispatch.places.long()
+        scales_of = activation.scales.flatten()[places]
+        observe(activation.values[places], down.site.name, "input", scales=scales_of)
     return made, grouped_gemm_nt(activation, ExpertMatrices.of(down, num_experts), dispatch)
 
 

@@ -204,13 +204,25 @@ def describe_back_ends() -> dict[str, str]:
             "FP8 WGrad",
             "BF16 GEMM and lm_head",
         )
-        return dict.fromkeys(operations, "DeepGEMM")
+        return dict.fromkeys(operations, "DeepGEMM") | _OWN
     return {
         "FP8 GEMM, power-of-two scales": f"cuBLASLt, same bits, slower at small batches: {missing}",
         "FP8 GEMM, FP32 scales": f"Triton, slower: {missing}",
         "FP8 WGrad": f"Triton: {missing}",
         "BF16 GEMM and lm_head": f"Triton, slower: {missing}",
+        **_OWN,
     }
+
+
+_OWN = {"INT8 GEMM": "Triton"}
+"""What no library offers, and is no fallback."""
+
+
+def describe_fallbacks() -> list[str]:
+    """A line for each operation that a slower library runs, and why."""
+    missing = why_not_deep_gemm()
+    described = describe_back_ends().items()
+    return [f"{name}: {library}" for name, library in described if missing and missing in library]
 
 
 def fp8_gemm_nt(

@@ -204,9 +204,11 @@ def log_probs_at(
 
 
 def log_softmax(
-    logits: torch.Tensor, temperatures: torch.Tensor, log_sums: torch.Tensor
+    logits: torch.Tensor, temperatures: torch.Tensor, log_sums: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """FP32 logits [N, V] -> all log-probabilities, FP32 [N, V]."""
+    """FP32 logits [N, V] -> all log-probabilities, FP32 [N, V]; L is computed if not given."""
+    if log_sums is None:
+        log_sums = log_sum_exp(logits, temperatures)
     return logits * _inverse(temperatures)[:, None] - log_sums[:, None]
 
 

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from isobit.kernels.hopper.device_functions import padded_size, rotated, runs
 from isobit.kernels.hopper.quantise import amax_bits, levels, to_e4m3
+from isobit.kernels.hopper.sizes import FEW_ROWS, MOST_SPLITS, PROGRAMS
 from isobit.precision.quant_tensor import (
     BLOCK,
     E4M3,
@@ -36,11 +37,8 @@ from isobit.precision.quant_tensor import (
     num_blocks,
 )
 
-_PROGRAMS = 132  # multiprocessors of a Hopper card
 _SMALL_PROGRAMS = 256  # of 64 rows of W: about two a multiprocessor
-_MOST_SPLITS = 8
 _BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
-_FEW = 64  # rows, up to which W is the left operand
 _WIDTH = 1024  # columns of a program that adds splits
 
 
@@ -59,19 +57,19 @@ def tiles(m: int, n: int, k: int) -> Tiles:
     """By what keeps the multiprocessors busy; no choice changes a bit."""
     if k % 16:  # rows that are not loaded by vectors would not fit the registers of a large tile
         return Tiles(16, 64, 1, 1, swaps=True)
-    if m <= _FEW:
+    if m <= FEW_ROWS:
         block_m = max(16, triton.next_power_of_2(m))
         return Tiles(block_m, 64, _splits(triton.cdiv(n, 64), k, _SMALL_PROGRAMS), 6, swaps=True)
-    if triton.cdiv(m, 128) * triton.cdiv(n, 128) >= _PROGRAMS:
+    if triton.cdiv(m, 128) * triton.cdiv(n, 128) >= PROGRAMS:
         return Tiles(128, 128, 1, 3, swaps=False)
     programs = triton.cdiv(m, 64) * triton.cdiv(n, 128)
-    return Tiles(64, 128, _splits(programs, k, _PROGRAMS), 4, swaps=False)
+    return Tiles(64, 128, _splits(programs, k, PROGRAMS), 4, swaps=False)
 
 
 def _splits(programs: int, k: int, wanted: int) -> int:
     """The smallest power of two that gives enough programs, within the bounds above."""
     splits = 1
-    while 2 * splits <= min(_MOST_SPLITS, num_blocks(k) // _BLOCKS_OF_SPLIT):
+    while 2 * splits <= min(MOST_SPLITS, num_blocks(k) // _BLOCKS_OF_SPLIT):
         if splits * programs >= wanted:
             break
         splits *= 2

@@ -5,8 +5,10 @@ and 4 a row.
 
     encoded      H D + 4 H + 3 G D + 2 G in E4M3, or 8 G in INT8, with V as FP16 copies; or
                  2 (H + 2 G) D in BF16; and 4 H of log-sum-exps
-    attention's  4 H D + 4 G D + 8 H of copies in which every sequence is whole tiles
-    backward
+    attention's  4 H D + 4 G D + 8 H of copies in which every sequence is whole tiles, and
+    backward     8 H + 4 G of scales in INT8
+    product      INT8 of few tokens: INT32 sums of up to 8 parts of K, in fewer than twice as many
+                 tiles of 64 x 128 as multiprocessors, or of 64 x 64 as four times as many
     lm_head      2 C T + 4 V rows scoring, 6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows
                  backward: a part of the logits of about 1 GiB; logits and their gradient of 2 GiB
     score head   6 C T, of a model without lm_head
@@ -42,6 +44,10 @@ _LABELS = 12
 _SCALES = 1024  # a lower bound for the bytes of a transposed matrix to one of its scales
 HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so many
 _TILE = 128
+PROGRAMS = 132  # multiprocessors of a Hopper card
+FEW_ROWS = 64  # up to which an INT8 product takes W as the left operand
+MOST_SPLITS = 8  # parts of K of an INT8 product
+_SPLIT_SUMS = 4 * 64 * 128 * 2 * PROGRAMS
 CHUNK = 4096  # logits of a row that one program takes, of which it leaves three numbers
 _SCORED = 48  # ids, positions and figures of a token
 _SCALE: dict[Format, int] = {"e4m3": 1, "int8": 4}
@@ -147,9 +153,20 @@ def encoded(shape: AttentionShape, format: Format) -> int:
     return queries + 3 * keys + scales + sums
 
 
-def attention_gradients(shape: AttentionShape) -> int:
+def attention_gradients(shape: AttentionShape, format: Format) -> int:
     numbers = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    return 4 * numbers + 8 * shape.num_heads
+    scales = 8 * shape.num_heads + 4 * shape.num_kv_heads if format == "int8" else 0
+    return 4 * numbers + 8 * shape.num_heads + scales
+
+
+def product_sums(site: Site, tokens: int) -> int:
+    """INT32 sums of the parts of K in INT8, where few tokens leave multiprocessors idle."""
+    if site.forward != "int8":
+        return 0
+    rows = sum(site.parts)
+    if -(-tokens // 64) * -(-rows // 128) >= PROGRAMS and tokens > FEW_ROWS:
+        return 0
+    return min(4 * MOST_SPLITS * tokens * rows, _SPLIT_SUMS)
 
 
 def workspaces(shape: WorkShape) -> Mapping[str, int]:

@@ -12,9 +12,10 @@ of 64 from the sequence's own position 0.  Q, K and V come with scales s
                                                      of 2^-23 (bf16, fp32)
     log-sum-exp (base 2) = M + log2(l)
 
-The bits agree because q . k and P . v over a tile are exact in FP64 (at most 53 bits) and rounded
-once to FP32; max has no order; the 64 terms of l (zeros where there are fewer keys) are summed as
-one contiguous row; and tiles are combined in ascending order by a multiplication and an addition.
+The bits agree because q . k and P . v over a tile are exact in FP64 (at most 53 bits; q . k of INT8
+in FP32) and rounded once to FP32; max has no order; the 64 terms of l (zeros where there are fewer
+keys) are summed as one contiguous row; and tiles are combined in ascending order by a
+multiplication and an addition.
 2^x is exp(x ln 2), because `exp2` depends on the position in the tensor.  A masked key has p = 0,
 and a tile of masked keys changes nothing: neither M, l and o so far, nor those of a query that has
 seen no key yet (M = -inf, l = o = 0).
@@ -60,7 +61,7 @@ _SCALE = AMAX_FLOOR / 128  # below every FP32 scale
 class KeyTile:
     """The first w <= 64 keys and values of a tile, for n sequences; no query sees a later one."""
 
-    keys: torch.Tensor  # FP64 [n G, D, w], without scales, divided by ``shift``
+    keys: torch.Tensor  # FP64 (int8: FP32) [n G, D, w], without scales, divided by ``shift``
     key_scales: torch.Tensor  # FP32 [n, G, 1, 1, w], times ``shift``
     values: torch.Tensor  # FP64 [n G, w, D], without scales, divided by ``shift``
     log2_scales: torch.Tensor  # FP32 [n, G, 1, 1, w], of V
@@ -71,16 +72,21 @@ class KeyTile:
     def build(cls, pair: Heads) -> "KeyTile":
         """From K and V stacked, [2, n, G, w, D]."""
         _, n, groups, width, dim = pair.values.shape
-        shifted, shift = pair.shifted_units()
-        units = shifted.view(2, n * groups, width, dim).double()
+        if pair.values.dtype == torch.int8:
+            units, shift = (pair.values[0].float(), pair.values[1].double()), 1.0
+        else:
+            shifted, shift = pair.shifted_units()
+            units = shifted.double().unbind(0)
+        k, v = (x.view(n * groups, width, dim) for x in units)
         keys, values = pair.scales[:, :, :, None, None, :].unbind(0)
         if values.dtype == torch.uint8:
             exponents, inverse = values.float() - float(E8M0_BIAS), reciprocal_of_byte(values)
         else:
             # A token that was never written has the scale 0; its probability is 0, too.
-            exponents, inverse = torch.log2(at_least := values.clamp(min=_SCALE)), 1.0 / at_least
+            at_least = values.clamp(min=_SCALE)
+            exponents, inverse = torch.log2(at_least), at_least.reciprocal()
         key_scales = factors(keys) * shift
-        return cls(units[0].transpose(1, 2), key_scales, units[1], exponents, inverse, shift)
+        return cls(k.transpose(1, 2), key_scales, v, exponents, inverse, shift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +138,7 @@ def attend(
     ``window`` of them, or all.  ``tile_at(j, s, w)`` gives the first w keys of tile j for the
     sequences of the slice s.
     """
-    q = queries.units().double()
+    q = queries.units() if queries.values.dtype == torch.int8 else queries.units().double()
     q_scale = (factors(queries.scales) * (log2(math.e) / q.shape[-1] ** 0.5))[..., None]
     narrow = queries.values.dtype in (E4M3, torch.int8)
     first_seen = first_seen_key(visible, window)
@@ -237,7 +243,9 @@ def _sum_of_64(x: torch.Tensor) -> torch.Tensor:
     """[..., w <= 64] -> [..., 1], padded with zeros to 64 and summed contiguously: one order of
     addition whatever w is.
     """
-    return torch.nn.functional.pad(x, (0, TILE - x.shape[-1])).sum(-1, keepdim=True)
+    missing = TILE - x.shape[-1]
+    padded = torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
+    return padded.sum(-1, keepdim=True)
 
 
 QUERY_BLOCK = 512  # queries of the backward at once: bounds the score matrix of a long sequence

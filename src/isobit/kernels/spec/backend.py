@@ -23,6 +23,7 @@ from isobit.kernels.spec.experts import (
 from isobit.kernels.spec.head import (
     draw_tokens,
     head_logits,
+    log_softmax,
     scalar_head,
     scalar_head_backward,
     token_log_probs,
@@ -30,6 +31,8 @@ from isobit.kernels.spec.head import (
 )
 from isobit.kernels.spec.linear import (
     dgrad,
+    has_int8_products,
+    int_mm_is_exact,
     joined_rows,
     linear,
     linear_input,
@@ -79,6 +82,7 @@ class SpecBackend:
     experts = staticmethod(experts)
     experts_saving = staticmethod(experts_saving)
     head_logits = staticmethod(head_logits)
+    log_softmax = staticmethod(log_softmax)
     token_log_probs = staticmethod(token_log_probs)
     scalar_head = staticmethod(scalar_head)
     packed_attention = PackedAttention
@@ -136,7 +140,12 @@ class SpecBackend:
         """Do nothing: no work is ever pending."""
 
     def describe(self) -> Mapping[str, str]:
-        return {}
+        if has_int8_products() and int_mm_is_exact():
+            return {"INT8 GEMM": "torch._int_mm"}
+        lacks = (
+            "torch._int_mm is not exact on" if has_int8_products() else "neither VNNI nor AMX on"
+        )
+        return {"INT8 GEMM": f"FP32, 1,024 columns at a time, same bits: {lacks} this processor"}
 
     def fallbacks(self) -> Sequence[str]:
         return ()

@@ -48,7 +48,9 @@ from isobit.kernels.operands import (
     Operand,
     RouterLoss,
     Routing,
+    is_observed,
     logit_gradient,
+    observe,
     rounded,
 )
 from isobit.kernels.spec.linear import (
@@ -61,6 +63,7 @@ from isobit.kernels.spec.linear import (
 )
 from isobit.kernels.spec.pointwise import row_sum, swiglu_backward, swiglu_input, swiglu_saved
 from isobit.kernels.spec.quantise import snap_rows
+from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import E4M3, Int8Rows, QuantTensor
 
 
@@ -230,11 +233,28 @@ def _outputs(
     dtype = x.dtype if isinstance(x, torch.Tensor) else torch.bfloat16
     columns = (x if isinstance(x, torch.Tensor) else x.values).shape[1]
     outputs, made = torch.empty(tokens * top_k, columns, dtype=dtype), list[torch.Tensor]()
+    inputs = list[tuple[torch.Tensor, Operand]]()
     for expert in experts_with_tokens(routing, gate_up, down):
         made.append(linear(_rows(x, expert.tokens), expert.gate_up))
         activation = swiglu_input(made[-1], expert.down.site)
         outputs[expert.choices] = linear(activation.read, expert.down)
+        if is_observed():
+            inputs.append((expert.choices, activation.read))
+    _observe_inputs(inputs, down.site, tokens)
     return outputs.view(tokens, top_k, columns), made
+
+
+def _observe_inputs(inputs: list[tuple[torch.Tensor, Operand]], site: Site, tokens: int) -> None:
+    """Show what down reads in INT8: [T, k, I], with scales [T, k]."""
+    rows = [x for _, x in inputs if isinstance(x, Int8Rows)]
+    if rows:
+        order = torch.cat([choices for choices, _ in inputs]).argsort()
+        values, scales = (
+            torch.cat(every)[order]
+            for every in zip(*((x.values, x.scales) for x in rows), strict=True)
+        )
+        wide = values.view(tokens, -1, values.shape[1])
+        observe(wide, site.name, "input", scales=scales.view(tokens, -1))
 
 
 def _rows(x: Operand, index: torch.Tensor) -> Operand:

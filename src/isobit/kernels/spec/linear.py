@@ -21,9 +21,10 @@ in FP32 in ascending order of K:
     Y[m, n] = sum over blocks k of  FP32(sum_j A[m, kj] B[n, kj]) * scale_a[m, k]
                                                                   * scale_b[block of n, k]
 
-In INT8 the sum over all of K is an integer, converted to FP32 once and multiplied by scale_a[m],
-then by scale_b[n].  ``torch._int_mm`` computes it where a check at the first use finds it exact: on
-CPUs without instructions for it (VNNI, AMX), oneDNN saturates sums of pairs at 16 bits.
+In INT8 the sum over all of K is an integer, rounded to FP32 once and multiplied by scale_a[m], then
+by scale_b[n].  ``torch._int_mm`` computes it on a CPU that has instructions for it (VNNI, AMX) and
+passes a check at the first use.  Elsewhere FP32 does, 1,024 columns at a time, whose sums it holds
+exactly; the results are added in FP64.
 
 Shapes: A [M, K], B [N, K] (K-major, as FP8 tensor cores need it), Y [M, N] FP32.
 """
@@ -83,15 +84,37 @@ def _block_product(left: torch.Tensor, right: torch.Tensor, k: int) -> torch.Ten
 
 def int8_gemm_nt(a: Int8Rows, b: Int8Rows) -> torch.Tensor:
     """An activation A and a weight B -> A B^T in FP32."""
-    sums = integer_product(a.values, b.values).float()
-    return sums.mul_(a.scales[:, None]).mul_(b.scales)
+    return integer_product(a.values, b.values).mul_(a.scales[:, None]).mul_(b.scales)
+
+
+_EXACT_COLUMNS = 1024
+"""Sums of so many products of INT8 are integers below 2^24: FP32 holds every one of them."""
 
 
 def integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A [M, K] and B [N, K], INT8 in -127 .. 127 with K at most 133,000 -> A B^T, INT32."""
-    if a.shape[1] > 1 and int_mm_is_exact():
-        return _int_mm(a, b.t())
-    return torch.mm(a.double(), b.double().t()).int()
+    """A [M, K] and B [N, K], INT8 in -127 .. 127 with K at most 133,000 -> A B^T, an integer that
+    is rounded to FP32 once.
+    """
+    if has_int8_products() and a.shape[1] > 1 and int_mm_is_exact():
+        return _int_mm(a, b.t()).float()
+    columns = a.shape[1]
+    if columns <= _EXACT_COLUMNS:
+        return torch.mm(a.float(), b.float().t())
+    total = torch.zeros(len(a), len(b), dtype=torch.float64)
+    for left, right in zip(a.split(_EXACT_COLUMNS, 1), b.split(_EXACT_COLUMNS, 1), strict=True):
+        total.add_(torch.mm(left.float(), right.float().t()))
+    return total.float()
+
+
+@cache
+def has_int8_products() -> bool:
+    """Whether this processor multiplies INT8 (VNNI, AMX).  Without, ``torch._int_mm`` is a loop of
+    single products, tens of times slower than FP32.
+    """
+    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch
+        return torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name, False) for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
 
 
 @cache

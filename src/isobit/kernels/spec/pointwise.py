@@ -41,6 +41,8 @@ _WIDEST_SUM = 4096
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
     """FP32 or FP64 [..., C] contiguous -> [..., 1], in an order that depends on C alone."""
+    if x.shape[-1] <= _WIDEST_SUM:
+        return x.sum(-1, keepdim=True)
     pieces = [piece.sum(-1, keepdim=True) for piece in x.split(_WIDEST_SUM, -1)]
     total = pieces[0]
     for piece in pieces[1:]:

@@ -37,6 +37,8 @@ even, by adding and subtracting 1.5 2^52 grid steps in FP64.  NaN and infinity s
 """
 
 import math
+from functools import lru_cache
+from threading import get_ident
 
 import torch
 
@@ -69,6 +71,8 @@ _SCALES = torch.tensor(
 _RECIPROCALS = torch.tensor(
     [2.0 ** (E8M0_BIAS - byte) for byte in range(E8M0_NAN_BYTE)] + [torch.nan], dtype=torch.float32
 )
+
+_INT8_MAX = torch.tensor(INT8_MAX)
 
 
 def quantise_rows(
@@ -123,15 +127,55 @@ def quantise_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+_PIECE = 1 << 16
+"""Numbers that are transformed at once: they stay in the processor's cache."""
+
+
 def hadamard(x: torch.Tensor, size: int) -> torch.Tensor:
     """FP32 [..., D] -> H x, for each block of ``size`` numbers, a power of two that divides D."""
-    blocks = x.reshape(*x.shape[:-1], -1, size)
-    for _ in range(size.bit_length() - 1):
-        # Sums of neighbours go to the first half and differences to the second: the next neighbours
-        # are twice as far apart in x, and after the last step all numbers are in order.
-        a, b = blocks[..., ::2], blocks[..., 1::2]
-        blocks = torch.cat([a + b, a - b], -1)
-    return blocks.view(x.shape)
+    blocks = x.reshape(-1, size)
+    rows = max(1, _PIECE // size)
+    if len(blocks) <= rows:
+        made = torch.empty_like(blocks).copy_(_Butterflies.of(len(blocks), size)(blocks))
+        return made.view(x.shape)
+    made = torch.empty_like(blocks)
+    for source, target in zip(blocks.split(rows), made.split(rows), strict=True):
+        target.copy_(_Butterflies.of(len(source), size)(source))
+    return made.view(x.shape)
+
+
+class _Butterflies:
+    """The steps of the fast transform of [rows, size], in two buffers that are used again: on a CPU
+    fresh tensors and views of them would cost more than the additions.
+    """
+
+    def __init__(self, rows: int, size: int, thread: int) -> None:
+        del thread  # each has its own buffers
+        source, target = torch.empty(2, size, rows).unbind(0)
+        self._transposed = source.t()
+        self._steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        width = rows
+        while width < rows * size:
+            a, b = source.view(-1, 2, width).split(1, 1)
+            self._steps.append((a, b, target.view(-1, 2, width)))
+            source, target = target, source
+            width *= 2
+        self._result = source.t()
+
+    @classmethod
+    def of(cls, rows: int, size: int) -> "_Butterflies":
+        return _butterflies(rows, size, get_ident())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """FP32 [rows, size] -> the same shape, valid until the next call."""
+        self._transposed.copy_(x)
+        for a, b, sums_and_differences in self._steps:
+            torch.addcmul(a, b, _SIGNS, out=sums_and_differences)
+        return self._result
+
+
+_SIGNS = torch.tensor([[1.0], [-1.0]])
+_butterflies = lru_cache(maxsize=64)(_Butterflies)
 
 
 def quantise_int8(x: torch.Tensor) -> Int8Rows:
@@ -144,10 +188,10 @@ def round_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 [..., D] -> INT8 [..., D] and the FP32 scale of each vector [...]."""
     amax = x.abs().amax(-1).clamp(min=AMAX_FLOOR)
     # A tensor, because torch divides a number by a tensor in two roundings.
-    inverse = amax.new_tensor(INT8_MAX) / amax
+    inverse = _INT8_MAX / amax
     values = (x * inverse[..., None]).round_()
-    finite = torch.isfinite(amax)
-    if not bool(finite.all()):
+    if not _all_finite(amax):
+        finite = torch.isfinite(amax)
         values.masked_fill_(~finite[..., None], 0.0)
         amax.masked_fill_(~finite, torch.nan)
     return values.to(torch.int8), amax / INT8_MAX
@@ -213,12 +257,15 @@ def _quantise(
 
 
 def _scale_byte(amax: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """``scale_byte``, and whether every amax is finite: one reduction in the ordinary case, since
-    the maximum keeps a NaN.
-    """
+    """``scale_byte``, and whether every amax is finite."""
     byte = (amax.clamp(min=AMAX_FLOOR).view(torch.int32) + _ROUND_UP_ABOVE_1_75 >> 23) - 8
-    finite = not amax.numel() or math.isfinite(float(amax.amax()))
+    finite = _all_finite(amax)
     return (byte if finite else byte.masked_fill_(~torch.isfinite(amax), E8M0_NAN_BYTE)), finite
+
+
+def _all_finite(amax: torch.Tensor) -> bool:
+    """One reduction, since the maximum keeps a NaN."""
+    return not amax.numel() or math.isfinite(float(amax.amax()))
 
 
 def _to_e4m3(scaled: torch.Tensor, byte: torch.Tensor, finite: bool) -> torch.Tensor:

@@ -119,8 +119,13 @@ def encoded(shape: AttentionShape, format: Format) -> int:
     return heads * _vector(shape.head_dim, format) + 4 * shape.num_heads
 
 
-def attention_gradients(shape: AttentionShape) -> int:
+def attention_gradients(shape: AttentionShape, format: Format) -> int:
     """0: they are counted in the workspace."""
+    return 0
+
+
+def product_sums(site: Site, tokens: int) -> int:
+    """0: they are counted in the GEMM workspace."""
     return 0
 
 

@@ -1,5 +1,7 @@
-"""FP8 block checkpoints in the format of DeepSeek-V3: E4M3 matrices with a scale for each 128 x 128
-block.
+"""Checkpoints in 8 bits.
+
+**FP8** in blocks, in the format of DeepSeek-V3, is read and written: E4M3 matrices with a scale for
+each 128 x 128 block.
 
     config.json   quantization_config: {quant_method: "fp8", fmt: "e4m3", activation_scheme:
                   "dynamic", weight_block_size: [128, 128], modules_to_not_convert: [...]}
@@ -11,9 +13,22 @@ The parts of a fused matrix have separate blocks, in checkpoints and in flows, s
 concatenated. Bytes and scales are used as they are where the flow's scales have the same form: with
 scales = "fp32" always, with powers of two (the default) if all scales of the matrix are powers of
 two. Other matrices are quantised once again, and ``ScaleConversion`` measures the error.
+
+**INT8** is written for vLLM, in the format of compressed-tensors, and not read:
+
+    config.json   quantization_config: {quant_method: "compressed-tensors", format: "int-quantized",
+                  config_groups: INT8 by channel and by token, transform_config: a Hadamard matrix
+                  of n rows in front of the inputs, ignore: [...]}
+    X.weight             I8 [N, K], of W H
+    X.weight_scale       F32 [N, 1]; integer * scale is a value of W H / sqrt(n)
+
+Read from vLLM 0.25.1 (``quantization/compressed_tensors``, ``csrc/quantization/hadamard``) and
+compressed-tensors 0.17: H is Sylvester's, of a power of two of rows up to 2^15, and divided by
+sqrt(n). vLLM multiplies by it in BF16, on one GPU, in front of linears of which it asserts that
+they have no bias. In front of experts it would leave H out in silence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +36,7 @@ import torch
 
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, QuantTensor, dequantise, num_blocks
-from isobit.util.errors import ModelError, shown
+from isobit.util.errors import ConfigError, ModelError, shown
 
 MasterValues = torch.Tensor | QuantTensor  # what a folder has for a master: numbers, or FP8 blocks
 SCALE_FORMATS = ("F32", "BF16", "F8_E8M0")
@@ -62,6 +77,12 @@ def read_fp8_format(config: Mapping[str, Any], source: str) -> Fp8Format | None:
         return None
     if not isinstance(found, Mapping):
         raise ModelError(f"{source}: quantization_config is {shown(found)}, expected an object")
+    if found.get("quant_method") == "compressed-tensors":
+        raise ModelError(
+            f"{source}: the folder is in compressed-tensors' format, which `isobit export --format "
+            "int8` writes for vLLM and Isobit does not read; name the run or folder that it was "
+            "exported from, or export that with --format bf16"
+        )
     for key, wanted in _WANTED.items():
         if found.get(key, wanted if key in _BY_DEFAULT else None) != wanted:
             raise ModelError(
@@ -83,6 +104,69 @@ def read_fp8_format(config: Mapping[str, Any], source: str) -> Fp8Format | None:
             raise ModelError(f"{source}: {key} is {shown(repr(names))}, expected a list of modules")
         kept += names
     return Fp8Format(tuple(kept))
+
+
+def fp8_config(kept: Sequence[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of a folder in FP8, but for the modules ``kept``."""
+    return {**_WANTED, "modules_to_not_convert": list(kept)}
+
+
+def int8_config(
+    rotations: Mapping[str, int], names: Collection[str], kept: Sequence[str]
+) -> dict[str, Any]:
+    """The ``quantization_config`` of a folder in INT8, but for the modules ``kept``: matrices, with
+    the rows of their Hadamard matrix, among the ``names`` of all tensors. Raises ConfigError for a
+    matrix that vLLM cannot multiply by.
+
+    Only the side of the inputs is named, since compressed-tensors' ``apply_transform_config`` would
+    multiply the stored weights once more.
+    """
+    modules: dict[int, dict[str, None]] = {}  # the last part of their names, by rows of H
+    for matrix, size in rotations.items():
+        _check_vllm_takes(matrix.removesuffix(".weight"), names)
+        modules.setdefault(size, {})[matrix.split(".")[-2]] = None
+    transforms = {
+        f"hadamard_{size}": {
+            "type": "hadamard",
+            "head_dim": size,
+            "apply": [
+                {
+                    "location": "input",
+                    "targets": [rf"re:.*\.({'|'.join(leaves)})$"],
+                    "ignore": list(kept),
+                }
+            ],
+        }
+        for size, leaves in sorted(modules.items())
+        if size > 1
+    }
+    integers = {"num_bits": 8, "type": "int", "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**integers, "strategy": "channel", "dynamic": False},
+                "input_activations": {**integers, "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": list(kept),
+        **({"transform_config": {"config_groups": transforms}} if transforms else {}),
+    }
+
+
+def _check_vllm_takes(module: str, names: Collection[str]) -> None:
+    found = "is an expert" if ".experts." in module else None
+    if f"{module}.bias" in names:
+        found = "has a bias"
+    if found is not None:
+        raise ConfigError(
+            f"{module} {found}, and vLLM multiplies inputs by a Hadamard matrix, as INT8 needs it, "
+            "only in front of linears that are no experts and have no bias; export with --format "
+            "bf16"
+        )
 
 
 def scales_shape(matrix: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,398 @@
+"""``isobit serve MODEL``: an OpenAI-compatible server (docs/serve.md); ``isobit chat MODEL``: a
+conversation in the terminal, with the same engine.
+
+Either takes a run's directory in place of a model folder: its finished model, in the run's
+precision.  With ``--follow`` the server takes the weights of each checkpoint that the run writes.
+"""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobit.cli.arguments import folder_parser, given, set_threads, settings_from, whole
+from isobit.cli.main import starting
+from isobit.config.base import MAX_BATCH
+from isobit.store.directory import RunDirectory, is_run
+from isobit.util.errors import ConfigError, DataError, IsobitError
+from isobit.util.terminal import say
+
+if TYPE_CHECKING:
+    from isobit.config.recipes import GenerationConfig
+    from isobit.models.folder import SamplingModel
+    from isobit.models.policy import Policy
+    from isobit.records.text import Message
+    from isobit.rollout.engine import Request
+    from isobit.rollout.native import NativeEngine
+    from isobit.serve.app import Server
+
+POLL_S = 1.0
+"""Between two looks for a checkpoint."""
+
+PACKAGES = ("prometheus_client", "starlette", "uvicorn")
+"""Of the extra ``serve``."""
+
+
+def run_serve(arguments: Sequence[str]) -> int:
+    """Serve until SIGTERM or Ctrl-C. Raises IsobitError for unusable input before that."""
+    options, overrides = _parser().parse_known_args(arguments)
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"isobit serve needs {', '.join(missing)}, which the extra `serve` brings: "
+            "pip install 'isobit[serve]'"
+        )
+    key = _key(options.api_key)
+    followed = FollowedRun(Path(options.folder)) if options.follow else None
+    settings = _settings(options, overrides)
+    with _listening(options.host, options.port) as listener:
+        set_threads(options)
+        with starting():
+            import isobit.serve.app  # noqa: F401
+        server = _server(options, settings, key, followed)
+        return _serve(server, listener, options)
+
+
+def _settings(
+    options: Namespace, overrides: Sequence[str], **rollout: object
+) -> "GenerationConfig":
+    """Those of the command line, with the precision of a run where one is named, whose finished
+    model becomes the folder. Raises ConfigError.
+    """
+    from isobit.config.recipes import GenerationConfig
+
+    precision, root = options.precision, Path(options.folder)
+    options.model = options.folder
+    if is_run(root):
+        record = _recorded(root)
+        precision = record["precision"] if precision is None else precision
+        if getattr(options, "follow", False):
+            options.model = record["model"]
+        elif (root / "model").is_dir():
+            options.model = str(root / "model")
+        else:
+            raise ConfigError(
+                f"the run in {root} has not finished, so it has no model yet; follow it with "
+                "`isobit serve RUN --follow`, or write a checkpoint of it with `isobit export`"
+            )
+    values = {"precision": "fp8" if precision is None else precision, "rollout": rollout}
+    return settings_from(GenerationConfig, values, overrides)
+
+
+def _recorded(root: Path) -> dict[str, Any]:
+    """The recipe of a run."""
+    path = RunDirectory(root).manifest
+    try:
+        return json.loads(path.read_bytes())["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} does not say what the run began with: {error}") from error
+
+
+class FollowedRun:
+    """The checkpoints of a run as they are written, checked in a thread of their own."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises ConfigError for a path that is no run, and a run that began with no model."""
+        if not is_run(root):
+            raise ConfigError(f"--follow is for a run's directory, and {root} is none")
+        if _recorded(root).get("from_scratch") is not None:
+            raise ConfigError("--follow is for a run that began with a model; this one had none")
+        self._checkpoints = RunDirectory(root).checkpoints
+        self._step = 0
+        self._found: tuple[int, Path] | None = None
+
+    def start(self, policy: "Policy") -> None:
+        """Take the newest checkpoint now, and look for others from now on."""
+        self._look()
+        if (take := self.new_weights(policy)) is not None:
+            take()
+        threading.Thread(target=self._look_on, name="checkpoints", daemon=True).start()
+
+    def new_weights(self, policy: "Policy") -> Callable[[], None] | None:
+        """What publishes the newest checkpoint, if it has not been."""
+        return None if self._found is None else lambda: self._publish(policy)
+
+    def _look_on(self) -> None:
+        while True:
+            time.sleep(POLL_S)
+            self._look()
+
+    def _look(self) -> None:
+        """Check the newest checkpoint, all bytes of it, and keep it."""
+        from isobit.store.checkpoint import folders_by_step, read_checkpoint
+
+        try:
+            folders = folders_by_step(self._checkpoints)
+            newest = max(folders, default=0)
+            if newest <= self._step:
+                return
+            self._step = newest
+            self._found = newest, read_checkpoint(folders[newest]).folder
+        except (IsobitError, OSError) as error:  # a run keeps the last few, and removes others
+            say(f"isobit: the checkpoint of step {self._step} is passed over: {error}")
+
+    def _publish(self, policy: "Policy") -> None:
+        from isobit.run.export import MasterTensors
+        from isobit.store.checkpoint import MASTERS
+
+        assert self._found is not None
+        (step, folder), self._found = self._found, None
+        try:
+            masters = MasterTensors.of(folder / MASTERS, policy.config).file
+        except IsobitError as error:
+            say(f"isobit: the checkpoint of step {step} is passed over: {error}")
+            return
+        policy.republish(masters)
+        print(f"isobit: the weights of step {step}, version {policy.version}", flush=True)
+
+
+def _key(name: str | None) -> str | None:
+    """The key that a variable of the environment holds, so that no list of processes shows it."""
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise ConfigError(
+            f"--api-key is env:{name}, but the environment has no variable {name} with a key; "
+            f"set it: {name}=... isobit serve"
+        )
+    return key
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Raises ConfigError for an address that cannot be listened at, before a model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be listened at: {error.strerror or error}; name "
+            "another port, or end what uses it"
+        ) from error
+
+
+def _server(
+    options: Namespace,
+    settings: "GenerationConfig",
+    key: str | None,
+    followed: FollowedRun | None,
+) -> "Server":
+    from isobit.data.tokenizer import load_tokenizer
+    from isobit.memory.cache_size import batched_tokens
+    from isobit.models.folder import load_sampling_model
+    from isobit.models.policy import Policy
+    from isobit.rollout.native import NativeEngine
+    from isobit.rollout.scoring import TokenScorer
+    from isobit.serve.app import Server, Settings
+    from isobit.serve.engine import EngineThread
+
+    rollout = settings.rollout
+    if settings.cluster.rollout_tp > 1:
+        raise ConfigError(
+            f"cluster.rollout_tp = {settings.cluster.rollout_tp}, but isobit serve runs in one "
+            "process; leave it out"
+        )
+    model = load_sampling_model(options.model, settings.precision, settings.device)
+    policy = model.policy
+    assert isinstance(policy, Policy)
+    if followed is not None:
+        followed.start(policy)
+    new_weights = None if followed is None else lambda: followed.new_weights(policy)
+    tokens = batched_tokens(rollout, policy.backend.sizes)
+    scorer = TokenScorer(policy, tokens)  # first: the engine takes the memory that is left
+    engine = NativeEngine(policy, rollout, model.tokenizer, seed=0)
+    thread = EngineThread(engine, scorer, new_weights)
+    serving = Settings(
+        name=options.name or options.folder,
+        key=key,
+        max_live=options.max_live,
+        chat=settings.data,
+        sampling=model.sampling(rollout),
+        max_tokens=rollout.max_new_tokens if "max_new_tokens" in rollout.model_fields_set else None,
+        precision=settings.precision.preset,
+    )
+    return Server(model, load_tokenizer(model.folder), thread, serving)
+
+
+def _serve(server: "Server", listener: socket.socket, options: Namespace) -> int:
+    import uvicorn
+
+    host, port = listener.getsockname()[:2]
+    if options.api_key is None and host not in ("127.0.0.1", "::1"):
+        say(f"isobit: anyone who reaches {host}:{port} can use this server; set --api-key env:NAME")
+    config = uvicorn.Config(
+        server.app(),
+        log_config=None,
+        access_log=False,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        proxy_headers=False,
+        backlog=2048,
+        timeout_graceful_shutdown=options.grace,
+    )
+    runner = uvicorn.Server(config)
+    server.is_draining = lambda: runner.should_exit
+
+    def end() -> None:
+        runner.should_exit = True
+
+    server.thread.on_fault = end
+    shown = f"[{host}]" if ":" in host else host
+    print(
+        f"isobit: {server.settings.name} in {server.settings.precision} on "
+        f"{server.model.policy.device}, at http://{shown}:{port}/v1",
+        flush=True,
+    )
+    # uvicorn raises the signal again that has ended it: a graceful end is no failure
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    runner.run(sockets=[listener])
+    return 0 if server.thread.has_ended_well else 1
+
+
+def _variable(text: str) -> str:
+    kind, _, name = text.partition(":")
+    if kind != "env" or not name.isidentifier():
+        raise ArgumentTypeError("name the variable that holds the key, as env:NAME")
+    return name
+
+
+def _parser() -> ArgumentParser:
+    parser = folder_parser(
+        "serve",
+        "Serve a model folder by OpenAI's interface, in any precision (docs/serve.md).",
+        "precision, rollout and data",
+        with_seed=False,
+    )
+    parser.set_defaults(precision=None)
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="the address to listen at, by default this machine's own",
+    )
+    parser.add_argument(
+        "--port", type=whole(0, 65535), default=8000, help="by default 8000; 0 takes a free one"
+    )
+    parser.add_argument(
+        "--api-key",
+        type=_variable,
+        metavar="env:NAME",
+        help="the variable of the environment that holds the key which clients must send",
+    )
+    parser.add_argument(
+        "--name", help="the model's name for clients; by default MODEL as it stands here"
+    )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="MODEL is a run's directory: take the weights of its checkpoints as they are written",
+    )
+    parser.add_argument(
+        "--max-live",
+        type=whole(1, MAX_BATCH),
+        default=512,
+        metavar="N",
+        help="samples that are served or wait at once, by default 512; more are answered with 429",
+    )
+    parser.add_argument(
+        "--grace",
+        type=whole(1, 86400),
+        default=30,
+        metavar="SECONDS",
+        help="how long answers may take to their end after SIGTERM, by default 30",
+    )
+    return parser
+
+
+def run_chat(arguments: Sequence[str]) -> int:
+    """Converse until the input ends. Raises IsobitError for a model that cannot."""
+    parser = folder_parser(
+        "chat", "Converse with a model in the terminal.", "precision, rollout and data"
+    )
+    parser.set_defaults(precision=None)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--max-new-tokens", metavar="N", help="longest answer")
+    parser.add_argument("--temperature", metavar="T", help="0 is greedy; by default 1")
+    options, overrides = parser.parse_known_args(arguments)
+    limits = given(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    settings = _settings(options, overrides, max_sequences=1, **limits)
+    set_threads(options)
+    with starting():
+        from isobit.models.folder import load_sampling_model
+        from isobit.rollout.native import NativeEngine
+    model = load_sampling_model(options.model, settings.precision, settings.device)
+    if not model.tokenizer.chat_template:
+        raise ConfigError(
+            f"{options.model} has no chat template, so it knows no turns; `isobit rollout MODEL "
+            "--prompt TEXT` completes a text"
+        )
+    engine = NativeEngine(model.policy, settings.rollout, model.tokenizer, options.seed)
+    _converse(model, engine, settings, options.system)
+    return 0
+
+
+def _converse(
+    model: "SamplingModel", engine: "NativeEngine", settings: "GenerationConfig", system: str | None
+) -> None:
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            print()
+            return
+        if not text.strip():
+            continue
+        messages.append({"role": "user", "content": text})
+        try:
+            answer = _say_answer(engine, _turn(messages, model, settings))
+        except (DataError, IsobitError) as error:
+            say(f"isobit: {error}")
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _turn(
+    messages: "Sequence[Message]", model: "SamplingModel", settings: "GenerationConfig"
+) -> "Request":
+    """Raises DataError for a conversation that does not fit the context or the template."""
+    from isobit.data.prompts import prompts_of_rows
+    from isobit.data.sources import Row
+    from isobit.rollout.engine import Request
+
+    row = Row(tuple(messages), {}, "the conversation")
+    (prompt,) = prompts_of_rows(
+        "turn", [row], model.tokenizer, settings.data, context_tokens=model.context
+    )
+    return Request(prompt, len(messages), 1, model.sampling(settings.rollout))
+
+
+def _say_answer(engine: "NativeEngine", request: "Request") -> str:
+    """Print an answer as it is drawn; Ctrl-C ends it where it stands."""
+    from isobit.observe.console import printable
+
+    ((handle,),) = engine.submit([request], "text")
+    parts = list[str]()
+
+    def show(text: str) -> None:
+        parts.append(text)
+        print(printable(text), end="", flush=True)
+
+    try:
+        while engine.num_live:
+            for event in engine.step():
+                show(event.text)
+    except KeyboardInterrupt:
+        for event in engine.abort([handle]):
+            show(event.text)
+    print()
+    return "".join(parts)

@@ -1,0 +1,231 @@
+"""Log-probabilities of tokens that are given: those of a prompt, and the likeliest alternatives to
+tokens that were drawn.
+
+The tokens go through the rollout side of the policy as a prompt does, in pieces, over a cache of
+their own.  A row of a forward does not depend on the others, so every number has the bits that the
+engine would record, or has recorded, for the same token behind the same tokens:
+
+    log p(token t | tokens before)  =  log-softmax(logits / temperature) at t
+"""
+
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+from isobit.memory.cache_size import out_of_memory_named, pages_for
+from isobit.models.policy import Policy
+from isobit.rollout.runner import PolicyRunner, build_batch
+from isobit.rollout.sequence import CachedTokens, PageAllocator
+from isobit.util.errors import NonFiniteError, RequestError
+
+_LOGITS_AT_ONCE = 1 << 24
+MOST_ALTERNATIVES = 20
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Tokens of which those from position ``first`` (at least 1) on are scored."""
+
+    token_ids: tuple[int, ...]
+    first: int
+    temperature: float
+    alternatives: int = 0
+    """How many of the likeliest tokens are told of each position."""
+
+
+@dataclass(slots=True)
+class Scored:
+    """One entry of each list for each scored token."""
+
+    log_probs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    """1 is the likeliest; tokens that are equally likely share a rank."""
+    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Token and log-probability, from the likeliest on."""
+
+
+@dataclass(slots=True, eq=False)
+class _Given(Generic[Key]):
+    key: Key
+    scoring: Scoring
+    sequence: CachedTokens
+    """All tokens but the last, which predicts nothing that is asked."""
+    scored: Scored = field(default_factory=Scored)
+
+
+class TokenScorer(Generic[Key]):
+    """Scores sequences one forward at a time; ``key`` says whose a result is.
+
+    Args:
+        policy: its rollout side is read.
+        tokens_per_forward: the most tokens of one forward.
+    """
+
+    def __init__(self, policy: Policy, tokens_per_forward: int) -> None:
+        page_tokens = policy.backend.sizes.page_tokens
+        longest = max(policy.config.max_positions, tokens_per_forward)
+        num_pages = pages_for(longest, page_tokens)
+        self._policy, self._tokens = policy, tokens_per_forward
+        with out_of_memory_named(policy.backend.memory):
+            self._runner = PolicyRunner(policy, num_pages)
+        self._version = self._runner.version
+        self._allocator = PageAllocator(num_pages, page_tokens)
+        self._num_pages = num_pages
+        self._waiting: deque[_Given[Key]] = deque()
+        self._active: list[_Given[Key]] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._active)
+
+    @property
+    def keys(self) -> list[Key]:
+        """Of all that has not been scored, in the order of arrival."""
+        return [given.key for given in (*self._active, *self._waiting)]
+
+    def add(self, key: Key, scoring: Scoring) -> None:
+        """Put a sequence in line.
+
+        Raises:
+            RequestError: for no scored token, more tokens than the context holds, and tokens
+                outside of the distribution.
+        """
+        shape, ids = self._policy.config, scoring.token_ids
+        if not 1 <= scoring.first < len(ids):
+            raise RequestError(f"of {len(ids)} tokens none is left to score from {scoring.first}")
+        if len(ids) > shape.max_positions:
+            raise RequestError(
+                f"{len(ids)} tokens are to be scored; the model's context holds "
+                f"{shape.max_positions}: shorten the prompt"
+            )
+        wrong = next((one for one in ids if not 0 <= one < shape.num_drawn), None)
+        if wrong is not None:
+            raise RequestError(
+                f"token {wrong} is to be scored; the distribution holds 0 to {shape.num_drawn - 1}"
+            )
+        sequence = CachedTokens(list(ids[:-1]), self._num_pages)
+        self._waiting.append(_Given(key, scoring, sequence))
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Forget sequences that have not been scored."""
+        leaving = set(keys)
+        self._waiting = deque(one for one in self._waiting if one.key not in leaving)
+        for given in [one for one in self._active if one.key in leaving]:
+            self._let_go(given)
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[Key, Scored]]:
+        """One forward; what is scored to its end.
+
+        An error leaves everything as it was before the call.
+
+        Raises:
+            NonFiniteError: if the logits hold a NaN or an infinity.
+            OutOfMemoryError: if the device has not the memory.
+        """
+        if self._version != self._runner.version:
+            self._begin_again()
+        self._admit()
+        budget, plan = self._tokens, list[tuple[_Given[Key], int]]()
+        for given in self._active:
+            count = min(budget, given.sequence.remaining)
+            if count:
+                plan.append((given, count))
+            budget -= count
+        if not plan:
+            return []
+        with out_of_memory_named(self._policy.backend.memory):
+            self._forward(plan)
+        for given, count in plan:
+            given.sequence.cached += count
+        done = [given for given, _ in plan if not given.sequence.remaining]
+        for given in done:
+            self._let_go(given)
+        return [(given.key, given.scored) for given in done]
+
+    def _admit(self) -> None:
+        while self._waiting:
+            sequence = self._waiting[0].sequence
+            pages = self._allocator.pages_for(sequence.length)
+            if pages > self._allocator.num_free:
+                break
+            for _ in range(pages):
+                sequence.add_page(self._allocator.allocate())
+            self._active.append(self._waiting.popleft())
+
+    def _begin_again(self) -> None:
+        """With weights that were published since: K and V of others are worthless."""
+        self._version = self._runner.version
+        for given in self._active:
+            given.sequence.cached, given.scored = 0, Scored()
+
+    def _let_go(self, given: _Given[Key]) -> None:
+        self._active.remove(given)
+        given.sequence.drop_pages(self._allocator)
+
+    def _forward(self, plan: list[tuple[_Given[Key], int]]) -> None:
+        batch = build_batch(
+            [(given.sequence, count) for given, count in plan], self._runner.page_tokens
+        )
+        hidden = self._runner.forward(batch).hidden
+        owners, rows, targets = list[_Given[Key]](), list[int](), list[int]()
+        row = 0
+        for given, count in plan:
+            begin = given.sequence.cached
+            for position in range(begin, begin + count):
+                if position + 1 >= given.scoring.first:
+                    owners.append(given)
+                    rows.append(row + position - begin)
+                    targets.append(given.scoring.token_ids[position + 1])
+            row += count
+        found = list[_Row]()
+        at_once = max(1, _LOGITS_AT_ONCE // self._policy.config.vocab_size)
+        for first in range(0, len(rows), at_once):
+            some = slice(first, first + at_once)
+            found += self._rows(hidden, owners[some], rows[some], targets[some])
+        for given, (log_prob, rank, alternatives) in zip(owners, found, strict=True):
+            given.scored.log_probs.append(log_prob)
+            given.scored.ranks.append(rank)
+            given.scored.alternatives.append(alternatives)
+
+    def _rows(
+        self, hidden: torch.Tensor, owners: list[_Given[Key]], rows: list[int], targets: list[int]
+    ) -> "list[_Row]":
+        to_device = self._policy.backend.to_device
+        temperatures = torch.tensor(
+            [given.scoring.temperature for given in owners], dtype=torch.float32
+        )
+        some = hidden.index_select(0, to_device(torch.tensor(rows)))
+        logits = self._runner.logits(some)
+        log_probs = self._policy.backend.log_softmax(logits, to_device(temperatures))
+        chosen = log_probs.gather(1, to_device(torch.tensor(targets))[:, None])
+        if not bool(torch.isfinite(chosen).all()):
+            raise NonFiniteError("the log-probability of a token of a prompt is not finite")
+        ranks = (log_probs > chosen).sum(1) + 1
+        most = min(max(given.scoring.alternatives for given in owners), log_probs.shape[1])
+        values, tokens = log_probs.topk(most, dim=1)
+        return [
+            (
+                log_prob,
+                rank,
+                sorted(zip(tokens, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[
+                    : given.scoring.alternatives
+                ],
+            )
+            for given, log_prob, rank, tokens, values in zip(
+                owners,
+                chosen[:, 0].tolist(),
+                ranks.tolist(),
+                tokens.tolist(),
+                values.tolist(),
+                strict=True,
+            )
+        ]
+
+
+_Row = tuple[float, int, list[tuple[int, float]]]

@@ -1,0 +1,487 @@
+"""The routes of the server, what they let in, and what becomes of a request.
+
+    let in      key, size of the body, a place (429 with Retry-After where there is none)
+    read        ``protocol``; tokenised once, in a thread of its own
+    score       the prompt's log-probabilities, where they are asked for
+    draw        ``engine``; events become parts of choices
+    answer      ``answers``: whole, or as server-sent events
+
+A client that goes away ends its samples at once, wherever the request stands.  Everything that can
+go wrong is answered in OpenAI's form with a sentence.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
+
+from isobit.config.data import ChatConfig
+from isobit.data.prompts import Noticed, encodable, prompts_of_rows
+from isobit.data.sources import Row, row_of
+from isobit.data.tokenizer import most_characters, token_ids
+from isobit.models.folder import SamplingModel
+from isobit.records.text import Prompt, SamplingParams
+from isobit.rollout.engine import Request as EngineRequest
+from isobit.rollout.sequence import decode
+from isobit.serve.engine import Call, DisconnectedError, EngineStoppedError, EngineThread
+from isobit.serve.protocol import (
+    ApiError,
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    Question,
+    Spelling,
+    read_request,
+)
+from isobit.serve.work import ChatForm, CompletionForm, Form, Work, as_api_error
+from isobit.util.errors import DataError, IsobitError, RequestError
+
+LARGEST_BODY = 16 << 20
+"""Bytes."""
+BODY_S, SEND_S = 60, 60
+"""How long a client may take to send a request, and to take a chunk of a stream."""
+LONGEST_RETRY_S = 60
+COMPLETION_TOKENS = 16
+"""What a completion has at most where the request does not say; OpenAI's figure."""
+GONE = 499
+"""The status that is counted for a client that went away; nobody reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a model is served."""
+
+    name: str
+    """The model's, for clients."""
+    key: str | None
+    """What clients must send as a bearer token."""
+    max_live: int
+    """Samples that are served or wait at once; more are refused."""
+    chat: ChatConfig
+    sampling: SamplingParams
+    """For what a request does not say."""
+    max_tokens: int | None
+    """The same of its length; None for OpenAI's defaults."""
+    precision: str
+
+
+class Gate:
+    """The places of samples: who comes when all are taken is to come back."""
+
+    def __init__(self, places: int) -> None:
+        self.places, self.taken = places, 0
+        self._seconds = 1.0
+        """Of a request, lately."""
+
+    def enter(self, samples: int) -> None:
+        """Raises ApiError where the samples do not fit."""
+        if samples > self.places:
+            raise ApiError(
+                400,
+                f"n: the request asks for {samples} samples; this server takes at most "
+                f"{self.places} at once: ask for fewer",
+                "n",
+            )
+        if self.taken + samples > self.places:
+            wait = min(max(1, ceil(self._seconds)), LONGEST_RETRY_S)
+            raise ApiError(
+                429,
+                f"{self.taken} of {self.places} places are taken, and the request needs {samples}: "
+                f"try again in {wait} s",
+                code="rate_limit_exceeded",
+                retry_after=wait,
+            )
+        self.taken += samples
+
+    def leave(self, samples: int, seconds: float) -> None:
+        self.taken -= samples
+        self._seconds += 0.1 * (seconds - self._seconds)
+
+
+class Metrics:
+    """What Prometheus is told."""
+
+    def __init__(self, thread: EngineThread, gate: Gate) -> None:
+        self.registry = CollectorRegistry()
+        made = {"registry": self.registry, "namespace": "isobit"}
+        self.requests = Counter("requests", "Requests, by status", ["route", "status"], **made)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **made)
+        self.tokens = Counter("generated_tokens", "Tokens drawn", **made)
+        self.seconds = Histogram("request_seconds", "Time of what the engine served", **made)
+        self.first = Histogram("time_to_first_token_seconds", "Of streams", **made)
+        engine = thread.engine
+        for name, text, value in (
+            ("samples_in_place", "Samples that are served or wait", lambda: gate.taken),
+            ("samples_live", "Samples of the engine", lambda: engine.num_live),
+            ("samples_running", "Samples that decode", lambda: engine.num_running),
+            ("kv_pages", "Pages of the KV cache", lambda: engine.limits.num_pages),
+            ("kv_pages_free", "Pages that nobody holds", lambda: engine.free_pages),
+        ):
+            Gauge(name, text, **made).set_function(value)
+
+    def count(self, work: Work) -> None:
+        """What has become of a request to the engine, at its end."""
+        self.prompt_tokens.inc(work.usage.prompt_tokens)
+        self.tokens.inc(work.usage.completion_tokens)
+        self.seconds.observe(time.perf_counter() - work.begun_at)
+        if work.first_at is not None:
+            self.first.observe(work.first_at - work.begun_at)
+
+
+class Server:
+    """A model behind routes.
+
+    Args:
+        model: what is served.
+        reader: a tokenizer of the same folder that nobody else uses: encoding changes its state.
+        thread: runs the engine of the model.
+    """
+
+    def __init__(
+        self,
+        model: SamplingModel,
+        reader: PreTrainedTokenizerBase,
+        thread: EngineThread,
+        settings: Settings,
+    ) -> None:
+        self.model, self.thread, self.settings = model, thread, settings
+        self.is_draining: Callable[[], bool] = lambda: False
+        """Whether the server ends: then nothing new is taken."""
+        self._reader = reader
+        self._reading = ThreadPoolExecutor(1, "tokenizer")
+        self.gate = Gate(settings.max_live)
+        self.metrics = Metrics(thread, self.gate)
+        tokenizer = model.tokenizer
+        self.spelling = Spelling(
+            lru_cache(1 << 18)(lambda token: decode(tokenizer, [token], special=True))
+        )
+        self._started_at = int(time.time())
+
+    def app(self) -> Starlette:
+        """The ASGI application; its lifespan starts and stops the engine's thread."""
+
+        @asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            self.thread.start()
+            yield
+            await asyncio.to_thread(self.thread.stop)
+            self._reading.shutdown(cancel_futures=True)
+
+        routes = [
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+            Route("/v1/models", self._guarded(self._models)),
+            Route("/v1/models/{name:path}", self._guarded(self._one_model)),
+            Route("/v1/completions", self._guarded(self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+        ]
+        handlers: Any = {HTTPException: _not_found, Exception: _fault}
+        return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+    # Routes
+
+    async def _health(self, _: Request) -> Response:
+        fault = self.thread.fault
+        if fault is not None or self.is_draining():
+            return _json({"status": fault or "the server is shutting down"}, 503)
+        return _json({"status": "ok"})
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._check_name(request.path_params["name"])
+        return _json(self._described())
+
+    async def _complete(self, request: Request) -> Response:
+        asked = read_request(CompletionAsked, await _body(request))
+        form = CompletionForm(asked, self.spelling)
+        places = len(asked.prompt) * asked.n
+        return await self._answer(request, asked, form, places, lambda: self._texts(asked))
+
+    async def _chat(self, request: Request) -> Response:
+        asked = read_request(ChatAsked, await _body(request))
+        form = ChatForm(asked, self.spelling)
+        return await self._answer(request, asked, form, asked.n, lambda: [self._rendered(asked)])
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "id": self.settings.name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "isobit",
+            "max_model_len": self.model.context,
+            "precision": self.settings.precision,
+        }
+
+    def _check_name(self, name: str) -> None:
+        if name != self.settings.name:
+            raise ApiError(
+                404,
+                f"model: there is no model {name[:100]!r} here; this server has "
+                f"{self.settings.name!r}",
+                "model",
+                "model_not_found",
+            )
+
+    def _guarded(
+        self, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """With the key checked, errors answered, and the request counted."""
+
+        async def guarded(request: Request) -> Response:
+            route = request.scope["route"].path
+            try:
+                self._check_key(request)
+                response = await handler(request)
+            except (ClientDisconnect, DisconnectedError):
+                response = Response(status_code=GONE)
+            except (ApiError, IsobitError) as error:
+                response = _refusal(as_api_error(error))
+            except asyncio.CancelledError:  # the time of a graceful end is over
+                if not self.is_draining():
+                    raise
+                ended = EngineStoppedError("the server has ended before the answer")
+                response = _refusal(as_api_error(ended))
+            self.metrics.requests.labels(route, str(response.status_code)).inc()
+            return response
+
+        return guarded
+
+    def _check_key(self, request: Request) -> None:
+        key = self.settings.key
+        if key is None:
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        fits = hmac.compare_digest(given.strip().encode(), key.encode())
+        if kind.lower() != "bearer" or not fits:
+            raise ApiError(
+                401,
+                "the key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+            )
+
+    # Reading
+
+    def _texts(self, asked: CompletionAsked) -> list[Question]:
+        """In the thread of the tokenizer. Raises DataError."""
+        return [self._text(one, asked.add_special_tokens) for one in asked.prompt]
+
+    def _text(self, prompt: str | list[int], add_special_tokens: bool) -> Question:
+        if not isinstance(prompt, str):
+            self._check_ids(prompt)
+            return Question(decode(self.model.tokenizer, prompt, special=True), tuple(prompt))
+        self._check_characters(prompt)
+        encodable(prompt, Row(prompt, {}, "prompt"))
+        (ids,) = token_ids([prompt], self._reader, add_special_tokens)
+        return Question(prompt, tuple(ids))
+
+    def _rendered(self, asked: ChatAsked) -> Question:
+        """In the thread of the tokenizer. Raises DataError, RequestError."""
+        tools, noticed = asked.shown_tools, Noticed()
+        row = row_of(
+            asked.messages, {}, "messages", tools=tools, variables=asked.chat_template_kwargs
+        )
+        (prompt,) = prompts_of_rows(
+            "messages",
+            [row],
+            self._reader,
+            self.settings.chat,
+            context_tokens=self.model.context,
+            noticed=noticed,
+            continues=asked.continue_final_message,
+        )
+        if noticed.unread_tools or noticed.unread_calls:
+            raise DataError(
+                "tools: the chat template of this model does not write them, so that the model "
+                "would not see them; leave them out, or serve another model"
+            )
+        return Question(prompt.text, prompt.token_ids)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        known = self.model.policy.config.vocab_size
+        if max(ids) >= known:
+            raise RequestError(
+                f"prompt: token {max(ids)} is none of the model's, which are 0 to {known - 1}"
+            )
+
+    def _check_characters(self, text: str) -> None:
+        """A text that cannot fit would take seconds and gigabytes to encode."""
+        most = most_characters(self.model.context, self._reader)
+        if len(text) > most:
+            raise self._too_long(f"{len(text):,} characters")
+
+    def _too_long(self, what: str) -> ApiError:
+        return ApiError(
+            400,
+            f"the model's context holds {self.model.context} tokens, and the request has {what}: "
+            "shorten the prompt or lower max_tokens",
+            code="context_length_exceeded",
+        )
+
+    # Answering
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: Asked,
+        form: Form,
+        places: int,
+        read: Callable[[], list[Question]],
+    ) -> Response:
+        self._check_name(asked.model)
+        if self.is_draining() or self.thread.fault is not None:
+            raise EngineStoppedError(self.thread.fault or "the server is shutting down")
+        self.gate.enter(places)
+        call = Call()
+        watch = asyncio.create_task(_watch(request, call))
+
+        def on_close(work: Work) -> None:
+            watch.cancel()
+            self.metrics.count(work)
+            self.gate.leave(places, time.perf_counter() - work.begun_at)
+
+        work = Work(self.thread, asked, form, on_close, call)
+        try:
+            loop = asyncio.get_running_loop()
+            questions = await loop.run_in_executor(self._reading, read)
+            await work.begin(*self._asked_of_engine(asked, form, questions))
+            if asked.stream:
+                return EventStream(work.chunks(), work.close)
+            answer = _json(await work.whole())
+        except BaseException:
+            work.close()
+            raise
+        work.close()
+        return answer
+
+    def _asked_of_engine(
+        self, asked: Asked, form: Form, questions: list[Question]
+    ) -> tuple[dict[str, Any], list[Question], list[EngineRequest]]:
+        """What each answer begins with, the questions, and the engine's requests for them."""
+        name, settings = form.prefix + secrets.token_hex(12), self.settings
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        requests = [
+            EngineRequest(
+                Prompt(f"{name}/{place}", question.text, question.token_ids),
+                0,
+                asked.n,
+                asked.sampling(
+                    settings.sampling, self._max_new_tokens(asked, len(question.token_ids))
+                ),
+                seed,
+            )
+            for place, question in enumerate(questions)
+        ]
+        head = {
+            "id": name,
+            "created": int(time.time()),
+            "model": settings.name,
+            "system_fingerprint": f"{settings.precision}-{self.model.policy.version}",
+        }
+        return head, questions, requests
+
+    def _max_new_tokens(self, asked: Asked, prompt: int) -> int:
+        """Raises ApiError where prompt and answer do not fit the context."""
+        limits = self.thread.engine.limits
+        room = min(limits.context, limits.num_pages * limits.page_tokens + 1) - prompt
+        said = asked.max_tokens
+        if isinstance(asked, ChatAsked):
+            said = asked.max_completion_tokens if said is None else said
+        default = max(room, 1) if isinstance(asked, ChatAsked) else COMPLETION_TOKENS
+        wanted = self.settings.max_tokens or default if said is None else said
+        if said is None:
+            wanted = min(wanted, max(room, 1))
+        if prompt + wanted > limits.context:
+            what = f"{prompt + wanted} ({prompt} of the prompt, {wanted} of the answer)"
+            raise self._too_long(what)
+        return wanted
+
+
+class EventStream(Response):
+    """Server-sent events. A client that takes none for ``SEND_S`` seconds is given up."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._close = events, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "headers": self.raw_headers}
+        try:
+            await send({**start, "status": self.status_code})
+            async for event in self._events:
+                async with asyncio.timeout(SEND_S):
+                    body = event.encode()
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._close()
+
+
+async def _watch(request: Request, call: Call) -> None:
+    """Tell the call when the client is gone."""
+    with suppress(ClientDisconnect):
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+    call.tell(DisconnectedError())
+
+
+async def _body(request: Request) -> bytes:
+    parts, size = list[bytes](), 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > LARGEST_BODY:
+                    raise ApiError(413, f"the body has more than {LARGEST_BODY:,} bytes")
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"the body has not come within {BODY_S} s") from None
+    return b"".join(parts)
+
+
+def _refusal(error: ApiError) -> Response:
+    response = _json(error.json(), error.status)
+    if error.retry_after is not None:
+        response.headers["Retry-After"] = str(error.retry_after)
+    if error.status in (408, 413):  # the rest of the body is not read
+        response.headers["Connection"] = "close"
+    return response
+
+
+def _json(content: dict[str, Any], status: int = 200) -> Response:
+    text = json.dumps(content, allow_nan=False)  # in ASCII, which can hold what a client echoes
+    return Response(text, status, media_type="application/json")
+
+
+async def _not_found(request: Request, error: HTTPException) -> Response:
+    sentence = f"{request.method} {request.url.path[:200]}: {error.detail}; see docs/serve.md"
+    return _refusal(ApiError(error.status_code, sentence))
+
+
+async def _fault(_: Request, error: Exception) -> Response:
+    return _refusal(ApiError(500, f"a fault in the server: {type(error).__name__}; see its log"))

@@ -1,0 +1,290 @@
+"""The thread in which the engine of a server runs.
+
+    the event loop                              this thread
+    submit, score, cancel  -- commands -->      between two steps
+    Call.next              <-- what happens --  after each step, all calls at once
+
+Nobody else touches the engine, so a request's tokens depend on nothing but the request: samples
+come and go while others run (``isobit.rollout.engine``).  An error of the engine ends the calls
+that were live, each with its sentence, and the next ones are served; anything else is a fault in
+Isobit, after which the thread ends and the server with it.
+
+New weights are taken while nothing is live, so that every answer comes from one version of them:
+calls that arrive meanwhile wait.
+"""
+
+import asyncio
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+from isobit.rollout.engine import Follow, Handle, Request, SampleEvent
+from isobit.rollout.native import NativeEngine
+from isobit.rollout.scoring import Scored, Scoring, TokenScorer
+from isobit.util.errors import IsobitError, OutOfMemoryError, RequestError
+from isobit.util.terminal import say
+
+POLL_S = 1.0
+"""Between two looks for new weights."""
+
+
+class EngineStoppedError(IsobitError):
+    """The engine's thread has ended; the server ends too."""
+
+
+class DisconnectedError(Exception):
+    """The client is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The engine has taken a call's requests on."""
+
+    handles: list[list[Handle]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What ``EngineThread.score`` has found."""
+
+    place: int
+    scored: Scored
+
+
+Told = Accepted | Scores | SampleEvent
+
+
+class Call:
+    """One HTTP request's line to the engine; made and read in the event loop."""
+
+    def __init__(self) -> None:
+        self._told: asyncio.Queue[Told | BaseException] = asyncio.Queue()
+        self.is_closed = False
+
+    def tell(self, what: Told | BaseException) -> None:
+        """In the event loop."""
+        self._told.put_nowait(what)
+
+    async def next(self) -> Told:
+        """What happened next. Raises what the engine has raised, and DisconnectedError."""
+        what = await self._told.get()
+        if isinstance(what, BaseException):
+            raise what
+        return what
+
+
+NewWeights = Callable[[], Callable[[], None] | None]
+"""Looks for new weights; what takes them, if there are any."""
+
+
+class EngineThread:
+    """Steps an engine for as long as calls are live.
+
+    Args:
+        engine, scorer: of one policy; nobody else uses them.
+        new_weights: asked every ``POLL_S`` seconds.
+        on_fault: called in the thread when it ends by an error.
+    """
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        scorer: "TokenScorer[tuple[Call, int]]",
+        new_weights: NewWeights | None = None,
+        on_fault: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.engine, self.scorer = engine, scorer
+        self.fault: str | None = None
+        """Why the thread has ended, if it has."""
+        self.on_fault = on_fault
+        self._new_weights, self._looked_at = new_weights, monotonic()
+        self._take_weights: Callable[[], None] | None = None
+        self._calls: dict[Handle, Call] = {}
+        self._commands: SimpleQueue[tuple[Call | None, Callable[[], None]]] = SimpleQueue()
+        self._open: set[Call] = set()
+        """Calls that have begun and are not cancelled: their weights stay."""
+        self._held: list[tuple[Call, Callable[[], None]]] = []
+        """What calls have asked for that wait for new weights."""
+        self._news: list[tuple[Call, Told | BaseException]] = []
+        self._is_ending = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether the thread has ended because it was stopped."""
+        return self._is_ending and not self._thread.is_alive()
+
+    def start(self) -> None:
+        """In the event loop that the calls belong to."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its step; what is live is told so."""
+        self._command(None, self._end)
+        self._thread.join()
+
+    def submit(self, call: Call, requests: Sequence[Request], follow: Follow) -> None:
+        """Told: ``Accepted`` or a RequestError, then the samples' events."""
+        self._command(call, partial(self._submit, call, requests, follow))
+
+    def score(self, call: Call, place: int, scoring: Scoring) -> None:
+        """Told: ``Scores`` with the same ``place``, or a RequestError."""
+        self._command(call, partial(self._score, call, place, scoring))
+
+    def cancel(self, call: Call) -> None:
+        """Whatever the call has asked for ends; nothing more is told. Every call ends so."""
+        call.is_closed = True
+        self._command(None, partial(self._cancel, call))
+
+    def _command(self, call: Call | None, command: Callable[[], None]) -> None:
+        self._commands.put((call, command))
+        if self.fault is not None and call is not None:  # perhaps nobody reads the queue any more
+            call.tell(EngineStoppedError(self.fault))
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_ending:
+                self._obey()
+                if self.engine.num_live:
+                    self._step()
+                if self.scorer.has_work:
+                    self._score_step()
+                self._look_for_weights()
+                self._deliver()
+            self.fault = "the server is shutting down"
+        except BaseException as error:
+            self.fault = f"the engine has stopped: {type(error).__name__}"
+            say("isobit: a fault in the engine's thread; the server ends")
+            traceback.print_exc()
+            self.on_fault()
+        waiting = [call for call, _ in self._held]
+        while not self._commands.empty():
+            call, _ = self._commands.get()
+            waiting += [] if call is None else [call]
+        self._fail([*self._open, *waiting], EngineStoppedError(self.fault))
+        self._deliver()
+
+    def _obey(self) -> None:
+        """Carry out the commands that are there; wait for one if there is nothing else to do."""
+        is_idle = not (self.engine.num_live or self.scorer.has_work)
+        try:
+            if is_idle:
+                self._begin(*self._commands.get(timeout=POLL_S if self._new_weights else None))
+            while True:
+                self._begin(*self._commands.get_nowait())
+        except Empty:
+            pass
+
+    def _end(self) -> None:
+        self._is_ending = True
+
+    def _begin(self, call: Call | None, command: Callable[[], None]) -> None:
+        if call is not None and call.is_closed:
+            return
+        if call is None or call in self._open or self._take_weights is None:
+            self._open |= set() if call is None else {call}
+            command()
+        else:
+            self._held.append((call, command))
+
+    def _submit(self, call: Call, requests: Sequence[Request], follow: Follow) -> None:
+        try:
+            handles = self.engine.submit(requests, follow)
+        except RequestError as error:
+            self._news.append((call, error))
+            return
+        self._calls.update((handle, call) for group in handles for handle in group)
+        self._news.append((call, Accepted(handles)))
+
+    def _score(self, call: Call, place: int, scoring: Scoring) -> None:
+        try:
+            self.scorer.add((call, place), scoring)
+        except RequestError as error:
+            self._news.append((call, error))
+
+    def _cancel(self, call: Call) -> None:
+        self._open.discard(call)
+        self._held = [pair for pair in self._held if pair[0] is not call]
+        handles = [handle for handle, one in self._calls.items() if one is call]
+        self.engine.abort(handles)
+        for handle in handles:
+            del self._calls[handle]
+        self._drop_scorings([call])
+
+    def _step(self) -> None:
+        try:
+            events = self.engine.step()
+        except IsobitError as error:  # no sample is live any more
+            self._fail(self._calls.values(), error)
+            self._calls.clear()
+            return
+        for event in events:
+            call = self._calls.get(event.handle)
+            if call is None:
+                continue
+            if event.completion is not None:
+                del self._calls[event.handle]
+            self._news.append((call, event))
+
+    def _score_step(self) -> None:
+        try:
+            try:
+                found = self.scorer.step()
+            except OutOfMemoryError:
+                self.engine.release()  # its samples wait, and draw what they would have drawn
+                found = self.scorer.step()
+        except IsobitError as error:
+            calls = self._scored_calls()
+            self._drop_scorings(calls)
+            self._fail(calls, error)
+            return
+        self._news += [(call, Scores(place, scored)) for (call, place), scored in found]
+
+    def _scored_calls(self) -> list[Call]:
+        return list(dict.fromkeys(call for call, _ in self.scorer.keys))
+
+    def _drop_scorings(self, calls: Iterable[Call]) -> None:
+        leaving = set(calls)
+        self.scorer.drop([key for key in self.scorer.keys if key[0] in leaving])
+
+    def _fail(self, calls: Iterable[Call], error: IsobitError) -> None:
+        self._news += [(call, error) for call in dict.fromkeys(calls)]
+
+    def _look_for_weights(self) -> None:
+        if self._new_weights is None:
+            return
+        if self._take_weights is None and monotonic() - self._looked_at >= POLL_S:
+            self._looked_at = monotonic()
+            self._take_weights = self._new_weights()
+        if self._take_weights is None or self._open:
+            return
+        self._take_weights()
+        self._take_weights = None
+        held, self._held = self._held, []
+        for call, command in held:
+            self._begin(call, command)
+
+    def _deliver(self) -> None:
+        """Tell the calls, in one go: a wake-up of the event loop for each would cost more."""
+        news, self._news = self._news, []
+        if not news:
+            return
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(_tell_all, news)
+        except RuntimeError:  # the loop is closed: nobody waits
+            return
+
+
+def _tell_all(news: Sequence[tuple[Call, Told | BaseException]]) -> None:
+    for call, what in news:
+        if not call.is_closed:
+            call.tell(what)

@@ -1,0 +1,418 @@
+"""What clients ask: OpenAI's completions and chat completions, with vLLM's names for what OpenAI
+does not have; the errors that they are answered with; and how tokens and their log-probabilities
+are written down.
+
+Unknown keys are refused, and so is a value that would change the answer and that nothing here
+obeys, such as a penalty: an answer without it would look like one with it.
+
+Every log-probability is log-softmax(logits / temperature) over all tokens, before top-k, top-p and
+min-p, at the request's temperature, or at 1 where that is 0.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from isobit.config.base import MAX_FACTOR, MAX_SEED
+from isobit.config.tables import MAX_POSITIONS, MAX_VOCAB_SIZE
+from isobit.records.text import SamplingParams
+from isobit.rollout.scoring import MOST_ALTERNATIVES, Scored
+from isobit.util.errors import shown
+
+MOST_CHOICES = 128
+"""Samples of a prompt."""
+MOST_PROMPTS = 1024
+MOST_STOPS = 16
+LONGEST_STOP = 256
+"""Characters of a stop string, of which each drawn token costs a search."""
+
+
+class ApiError(Exception):
+    """An answer other than 200, in OpenAI's form."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.retry_after = status, message, retry_after
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.body = {"message": message, "type": kind, "param": param, "code": code}
+
+    def json(self) -> dict[str, Any]:
+        return {"error": self.body}
+
+
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("none",),
+}
+"""Keys of other servers with the values that ask for nothing."""
+_IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "request_id",
+    }
+)
+"""Keys that say nothing of the answer."""
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """OpenAI's four forms, as a list of texts or of lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(one, str) for one in value):
+            return _few(value)
+        if _are_tokens(value):
+            return [value]
+        if all(isinstance(one, list) and one and _are_tokens(one) for one in value):
+            return _few(value)
+    raise ValueError(
+        "expected a text, a list of texts, a list of token ids or a list of such lists"
+    )
+
+
+def _few(prompts: list[Any]) -> list[Any]:
+    if len(prompts) > MOST_PROMPTS:
+        raise ValueError(f"there are {len(prompts)} prompts; expected at most {MOST_PROMPTS}")
+    return prompts
+
+
+def _are_tokens(value: list[Any]) -> bool:
+    return all(type(one) is int and 0 <= one <= MAX_VOCAB_SIZE for one in value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(found, list)
+        or len(found) > MOST_STOPS
+        or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in found)
+    ):
+        raise ValueError(
+            f"expected a text or a list of at most {MOST_STOPS} texts, each of 1 to {LONGEST_STOP} "
+            "characters"
+        )
+    return tuple(found)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Accepted; nothing is padded."""
+
+
+class Asked(BaseModel):
+    """What both kinds of request have in common."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    model: str
+    max_tokens: int | None = Field(default=None, ge=0, le=MAX_POSITIONS)
+    temperature: float | None = Field(default=None, ge=0, le=MAX_FACTOR)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_VOCAB_SIZE)
+    min_p: float | None = Field(default=None, ge=0, lt=1)
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    seed: int | None = Field(default=None, ge=-MAX_SEED - 1, le=MAX_SEED)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            raise PydanticCustomError("object", "expected a JSON object")
+        kept = dict[str, Any]()
+        for name, value in values.items():
+            if value is None or (name in _IGNORED and name not in cls.model_fields):
+                continue
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name not in _NEUTRAL:
+                near = get_close_matches(name, cls.model_fields, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise _wrong(name, f"this server knows no such key{hint}")
+            elif value not in _NEUTRAL[name]:
+                allowed = " or ".join(json.dumps(one) for one in _NEUTRAL[name])
+                raise _wrong(name, f"this server does not support it; leave it out, or {allowed}")
+        return kept
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are told with each drawn one; None tells no
+        log-probabilities.
+        """
+        raise NotImplementedError
+
+    @property
+    def scores_prompt(self) -> int | None:
+        """The same of the prompt."""
+        return self.prompt_logprobs
+
+    @property
+    def reports_usage(self) -> bool:
+        """Whether a stream ends in a chunk with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
+        """How its tokens are drawn; ``defaults`` are the server's."""
+        skips = self.skip_special_tokens
+        stops = () if self.ignore_eos else defaults.stop_token_ids
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=_given(self.temperature, defaults.temperature),
+            top_k=max(_given(self.top_k, defaults.top_k), 0),
+            top_p=_given(self.top_p, defaults.top_p),
+            min_p=_given(self.min_p, defaults.min_p),
+            stop_token_ids=tuple(sorted({*stops, *self.stop_token_ids})),
+            stop_strings=(*defaults.stop_strings, *self.stop),
+            special_tokens=defaults.special_tokens if skips is None else not skips,
+        )
+
+
+def _wrong(name: str, message: str) -> PydanticCustomError:
+    return PydanticCustomError("key", "{message}", {"message": message, "name": name})
+
+
+_Value = TypeVar("_Value", int, float)
+
+
+def _given(value: _Value | None, default: _Value) -> _Value:
+    return default if value is None else value
+
+
+class CompletionAsked(Asked):
+    """``POST /v1/completions``."""
+
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scores_prompt(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((one for one in wanted if one is not None), default=None)
+
+
+class ChatAsked(Asked):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=0, le=MAX_POSITIONS)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] = {}
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ChatAsked":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _wrong("top_logprobs", "it needs logprobs = true")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise _wrong("tool_choice", "this server knows 'auto' and 'none'")
+        if self.add_generation_prompt is self.continue_final_message:
+            names = "add_generation_prompt and continue_final_message"
+            raise _wrong("continue_final_message", f"of {names} one must be true and one false")
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """What the chat template is given."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+
+Kind = TypeVar("Kind", bound=Asked)
+
+
+def read_request(kind: type[Kind], body: bytes) -> Kind:
+    """Raises ApiError, with the key and a sentence."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        context = found.get("ctx", {})
+        name = context.get("name") or ".".join(map(str, found["loc"])) or None
+        message = found["msg"].removeprefix("Value error, ")
+        if found["type"] in ("json_invalid", "object"):
+            raise ApiError(400, f"the body is not a JSON object: {message}") from None
+        if found["type"] != "missing" and "message" not in context:
+            message = f"{message}; found {shown(repr(found['input']))}"
+        raise ApiError(400, f"{name}: {message}", param=name) from None
+
+
+SMALLEST_LOG_PROB = -9999.0
+"""In place of minus infinity, which JSON does not have; OpenAI's figure."""
+
+
+@dataclass(slots=True)
+class Part:
+    """What is new of a choice: all of it, or a piece in a stream."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    alternatives: list[list[tuple[int, float]]] | None = None
+    """For each token; None where none were asked for."""
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt as it was read, and its log-probabilities if they were asked for."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    scored: Scored | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def json(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+class Spelling:
+    """The text of single tokens, as ``text`` gives it for a token id, special ones included."""
+
+    def __init__(self, text: Callable[[int], str]) -> None:
+        self.text = text
+
+    def described(self, token: int, log_prob: float) -> dict[str, Any]:
+        """A token as chat completions describe it; bytes are null for a part of a character."""
+        text = self.text(token)
+        known = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": _finite(log_prob), "bytes": known}
+
+    def legacy(self, part: Part, offset: int) -> dict[str, list[Any]]:
+        """The log-probabilities of a part, whose text begins at character ``offset``."""
+        tops = part.alternatives or [[] for _ in part.token_ids]
+        texts = [self.text(token) for token in part.token_ids]
+        found: dict[str, list[Any]] = {"tokens": texts, "token_logprobs": [], "top_logprobs": []}
+        found["text_offset"] = []
+        for token, text, log_prob, top in zip(
+            part.token_ids, texts, part.log_probs, tops, strict=True
+        ):
+            found["token_logprobs"].append(_finite(log_prob))
+            found["top_logprobs"].append(self._by_text([*top, (token, log_prob)]))
+            found["text_offset"].append(offset)
+            offset += len(text)
+        return found
+
+    def _by_text(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Of several tokens with one text the likeliest, so that the largest value stays."""
+        found = dict[str, float]()
+        for token, log_prob in pairs:
+            found.setdefault(self.text(token), _finite(log_prob))
+        return found
+
+    def legacy_prompt(self, question: Question, alternatives: int) -> dict[str, list[Any]]:
+        """The log-probabilities of an echoed prompt; its first token has none."""
+        assert question.scored is not None
+        scored, first = question.scored, question.token_ids[0]
+        tops = [one[:alternatives] for one in scored.alternatives]
+        rest = Part(0, "", question.token_ids[1:], tuple(scored.log_probs), tops)
+        is_written = question.text.startswith(self.text(first))  # else the tokenizer has added it
+        found = self.legacy(rest, len(self.text(first)) if is_written else 0)
+        head = {"tokens": self.text(first), "token_logprobs": None, "top_logprobs": None}
+        return {name: [(head | {"text_offset": 0})[name], *found[name]] for name in found}
+
+    def prompt_log_probs(self, question: Question, alternatives: int) -> list[Any]:
+        """vLLM's form: a table of token ids for each token; its first token has none."""
+        assert question.scored is not None
+        scored, found = question.scored, list[Any]([None])
+        columns = zip(
+            question.token_ids[1:], scored.log_probs, scored.ranks, scored.alternatives, strict=True
+        )
+        for token, log_prob, rank, top in columns:
+            entries = {one: (value, place) for place, (one, value) in enumerate(top, start=1)}
+            kept = dict(list(entries.items())[:alternatives]) | {token: (log_prob, rank)}
+            found.append(
+                {
+                    str(one): {
+                        "logprob": _finite(value),
+                        "rank": place,
+                        "decoded_token": self.text(one),
+                    }
+                    for one, (value, place) in kept.items()
+                }
+            )
+        return found
+
+    def chat(self, part: Part) -> dict[str, Any]:
+        """The log-probabilities of a part of a chat completion."""
+        tops = part.alternatives or [[] for _ in part.token_ids]
+        content = [
+            self.described(token, log_prob)
+            | {"top_logprobs": [self.described(*one) for one in top]}
+            for token, log_prob, top in zip(part.token_ids, part.log_probs, tops, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _finite(log_prob: float) -> float:
+    return max(log_prob, SMALLEST_LOG_PROB)

@@ -1,0 +1,347 @@
+"""A request on its way: its prompts are scored, its samples drawn, and what happens is written in
+the form of an answer, whole or in chunks.
+
+Calls of tools in what a model writes are not parsed yet; ``assistant_message`` is the place.
+"""
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from isobit.rollout.engine import Handle, Request, SampleEvent
+from isobit.rollout.scoring import Scored, Scoring
+from isobit.serve.engine import (
+    Accepted,
+    Call,
+    DisconnectedError,
+    EngineStoppedError,
+    EngineThread,
+    Scores,
+)
+from isobit.serve.protocol import (
+    ApiError,
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    Part,
+    Question,
+    Spelling,
+    Usage,
+)
+from isobit.util.errors import DataError, IsobitError, RequestError
+
+
+class Form(Protocol):
+    """How one kind of request is answered."""
+
+    prefix: str
+    """Of the ids of its answers."""
+    whole: str
+    """The ``object`` of an answer."""
+    piece: str
+    """The ``object`` of a chunk of a stream."""
+
+    def choice(self, question: Question, part: Part) -> dict[str, Any]:
+        """A whole choice."""
+        ...
+
+    def beginning(self, index: int, question: Question) -> dict[str, Any] | None:
+        """The first chunk's choice, before anything is drawn; None for none."""
+        ...
+
+    def delta(self, question: Question, part: Part) -> dict[str, Any]:
+        """A chunk's choice."""
+        ...
+
+    def of_prompts(self, questions: Sequence[Question]) -> dict[str, Any]:
+        """What an answer, or the first chunk, says of the prompts beside the choices."""
+        ...
+
+
+class CompletionForm:
+    """``POST /v1/completions``."""
+
+    prefix, whole, piece = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, asked: CompletionAsked, spelling: Spelling) -> None:
+        self._asked, self._spelling = asked, spelling
+        self._offsets: dict[int, int] = {}
+        """Where the next part of each choice begins, in characters."""
+
+    def choice(self, question: Question, part: Part) -> dict[str, Any]:
+        found = self.delta(question, part)
+        if self._asked.echo:
+            found["text"] = question.text + found["text"]
+            if found["logprobs"] is not None:
+                head = self._log_probs_of_prompt(question)
+                found["logprobs"] = {name: head[name] + found["logprobs"][name] for name in head}
+        return found | self._of_prompt(question)
+
+    def beginning(self, index: int, question: Question) -> dict[str, Any] | None:
+        of_prompt, echo = self._of_prompt(question), self._asked.echo
+        if not echo and not of_prompt:
+            return None
+        wanted = echo and self._asked.logprobs is not None
+        return {
+            "index": index,
+            "text": question.text if echo else "",
+            "logprobs": self._log_probs_of_prompt(question) if wanted else None,
+            "finish_reason": None,
+            **of_prompt,
+        }
+
+    def delta(self, question: Question, part: Part) -> dict[str, Any]:
+        begin = self._offsets.get(part.index, len(question.text) if self._asked.echo else 0)
+        self._offsets[part.index] = begin + len(part.text)
+        found: dict[str, Any] = {
+            "index": part.index,
+            "text": part.text,
+            "logprobs": None,
+            "finish_reason": part.finish_reason,
+        }
+        if self._asked.logprobs is not None:
+            found["logprobs"] = self._spelling.legacy(part, begin)
+        if self._asked.return_token_ids:
+            found["token_ids"] = list(part.token_ids)
+        return found
+
+    def of_prompts(self, questions: Sequence[Question]) -> dict[str, Any]:
+        return {}
+
+    def _log_probs_of_prompt(self, question: Question) -> dict[str, list[Any]]:
+        assert self._asked.logprobs is not None
+        return self._spelling.legacy_prompt(question, self._asked.logprobs)
+
+    def _of_prompt(self, question: Question) -> dict[str, Any]:
+        return _of_prompt(self._asked, question, self._spelling)
+
+
+class ChatForm:
+    """``POST /v1/chat/completions``."""
+
+    prefix, whole, piece = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, asked: ChatAsked, spelling: Spelling) -> None:
+        self._asked, self._spelling = asked, spelling
+
+    def choice(self, question: Question, part: Part) -> dict[str, Any]:
+        message = assistant_message(part.text, self._asked.shown_tools)
+        calls = bool(message.get("tool_calls")) and part.finish_reason == "stop"
+        return {
+            "index": part.index,
+            "message": message,
+            "finish_reason": "tool_calls" if calls else part.finish_reason,
+            **self._of_tokens(part),
+        }
+
+    def beginning(self, index: int, question: Question) -> dict[str, Any] | None:
+        start = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
+
+    def delta(self, question: Question, part: Part) -> dict[str, Any]:
+        return {
+            "index": part.index,
+            "delta": {"content": part.text} if part.text else {},
+            "finish_reason": part.finish_reason,
+            **self._of_tokens(part),
+        }
+
+    def of_prompts(self, questions: Sequence[Question]) -> dict[str, Any]:
+        return _of_prompt(self._asked, questions[0], self._spelling)
+
+    def _of_tokens(self, part: Part) -> dict[str, Any]:
+        wanted = self._asked.alternatives is not None
+        found: dict[str, Any] = {"logprobs": self._spelling.chat(part) if wanted else None}
+        if self._asked.return_token_ids:
+            found["token_ids"] = list(part.token_ids)
+        return found
+
+
+def assistant_message(text: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    """What the model has written, as a message.
+
+    With ``tools``, a parser of the model's format is to be asked here, and the calls that it finds
+    to be ``tool_calls``; the finish reason follows. Streams would hold the text of a call back.
+    """
+    return {"role": "assistant", "content": text}
+
+
+def _of_prompt(asked: Asked, question: Question, spelling: Spelling) -> dict[str, Any]:
+    found = dict[str, Any]()
+    if asked.return_token_ids:
+        found["prompt_token_ids"] = list(question.token_ids)
+    if asked.prompt_logprobs is not None:
+        found["prompt_logprobs"] = spelling.prompt_log_probs(question, asked.prompt_logprobs)
+    return found
+
+
+@dataclass(slots=True)
+class Work:
+    """One request on its way. Whoever makes it closes it, which ends whatever is left of it."""
+
+    thread: EngineThread
+    asked: Asked
+    form: Form
+    on_close: "Callable[[Work], None]"
+    call: Call = field(default_factory=Call)
+    usage: Usage = field(default_factory=Usage)
+    begun_at: float = field(default_factory=time.perf_counter)
+    first_at: float | None = None
+    """When the first token of a stream was known."""
+    _head: Mapping[str, Any] = field(default_factory=dict)
+    _questions: Sequence[Question] = ()
+    _requests: Sequence[Request] = ()
+    _index_of: dict[Handle, int] = field(default_factory=dict)
+    _is_closed: bool = False
+
+    async def begin(
+        self, head: Mapping[str, Any], questions: Sequence[Question], requests: Sequence[Request]
+    ) -> None:
+        """Score the prompts and have the samples taken on; ``requests`` are of the ``questions``,
+        and every chunk has the ``head``.
+
+        Raises RequestError for what the engine refuses, and what ``Call.next`` raises.
+        """
+        self._head, self._questions, self._requests = head, questions, requests
+        self.usage.prompt_tokens = sum(len(one.token_ids) for one in questions)
+        if self.asked.scores_prompt is not None:
+            await self._score_prompts(self.asked.scores_prompt)
+        if self._draws:
+            self.thread.submit(self.call, requests, "text" if self._is_followed else "end")
+            accepted = await self.call.next()
+            assert isinstance(accepted, Accepted)
+            handles = [handle for group in accepted.handles for handle in group]
+            self._index_of = {handle: index for index, handle in enumerate(handles)}
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.thread.cancel(self.call)
+            self.on_close(self)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer."""
+        found = dict[int, Part]()
+        async for part in self._parts():
+            found[part.index] = part
+        choices = [self.form.choice(self._question(index), found[index]) for index in sorted(found)]
+        return {
+            **self._head,
+            "object": self.form.whole,
+            "choices": choices,
+            "usage": self.usage.json(),
+            **self.form.of_prompts(self._questions),
+        }
+
+    async def chunks(self) -> AsyncIterator[str]:
+        """The events of a stream; closes the work."""
+        head = {**self._head, "object": self.form.piece}
+        if self.asked.reports_usage:
+            head["usage"] = None
+        of_prompts = self.form.of_prompts(self._questions)
+        try:
+            for index in range(len(self._questions) * self.asked.n):
+                begun = self.form.beginning(index, self._question(index))
+                if begun is not None:
+                    yield _event({**head, "choices": [begun], **of_prompts})
+            async for part in self._parts():
+                self.first_at = self.first_at or time.perf_counter()
+                choice = self.form.delta(self._question(part.index), part)
+                yield _event({**head, "choices": [choice]})
+            if self.asked.reports_usage:
+                yield _event({**head, "choices": [], "usage": self.usage.json()})
+            yield "data: [DONE]\n\n"
+        except DisconnectedError:
+            return
+        except IsobitError as error:
+            yield _event(as_api_error(error).json())
+        finally:
+            self.close()
+
+    @property
+    def _draws(self) -> bool:
+        """Without a token to draw the request is about its prompts alone."""
+        return all(request.sampling.max_new_tokens for request in self._requests)
+
+    @property
+    def _is_followed(self) -> bool:
+        """Alternatives are known at the end of a sample, so that its stream is one piece."""
+        return self.asked.stream and not self.asked.alternatives
+
+    def _question(self, index: int) -> Question:
+        return self._questions[index // self.asked.n]
+
+    async def _score_prompts(self, alternatives: int) -> None:
+        found = [Scored() for _ in self._requests]
+        scorings = [
+            Scoring(one.prompt.token_ids, 1, one.sampling.log_prob_temperature, alternatives)
+            for one in self._requests
+        ]
+        places = [place for place, one in enumerate(scorings) if len(one.token_ids) > 1]
+        for place in places:
+            self.thread.score(self.call, place, scorings[place])
+        for _ in places:
+            scores = await self.call.next()
+            assert isinstance(scores, Scores)
+            found[scores.place] = scores.scored
+        self._questions = [
+            Question(question.text, question.token_ids, scored)
+            for question, scored in zip(self._questions, found, strict=True)
+        ]
+
+    async def _parts(self) -> AsyncIterator[Part]:
+        """What is drawn, in the order in which it is known."""
+        choices = range(len(self._questions) * self.asked.n)
+        if not self._draws:
+            for index in choices:
+                yield Part(index, finish_reason="length")
+            return
+        left, ended = set(choices), dict[int, Part]()
+        while left:
+            told = await self.call.next()
+            if isinstance(told, Scores):
+                part = ended[told.place]
+                part.alternatives = told.scored.alternatives
+            else:
+                assert isinstance(told, SampleEvent)
+                part = self._part(told)
+                if part.finish_reason is not None and self.asked.alternatives:
+                    ended[part.index] = part
+                    self._score_drawn(part, self.asked.alternatives)
+                    continue
+            if part.finish_reason is not None:
+                left.discard(part.index)
+            yield part
+
+    def _part(self, event: SampleEvent) -> Part:
+        index, completion = self._index_of[event.handle], event.completion
+        part = Part(index, event.text, event.token_ids, event.log_probs)
+        if completion is not None:
+            part.finish_reason = completion.finish_reason
+            if not self._is_followed:
+                part.text, part.token_ids = completion.text, completion.token_ids
+                part.log_probs = completion.log_probs
+        self.usage.completion_tokens += len(part.token_ids)
+        return part
+
+    def _score_drawn(self, part: Part, alternatives: int) -> None:
+        request = self._requests[part.index // self.asked.n]
+        prompt, temperature = request.prompt.token_ids, request.sampling.log_prob_temperature
+        scoring = Scoring((*prompt, *part.token_ids), len(prompt), temperature, alternatives)
+        self.thread.score(self.call, part.index, scoring)
+
+
+def _event(content: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(content, allow_nan=False)}\n\n"
+
+
+def as_api_error(error: ApiError | IsobitError) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError | DataError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineStoppedError):
+        return ApiError(503, f"{error}; try again", retry_after=5)
+    return ApiError(500, str(error))

@@ -1,0 +1,124 @@
+"""Servers in processes of their own, and what tests ask them."""
+
+import http.client
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isobit.starter import starter_folder
+
+KEY = "open sesame"
+TEMPLATE = (
+    "{% for tool in tools or [] %}tool: {{ tool.function.name }}; {% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}; {% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def chat_folder(place: Path) -> Path:
+    """The starter with a chat template that knows tools."""
+    folder = place / "chatty"
+    shutil.copytree(starter_folder(), folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    return folder
+
+
+@dataclass(slots=True)
+class Running:
+    process: subprocess.Popen[str]
+    port: int
+    lines: "queue.SimpleQueue[str]"
+    """What it prints from now on."""
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def ask(
+        self,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        method: str | None = None,
+        timeout: float = 120,
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers in lower case, and body of one request; bytes are sent as they are."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        given = {"Authorization": f"Bearer {KEY}"} if headers is None else dict(headers)
+        try:
+            connection.request(method or ("GET" if body is None else "POST"), path, sent, given)
+            response = connection.getresponse()
+            shown = {name.lower(): value for name, value in response.getheaders()}
+            return response.status, shown, response.read()
+        finally:
+            connection.close()
+
+    def answer(self, body: Mapping[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+        status, _, content = self.ask(path, body)
+        assert status == 200, content
+        return json.loads(content)
+
+    def metrics(self) -> dict[str, float]:
+        _, _, content = self.ask("/metrics")
+        pairs = (line.rsplit(" ", 1) for line in content.decode().splitlines() if line[0] != "#")
+        return {name: float(value) for name, value in pairs}
+
+    def end(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(600)
+
+
+@contextmanager
+def serving(model: Path | str, place: Path, *arguments: str) -> Iterator[Running]:
+    log = place / "server.log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "isobit.cli.main", "serve", str(model), "--port", "0",
+             "--api-key", "env:SERVER_KEY", "--threads", "1", *arguments],
+            stdout=subprocess.PIPE, stderr=errors, text=True,
+            env=os.environ | {"SERVER_KEY": KEY},
+        )  # fmt: skip
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    assert process.stdout is not None
+    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    try:
+        while not (found := re.search(r":(\d+)/v1$", line := lines.get(timeout=300).strip())):
+            assert line, log.read_text()
+        yield Running(process, int(found[1]), lines, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _read(stream: Any, lines: "queue.SimpleQueue[str]") -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put("")
+
+
+def choices(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All that an answer says but its name and time."""
+    return sorted(answer["choices"], key=lambda choice: choice["index"])
+
+
+def events(body: bytes) -> list[dict[str, Any]]:
+    """Of a stream that has come to its end."""
+    parts = body.decode().split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""], body[-300:]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]

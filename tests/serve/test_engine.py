@@ -1,0 +1,172 @@
+"""The thread of the engine: its errors, its end, and new weights."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from isobit.config.tables import RolloutConfig
+from isobit.records.text import Completion
+from isobit.rollout.engine import Request, SampleEvent
+from isobit.rollout.native import NativeEngine
+from isobit.rollout.scoring import Scoring, TokenScorer
+from isobit.serve import engine as module
+from isobit.serve.engine import Accepted, Call, EngineStoppedError, EngineThread, Scores
+from isobit.util.errors import NonFiniteError, RequestError
+from tests.rollout.test_exactness import policy_of, requests
+
+
+def make_thread(**arguments: Any) -> EngineThread:
+    policy = policy_of("fp8")
+    engine = NativeEngine(policy, RolloutConfig(), None, 0)
+    return EngineThread(engine, TokenScorer(policy, 100), **arguments)
+
+
+def run(thread: EngineThread, use: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        thread.start()
+        try:
+            await asyncio.wait_for(use(), 120)
+        finally:
+            await asyncio.to_thread(thread.stop)
+
+    asyncio.run(main())
+
+
+async def drawn(thread: EngineThread, request: Request, call: Call | None = None) -> Completion:
+    """The first sample of a request, in a call that stays open if it is given."""
+    mine = call or Call()
+    thread.submit(mine, [request], "tokens")
+    assert isinstance(await mine.next(), Accepted)
+    while True:
+        told = await mine.next()
+        assert isinstance(told, SampleEvent)
+        if told.completion is not None:
+            if call is None:
+                thread.cancel(mine)
+            return told.completion
+
+
+def test_an_error_of_the_engine_ends_its_calls_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    thread, asked = make_thread(), requests()
+    step = thread.engine.step
+
+    def fail() -> list[SampleEvent]:
+        thread.engine.abort(list(thread.engine._live))
+        monkeypatch.setattr(thread.engine, "step", step)
+        raise NonFiniteError("logits of a prompt are NaN")
+
+    async def use() -> None:
+        expected = await drawn(thread, asked[0])
+        monkeypatch.setattr(thread.engine, "step", fail)
+        with pytest.raises(NonFiniteError, match="are NaN"):
+            await drawn(thread, asked[1])
+        again = await drawn(thread, asked[0])
+        assert again.log_probs == expected.log_probs
+
+    run(thread, use)
+    assert thread.has_ended_well
+
+
+def test_a_fault_ends_the_thread_and_whoever_waits_or_comes_later(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[bool] = []
+    thread = make_thread(on_fault=lambda: ended.append(True))
+    monkeypatch.setattr(thread.engine, "step", lambda: 1 / 0)
+
+    async def use() -> None:
+        for request in requests()[:2]:
+            with pytest.raises(EngineStoppedError, match="ZeroDivisionError"):
+                await drawn(thread, request)
+
+    run(thread, use)
+    assert ended == [True] and not thread.has_ended_well
+    assert "division by zero" in capfd.readouterr().err
+
+
+async def _last_of(call: Call) -> None:
+    while True:
+        await call.next()
+
+
+def test_what_is_live_when_the_thread_is_stopped_is_told_so() -> None:
+    thread = make_thread()
+
+    async def main() -> None:
+        thread.start()
+        call = Call()
+        thread.submit(call, requests(), "end")
+        assert isinstance(await call.next(), Accepted)
+        await asyncio.to_thread(thread.stop)
+        with pytest.raises(EngineStoppedError, match="shutting down"):
+            await _last_of(call)
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_scored_is_told_and_a_cancelled_call_leaves_nothing() -> None:
+    thread = make_thread()
+
+    async def use() -> None:
+        call = Call()
+        thread.score(call, 0, Scoring((1,), 1, 1.0))
+        with pytest.raises(RequestError):
+            await call.next()
+        thread.score(call, 1, Scoring(tuple(range(50)), 1, 1.0))
+        scores = await call.next()
+        assert isinstance(scores, Scores) and scores.place == 1
+        thread.submit(call, requests(), "tokens")
+        await call.next()
+        thread.cancel(call)
+        await drawn(thread, requests()[0])
+        assert thread.engine.num_live == 0
+        assert thread.engine.free_pages == thread.engine.limits.num_pages
+
+    run(thread, use)
+
+
+def test_new_weights_come_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is open keeps its weights to its end, and those that come later wait for it."""
+    monkeypatch.setattr(module, "POLL_S", 0.0)
+    policy, other = policy_of("fp8"), policy_of("fp8", 1)
+    kept = {name: master.detach().clone() for name, master in policy.masters.items()}
+    new = {name: master.detach() for name, master in other.masters.items()}
+    offered: list[dict[str, Any]] = []
+
+    def look() -> Callable[[], None] | None:
+        return (lambda: policy.republish(offered.pop())) if offered else None
+
+    thread, asked = make_thread(new_weights=look), requests()
+    request, later = asked[0], asked[3]
+    found: list[Completion] = []
+
+    async def use() -> None:
+        before, call = await drawn(thread, request), Call()
+        thread.score(call, 0, Scoring((1, 2), 1, 1.0))
+        assert isinstance(await call.next(), Scores)
+        version = policy.version
+        offered.append(new)
+        while thread._take_weights is None:
+            await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(drawn(thread, later))
+        assert (await drawn(thread, request, call)).log_probs == before.log_probs
+        assert policy.version == version and not waiting.done()
+        thread.cancel(call)
+        found.append(await waiting)
+        assert policy.version == version + 1
+        assert set(found[0].weights_versions) == {policy.version}
+
+    try:
+        run(thread, use)
+    finally:
+        policy.republish(kept)
+    alone = NativeEngine(other, RolloutConfig(), None, 0)
+    ((handle, *_),) = alone.submit([later])
+    while alone.num_live:
+        for event in alone.step():
+            if event.handle == handle and event.completion is not None:
+                assert event.completion.log_probs == found[0].log_probs
