@@ -242,7 +242,7 @@ class Retokenising(Episodes):
         text = tokenizer().decode(sequence.token_ids)
         again = tokenizer()(text, add_special_tokens=False)["input_ids"]
         assert again == sequence.token_ids[seen].tolist()
-        columns = {
+        columns: dict[str, Any] = {
             one.name: None if (found := getattr(sequence, one.name)) is None else found[seen]
             for one in COLUMNS
         }
