@@ -35,8 +35,8 @@ class StepConfig(Strict):
     """The keys of every algorithm: which completions count, and for how much."""
 
     truncated: Literal["keep", "mask", "exclude"] = "keep"
-    """Completions that reached the length limit: keep trains on them, mask only uses their rewards
-    in the group's baseline, exclude drops them.
+    """Completions that reached the length limit, and episodes that did not end by themselves: keep
+    trains on them, mask only uses their rewards in the group's baseline, exclude drops them.
     """
     dynamic_sampling: bool = False
     """Replace groups whose rewards give no completion an advantage, as zero-variance groups, by

@@ -7,7 +7,7 @@ from pydantic import Field
 from isobit.config.algorithm import AlgorithmConfig, Correction, GrpoConfig
 from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, HomeName, HomePath, Seed, Strict
 from isobit.config.data import ChatConfig, DataConfig, OneExampleSource, SftDataConfig
-from isobit.config.reward import RewardConfig
+from isobit.config.reward import EnvironmentConfig, RewardConfig
 from isobit.config.tables import (
     AsyncConfig,
     CheckConfig,
@@ -83,6 +83,8 @@ class RunConfig(Strict):
     """CPU threads; by default torch's choice. Gradients repeat bit for bit at a fixed number."""
     data: DataConfig
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig | None = None
+    """Tools that the model calls."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = GrpoConfig()
     corrections: tuple[Correction, ...] = ()

@@ -1,4 +1,5 @@
-"""The table ``reward``: the rewards, the processes that compute them, and how many may fail.
+"""The table ``reward``: the rewards, the processes that compute them, and how many may fail; and
+the table ``environment``: whose tools a model may call before it is graded.
 
 [reward]                              [reward.parts.correct]
 function = "mine.py:score"            function = "math_verify"
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from isobit.config.base import MAX_FACTOR, HomeName, Strict
+from isobit.config.base import MAX_COUNT, MAX_FACTOR, MAX_WAIT_S, HomeName, Strict
 
 WHOLE = "reward"
 """The name of the only reward where there are no parts."""
@@ -84,3 +85,38 @@ class RewardConfig(Strict):
                 options=self.options,
             )
         }
+
+
+ToolFormat = Literal["hermes", "llama3", "mistral", "plain"]
+"""How a model writes calls of tools (``isobit.data.tool_calls``)."""
+CALCULATOR = "calculator"
+"""The environment that ships with Isobit."""
+
+
+class EnvironmentConfig(Strict):
+    """The tools of an episode: a completion of several turns, with results of tools between."""
+
+    factory: HomeName = Field(alias="class")
+    """``path/to/file.py:Class`` or ``module:Class``, whose public methods are the tools, as in
+    TRL's ``environment_factory``; or ``calculator``, which ships with Isobit.
+    """
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of the class; "env:NAME" is an environment variable's value and is not
+    written anywhere.
+    """
+    format: Literal["auto", "hermes", "llama3", "mistral", "plain"] = "auto"
+    """How the model writes calls; auto asks the chat template, and takes plain without one."""
+    max_turns: int = Field(default=8, gt=1, le=1000)
+    """Turns of the model in an episode. The last one has to answer: it calls no tools. An episode
+    with its results has at most ``rollout.max_new_tokens`` tokens behind the prompt.
+    """
+    max_result_tokens: int = Field(default=256, gt=0, le=MAX_COUNT)
+    """Tokens of one result; the rest is cut off."""
+    deadline_s: float = Field(default=10.0, gt=0, le=MAX_WAIT_S)
+    """Seconds for the calls of one turn, after which the episode's process is killed."""
+    episode_s: float = Field(default=60.0, gt=0, le=MAX_WAIT_S)
+    """Seconds for all calls of an episode."""
+    memory_mib: int = Field(default=1024, ge=64, le=MAX_COUNT)
+    """Memory of an episode's process and of each process that it starts, with imports."""
+    at_once: int = Field(default=32, gt=0, le=4096)
+    """Episodes whose calls run at once."""

@@ -48,6 +48,7 @@ def check_run(config: RunConfig) -> None:
     check_calibration(config)
     check_asynchrony(config)
     check_layout(config)
+    check_environment(config)
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, _graded_figures(sets, config.evaluation))
 
@@ -117,6 +118,17 @@ def check_layout(config: RunConfig) -> None:
             "trainers would wait for each other; set async.lag = 1, or rollouters = 0"
         )
     check_own_engine(cluster)
+
+
+def check_environment(config: RunConfig) -> None:
+    """Refuse an environment in a run of several processes."""
+    cluster = config.cluster
+    if config.environment is not None and cluster.is_launched:
+        raise ConfigError(
+            f"cluster.processes is {cluster.processes} and cluster.launcher {cluster.launcher!r}, "
+            "but an environment's episodes are drawn by one process; leave cluster or environment "
+            "out"
+        )
 
 
 def check_own_engine(cluster: ClusterConfig) -> None:

@@ -162,12 +162,14 @@ def build_prompts(
     new_tokens: int = 1,
     noticed: Noticed | None = None,
     first: int = 0,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[Prompt]:
     """The prompts of ``source``, with ids ``name/0``, ``name/1``, ... by the number of their row,
     or, of a part of its rows, from ``first`` on.
 
     ``context_tokens`` is the model's context, of which a prompt must leave ``new_tokens`` for the
-    completion; ``too_long`` counts. Raises ``DataError`` as ``load_rows`` does, and for a prompt
+    completion; ``too_long`` counts. ``tools`` are schemas of an environment, for the chat
+    template, in place of a row's own. Raises ``DataError`` as ``load_rows`` does, and for a prompt
     that cannot be rendered, is empty, or, depending on the rule, is too long.
     """
     return prompts_of_rows(
@@ -181,6 +183,7 @@ def build_prompts(
         new_tokens,
         noticed,
         first=first,
+        tools=tools,
     )
 
 
@@ -196,6 +199,7 @@ def prompts_of_rows(
     noticed: Noticed | None = None,
     continues: bool = True,
     first: int = 0,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[Prompt]:
     """``build_prompts`` for given rows; None is no limit. Where a prompt's last message is the
     assistant's, the model ``continues`` it, or answers in a turn of its own. Raises ``DataError``
@@ -209,7 +213,8 @@ def prompts_of_rows(
     limit = most_tokens.tokens(too_long.rule)
     most = most_characters(min(most_tokens.whole, MAX_COUNT), tokenizer)
     texts: list[tuple[int, Row, str]] = []
-    for index, row in enumerate(rows, first):
+    for index, given in enumerate(rows, first):
+        row = replace(given, tools=tools) if tools else given
         text = _render(row, tokenizer, chat, continues)
         _notice(text, row, tokenizer, chat, noticed)
         if len(text) > most:  # avoids tokenising it

@@ -22,6 +22,7 @@ scores: the normal interval, m +- z s / sqrt(n), reaches below 0 where most part
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from random import Random
@@ -32,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.data.tokenizer import special_token_ids
 from isobit.records.metrics import Metrics
-from isobit.records.text import Completion, Group
+from isobit.records.text import CUT, Completion, Group
 
 Interval = tuple[float, float]
 
@@ -115,6 +116,25 @@ def length_metrics(groups: Sequence[Group]) -> Metrics:
         "response_length/truncated": fmean(
             completion.finish_reason == "length" for completion in completions
         ),
+    }
+
+
+def episode_metrics(groups: Sequence[Group]) -> Metrics:
+    """Turns, calls and ends of the episodes; empty without an environment."""
+    completions = [completion for group in groups for completion in group.completions]
+    episodes = [one.episode for one in completions if one.episode is not None]
+    if not episodes:
+        return {}
+    calls = [[kind for told in one.results for kind, _ in told] for one in episodes]
+    kinds = Counter(kind for kinds in calls for kind in kinds)
+    ends = Counter(one.finish_reason for one in completions if one.is_cut)
+    failures = Counter(one.failure for one in episodes if one.failure)
+    return {
+        "episode/turns": fmean(len(one.turns) for one in episodes),
+        "episode/calls": fmean(map(len, calls)),
+        **{f"episode/results/{kind}": kinds[kind] for kind in ("error", "malformed", "cut")},
+        **{f"episode/ended/{reason}": ends[reason] for reason in CUT},
+        **{f"episode/failed/{kind}": count for kind, count in sorted(failures.items())},
     }
 
 

@@ -107,7 +107,7 @@ class TrainingLog(ABC, Generic[Result]):
         start.open(run)
         self.directory: RunDirectory = start.directory
         self._files = ExitStack()
-        self._room, self._rewards = start.writer, start.rewards
+        self._room, self._rewards, self._answers = start.writer, start.rewards, start.answers
         self._unwritten: deque[Callable[[], None]] = deque()
         self._writers: tuple[MetricsWriter, LineFile] | None = None
         self._room.write_on_first(self._open_writers)
@@ -205,13 +205,14 @@ class TrainingLog(ABC, Generic[Result]):
 
     def positions(self) -> Mapping[str, int]:
         """Of the files that grow, where the directory is now: these are open, and go with it.  The
-        record of rewards is longer where it still has gradings that come again.
+        records of what the run was given are longer where some of it comes again.
         """
         place = self._place.now()
         if self._writers is None or place is None:
             return {}
-        found, name = positions(RunDirectory(place)), self.directory.rewards.name
-        return found | ({name: self._rewards.position} if name in found else {})
+        found, here = positions(RunDirectory(place)), self.directory
+        records = {here.rewards.name: self._rewards, here.answers.name: self._answers}
+        return found | {name: one.position for name, one in records.items() if name in found}
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self._clock.take()
@@ -407,6 +408,7 @@ def completion_line(
         "group_rewards": list(group.rewards),
         **({} if answer is None else {"answer": answer}),
         "finish_reason": completion.finish_reason,
+        **({} if completion.episode is None else {"messages": completion.episode.messages}),
         "tokens": completion.length,
         "token_texts": [tokenizer.decode([token_id]) for token_id in completion.token_ids[shown]],
         "log_probs": [

@@ -14,6 +14,7 @@ data.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from isobit.records.sequence import COLUMNS, RECORDED, Column, TokenSequence
-from isobit.records.text import Completion, Group, Prompt
+from isobit.records.text import Completion, Episode, Group, Prompt
 
 SENT = [column for column in COLUMNS if column.sent]
 
@@ -116,10 +117,12 @@ def _mask(length: int, spans: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def completions_value(completions: Sequence[Completion]) -> dict[str, Any]:
     """Completions as ``isobit.parallel.world`` takes them, none of them judged."""
+    episodes = [one.episode for one in completions]
     return {
         "texts": [one.text for one in completions],
         "finish_reasons": [one.finish_reason for one in completions],
         "sequences": joined([one.sequence for one in completions]),
+        **({"episodes": [one and asdict(one) for one in episodes]} if any(episodes) else {}),
     }
 
 
@@ -128,7 +131,8 @@ def completions_of(value: Mapping[str, Any], fresh: bool = True) -> list[Complet
     drew them.
     """
     sequences = parted(value["sequences"], fresh)
-    rows = zip(sequences, value["texts"], value["finish_reasons"], strict=True)
+    episodes = [Episode.of(one) for one in value.get("episodes", [None] * len(sequences))]
+    rows = zip(sequences, value["texts"], value["finish_reasons"], episodes, strict=True)
     return [Completion(*row) for row in rows]
 
 

@@ -173,13 +173,17 @@ class TokenSequence:
         log_probs: Sequence[float] | None = None,
         weights_versions: Sequence[int] | None = None,
         temperature: float = 1.0,
+        given: Sequence[tuple[int, int]] = (),
         **more: Sequence[float] | None,
     ) -> Self:
         """A prompt and one answer to learn from, with an entry for each token of the answer in the
         columns that are given; ``more`` are optional ones by name.  Without ``weights_versions``
-        the answer comes from a data set.
+        the answer comes from a data set.  Tokens of the whole sequence from ``given[i][0]`` up to
+        ``given[i][1]`` are no part of the answer: tools have said them.
         """
         mask = np.arange(len(prompt_ids) + len(answer_ids)) >= len(prompt_ids)
+        for begin, end in given:
+            mask[begin:end] = False
         entries: dict[str, Any] = {
             "log_probs": log_probs or 0.0,
             "weights_versions": weights_versions or GIVEN,
@@ -220,6 +224,26 @@ class TokenSequence:
         copy.
         """
         return column[self.loss_mask]
+
+    def given_from(self, first: int) -> list[tuple[int, int]]:
+        """Begin and end of each run of tokens outside of the loss mask, from ``first`` on."""
+        outside = ~self.loss_mask[first:]
+        edges = np.flatnonzero(np.diff(outside, prepend=False, append=False)) + first
+        return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+    def with_given(self, token_ids: Sequence[int]) -> Self:
+        """The sequence with tokens behind it that no policy drew."""
+        count, columns = len(token_ids), dict[str, Any]()
+        for column in COLUMNS:
+            array = getattr(self, column.name)
+            if array is not None:
+                columns[column.name] = np.append(array, np.full(count, column.fill, column.dtype))
+        return replace(
+            self,
+            token_ids=np.append(self.token_ids, np.asarray(token_ids, np.int32)),
+            loss_mask=np.append(self.loss_mask, np.zeros(count, np.bool_)),
+            **columns,
+        )
 
     def with_columns(self, **entries: ArrayLike | None) -> Self:
         """The sequence with these columns, by name: from one entry for all tokens of the response,

@@ -35,7 +35,10 @@ def _dumped(
     return f"{text}\n".encode()
 
 
-FinishReason = Literal["stop", "length", "aborted"]
+FinishReason = Literal["stop", "length", "aborted", "turns", "time", "failed"]
+"""The last three end episodes (``isobit.rollout.episodes``)."""
+CUT: tuple[FinishReason, ...] = ("length", "turns", "time", "failed")
+"""What ends a completion before its model has ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,13 @@ class Completion:
     sequence: TokenSequence
     text: str
     finish_reason: FinishReason
+    episode: "Episode | None" = None
+    """With an environment: what happened between the turns, of which ``text`` is the last."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit ended it, or a failure of its environment (``algorithm.truncated``)."""
+        return self.finish_reason in CUT
 
     @property
     def length(self) -> int:
@@ -130,6 +140,44 @@ class Completion:
     def _drawn(self, column: np.ndarray) -> tuple:
         """Python's own numbers, as who writes a reward expects them."""
         return tuple(self.sequence.of_response(column).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A completion of several turns, in which a model has called tools."""
+
+    turns: tuple[str, ...]
+    """What the model wrote, with special tokens, but for those that ended a turn."""
+    results: tuple[tuple[tuple[str, str], ...], ...]
+    """Behind each turn that was answered, for each call its kind (``ok``, ``error``, ``cut``,
+    ``malformed``) and the text that the model was told.
+    """
+    failure: str = ""
+    """The kind of the environment's failure, where there was one."""
+    reward: float | None = None
+    """By the environment's own ``get_reward``."""
+    seconds: float = 0.0
+    """Of all calls."""
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any] | None) -> "Episode | None":
+        """Undo ``dataclasses.asdict`` and JSON, which turns tuples into lists."""
+        if content is None:
+            return None
+        results = tuple(
+            tuple((kind, text) for kind, text in behind) for behind in content["results"]
+        )
+        return cls(**{**content, "turns": tuple(content["turns"]), "results": results})
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The turns and the results as messages."""
+        found: list[dict[str, str]] = []
+        for place, turn in enumerate(self.turns):
+            found.append({"role": "assistant", "content": turn})
+            behind = self.results[place] if place < len(self.results) else ()
+            found += [{"role": "tool", "content": text} for _, text in behind]
+        return found
 
 
 @dataclass(slots=True)

@@ -164,7 +164,7 @@ class TrlReward(Reward):
         if not isinstance(content, str):
             asked, begun = without_beginning(content)  # TRL gives it as a part of the answer
             content = [dict(message) for message in asked]
-            texts = [[{"role": "assistant", "content": begun + text}] for text in texts]
+            texts = [_messages_of(completion, begun) for completion in completions]
         values: dict[str, Any] = {
             "completions": texts,
             "prompts": [content for _ in completions],
@@ -182,6 +182,14 @@ class TrlReward(Reward):
                 f"not have; {_columns(prompt)}"
             )
         return {name: value for name, value in values.items() if self._takes(name)}
+
+
+def _messages_of(completion: Completion, begun: str) -> list[dict[str, str]]:
+    """An answer as TRL gives it: with the beginning that the prompt has, and all its turns."""
+    said = [{"role": "assistant", "content": completion.text}]
+    if completion.episode is not None:
+        said = completion.episode.messages
+    return [{**said[0], "content": begun + said[0]["content"]}, *said[1:]]
 
 
 class VerlReward(Reward):

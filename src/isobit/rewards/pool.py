@@ -44,11 +44,17 @@ _NOISE = 1500
 
 
 class GraderProcess:
-    def __init__(self, start: Start) -> None:
+    def __init__(
+        self, start: Any, module: str = "isobit.rewards.worker", line_limit: int = LINE_LIMIT
+    ) -> None:
+        """Run ``module``, whose first message is ``start`` and whose lines have at most so many
+        bytes.
+        """
+        self._line_limit = line_limit
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603  a module of ours
             # -P: a json.py in the working directory must not be imported
-            [sys.executable, "-P", "-m", "isobit.rewards.worker"],
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,  # for an interpreter that fails to start
@@ -90,7 +96,7 @@ class GraderProcess:
             while chunk := os.read(self.replies, 1 << 16):
                 self._unread += chunk
                 yield from self._lines()
-                if len(self._unread) > LINE_LIMIT:  # not a message
+                if len(self._unread) > self._line_limit:  # not a message
                     self._keep_noise(bytes(self._unread))
                     self._unread.clear()
             self.is_gone = True

@@ -34,7 +34,7 @@ import resource
 import select
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +135,7 @@ def _reap(child: int) -> int | None:
 def _end_all() -> None:
     """Kill everything below this process, repeatedly, since processes may start others."""
     until = monotonic() + _END_S
-    while (found := list(_descendants(os.getpid()))) and monotonic() < until:
+    while (found := list(descendants(os.getpid()))) and monotonic() < until:
         for pid in found:
             with suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, signal.SIGKILL)
@@ -143,7 +143,7 @@ def _end_all() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _descendants(root: int) -> Iterator[int]:
+def descendants(root: int) -> Iterator[int]:
     children: dict[int, list[int]] = {}
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
@@ -199,30 +199,33 @@ class Start:
     memory_bytes: int
 
 
-def main() -> None:
+def supervised(serve: Callable[[int, int], None]) -> None:
+    """Call ``serve`` with the descriptors of requests and replies, in a process that is supervised
+    as above.
+    """
     trainer = os.getppid()
     requests, replies = os.dup(0), os.dup(1)
     output, printed = os.pipe()
     adopt_orphans()
     keeper = os.getpid()
-    _leave_to_trainer()
+    leave_to_trainer()
     os.register_at_fork(after_in_child=_end_by_them)
     grader = os.fork()
     if grader:
         os.close(printed)
         keep(grader, trainer, requests, replies, output)
     die_with_parent(keeper)
-    _leave_to_trainer()
+    leave_to_trainer()
     os.close(output)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, standard in ((nothing, 0), (printed, 1), (printed, 2)):
         os.dup2(descriptor, standard)
     os.close(nothing)
     os.close(printed)
-    Grader(requests, replies).run()
+    serve(requests, replies)
 
 
-def _leave_to_trainer() -> None:
+def leave_to_trainer() -> None:
     """Do nothing on signals to the run. Ignoring them would be inherited by programs."""
     for number in FOR_THE_TRAINER:
         signal.signal(number, _do_nothing)
@@ -331,4 +334,4 @@ class Grader:
 
 
 if __name__ == "__main__":
-    main()
+    supervised(lambda requests, replies: Grader(requests, replies).run())

@@ -294,6 +294,7 @@ class Sample(CachedTokens):
         "_stop_token_ids",
         "_stop_watch",
         "finish_reason",
+        "given",
         "handle",
         "in_flight",
         "key",
@@ -323,6 +324,8 @@ class Sample(CachedTokens):
         self.max_length = max_length
         self.in_flight = 0
         self.on_device = False
+        self.given: list[tuple[int, int]] = []
+        """Spans of tokens that tools have said between turns."""
         self.log_probs: list[float] = []
         self.truncated_log_probs: list[float] = []
         self.routings: list[int] = []
@@ -386,14 +389,19 @@ class Sample(CachedTokens):
             self.finish_reason = "length"
 
     def take_up(self, half_done: Completion) -> None:
-        """Go on from what another engine has drawn; stop strings are looked for behind it."""
-        self.tokens.extend(half_done.token_ids)
+        """Go on from what was drawn before, by another engine or in earlier turns, and from what
+        tools have said behind these; stop strings are looked for in the turn that is not done.
+        """
+        begin, sequence = len(self.prompt.tokens), half_done.sequence
+        self.tokens.extend(sequence.token_ids[begin:].tolist())
+        self.given = sequence.given_from(begin)
         self.log_probs.extend(half_done.log_probs)
         self.weights_versions.extend(half_done.weights_versions)
         self.truncated_log_probs.extend(half_done.truncated_log_probs or ())
         self.routings.extend(half_done.routings or ())
         if self._stop_watch is not None:
-            for token_id in half_done.token_ids:
+            turn = self.given[-1][1] if self.given else begin
+            for token_id in self.tokens[turn:]:
                 self._stop_watch.feed(token_id)
 
     def completion(self, tokenizer: "PreTrainedTokenizerBase | None") -> Completion:
@@ -406,6 +414,7 @@ class Sample(CachedTokens):
             self.log_probs,
             self.weights_versions,
             sampling.log_prob_temperature,
+            self.given,
             # without a filter some may have been kept of other samples
             truncated_log_probs=self.truncated_log_probs if sampling.truncates else None,
             routings=self.routings or None,

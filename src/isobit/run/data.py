@@ -13,6 +13,7 @@ another reward, other data or another tokenizer the rest of a run would silently
     model.generation              generation_config.json
     reward.function.source        the user's own code (``isobit.util.user_code``); of the parts of a
                                   reward it is reward.parts.NAME.function.source
+    environment.class.source      the class of an environment, likewise
     algorithm.source.content      an objective of the user's own
 
 Weights are not among them: a checkpoint holds the policy's, and digests of all others
@@ -35,7 +36,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.base import MAX_STEPS
 from isobit.config.data import ChatConfig, DataSource
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
-from isobit.config.reward import WHOLE
+from isobit.config.reward import CALCULATOR, WHOLE
 from isobit.config.tables import EvaluationConfig, RolloutConfig
 from isobit.data.prompts import (
     Noticed,
@@ -128,9 +129,12 @@ class RlData:
         )
 
 
-def load_prompts(config: RunConfig, model: DescribedModel) -> RlData:
-    """Read and tokenise all sets, and see whether the reward can use their references.  Raises
-    DataError for what cannot be used, and RewardError as ``check_references`` does.
+def load_prompts(
+    config: RunConfig, model: DescribedModel, tools: Sequence[Mapping[str, Any]] = ()
+) -> RlData:
+    """Read and tokenise all sets, and see whether the reward can use their references; chat
+    templates are given the schemas of ``tools``.  Raises DataError for what cannot be used, and
+    RewardError as ``check_references`` does.
     """
     data, too_long, noticed = config.data, dict[str, TooLong](), dict[str, Noticed]()
 
@@ -138,7 +142,9 @@ def load_prompts(config: RunConfig, model: DescribedModel) -> RlData:
         counts = too_long[name] = TooLong(data.too_long)
         seen = noticed[name] = Noticed()
         context = model.config.max_positions
-        return build_prompts(name, source, model.tokenizer, data, context, counts, new_tokens, seen)
+        return build_prompts(
+            name, source, model.tokenizer, data, context, counts, new_tokens, seen, tools=tools
+        )
 
     spool, train = None, list[Prompt]()
     if data.streaming:
@@ -148,7 +154,7 @@ def load_prompts(config: RunConfig, model: DescribedModel) -> RlData:
     longest = evaluation_limit(config.evaluation, config.rollout)
     sets = {name: prompts_of(name, source, longest) for name, source in data.eval.items()}
     if data.streaming:
-        spool, dropped = _spooled(config, model, sets, too_long["train"], noticed["train"])
+        spool, dropped = _spooled(config, model, sets, too_long["train"], noticed["train"], tools)
         prompts = spool.items_in_order
     else:
         prompts, dropped = drop_evaluated(train, sets.values())
@@ -169,6 +175,7 @@ def _spooled(
     sets: Mapping[str, Sequence[Prompt]],
     too_long: TooLong,
     noticed: Noticed,
+    tools: Sequence[Mapping[str, Any]],
 ) -> tuple[Spool[Prompt], int]:
     """The training prompts that are in no set, in a spool, and how many were left out."""
     held_out, dropped = {prompt.text for prompts in sets.values() for prompt in prompts}, 0
@@ -179,7 +186,16 @@ def _spooled(
         longest = config.rollout.max_new_tokens
         for rows in in_chunks(iter_rows(data.train)):
             for prompt in build_prompts(
-                "train", rows, model.tokenizer, data, context, too_long, longest, noticed, first
+                "train",
+                rows,
+                model.tokenizer,
+                data,
+                context,
+                too_long,
+                longest,
+                noticed,
+                first,
+                tools,
             ):
                 if prompt.text not in held_out:
                     yield prompt
@@ -346,6 +362,9 @@ def _sources(config: Recipe) -> Iterator[tuple[str, str]]:
         if part.function is not None and part.function not in GRADERS:
             key = "reward" if name == WHOLE else f"reward.parts.{name}"
             yield f"{key}.function.source", source_sha256(part.function) or _ABSENT
+    environment = config.environment if isinstance(config, RunConfig) else None
+    if environment is not None and environment.factory != CALCULATOR:
+        yield "environment.class.source", source_sha256(environment.factory) or _ABSENT
     own = config.algorithm if isinstance(config, RunConfig) else None
     if own is not None and own.name == "custom":
         yield "algorithm.source.content", source_sha256(own.source) or _ABSENT

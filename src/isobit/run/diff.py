@@ -3,6 +3,7 @@ they differ.
 
     digests.jsonl        what each step drew, was given and left behind
     rewards.jsonl        every reward, of training and of evaluations
+    environment.jsonl    likewise what tools have said
     completions.jsonl    the completions that are kept there, word by word
     metrics.jsonl        every figure but those of the machine (``OF_THE_MACHINE``)
     checkpoints/         tensors byte by byte, and the state but for the log's seconds and the sizes
@@ -143,6 +144,11 @@ def compare(left: RunDirectory, right: RunDirectory, steps: range | None = None)
         lines(left.digests.name, _step),
         lines(
             left.rewards.name,
+            lambda line: [line.get("weights_version"), line.get("prompts")],
+            _steps_of_gradings(left),
+        ),
+        lines(
+            left.answers.name,
             lambda line: [line.get("weights_version"), line.get("prompts")],
             _steps_of_gradings(left),
         ),

@@ -9,6 +9,7 @@ The figures are described in ``isobit.observe.evaluation``.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,15 +34,18 @@ from isobit.observe.evaluation import EvalResult, describe_hidden, result_of
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group, Prompt, json_line
 from isobit.rewards.grading import Graders, GradeStats, Grading, check_references
-from isobit.rollout.engine import Progress, Request, RolloutEngine, generate
+from isobit.rollout.engine import EngineStats, Progress, Request, RolloutEngine, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
 from isobit.run.data import evaluation_limit, rendering_notes, with_date
 from isobit.run.reward_models import ModelRewards
+from isobit.util.errors import ConfigError
 from isobit.util.terminal import say
 
 OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
+Generate = Callable[..., tuple[list[list[Completion]], list[int], EngineStats]]
+"""``generate_shared`` with a world and an engine."""
 Result = TypeVar("Result")
 Evaluation = Mapping[str, tuple[Result, Sequence[Group]]]
 """The figures of each set, by name, with the completions that they come from."""
@@ -56,6 +60,8 @@ class Evaluator:
     """What the engine is asked for on each set, by name (``evaluation_requests``)."""
     world: World = ALONE
     """Who evaluates together: each rank with an engine, and all with the same requests."""
+    generate: Generate | None = None
+    """What completes the requests in place of the engine alone: episodes with an environment."""
 
     def run(self, progress: OnProgress | None, grading: Grading) -> Evaluation:
         """The figures and the completions of each set, by name, as ``grading`` grades them.
@@ -70,7 +76,8 @@ class Evaluator:
     def _run_set(
         self, requests: Sequence[Request], progress: OnProgress | None, grading: Grading
     ) -> tuple[EvalResult, list[Group]]:
-        completions, *_ = generate_shared(self.world, self.engine, requests, progress)
+        generate = self.generate or partial(generate_shared, self.world, self.engine)
+        completions, *_ = generate(requests, progress)
         groups = [
             Group(request.prompt, request.visit, made)
             for request, made in zip(requests, completions, strict=True)
@@ -117,6 +124,11 @@ def evaluate_folder(
     check_has_sets(config.data.eval)
     check_samples(config.evaluation)
     check_reward(config.reward)
+    if config.environment is not None:
+        raise ConfigError(
+            "the recipe has an environment, whose tools only `isobit train` calls, also in its "
+            "evaluations; leave it out to evaluate without tools"
+        )
     with Graders(config.reward) as graders:
         return _evaluate_folder(folder, config, progress, graders, world)
 

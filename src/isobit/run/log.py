@@ -23,7 +23,13 @@ from isobit.observe.console import (
     shares_right,
     time_left,
 )
-from isobit.observe.evaluation import EvalResult, describe_hidden, length_metrics, reward_metrics
+from isobit.observe.evaluation import (
+    EvalResult,
+    describe_hidden,
+    episode_metrics,
+    length_metrics,
+    reward_metrics,
+)
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.proof.check import check_state, check_step
@@ -255,6 +261,7 @@ class RlLog(TrainingLog[EvalResult]):
             {
                 **reward_metrics(groups),
                 **length_metrics(groups),
+                **episode_metrics(groups),
                 "reward/failed": grades.failed,
                 "reward/counted": sum(grades.counts.values()),
                 **self._optional_figures(collected),

@@ -6,7 +6,8 @@
     (sampler)   (engine)                         (pending)           backward, AdamW (trainer)
 
     rollout     completes the step's prompts, ``samples_per_prompt`` times each; every token is
-                recorded with its log-probability under the policy that drew it
+                recorded with its log-probability under the policy that drew it; with an
+                environment a completion has several turns (``isobit.rollout.episodes``)
     grade       asks the reward for a number a completion
     judge       adds to each sequence what the loss reads: old log-probabilities, the reference's,
                 values, advantages, the weights of corrections (``isobit.training.judge``)
@@ -43,7 +44,6 @@ from isobit.parallel.world import ALONE, World
 from isobit.records.kept_groups import groups_value
 from isobit.records.text import Completion, Group
 from isobit.rollout.engine import EngineStats, Progress, Request
-from isobit.rollout.shared import generate_shared
 from isobit.run.data import settled, with_date_of_run
 from isobit.run.grading import Interruption
 from isobit.run.log import RlSummary
@@ -164,7 +164,7 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
                 progress(moment)
 
         watched = run.interruption.watched(watch)
-        made, homes, stats = generate_shared(run.world, run.engine, asked, watched, complete)
+        made, homes, stats = run.generate(asked, watched, complete)
     groups = [
         begun.get(place) or Group(asked[place].prompt, asked[place].visit, completions)
         for place, completions in enumerate(made)

@@ -40,7 +40,12 @@ from isobit.store.checkpoint import Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.compatible import REPLAYING, check_compatible, is_allowed
 from isobit.store.directory import RunDirectory, check_unused, read_lines
 from isobit.store.resume import Say, begin_again
-from isobit.store.reward_record import KnownRewards, RewardRecord
+from isobit.store.reward_record import (
+    AnswerRecord,
+    KnownAnswers,
+    KnownRewards,
+    RewardRecord,
+)
 from isobit.store.state import StepDigests, checkpoint_digest, read_digests
 from isobit.util.errors import CheckpointError, ConfigError
 
@@ -246,9 +251,10 @@ def _run_again(source: Source, place: Path, recorded_rewards: bool, say: Say, wo
     """Do the steps again in ``place``.  -> The last one that was done."""
     config = _config_at(source.config, place)
     check_recipes(world, config)
-    rewards = RewardRecord(say)
+    rewards, answers = RewardRecord(say), AnswerRecord(say)
     if recorded_rewards:
         rewards = KnownRewards(say, broadcast(world, lambda: _lines(source.directory.rewards)))
+        answers = KnownAnswers(say, broadcast(world, lambda: _lines(source.directory.answers)))
     metrics = broadcast(world, lambda: _lines(source.directory.metrics))
     evaluated = [line.get("step") for line in metrics if OF_AN_EVALUATION in line]
     interruption = Interruption(world)
@@ -260,6 +266,7 @@ def _run_again(source: Source, place: Path, recorded_rewards: bool, say: Say, wo
             source.manifest,
             source.checkpoint,
             rewards,
+            answers,
             say,
             world,
             source.allowed,

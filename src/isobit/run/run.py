@@ -145,6 +145,10 @@ class Run(ABC, Generic[Config, Data, Log]):
         stands.
         """
 
+    def acting(self, start: Start) -> AbstractContextManager[None]:
+        """A block in which completions may call tools."""
+        return nullcontext()
+
     def data_figures(self) -> dict[str, Any]:
         """What it learns from and is measured on, in numbers, for the manifest."""
         return self.data.figures()
@@ -342,7 +346,7 @@ def start_run(
             run = prepare()
             run.restore(start, graders, console, interruption)
             rewards = graders.describe() if graders is not None else []
-        with run.start(start, rewards):
+        with run.acting(start), run.start(start, rewards):
             yield run
 
 

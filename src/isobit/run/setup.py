@@ -5,8 +5,10 @@ a rule of the recipe is reported before any file is read, and a prompt that is t
 weight.  Nothing is written.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,10 +24,12 @@ from isobit.models.policy_share import is_one_function
 from isobit.observe.console import describe_policy
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import check_package, check_tracking
-from isobit.parallel.world import ALONE, World
+from isobit.parallel.world import ALONE, World, raised_on_all
 from isobit.precision.flow import describe_flow
-from isobit.records.text import SamplingParams
-from isobit.rollout.engine import Request
+from isobit.records.text import Completion, SamplingParams
+from isobit.rollout.engine import EngineStats, Progress, Request
+from isobit.rollout.episodes import Episodes, Tools, open_environments, read_tools
+from isobit.rollout.shared import generate_shared
 from isobit.run.data import RlData, load_prompts
 from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
 from isobit.run.grading import RecordedGrading
@@ -42,6 +46,7 @@ from isobit.training.judge import Judge
 from isobit.training.reference import checkpoint_bytes, describe_reference, load_reference
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Learner
+from isobit.util.errors import ConfigError
 
 VALUE_HEAD_RATE = 10.0
 """Of a value head over the policy's, where the recipe does not say: it starts from nothing."""
@@ -55,6 +60,8 @@ class RlPlan(Plan[RunConfig, RlData]):
     sampling: SamplingParams
     rollouts: Sequence[Request]
     """One sample of each training prompt: what the engine is asked for."""
+    tools: Tools | None = None
+    """Of the environment, where there is one."""
 
     @property
     def requests(self) -> Sequence[Sequence[Request]]:
@@ -77,6 +84,13 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         """
         super().__init__(plan, world, learns)
         self.algorithm, self.sampling, self.rollouters = plan.algorithm, plan.sampling, rollouters
+        self._tools = plan.tools
+        self._episodes: Episodes | None = None
+        if plan.tools is not None:
+            if world.size > 1:
+                raise raised_on_all(ConfigError("an environment needs a run of one process"))
+            assert self.evaluator is not None, "reinforcement learning always generates"
+            self.evaluator = replace(self.evaluator, generate=self.generate)
         if rollouters is not None:
             self.engine.release()  # it is asked for nothing
         config = self.config
@@ -119,6 +133,7 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             describe_policy(self.config.model, policy),
             self.data.describe(self.config.training.prompts_per_step),
             *describe_text(self.config, policy.config, self.model.tokenizer, self.sampling),
+            *([] if self._tools is None else [self._tools.describe()]),
             *self.data.notes,
             *(f"  {line}" for line in describe_flow(policy.flow)),
             *self.turns.describe(),
@@ -131,6 +146,34 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             Request(prompt, visit, samples, self.sampling)
             for prompt, visit in self.sampler.next(count)
         ]
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        progress: Callable[[Progress], None] | None = None,
+        complete: Callable[[int, list[Completion]], None] | None = None,
+    ) -> tuple[list[list[Completion]], list[int], EngineStats]:
+        """What ``generate_shared`` gives, with an environment by episodes."""
+        if self._episodes is None:
+            return generate_shared(self.world, self.engine, requests, progress, complete)
+        version = self.model.policy.version
+        made, stats = self._episodes.generate(self.engine, version, requests, progress, complete)
+        self._write_answers()
+        return made, [self.world.rank] * len(requests), stats
+
+    @contextmanager
+    def acting(self, start: Start) -> Iterator[None]:
+        """The environment's processes, and the record of what they have said."""
+        config, tokenizer = self.config.environment, self.model.tokenizer
+        if config is None or self._tools is None:
+            yield
+            return
+        with open_environments(config, tokenizer) as environments:
+            self._episodes = Episodes(
+                config, self._tools, environments, start.answers, tokenizer, self.model.context
+            )
+            self._write_answers = partial(start.writer.write_on_first, start.answers.write)
+            yield
 
     def evaluate(self, progress: OnProgress, grading: RecordedGrading) -> Evaluation[EvalResult]:
         """Every evaluation set under the current policy."""
@@ -168,8 +211,9 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
     if algorithm.needs_values:
         source = source.with_value_head()
     model = source.described
-    data = data or load_prompts(config, model)
     sampling = model.sampling(config.rollout)
+    tools = read_tools(config, model.tokenizer, sampling.stop_token_ids)
+    data = data or load_prompts(config, model, tools.schemas if tools is not None else ())
     evaluation = evaluation_requests(data.sets, config.evaluation, config.rollout, model)
     rollouts = Mapped(data.prompts, lambda prompt: Request(prompt, 0, 1, sampling))
     longest = max(request.max_length(model.config.max_positions) for request in rollouts)
@@ -202,6 +246,7 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
         algorithm=algorithm,
         sampling=sampling,
         rollouts=rollouts,
+        tools=tools,
     )
 
 

@@ -7,6 +7,7 @@
     completions/        as many as ``tracking.completions`` says, in a Parquet file for each step
                         and each evaluation
     rewards.jsonl       every reward that the run was given
+    environment.jsonl   with an environment: all that its tools have said
     digests.jsonl       of each step of reinforcement learning, digests of its tokens,
                         log-probabilities, rewards, and of the state after its update
     budget.jsonl        changes of the tokens a micro-batch after an out-of-memory, if any
@@ -54,9 +55,13 @@ class RunDirectory:
         self.completions = root / "completions.jsonl"
         self.kept_completions = root / "completions"
         self.rewards = root / "rewards.jsonl"
+        self.answers = root / "environment.jsonl"
         self.digests = root / "digests.jsonl"
         self.budget = root / "budget.jsonl"
-        self.growing = (self.metrics, self.completions, self.rewards, self.digests, self.budget)
+        self.growing = (
+            *(self.metrics, self.completions, self.rewards, self.answers, self.digests),
+            self.budget,
+        )
         self.checkpoints = root / "checkpoints"
         self.model = root / "model"
         self.summary = root / "summary.json"
@@ -196,13 +201,13 @@ def check_positions(directory: RunDirectory, recorded: Positions) -> None:
 def rewind(directory: RunDirectory, recorded: Positions) -> None:
     """Cut every file to its recorded size and remove those of the run that did not exist.
 
-    ``rewards.jsonl`` and ``budget.jsonl`` stay whole: repeated steps read what follows.  A file
-    that has lost lines keeps those that are whole.
+    ``rewards.jsonl``, ``environment.jsonl`` and ``budget.jsonl`` stay whole: repeated steps read
+    what follows.  A file that has lost lines keeps those that are whole.
     """
     names = {str(path.relative_to(directory.root)) for path in _journals(directory)}
     for name in sorted(names | recorded.keys()):
         path, size = directory.root / name, recorded.get(name)
-        if path in (directory.rewards, directory.budget):
+        if path in (directory.rewards, directory.answers, directory.budget):
             continue
         if size is None:
             path.unlink()

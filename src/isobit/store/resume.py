@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from isobit.config.recipes import Recipe
+from isobit.config.recipes import Recipe, RunConfig
 from isobit.models.config import ModelConfig
 from isobit.parallel.world import ALONE, World, broadcast, run_on_all, write_on_first
 from isobit.store import state
@@ -47,11 +47,14 @@ from isobit.store.directory import (
 )
 from isobit.store.disk import DiskPlan, WaitingWriter, check_shared, plan_disk
 from isobit.store.manifest import TrainingRun, environment, manifest, processes
-from isobit.store.reward_record import RewardRecord
+from isobit.store.reward_record import AnswerRecord, RewardRecord
 from isobit.store.state import drop_torn_line, read_changes
 from isobit.store.usable import Say, newest_usable, tidy
 from isobit.training.trainer import BudgetChange
 from isobit.util.files import disk_errors
+
+_GIVEN = ("rewards", "answers")
+"""What a run was given from outside and is given again (``isobit.store.reward_record``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Start:
 
     directory: RunDirectory
     rewards: RewardRecord
+    answers: AnswerRecord
     world: World
     hosts: Sequence[str]
     """By rank."""
@@ -136,6 +140,8 @@ class Start:
             self._say(line)
         if any(is_allowed(name, ["reward"]) and name not in MAY_CHANGE for name in self.changed):
             self.rewards.forget_ahead()
+        if any(is_allowed(name, ["environment"]) for name in self.changed):
+            self.answers.forget_ahead()
 
     def open(self, run: TrainingRun) -> None:
         """Make the directory, or take an old one back to where the run stands; from now on files
@@ -181,6 +187,9 @@ class Start:
             if run.config.reward is not None:
                 self.rewards.open(self.directory.rewards)
                 self._lock.callback(self.rewards.close)
+            if isinstance(run.config, RunConfig) and run.config.environment is not None:
+                self.answers.open(self.directory.answers)
+                self._lock.callback(self.answers.close)
 
     def _hold(self, root: Path) -> None:
         self.watch.hold(root)
@@ -215,7 +224,8 @@ def begin(
     with ExitStack() as lock:
         if not broadcast(world, lambda: _lock(directory, resume, say, lock)):
             broadcast(world, lambda: _plan_disk(config, shape, extra_bytes).check())
-            yield Start(directory, RewardRecord(say), world, hosts, writer, lock, say)
+            records = RewardRecord(say), AnswerRecord(say)
+            yield Start(directory, *records, world, hosts, writer, lock, say)
             return
         checkpoint = newest_usable(directory, say, world)
         found = json.loads(
@@ -223,7 +233,7 @@ def begin(
                 world, lambda: _decide(directory, config, shape, checkpoint, extra_bytes, allowed)
             )
         )
-        rewards = [line.encode() for line in found["rewards"]]
+        rewards, answers = ([line.encode() for line in found[name]] for name in _GIVEN)
         say(
             f"resuming {directory.root} after step {checkpoint.step if checkpoint else 0} of "
             f"{config.training.steps}" + ("" if checkpoint else ": there is no checkpoint yet")
@@ -231,6 +241,7 @@ def begin(
         yield Start(
             directory,
             RewardRecord(say, rewards, position_at(checkpoint, directory.rewards)),
+            AnswerRecord(say, answers, position_at(checkpoint, directory.answers)),
             world,
             hosts,
             writer,
@@ -274,13 +285,14 @@ def _decide(
     changed = _check_settings(old, config, step, allowed)
     on_disk = [done for done in folders_by_step(directory.checkpoints) if done <= step]
     _plan_disk(config, shape, extra_bytes, on_disk).check()
-    rewards = whole_lines(directory.rewards, position_at(checkpoint, directory.rewards))
+    paths = dict(zip(_GIVEN, (directory.rewards, directory.answers), strict=True))
+    given = {name: whole_lines(one, position_at(checkpoint, one)) for name, one in paths.items()}
     budget = read_changes(directory.budget, position_at(checkpoint, directory.budget))
     return json.dumps(
         {
             "old": old,
             "changed": changed,
-            "rewards": [line.decode() for line in rewards],
+            **{name: [line.decode() for line in lines] for name, lines in given.items()},
             "budget": [asdict(change) for change in budget],
         }
     )
@@ -290,8 +302,11 @@ def _check_settings(
     old: Mapping[str, Any], config: Recipe, step: int, allowed: Sequence[str]
 ) -> Changes:
     now = config.model_dump(mode="json")
-    # a checkpoint records no processes, which is all there is where run.json was lost
-    return check_compatible({"cluster": now["cluster"], **old["config"]}, now, step, allowed)
+    # a checkpoint records no processes, which is all there is where run.json was lost; runs of
+    # earlier versions have no environment
+    later = {"environment": None} if "environment" in now else {}
+    saved = {"cluster": now["cluster"], **later, **old["config"]}
+    return check_compatible(saved, now, step, allowed)
 
 
 def preview(
@@ -359,6 +374,7 @@ def begin_again(
     manifest: Mapping[str, Any],
     checkpoint: Checkpoint | None,
     rewards: RewardRecord,
+    answers: AnswerRecord,
     say: Say,
     world: World = ALONE,
     allowed: Sequence[str] = (),
@@ -366,7 +382,8 @@ def begin_again(
 ) -> Iterator[Start]:
     """Where steps of the run in ``source``, whose ``run.json`` holds ``manifest``, are done again:
     at a checkpoint of its, or at the beginning, and in the empty directory ``config.output``, into
-    which alone is written.  Rewards come from ``rewards``, changes of the budget from the run.
+    which alone is written.  Rewards come from ``rewards``, what tools say from ``answers``, changes
+    of the budget from the run.
     ``check`` is as in ``isobit.store.resume.begin``.
 
     ``Start.restore`` raises ConfigError for inputs or a class of bits that are others than the
@@ -386,6 +403,7 @@ def begin_again(
         yield Start(
             directory,
             rewards,
+            answers,
             world,
             hosts,
             writer,

@@ -1,4 +1,6 @@
-"""``rewards.jsonl``: every reward that the run was given, one line a grading, in their order.
+"""What a run was given from outside, one line a time, in their order.
+
+``rewards.jsonl``: every reward, a line a grading
 
     {"weights_version": 3, "prompts": [["train/7", 0], ..], "completions": SHA-256 of their tokens,
     "rewards": [[1.0, null], ..], "parts": {"format": [[0.5, null], ..], ..}, ..}
@@ -6,9 +8,16 @@
 ``parts`` is present where a run has several rewards, ``counts`` where graders met something unusual
 (``isobit.rewards.outcome``).
 
-A run is a pure function of its configuration, its data and these rewards, while a reward function
-(a judge, a clock) need not be.  A resumed run therefore takes the rewards of repeated steps from
-here.  The digest proves that the completions are the same.
+``environment.jsonl``, of a run with an environment: what tools have said, a line a rollout
+
+    {"weights_version": 3, "prompts": [["train/7", 0], ..], "answers": [[KEY, {"results":
+    [["ok", "12"], ..], "reward": null, "failure": null}], ..]}
+
+where KEY is a prompt, its visit, the sample, the turn, and a digest of the tokens up to there.
+
+A run is a pure function of its configuration, its data and these files, while a reward function (a
+judge, a clock) or a tool need not be.  A resumed run therefore takes what repeated steps were given
+from here.  The digests prove that the completions are the same.
 """
 
 import hashlib
@@ -16,7 +25,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from isobit.records.text import Group
 from isobit.rewards.grading import GradeStats, Grading
@@ -26,8 +35,11 @@ Say = Callable[[str], None]
 _IDENTITY = ("weights_version", "prompts", "completions")  # what identifies a grading
 
 
-class RewardRecord:
-    """Grades groups from the record where it has them, otherwise by asking, and records them."""
+class LineRecord:
+    """The lines of a file, of which those of steps that are repeated come again."""
+
+    _dropped: ClassVar[str]
+    """What is said where they do not."""
 
     def __init__(self, say: Say, lines: Sequence[bytes] = (), position: int = 0) -> None:
         """Continue at byte ``position`` of an older record, which has ``lines`` from there on.
@@ -47,13 +59,13 @@ class RewardRecord:
         self._unwritten.clear()
 
     def open(self, path: Path) -> None:
-        """Write to ``path``, first what was graded before."""
+        """Write to ``path``, first what was given before."""
         self._file = LineFile(path)
         self._file.cut(self._size + sum(map(len, self._lines)))
         self.write()
 
     def write(self) -> None:
-        """Write new gradings to the file; what fails is kept for later.  Raises StorageError."""
+        """Write new lines to the file; what fails is kept for later.  Raises StorageError."""
         while self._file is not None and self._unwritten:
             self._file.write(self._unwritten[0])
             self._size += len(self._unwritten.pop(0))
@@ -64,17 +76,54 @@ class RewardRecord:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next grading may be recorded, so that nothing should be graded in advance."""
+        """Whether what comes next may be recorded, so that nothing should be asked in advance."""
         return bool(self._lines)
 
     @property
     def lines_ahead(self) -> list[bytes]:
-        """The recorded gradings that have not been repeated yet."""
+        """The recorded lines that have not been repeated yet."""
         return list(self._lines)
 
     def forget_ahead(self) -> None:
-        """Drop the recorded gradings that have not been repeated: another reward grades them."""
+        """Drop the recorded lines that have not been repeated: others will be given."""
         self._lines.clear()
+
+    @property
+    def position(self) -> int:
+        """Bytes of the record up to the end of the last line."""
+        return self._size + sum(map(len, self._unwritten))
+
+    def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+        """The next recorded line if it has this identity; else the rest is dropped."""
+        if not self._lines:
+            return None
+        recorded = json.loads(self._lines[0])
+        if all(recorded.get(key) == value for key, value in identity.items()):
+            self._size += len(self._lines.popleft())
+            return recorded
+        self._drop()
+        return None
+
+    def _drop(self) -> None:
+        self._say(self._dropped)
+        self._lines.clear()
+        if self._file is not None:
+            self._file.cut(self._size)
+
+    def _add(self, line: bytes) -> None:
+        if self._follows:
+            self._size += len(line)
+        else:
+            self._unwritten.append(line)
+
+
+class RewardRecord(LineRecord):
+    """Grades groups from the record where it has them, otherwise by asking, and records them."""
+
+    _dropped = (
+        "the completions of this step are not those that were graded before the interruption: "
+        "they are graded anew"
+    )
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Gradings that other ranks made, in their order: repeated or new."""
@@ -107,37 +156,6 @@ class RewardRecord:
         }
         self._add((json.dumps(content, allow_nan=False) + "\n").encode())
         return stats
-
-    @property
-    def position(self) -> int:
-        """Bytes of the record up to the end of the last grading."""
-        return self._size + sum(map(len, self._unwritten))
-
-    def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """The next recorded grading if it is of these completions; else the rest is dropped."""
-        if not self._lines:
-            return None
-        recorded = json.loads(self._lines[0])
-        if all(recorded.get(key) == value for key, value in identity.items()):
-            self._size += len(self._lines.popleft())
-            return recorded
-        self._drop()
-        return None
-
-    def _drop(self) -> None:
-        self._say(
-            "the completions of this step are not those that were graded before the interruption: "
-            "they are graded anew"
-        )
-        self._lines.clear()
-        if self._file is not None:
-            self._file.cut(self._size)
-
-    def _add(self, line: bytes) -> None:
-        if self._follows:
-            self._size += len(line)
-        else:
-            self._unwritten.append(line)
 
 
 class SentRecord(RewardRecord):
@@ -172,6 +190,67 @@ class KnownRewards(RewardRecord):
 
     def _next(self, identity: dict[str, Any]) -> dict[str, Any] | None:
         return self._known.get(_key(identity))
+
+
+class AnswerRecord(LineRecord):
+    """What tools have said (``isobit.rollout.episodes.KnownAnswers``): a line a rollout, sorted, as
+    answers come in any order.
+    """
+
+    _dropped = (
+        "the prompts of this step are not those that an environment was asked for before the "
+        "interruption: it is asked anew"
+    )
+
+    def __init__(self, say: Say, lines: Sequence[bytes] = (), position: int = 0) -> None:
+        super().__init__(say, lines, position)
+        self._identity: dict[str, Any] = {}
+        self._known: dict[str, Mapping[str, Any]] = {}
+        self._kept: dict[str, tuple[list[Any], Mapping[str, Any]]] = {}
+
+    def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
+        """A rollout by weights of this version, of prompts with their visits."""
+        names = [list(name) for name in prompts]
+        self._identity = {"weights_version": weights_version, "prompts": names}
+        self._kept = {}
+        recorded = self._look_up(self._identity)
+        answers = recorded["answers"] if recorded is not None else []
+        self._known = {json.dumps(key): content for key, content in answers}
+
+    def find(self, key: Sequence[Any]) -> Mapping[str, Any] | None:
+        return self._known.get(json.dumps(list(key)))
+
+    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None:
+        self._kept[json.dumps(list(key))] = list(key), content
+
+    def end(self) -> None:
+        """The rollout's line is repeated, or new."""
+        answers = sorted(self._kept.values(), key=lambda one: one[0])
+        line = (json.dumps({**self._identity, "answers": answers}) + "\n").encode()
+        if self._lines and self._lines[0] == line:
+            self._size += len(self._lines.popleft())
+            return
+        if self._lines:
+            self._drop()
+        self._add(line)
+
+    def _look_up(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+        recorded = json.loads(self._lines[0]) if self._lines else None
+        if recorded is None or any(recorded[name] != value for name, value in identity.items()):
+            return None
+        return recorded
+
+
+class KnownAnswers(AnswerRecord):
+    """A record that looks every rollout up, in any order, and does not write what it finds."""
+
+    def __init__(self, say: Say, lines: Iterable[Mapping[str, Any]]) -> None:
+        """``lines`` are those of ``environment.jsonl``."""
+        super().__init__(say)
+        self._rollouts = {_key(line): dict(line) for line in lines}
+
+    def _look_up(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+        return self._rollouts.get(_key(identity))
 
 
 def _key(line: Mapping[str, Any]) -> str:

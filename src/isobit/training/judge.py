@@ -169,7 +169,7 @@ class Judge:
             replace(
                 group,
                 rewards=[
-                    None if completion.finish_reason == "length" else reward
+                    None if completion.is_cut else reward
                     for completion, reward in zip(group.completions, group.rewards, strict=True)
                 ],
             )
@@ -209,7 +209,7 @@ class Judge:
         completion = judged.completions[place]
         if graded.rewards[place] is None:
             return "failed"
-        if completion.finish_reason == "length" and self.config.truncated != "keep":
+        if completion.is_cut and self.config.truncated != "keep":
             return {"exclude": "excluded", "mask": "masked"}[self.config.truncated]
         if not completion.length:
             return "empty"
@@ -293,7 +293,7 @@ class Judge:
 
     def _is_learnt(self, completion: Completion) -> bool:
         """Whether a completion with an advantage is learnt from."""
-        masked = completion.finish_reason == "length" and self.config.truncated == "mask"
+        masked = completion.is_cut and self.config.truncated == "mask"
         return completion.length > 0 and not masked
 
     def _punishment(self, length: int) -> float:

@@ -166,6 +166,6 @@ def _kept(judged: Sequence[Group], number: int) -> Iterator[_Kept]:
                 continue
             assert reward is not None, "what is learnt from has a reward"
             sequence = replace(completion.sequence.with_columns(**_NOT_KEPT), fresh=False)
-            truncated = completion.finish_reason == "length"
+            truncated = completion.is_cut
             yield _Kept(number, sequence, reward, advantage, truncated)
             number += 1

@@ -69,6 +69,10 @@ class RewardError(IsobitError):
     """A reward function that cannot be loaded, or that failed on too much of a batch."""
 
 
+class ToolError(IsobitError):
+    """An environment cannot be loaded, or its processes fail again and again."""
+
+
 class RequestError(IsobitError):
     """A generation request that the engine can never serve."""
 

@@ -4,6 +4,7 @@ docs/graders.md has their columns, options and bounds.
 
 GRADERS: dict[str, str] = {
     "code": "isobit.rewards.graders.code:score",
+    "environment": "isobit.rewards.graders.text:environment_reward",
     "exact_match": "isobit.rewards.graders.text:exact_match",
     "format": "isobit.rewards.graders.text:format_score",
     "math_verify": "isobit.rewards.graders.math:score",

@@ -467,3 +467,12 @@ def format_score(prompt: Prompt, completion: Completion, pattern: str = THINK_AN
     opened = _OPENED.search(prompt.text[-_LONGEST_TAG:])
     texts = (text,) if opened is None else (opened[0] + text, text)
     return float(any(expression.fullmatch(one) is not None for one in texts))
+
+
+def environment_reward(prompt: Prompt, completion: Completion) -> float:
+    """What ``get_reward`` of the environment gave the episode."""
+    episode = completion.episode
+    if episode is None or episode.reward is None:
+        why = "there is no environment" if episode is None else episode.failure or "no get_reward"
+        raise ValueError(f"the environment gave no reward: {why}")
+    return episode.reward

@@ -1,0 +1,253 @@
+"""The trainer's side of environments: one host, which forks a process for each episode
+(``isobit.environments.worker``), and the queue of what is asked of them.
+
+    ask     the calls of a turn wait until fewer than ``environment.at_once`` are under way
+    poll    what has been answered since, in any order
+    end     an episode's process is no longer needed
+
+There is no thread, and nothing waits: a rollout polls between two forwards.  An episode whose
+process hangs, dies or floods fails alone, with its kind.  If the host itself ends, its episodes
+fail with ``crash``, and a new host serves the next ones.  Nothing that comes from a process is
+unpickled.
+"""
+
+import math
+import select
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Generic, Literal, TypeVar
+
+from isobit.config.reward import CALCULATOR, EnvironmentConfig
+from isobit.environments.worker import Call, Start
+from isobit.rewards.outcome import LARGEST, Failure, frame
+from isobit.rewards.pool import START_DEADLINE_S, GraderProcess
+from isobit.util.errors import ToolError
+from isobit.util.secrets import from_environment
+
+PLACES = {CALCULATOR: "isobit.environments.calculator:Calculator"}
+"""Environments that ship with Isobit, by name."""
+_LINE_LIMIT = 1 << 26
+_GRACE_S = 10.0
+"""Beyond an episode's deadline, after which the host is taken for hung."""
+_BARREN_ENDS = 8
+"""Hosts in a row that ended without an answer, after which the run ends."""
+_MODULE = "isobit.environments.worker"
+
+Key = TypeVar("Key", bound=Hashable)
+ResultKind = Literal["ok", "error", "cut", "malformed"]
+"""``malformed`` is of a call that could not be read, which no process sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the model is told of one call."""
+
+    kind: ResultKind
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an episode's process said of one turn."""
+
+    results: tuple[Result, ...] = ()
+    """In the order of the calls."""
+    reward: float | None = None
+    """By ``get_reward``, where it was asked for."""
+    failure: Failure | None = None
+    """``deadline``, ``crash``, ``memory``, ``flood`` or ``reset``: the process is no more; or why
+    there is no reward.
+    """
+    seconds: float = 0.0
+
+
+class Environments(Generic[Key]):
+    """Episodes by their keys, each with a process of its own from its first call on."""
+
+    def __init__(self, config: EnvironmentConfig, most_characters: int) -> None:
+        """Start the host; results have at most so many characters."""
+        self._start = Start(
+            PLACES.get(config.factory, config.factory),
+            from_environment(config.options, "environment"),
+            config.deadline_s,
+            config.memory_mib << 20,
+            most_characters,
+        )
+        self._deadline_s, self._at_once = config.deadline_s, config.at_once
+        self._numbers: dict[Key, int] = {}
+        """Of the episodes that the present host knows, or will."""
+        self._keys: dict[int, Key] = {}
+        self._queue: deque[tuple[Key, tuple[Any, ...]]] = deque()
+        self._asked: dict[Key, float] = {}
+        """Those under way, with when they were handed out."""
+        self._begun: set[Key] = set()
+        """Those that have a process of the present host."""
+        self._lost: dict[Key, str] = {}
+        """Those whose host has ended since their last turn, with how it did."""
+        self._failed: list[tuple[Key, Answer]] = []
+        self._count = self._barren_ends = 0
+        self._tools: Sequence[Mapping[str, Any]] | None = None
+        self.has_reward = False
+        """Whether the class has ``get_reward``; known with ``tools``."""
+        self._open()
+
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools, which the host has to load first.  Raises ToolError."""
+        while self._tools is None:
+            self._attend(0.1)
+        return self._tools
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that have not been answered."""
+        return len(self._queue) + len(self._asked) + len(self._failed)
+
+    def knows(self, key: Key) -> bool:
+        """Whether the episode has a process with all that was asked of it."""
+        return key in self._numbers
+
+    def ask(
+        self,
+        key: Key,
+        columns: Mapping[str, Any],
+        turns: Sequence[Sequence[Call]],
+        wants_reward: bool = False,
+    ) -> None:
+        """Run the calls of ``turns`` and answer those of the last; ``columns`` are for ``reset`` of
+        an episode that is new.
+        """
+        if key in self._lost:
+            self._failed.append((key, Answer(failure=Failure("crash", self._lost.pop(key)))))
+            return
+        if key not in self._numbers:
+            self._count += 1
+            self._numbers[key], self._keys[self._count] = self._count, key
+        number = self._numbers[key]
+        self._queue.append((key, ("ask", number, dict(columns), turns, wants_reward)))
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Key, Answer]]:
+        """What has been answered, after at most so many seconds.  Raises ToolError where no process
+        can be had.
+        """
+        found = self._attend(0.0 if self._failed else timeout_s)
+        failed, self._failed = self._failed, []
+        return failed + found
+
+    def end(self, key: Key) -> None:
+        """End an episode; what was asked of it is not answered any more."""
+        self._lost.pop(key, None)
+        number = self._numbers.pop(key, None)
+        if number is None:
+            return
+        del self._keys[number]
+        self._begun.discard(key)
+        self._queue = deque(one for one in self._queue if one[0] != key)
+        self._asked.pop(key, None)
+        self._host.send(frame(("end", number)))
+
+    def end_all(self) -> None:
+        for key in list(self._numbers):
+            self.end(key)
+        self._failed.clear()
+        self._lost.clear()
+
+    def close(self) -> None:
+        self._host.end()
+
+    def _open(self) -> None:
+        try:
+            self._host = GraderProcess(self._start, _MODULE, _LINE_LIMIT)
+        except OSError as error:
+            raise ToolError(f"no process for environments can be started: {error}") from error
+        self._since, self._is_ready = monotonic(), False
+
+    def _attend(self, timeout_s: float) -> list[tuple[Key, Answer]]:
+        self._hand_out()
+        poller = select.poll()
+        poller.register(self._host.replies, select.POLLIN)
+        if self._host.is_sending:
+            poller.register(self._host.requests, select.POLLOUT)
+        poller.poll(timeout_s * 1000)
+        self._host.flush()
+        answers = [one for message in self._host.read() for one in self._hear(message)]
+        now = monotonic()
+        if self._host.is_gone:
+            self._replace(self._host.how_it_ended())
+        elif not self._is_ready and now > self._since + START_DEADLINE_S:
+            raise ToolError(f"the environment was not imported within {START_DEADLINE_S:.0f} s")
+        elif any(now > since + self._deadline_s + _GRACE_S for since in self._asked.values()):
+            self._replace("its host did not end it at its deadline")
+        self._hand_out()
+        return answers
+
+    def _hand_out(self) -> None:
+        while self._queue and self._is_ready and len(self._asked) < self._at_once:
+            key, message = self._queue.popleft()
+            self._asked[key] = monotonic()
+            self._begun.add(key)
+            self._host.send(frame(message))
+
+    def _hear(self, message: Mapping[str, Any]) -> Iterator[tuple[Key, Answer]]:
+        match message:
+            case {"ready": list(tools), **rest}:
+                self._tools, self._is_ready = tools, True
+                self.has_reward = bool(rest.get("has_reward"))
+            case {"refused": str(text)} | {"failed": "fatal", "message": str(text)}:
+                raise ToolError(text)
+            case {"episode": int(number), **content} if number in self._keys:
+                key = self._keys[number]
+                if self._asked.pop(key, None) is None:
+                    return
+                self._barren_ends = 0
+                answer = _answer_of(content)
+                if answer.failure is not None:
+                    self._forget(key)
+                yield key, answer
+
+    def _replace(self, how: str) -> None:
+        """End the host and start another; the episodes that it had fail."""
+        self._host.end()
+        self._barren_ends += 1
+        if self._tools is None or self._barren_ends >= _BARREN_ENDS:
+            raise ToolError(f"the host of the environments ends again and again: {how}")
+        queued = [key for key, _ in self._queue if key in self._begun]
+        failure = Answer(failure=Failure("crash", how))
+        self._failed += [(key, failure) for key in (*self._asked, *queued)]
+        told = {*self._asked, *queued}
+        self._queue = deque(one for one in self._queue if one[0] not in told)
+        self._lost |= dict.fromkeys(self._begun - told, how)
+        for key in list(self._begun):
+            self._forget(key)
+        self._asked.clear()
+        self._open()
+
+    def _forget(self, key: Key) -> None:
+        del self._keys[self._numbers.pop(key)]
+        self._begun.discard(key)
+
+
+def _answer_of(content: Mapping[str, Any]) -> Answer:
+    """An answer from what a process wrote, none of which is trusted."""
+    seconds = content.get("seconds")
+    took = float(seconds) if isinstance(seconds, float | int) else 0.0
+    if "failed" in content:
+        message = str(content.get("message"))[:2000]
+        return Answer(failure=Failure(str(content["failed"])[:60], message), seconds=took)
+    results = content.get("results")
+    found = [_result_of(one) for one in results] if isinstance(results, list) else [None]
+    if None in found:
+        return Answer(failure=Failure("flood", "it wrote no answer"), seconds=took)
+    reward = content.get("reward")
+    is_number = isinstance(reward, float) and math.isfinite(reward) and abs(reward) <= LARGEST
+    return Answer(
+        tuple(one for one in found if one is not None), reward if is_number else None, None, took
+    )
+
+
+def _result_of(value: Any) -> Result | None:
+    match value:
+        case [("ok" | "error" | "cut") as kind, str(text)]:
+            return Result(kind, text.encode("utf-8", "replace").decode())
+    return None

@@ -1,0 +1,211 @@
+"""Processes of environments: what they answer, and what becomes of those that misbehave."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.config.reward import EnvironmentConfig
+from isobit.environments.calculator import Calculator
+from isobit.environments.pool import Answer, Environments, Result
+from isobit.environments.worker import Call
+from isobit.rewards.worker import descendants
+from isobit.util.errors import ToolError
+
+TOOLS = Path(__file__).parent / "tools.py"
+MOST = 200
+"""Characters of a result."""
+
+
+@contextmanager
+def environments(name: str, **settings: Any) -> Iterator[Environments[str]]:
+    place = name if ":" in name or name == "calculator" else f"{TOOLS}:{name}"
+    made = Environments[str](EnvironmentConfig.model_validate({"class": place, **settings}), MOST)
+    try:
+        made.tools()
+        yield made
+    finally:
+        made.close()
+    assert not [pid for pid in descendants(os.getpid()) if "environments" in _command(pid)]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def call(name: str, *positional: Any, **arguments: Any) -> Call:
+    return Call(name, positional, arguments)
+
+
+def answers(made: Environments[str]) -> dict[str, Answer]:
+    """All that is still to come, by key."""
+    found: dict[str, Answer] = {}
+    while made.num_waiting:
+        found |= dict(made.poll(0.1))
+    return found
+
+
+def texts(answer: Answer) -> list[str]:
+    return [one.text for one in answer.results]
+
+
+def ask(made: Environments[str], key: str, *calls: Call, **columns: Any) -> None:
+    made.ask(key, columns, [calls])
+
+
+def test_each_episode_has_an_instance_that_lives_until_its_end() -> None:
+    with environments("Counter", options={"step": 10}) as made:
+        names = [one["function"]["name"] for one in made.tools()]
+        assert names == ["add", "later"]
+        assert made.tools()[0]["function"]["parameters"]["required"] == ["count"]
+        ask(made, "a", call("add", 1), call("later", count=5), start=100, other="ignored")
+        ask(made, "b", call("add", 2))
+        found = answers(made)
+        assert texts(found["a"]) == ["total 110", '{"total": 115}']
+        assert texts(found["b"]) == ["total 20"]
+        made.ask("a", {}, [[call("add", 1)]], wants_reward=True)
+        again = answers(made)["a"]
+        assert texts(again) == ["total 125"]
+        assert again.reward == 125.0
+        made.end("a")
+        ask(made, "a", call("add", 1))
+        assert texts(answers(made)["a"]) == ["total 10"]
+
+
+def test_turns_that_were_answered_elsewhere_are_made_up_for() -> None:
+    with environments("Counter") as made:
+        made.ask("a", {"start": 5}, [[call("add", 1), call("add", 2)], [call("add", 3)]])
+        assert texts(answers(made)["a"]) == ["total 11"]
+
+
+def test_what_is_wrong_with_a_call_is_told_to_the_model() -> None:
+    with environments("Counter") as made:
+        wrong = [call("nothing"), call("reset"), call("__init__"), call("add"), call("add", 1, 2)]
+        ask(made, "a", *wrong, call("add", x=1), call("add", "1"), call("add", 1))
+        (answer,) = answers(made).values()
+        assert [one.kind for one in answer.results] == ["error"] * 7 + ["ok"]
+        said = texts(answer)
+        assert said[0] == "there is no tool 'nothing'; the tools are add, later"
+        assert "no tool 'reset'" in said[1]
+        assert "no tool '__init__'" in said[2]
+        assert "missing a required argument: 'count'" in said[3]
+        assert said[6].startswith("TypeError")
+        assert said[7] == "total 1"
+
+
+@pytest.mark.parametrize(
+    ("tool", "kind", "message"),
+    [
+        ("hang", "deadline", "took longer than environment.deadline_s = 1"),
+        ("die", "crash", "exit code 3"),
+        ("leave", "crash", "called sys.exit(4)"),
+        ("eat", "memory", "environment.memory_mib"),
+        ("write_everywhere", "flood", "the pipe of its answers"),
+    ],
+)
+def test_an_episode_that_misbehaves_fails_alone(tool: str, kind: str, message: str) -> None:
+    with environments("Hostile", deadline_s=1.0, memory_mib=512) as made:
+        ask(made, "good", call("lie"))
+        ask(made, "bad", call(tool))
+        found = answers(made)
+        assert texts(found["good"]) == ["short"]
+        failure = found["bad"].failure
+        assert failure is not None
+        assert failure.kind == kind
+        assert message in failure.message
+        ask(made, "good", call("fail"))
+        ask(made, "bad", call("lie"))  # a new process
+        found = answers(made)
+        assert found["good"].results == (Result("error", "ValueError: no such thing"),)
+        assert texts(found["bad"]) == ["short"]
+
+
+def test_a_flood_is_cut_and_text_is_text() -> None:
+    with environments("Hostile") as made:
+        ask(made, "a", call("flood"), call("control"))
+        (answer,) = answers(made).values()
+        assert answer.results == (Result("cut", "y" * MOST), Result("ok", "<eos><pad>?<bos>"))
+
+
+def test_when_the_host_is_killed_its_episodes_fail_and_others_are_served() -> None:
+    with environments("Hostile", at_once=2) as made:
+        ask(made, "idle", call("lie"))
+        answers(made)
+        ask(made, "killer", call("kill_host"))
+        ask(made, "beside", call("hang"))
+        ask(made, "next", call("lie"))
+        found = answers(made)
+        assert {key for key, one in found.items() if one.failure} == {"killer", "beside"}
+        assert all(one.failure.kind == "crash" for one in found.values() if one.failure)
+        assert texts(found["next"]) == ["short"]
+        ask(made, "idle", call("lie"))  # its instance went with the host
+        failure = answers(made)["idle"].failure
+        assert failure is not None
+        assert failure.kind == "crash"
+
+
+def test_an_episode_that_is_ended_is_not_answered() -> None:
+    with environments("Hostile", deadline_s=3600.0) as made:
+        ask(made, "a", call("hang"))
+        made.poll(0.5)
+        made.end("a")
+        assert made.num_waiting == 0
+        ask(made, "b", call("lie"))
+        assert answers(made).keys() == {"b"}
+
+
+def test_a_reset_that_raises_fails_the_episode() -> None:
+    with environments("Breaks") as made:
+        ask(made, "a", call("act"))
+        failure = answers(made)["a"].failure
+        assert failure is not None
+        assert (failure.kind, failure.message) == ("reset", "KeyError: 'nothing'")
+
+
+def test_a_reset_that_says_something_is_refused() -> None:
+    with environments("Speaks") as made:
+        ask(made, "a", call("act"))
+        with pytest.raises(ToolError, match=r"reset\(\) of Speaks returned 'hello'"):
+            answers(made)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (f"{TOOLS}:Cuonter", "did you mean 'Counter'"),
+        (f"{TOOLS}:Undocumented", "the tool 'act' of Undocumented has no schema"),
+        ("nowhere.py:Class", "there is no file nowhere.py"),
+        ("nowhere:Class", "fails on import: ModuleNotFoundError"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused(place: str, message: str) -> None:
+    with pytest.raises(ToolError, match=message), environments(place):
+        pass
+
+
+def test_the_calculator() -> None:
+    with environments("calculator") as made:
+        ask(made, "a", call("multiply", 37, 48), call("calculate", "(3 + 4) * 12 / 4"))
+        assert texts(answers(made)["a"]) == ["1776", "21"]
+
+
+@pytest.mark.parametrize("text", ["", "x", "2 ** 9", "f(1)", "1" * 201, "9" * 60, "(" * 150, "1/0"])
+def test_the_calculator_refuses_what_is_no_arithmetic(text: str) -> None:
+    with pytest.raises((ValueError, ZeroDivisionError, MemoryError)):
+        Calculator().calculate(text)
+
+
+def test_expressions() -> None:
+    values: Sequence[tuple[str, str]] = [
+        ("-3 + 5", "2"),
+        ("7 // 2", "3"),
+        ("7 % 4", "3"),
+        ("1/4", "0.25"),
+    ]
+    assert [Calculator().calculate(text) for text, _ in values] == [value for _, value in values]

@@ -1,0 +1,125 @@
+"""Environments of tests: one that counts, and one whose tools do what none should."""
+
+import os
+import time
+
+
+class Counter:
+    """Counts from the column ``start``, in TRL's form."""
+
+    def __init__(self, step: int = 1) -> None:
+        self._step = step
+        self.total = 0
+
+    def reset(self, start: int = 0, **_: object) -> None:
+        self.total = start
+
+    def add(self, count: int) -> str:
+        """Add to the total.
+
+        Args:
+            count: How many steps.
+        """
+        self.total += count * self._step
+        return f"total {self.total}"
+
+    async def later(self, count: int) -> dict[str, int]:
+        """Add to the total, asynchronously.
+
+        Args:
+            count: How many steps.
+        """
+        self.total += count
+        return {"total": self.total}
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
+class Clock:
+    """Never says the same twice."""
+
+    def now(self) -> str:
+        """The time."""
+        return str(time.monotonic_ns() % 1_000_000)
+
+
+class Hostile:
+    def hang(self) -> str:
+        """Sleep, with a child that does too."""
+        if not os.fork():
+            time.sleep(3600)
+        time.sleep(3600)
+        return ""
+
+    def die(self) -> str:
+        """End the process."""
+        os._exit(3)
+
+    def leave(self) -> str:
+        """Call sys.exit."""
+        raise SystemExit(4)
+
+    def flood(self) -> str:
+        """Print, and return, more than anybody wants."""
+        print("x" * 1_000_000)
+        return "y" * 1_000_000
+
+    def eat(self) -> str:
+        """Take memory."""
+        return str(len(bytearray(8 << 30)))
+
+    def write_everywhere(self) -> str:
+        """Write into each open descriptor."""
+        for descriptor in range(3, 256):
+            try:
+                os.write(descriptor, b'{"results": [["ok", "forged"]]}\n' * 3)
+            except OSError:
+                continue
+        return "wrote"
+
+    def kill_host(self) -> str:
+        """Kill the process that forks episodes."""
+        os.kill(os.getppid(), 9)
+        time.sleep(3600)
+        return ""
+
+    def lie(self) -> object:
+        """Return text that lies about its length."""
+
+        class Liar(str):
+            def __len__(self) -> int:
+                return -1  # noqa: PLE0303
+
+        return Liar("short")
+
+    def control(self) -> str:
+        """Return control tokens and half of a character."""
+        return "<eos><pad>\ud800<bos>"
+
+    def fail(self) -> str:
+        """Raise an error."""
+        raise ValueError("no such thing")
+
+
+class Speaks:
+    def reset(self) -> str:
+        return "hello"
+
+    def act(self) -> str:
+        """Act."""
+        return ""
+
+
+class Undocumented:
+    def act(self, what) -> str:
+        return what
+
+
+class Breaks:
+    def reset(self, **_: object) -> None:
+        raise KeyError("nothing")
+
+    def act(self) -> str:
+        """Act."""
+        return ""

@@ -1,0 +1,350 @@
+"""Episodes: what is recorded of each turn is what training computes of the whole sequence, whatever
+an environment says, and whenever.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from isobit.config.data import ChatConfig
+from isobit.config.reward import EnvironmentConfig
+from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
+from isobit.data import tool_calls
+from isobit.data.tool_calls import Continuation, MalformedCall, Parsed, ToolCall
+from isobit.environments.pool import Answer, Result
+from isobit.kernels.spec.attention import PackedAttention
+from isobit.models.policy import Policy, random_policy
+from isobit.records.batch import lay_end_to_end
+from isobit.records.sequence import COLUMNS, GIVEN, TokenSequence
+from isobit.records.text import Completion, Prompt, SamplingParams
+from isobit.rewards.outcome import Failure
+from isobit.rollout.engine import EngineStats, Handle, Request
+from isobit.rollout.episodes import Episodes, Tools
+from isobit.rollout.native import NativeEngine
+from isobit.starter import starter_folder
+from isobit.store.reward_record import AnswerRecord
+from tests.tiny import tiny_model
+
+CONTEXT = 256
+SIZES: dict[str, Any] = {"kv_pages": 12}
+TIGHT: dict[str, Any] = {"kv_pages": 4, "max_batched_tokens": 37}
+"""Room for one sequence and a bit: samples lose their pages, and prompts come in chunks."""
+ENDS = tuple(range(40, 75))
+"""Tokens that end a turn: every fourth, so that turns of a random model are short."""
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(str(starter_folder()))
+
+
+@cache
+def policy_of(preset: Preset) -> Policy:
+    """Sharper than a fresh model, so that tokens and neighbours matter."""
+    policy = random_policy(tiny_model(num_layers=2), PrecisionConfig(preset=preset), 0)
+    with torch.no_grad():
+        for name, master in policy.masters.items():
+            if name.endswith("proj.weight") or name == "embed_tokens.weight":
+                master.mul_(6)
+    policy.publish()
+    return policy
+
+
+def requests(samples: int = 3, new: int = 100, **sampling: Any) -> list[Request]:
+    params = SamplingParams(new, stop_token_ids=ENDS, **sampling)
+    texts = ("3+8+2+9=", "What is the sum of these numbers, please? " * 2, "1")
+    return [
+        Request(
+            Prompt(f"p/{n}", text, tuple(tokenizer()(text)["input_ids"]), {"n": n}),
+            0,
+            samples,
+            params,
+        )
+        for n, text in enumerate(texts)
+    ]
+
+
+class Told:
+    """An environment in this process, which answers after some polls and out of order."""
+
+    has_reward = False
+
+    def __init__(
+        self, say: Callable[[Handle, int], Answer], delay: Callable[[Handle], int]
+    ) -> None:
+        self._say, self._delay = say, delay
+        self._waiting: list[list[Any]] = []
+        self.asked: list[tuple[Handle, int]] = []
+
+    def ask(
+        self, key: Handle, columns: Any, turns: Sequence[Any], wants_reward: bool = False
+    ) -> None:
+        self.asked.append((key, len(turns)))
+        assert columns == {"n": int(key.prompt_id[2:])}
+        turn = sum(one == key for one, _ in self.asked)
+        self._waiting.append([self._delay(key), key, self._say(key, turn)])
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Handle, Answer]]:
+        for one in self._waiting:
+            one[0] -= 1
+        ready = [one for one in self._waiting if one[0] < 0]
+        self._waiting = [one for one in self._waiting if one[0] >= 0]
+        return [(key, answer) for _, key, answer in reversed(ready)]
+
+    def end(self, key: Handle) -> None:
+        self._waiting = [one for one in self._waiting if one[1] != key]
+
+    def end_all(self) -> None:
+        self._waiting.clear()
+
+
+def said(key: Handle, turn: int) -> Answer:
+    return Answer((Result("ok", f"{key.prompt_id} {key.sample} {turn}<eos>" * (1 + turn % 3)),))
+
+
+@pytest.fixture(autouse=True)
+def every_turn_is_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random model calls nothing; here each turn but those of one length is a call."""
+
+    def parse(text: str) -> list[Parsed]:
+        return [] if len(text) == 8 else [ToolCall("add", {"count": len(text)})]
+
+    monkeypatch.setitem(tool_calls._PARSERS, "plain", parse)
+
+
+Made = tuple[list[list[Completion]], EngineStats, Told]
+
+
+def play(
+    policy: Policy,
+    wanted: Sequence[Request],
+    say: Callable[[Handle, int], Answer] = said,
+    delay: Callable[[Handle], int] = lambda _: 0,
+    record: AnswerRecord | None = None,
+    kind: type[Episodes] = Episodes,
+    sizes: dict[str, Any] = SIZES,
+    **settings: Any,
+) -> Made:
+    config = EnvironmentConfig.model_validate({"class": "a:B", "max_turns": 20, **settings})
+    continuation = Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS)
+    told: Any = Told(say, delay)
+    tools = Tools([], "plain", continuation)
+    record = record or AnswerRecord(lambda _: None)
+    episodes = kind(config, tools, told, record, tokenizer(), CONTEXT)
+    engine = NativeEngine(policy, RolloutConfig(**sizes), tokenizer(), seed=0)
+    made, stats = episodes.generate(engine, policy.version, wanted)
+    return made, stats, told
+
+
+def sequences(made: list[list[Completion]]) -> list[TokenSequence]:
+    return [one.sequence for group in made for one in group]
+
+
+def differing(policy: Policy, drawn: Sequence[TokenSequence]) -> tuple[int, int]:
+    """The drawn tokens whose recorded log-probability is not the training forward's, and all."""
+    batch = lay_end_to_end(drawn)
+    with torch.no_grad():
+        weights = policy.weights("training")
+        attend = PackedAttention(policy.flow.training, batch.lengths, batch.positions)
+        hidden = policy.decoder.hidden_states(weights, batch.token_ids, attend)
+        trained, *_ = policy.decoder.lm_head.token_log_probs(
+            weights, hidden[batch.rows], batch.targets, batch.temperatures
+        )
+    differs = batch.recorded_log_probs.view(torch.int32) != trained.view(torch.int32)
+    return int(differs.sum()), len(differs)
+
+
+@pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
+def test_log_probabilities_of_all_turns_are_those_of_the_training_forward(preset: Preset) -> None:
+    policy = policy_of(preset)
+    short = lambda key, turn: Answer((Result("ok", str(turn)),))  # noqa: E731
+    made, stats, _ = play(policy, requests(samples=2, new=200), short, sizes=TIGHT)
+    turns = [len(one.episode.turns) for group in made for one in group if one.episode]
+    assert max(turns) == 20
+    assert stats.chunks > 0
+    assert stats.prompt_tokens > 3 * sum(len(one.prompt.token_ids) for one in requests())
+    assert differing(policy, sequences(made)) == (
+        0,
+        sum(one.length for group in made for one in group),
+    )
+
+
+def test_what_was_drawn_is_kept_and_what_was_said_is_no_part_of_the_response(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = ToolCall("add", {})
+    monkeypatch.setitem(tool_calls._PARSERS, "plain", lambda text: [] if len(text) == 4 else [call])
+    made, _, told = play(policy_of("fp8"), requests())
+    ends = set[str]()
+    for group in made:
+        for one in group:
+            assert one.episode is not None
+            sequence, (begin, *_) = one.sequence, np.flatnonzero(one.sequence.loss_mask)
+            spans = sequence.given_from(int(begin))
+            results = [text for behind in one.episode.results for _, text in behind]
+            given = [sequence.token_ids[first:last].tolist() for first, last in spans]
+            # the last result has no tokens where no room was left for it
+            assert [tokenizer().decode(ids) for ids in given] == [
+                f"[{text}]" for text in results[: len(given)]
+            ]
+            assert len(results) - len(given) == (
+                one.finish_reason == "length" and len(results) == len(one.episode.turns)
+            )
+            assert (sequence.weights_versions[~sequence.loss_mask] == GIVEN).all()
+            assert all(sequence.token_ids[first - 1] in ENDS for first, _ in spans)
+            assert tokenizer().eos_token_id not in {token for ids in given for token in ids}
+            ends.add(one.finish_reason)
+    assert {"stop", "length"} <= ends
+    assert len(told.asked) > 10
+
+
+def delays(seed: int) -> Callable[[Handle], int]:
+    generator = np.random.default_rng(seed)
+    return lambda _: int(generator.integers(0, 9))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_neither_time_nor_order_nor_memory_changes_a_bit(seed: int) -> None:
+    policy = policy_of("fp8")
+    at_once, *_ = play(policy, requests())
+    late, *_ = play(policy, requests()[::-1], delay=delays(seed), sizes=TIGHT)
+    assert sequences(late[::-1]) == sequences(at_once)
+    assert late[::-1] == at_once
+
+
+def test_an_environment_that_is_slow_does_not_hold_up_other_episodes() -> None:
+    slow = {Handle("p/0", 0, 0)}
+    ended: list[int] = []
+    config = EnvironmentConfig.model_validate({"class": "a:B", "max_turns": 20})
+    tools = Tools([], "plain", Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS))
+    told: Any = Told(said, lambda key: 300 if key in slow else 0)
+    record = AnswerRecord(lambda _: None)
+    episodes = Episodes(config, tools, told, record, tokenizer(), CONTEXT)
+    engine = NativeEngine(policy_of("fp8"), RolloutConfig(**SIZES), tokenizer(), seed=0)
+    episodes.generate(engine, 1, requests(), complete=lambda place, _: ended.append(place))
+    assert ended[-1] == 0
+    assert sorted(ended) == [0, 1, 2]
+
+
+class Retokenising(Episodes):
+    """A mutant: what was drawn goes through text before the model goes on, which loses the tokens
+    that have no text, as another tokenizer would merge some.
+    """
+
+    def _go_on(self, engine: Any, handle: Handle, answer: Answer) -> None:
+        sequence = self._open[handle].sequence
+        seen = sequence.token_ids < len(tokenizer())
+        text = tokenizer().decode(sequence.token_ids)
+        again = tokenizer()(text, add_special_tokens=False)["input_ids"]
+        assert again == sequence.token_ids[seen].tolist()
+        columns: dict[str, Any] = {
+            one.name: None if (found := getattr(sequence, one.name)) is None else found[seen]
+            for one in COLUMNS
+        }
+        mask = sequence.loss_mask[seen]
+        self._open[handle].sequence = TokenSequence(sequence.token_ids[seen], mask, **columns)
+        super()._go_on(engine, handle, answer)
+
+
+def test_a_mutant_that_tokenises_again_is_caught() -> None:
+    policy = policy_of("fp8")
+    short = lambda key, turn: Answer((Result("ok", str(turn)),))  # noqa: E731
+    made, *_ = play(policy, requests(), short, kind=Retokenising)
+    count, _ = differing(policy, sequences(made))
+    assert count > 0
+
+
+def test_failures_and_limits_end_episodes_by_kind() -> None:
+    def say(key: Handle, turn: int) -> Answer:
+        kinds = {0: "deadline", 1: "crash"}
+        if turn == 2 and key.sample in kinds:
+            return Answer(failure=Failure(kinds[key.sample], "so it is"))
+        return said(key, turn)
+
+    made, *_ = play(policy_of("fp8"), requests(samples=4), say, max_turns=4)
+    found = [
+        (one.finish_reason, one.episode and one.episode.failure) for group in made for one in group
+    ]
+    assert ("time", "deadline") in found
+    assert ("failed", "crash") in found
+    assert ("turns", "") in found
+    assert all(one.is_cut == (one.finish_reason != "stop") for group in made for one in group)
+    assert differing(policy_of("fp8"), sequences(made))[0] == 0
+
+
+def test_all_calls_of_an_episode_have_a_limit_of_time() -> None:
+    slow = lambda key, turn: Answer(said(key, turn).results, seconds=0.4)  # noqa: E731
+    made, *_ = play(policy_of("fp8"), requests(), slow, episode_s=1.0)
+    cut = [one for group in made for one in group if one.finish_reason == "time"]
+    assert cut
+    assert all(one.episode is not None and len(one.episode.results) == 2 for one in cut)
+
+
+def test_long_results_are_cut_to_their_limit() -> None:
+    long = lambda key, turn: Answer((Result("ok", "x" * 500),))  # noqa: E731
+    made, *_ = play(policy_of("fp8"), requests(), long, max_result_tokens=10)
+    results = {
+        text
+        for group in made
+        for one in group
+        if one.episode
+        for behind in one.episode.results
+        for _, text in behind
+    }
+    assert results == {"x" * 10 + " [cut]"}
+
+
+def test_a_malformed_call_is_answered_without_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(tool_calls._PARSERS, "plain", lambda _: [MalformedCall("no call")])
+    made, _, told = play(policy_of("fp8"), requests())
+    assert not told.asked
+    results = [
+        behind for group in made for one in group if one.episode for behind in one.episode.results
+    ]
+    assert results
+    assert set(results) == {(("malformed", "error: no call"),)}
+
+
+def test_recorded_answers_are_given_again_without_asking() -> None:
+    policy, record = policy_of("fp8"), AnswerRecord(lambda _: None)
+    numbers = iter(range(10**6))
+    random = lambda key, turn: Answer((Result("ok", str(next(numbers))),))  # noqa: E731
+    first, *_ = play(policy, requests(), random, delays(3), record)
+    lines = list(record._unwritten)
+    assert len(lines) == 1
+    again, _, told = play(policy, requests(), random, delays(4), AnswerRecord(print, lines))
+    assert not told.asked
+    assert again == first
+    # where the record lacks a turn, the environment is asked, and told of the turns before
+    content = lines[0].replace(b'[["p/0", 0, 0, 3, ', b'[["p/0", 0, 0, 99, ')
+    assert content != lines[0]
+    said: list[str] = []
+    _, _, told = play(policy, requests(), random, delays(4), AnswerRecord(said.append, [content]))
+    assert told.asked[0] == (Handle("p/0", 0, 0), 3)
+    assert len(said) == 1
+
+
+def test_an_error_leaves_engine_and_environment_free() -> None:
+    def fail(key: Handle, turn: int) -> Answer:
+        raise RuntimeError("stop here")
+
+    policy = policy_of("fp8")
+    config = EnvironmentConfig.model_validate({"class": "a:B"})
+    tools = Tools([], "plain", Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS))
+    told: Any = Told(fail, lambda _: 0)
+    record = AnswerRecord(lambda _: None)
+    episodes = Episodes(config, tools, told, record, tokenizer(), CONTEXT)
+    engine = NativeEngine(policy, RolloutConfig(**SIZES), tokenizer(), seed=0)
+    with pytest.raises(RuntimeError, match="stop here"):
+        episodes.generate(engine, 1, requests())
+    assert engine.num_live == 0
+    told._say, told.asked = said, []
+    made, _ = episodes.generate(engine, 1, requests())
+    assert sequences(made) == sequences(play(policy, requests(), max_turns=8)[0])

@@ -1,0 +1,40 @@
+"""A run with an environment whose random model calls tools: ``python acting.py CONFIG [DIE_AT]``
+resumes it, and kills itself at one of its calls.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from isobit.config.recipes import RunConfig
+from isobit.data import tool_calls
+from isobit.data.tool_calls import Parsed, ToolCall
+from isobit.rollout.episodes import Episodes
+from isobit.run.loop import train
+
+
+def parse(text: str) -> list[Parsed]:
+    """Most turns are a call, as a random model makes none."""
+    return [] if len(text) % 5 == 4 else [ToolCall("add", {"count": len(text)})]
+
+
+def die_at(moment: int) -> None:
+    count = iter(range(10**9))
+    go_on = Episodes._go_on
+
+    def dying(*arguments: Any) -> None:
+        if next(count) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        go_on(*arguments)
+
+    Episodes._go_on = dying
+
+
+if __name__ == "__main__":
+    tool_calls._PARSERS["plain"] = parse
+    if len(sys.argv) > 2:
+        die_at(int(sys.argv[2]))
+    train(RunConfig.model_validate(json.loads(Path(sys.argv[1]).read_text())), resume=True)

@@ -1,0 +1,144 @@
+"""Runs with an environment: exact over all turns, resumed to equal bytes, replayed as recorded."""
+
+import string
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.config.recipes import RunConfig
+from isobit.data import tool_calls
+from isobit.environments.pool import Environments
+from isobit.observe.console import silent
+from isobit.run.diff import compare
+from isobit.run.loop import train
+from isobit.run.redo import replay
+from isobit.store.directory import RunDirectory
+from isobit.util.errors import ConfigError, ToolError
+from tests.run import acting
+from tests.tiny import json_lines
+
+MakeConfig = Callable[..., RunConfig]
+TOOLS = Path(__file__).parents[1] / "environments" / "tools.py"
+
+
+@pytest.fixture
+def acting_config(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> MakeConfig:
+    monkeypatch.setitem(tool_calls._PARSERS, "plain", acting.parse)
+
+    def make(name: str = "Counter", reward: str = "environment", **sections: Any) -> RunConfig:
+        given: dict[str, Any] = {
+            "environment": {"class": f"{TOOLS}:{name}", "max_turns": 6},
+            "rollout": {"max_new_tokens": 90, "stop_tokens": list(string.ascii_letters[:40])},
+            "checkpoint": {"every": 1},
+            "evaluation": {"every": 0},
+            "precision": {"preset": "fp8"},
+        }
+        return make_config(reward, **{**given, **sections})
+
+    return make
+
+
+def test_a_run_compares_all_drawn_tokens_of_all_turns(acting_config: MakeConfig) -> None:
+    config = acting_config()
+    summary = train(config, silent())
+    steps = [
+        line for line in json_lines(config.output / "metrics.jsonl") if "episode/turns" in line
+    ]
+    assert len(steps) == 2
+    assert min(line["episode/turns"] for line in steps) > 1.5
+    assert summary.tokens_differing == 0
+    drawn = sum(line["log_prob_diff/tokens_compared"] for line in steps)
+    assert summary.tokens_compared == drawn > 50
+    assert summary.failed_rewards == 0
+    assert {
+        line["episode/failed/deadline"] for line in steps if "episode/failed/deadline" in line
+    } <= {0}
+    episodes = [line for line in json_lines(config.output / "completions.jsonl") if line["step"]]
+    for line in episodes:
+        told = [one["content"] for one in line["messages"] if one["role"] == "tool"]
+        totals = [int(text.removeprefix("total ")) for text in told]
+        assert totals == sorted(totals)
+        assert line["reward"] == (totals[-1] if totals else 0)
+
+
+def test_a_run_killed_in_the_middle_of_episodes_is_resumed_to_equal_bytes(
+    acting_config: MakeConfig, tmp_path: Path
+) -> None:
+    whole = acting_config()
+    train(whole, silent())
+    killed = whole.model_copy(update={"output": tmp_path / "killed"})
+    file = tmp_path / "config.json"
+    file.write_text(killed.model_dump_json())
+    counts = [len(line["answers"]) for line in json_lines(whole.output / "environment.jsonl")]
+    # in the rollout of the first step, after the first evaluation; in that of the second
+    moments = [counts[0] + 5, counts[0] + counts[1] + 5]
+    for moment in [*map(str, moments), None]:
+        command = [
+            sys.executable,
+            str(Path(acting.__file__)),
+            str(file),
+            *([moment] if moment else []),
+        ]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+        assert done.returncode == (-9 if moment else 0), done.stderr
+    found = compare(RunDirectory(whole.output), RunDirectory(killed.output))
+    assert not found.differences
+    assert any("environment.jsonl" in line for line in found.equal)
+
+
+def test_a_replay_from_the_record_asks_no_environment(
+    acting_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        tool_calls._PARSERS,
+        "plain",
+        lambda text: [tool_calls.ToolCall("now", {})] if len(text) % 3 else [],
+    )
+    config = acting_config("Clock", "isobit.starter.tasks:correct_answer")
+    train(config, silent())
+    anew = replay(config.output, say=lambda _: None)
+    assert anew.differences  # it never says the same twice
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("an environment was asked")
+
+    monkeypatch.setattr(Environments, "ask", refuse)
+    assert not replay(config.output, say=lambda _: None, recorded_rewards=True).differences
+
+
+def test_a_run_goes_on_with_tools_that_fail(
+    acting_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["hang", "die", "flood", "control", "lie", "write_everywhere", "fail"]
+    calls = [tool_calls.ToolCall(name, {}) for name in names]
+    turns = iter(range(10**6))
+    monkeypatch.setitem(tool_calls._PARSERS, "plain", lambda _: [calls[next(turns) % len(calls)]])
+    hostile = {"class": f"{TOOLS}:Hostile", "max_turns": 3, "deadline_s": 1.0}
+    config = acting_config(
+        environment=hostile, reward="isobit.starter.tasks:correct_answer",
+        training={"prompts_per_step": 4, "samples_per_prompt": 4},
+    )  # fmt: skip
+    summary = train(config, silent())
+    assert summary.tokens_differing == 0
+    steps = [
+        line for line in json_lines(config.output / "metrics.jsonl") if "episode/turns" in line
+    ]
+    kinds = {
+        name.removeprefix("episode/failed/")
+        for line in steps
+        for name in line
+        if "/failed/" in name
+    }
+    assert kinds >= {"deadline", "crash", "flood"}
+    assert all(line["episode/results/cut"] + line["episode/results/error"] > 0 for line in steps)
+
+
+def test_what_cannot_be_acted_in_is_refused(acting_config: MakeConfig) -> None:
+    with pytest.raises(ToolError, match="has no class 'Contuer'"):
+        train(acting_config("Contuer"), silent())
+    with pytest.raises(ConfigError, match=r"cluster\.processes is 2"):
+        train(acting_config(cluster={"processes": 2}), silent())
