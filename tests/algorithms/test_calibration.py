@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.algorithms.calibration import calibrated_bounds
 from isobit.algorithms.policy_gradient import ClipBounds
+from isobit.training.calibration import calibrated_bounds
 
 CONFIGURED = ClipBounds(0.2, 0.28)
 PAIRS = st.lists(

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.config.data import ChatConfig
-from isobit.config.reward import ToolFormat
+from isobit.config.data import ChatConfig, ToolFormat
 from isobit.data.tokenizer import special_token_ids
 from isobit.data.tool_calls import (
     MOST_CALLS,

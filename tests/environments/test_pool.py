@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.reward import EnvironmentConfig
+from isobit.config.data import EnvironmentConfig
 from isobit.environments.calculator import Calculator
 from isobit.environments.pool import Answer, Environments, Result
 from isobit.environments.worker import Call

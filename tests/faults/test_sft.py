@@ -21,7 +21,7 @@ from isobit.run.sft import sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.store import disk
 from isobit.store.directory import locked
-from isobit.training.figures import UpdateMetrics
+from isobit.training.comparison import UpdateMetrics
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError, ConfigError, Interrupted, StorageError
 from tests.death import Death

@@ -32,6 +32,7 @@ from isobit.kernels.hopper.linear import (
     transpose_blocks,
     wgrad,
 )
+from isobit.kernels.hopper.pointwise import swiglu_backward_bf16, swiglu_backward_quantise
 from isobit.kernels.hopper.publish import publish, publish_blocks, republish
 from isobit.kernels.hopper.quantise import (
     QuantRows,
@@ -41,7 +42,6 @@ from isobit.kernels.hopper.quantise import (
     swiglu,
     swiglu_quantise,
 )
-from isobit.kernels.hopper.swiglu_backward import swiglu_backward_bf16, swiglu_backward_quantise
 from isobit.kernels.hopper.token_groups import (
     gradient_both,
     quantise_both,

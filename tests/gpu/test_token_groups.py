@@ -13,8 +13,8 @@ from isobit.precision.quant_tensor import BLOCK, ScaleKind
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from isobit.kernels.hopper.pointwise import swiglu_backward_bf16, swiglu_backward_quantise
 from isobit.kernels.hopper.quantise import QuantRows, quantise_rows, swiglu, swiglu_quantise
-from isobit.kernels.hopper.swiglu_backward import swiglu_backward_bf16, swiglu_backward_quantise
 from isobit.kernels.hopper.token_groups import (
     quantise_both,
     quantise_tokens,

@@ -15,7 +15,7 @@ from isobit.config.recipes import RunConfig
 from isobit.config.tables import CheckConfig, PrecisionConfig, Preset
 from isobit.kernels.spec import head
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
-from isobit.proof.check import check_state, check_step
+from isobit.proof.doctor_findings import check_state, check_step
 from isobit.records.metrics import Metrics
 from isobit.run.loop import train
 from isobit.store.state import StateDigest

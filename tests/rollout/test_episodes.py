@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from isobit.config.data import ChatConfig
-from isobit.config.reward import EnvironmentConfig
+from isobit.config.data import ChatConfig, EnvironmentConfig
 from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
 from isobit.data import tool_calls
 from isobit.data.tool_calls import Continuation, MalformedCall, Parsed, ToolCall

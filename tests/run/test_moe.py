@@ -18,7 +18,7 @@ from isobit.models.folder import read_config
 from isobit.observe.report.page import write_report
 from isobit.run.loop import train
 from isobit.run.sft import sft
-from isobit.training.figures import UpdateMetrics
+from isobit.training.comparison import UpdateMetrics
 from isobit.training.trainer import Trainer
 from tests.death import Death
 from tests.tiny import json_lines as lines

@@ -19,8 +19,8 @@ from isobit.parallel.world import ALONE, World
 from isobit.store import checkpoint as checkpoint_format
 from isobit.store.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from isobit.store.directory import RunDirectory
+from isobit.store.disk import newest_usable
 from isobit.store.state import Share
-from isobit.store.usable import newest_usable
 from isobit.util.errors import CheckpointError, IsobitError
 from tests.worlds import in_world
 

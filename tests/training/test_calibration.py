@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from isobit.algorithms.calibration import calibrated_bounds
 from isobit.algorithms.family import Grpo
 from isobit.algorithms.objective import Shares
 from isobit.algorithms.policy_gradient import ClipBounds, Terms
@@ -31,7 +30,13 @@ from isobit.run.dry_run import plan_training
 from isobit.run.loop import train
 from isobit.run.setup import read_rl
 from isobit.training import calibration as module
-from isobit.training.calibration import Calibration, build_calibration, describe_shadow, shadow_of
+from isobit.training.calibration import (
+    Calibration,
+    build_calibration,
+    calibrated_bounds,
+    describe_shadow,
+    shadow_of,
+)
 from isobit.training.judge import Judge
 from isobit.training.step import Learner, StepMetrics
 from isobit.training.trainer import Trainer

@@ -6,8 +6,14 @@ from pydantic import Field
 
 from isobit.config.algorithm import AlgorithmConfig, Correction, GrpoConfig
 from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, HomeName, HomePath, Seed, Strict
-from isobit.config.data import ChatConfig, DataConfig, OneExampleSource, SftDataConfig
-from isobit.config.reward import EnvironmentConfig, RewardConfig
+from isobit.config.data import (
+    ChatConfig,
+    DataConfig,
+    EnvironmentConfig,
+    OneExampleSource,
+    RewardConfig,
+    SftDataConfig,
+)
 from isobit.config.tables import (
     AsyncConfig,
     CheckConfig,

@@ -18,9 +18,8 @@ from isobit.config.algorithm import (
     TokenClipConfig,
 )
 from isobit.config.base import MAX_BATCH
-from isobit.config.data import MixtureExamples
+from isobit.config.data import CODE_SECONDS, MixtureExamples, RewardConfig, RewardPart
 from isobit.config.recipes import RunConfig, SftConfig
-from isobit.config.reward import CODE_SECONDS, RewardConfig, RewardPart
 from isobit.config.tables import (
     MIXTURES,
     WINDOWED,

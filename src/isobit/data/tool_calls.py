@@ -27,8 +27,7 @@ from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import ChatConfig
-from isobit.config.reward import ToolFormat
+from isobit.config.data import ChatConfig, ToolFormat
 from isobit.data.tokenizer import mentions, quoted, quoted_values, rendered, token_ids, unmarked
 from isobit.records.text import Message
 from isobit.util.errors import ConfigError

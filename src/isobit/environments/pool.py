@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Generic, Literal, TypeVar
 
-from isobit.config.reward import CALCULATOR, EnvironmentConfig
+from isobit.config.data import CALCULATOR, EnvironmentConfig
 from isobit.environments.worker import Call, Start
 from isobit.rewards.outcome import LARGEST, Failure, frame
 from isobit.rewards.pool import START_DEADLINE_S, GraderProcess

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import isobit
-from isobit.config.reward import WHOLE
+from isobit.config.data import WHOLE
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import parameter_count
-from isobit.models.hub import is_hub_name
+from isobit.models.folder import is_hub_name
 from isobit.observe.report.page import visible
 from isobit.observe.report.panels import evaluation_sets, is_accuracy
 from isobit.observe.report.source import RunRecord

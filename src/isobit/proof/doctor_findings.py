@@ -1,12 +1,35 @@
-"""What a check of the doctor finds, what to do about it, and the comparisons that raise it."""
+"""What a check of the doctor finds, what to do about it, and the comparisons that raise it.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+The ``[check]`` of every step of a run: whether rollout and training are still one function.
+
+check_step    the log-probabilities of a step, recorded while sampling and computed in training.
+              Both exist anyway, so the check costs nothing.  In an exact flow, one differing
+              token is a mismatch.  In the others, whose sides are two functions, the limit is
+              on the mean absolute difference.  In all of them, a probability ratio beyond
+              ``max_ratio`` is reported: such tokens were sampled by much older weights.  A
+              micro-batch that was computed twice (``isobit.training.trainer``) must have the
+              same bits again, which needs neither a limit nor an exact flow
+check_state   weights and optimiser state between two updates, against what the first of them
+              left.  Both sides would use a bit that the memory has lost there, so no
+              log-probability shows it
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+from isobit.config.tables import CheckConfig
+from isobit.parallel.world import raised_on_all
+from isobit.precision.flow import PrecisionFlow
 from isobit.proof.verify import VerifyResult, first_operation
+from isobit.store.state import StateDigest
+from isobit.training.comparison import Comparison
+from isobit.training.step import StepMetrics
+from isobit.training.trainer import FORWARD, Repeat
+from isobit.util.errors import MismatchError
 
 Status = Literal["pass", "warn", "fail"]
 
@@ -105,3 +128,106 @@ def require_close(
         raise Fault(
             f"{what} is off by {error:.2g} of its largest number, more than {tolerance:.2g}"
         )
+
+
+def check_step(
+    check: CheckConfig, flow: PrecisionFlow, trained: StepMetrics, model: Path
+) -> list[str]:
+    """Lines to print about a step, one for each problem; ``model`` is the folder of the run's
+    weights.
+
+    Raises MismatchError instead, on every rank, if ``check.on_mismatch`` is "stop".
+    """
+    if check.on_mismatch == "ignore":
+        return []
+    lines = list[str]()
+    if trained.repeat is not None and trained.repeat.differing:
+        lines.append(_found(check, _describe_repeat(trained.repeat), _REPLACE))
+    bisect = f"isobit verify {model} --precision {flow.preset} --bisect"
+    if problem := _parting(check, flow, trained.comparison):
+        advice = f"find out where with: {bisect}"
+        if flow.exact:
+            advice += (
+                "; where that finds nothing, the tokens were sampled by other weights, or the "
+                "fault did not come again: set check.repeat_every"
+            )
+        lines.append(_found(check, problem, advice))
+    if ratio := _far_out(check, trained.mismatch):
+        lines.append(_found(check, ratio, _STALE))
+    return lines
+
+
+def check_state(check: CheckConfig, left: StateDigest, stands: StateDigest) -> list[str]:
+    """A line to print if the state is not what the last update ``left``.  Raises MismatchError as
+    ``check_step`` does.
+    """
+    now = asdict(stands)
+    changed = [name for name, digest in asdict(left).items() if now[name] != digest]
+    if not changed or check.on_mismatch == "ignore":
+        return []
+    problem = f"{' and '.join(changed)} in memory are not what the last update left"
+    return [_found(check, problem, _MEMORY)]
+
+
+_MEMORY = (
+    "a memory has lost bits, or something else writes there: run `isobit doctor` here, and go on "
+    "from the last checkpoint (--resume), on another machine if it comes again"
+)
+_REPLACE = (
+    "run `isobit doctor` here; if it passes, suspect the processor or the memory, and go on on "
+    "another machine from a checkpoint before this step"
+)
+_STALE = (
+    "such tokens were drawn from other weights, or by another function: look at staleness/mean and "
+    "mismatch/..; corrections (docs/algorithms.md) bound what they weigh"
+)
+
+
+def _found(check: CheckConfig, problem: str, advice: str) -> str:
+    if check.on_mismatch == "warn":
+        return f"{problem}; {advice}"
+    raise raised_on_all(
+        MismatchError(
+            f'{problem}; check.on_mismatch is "stop". {advice[0].upper()}{advice[1:]}; or set '
+            'check.on_mismatch = "warn" to go on'
+        )
+    )
+
+
+def _describe_repeat(repeat: Repeat) -> str:
+    gradients = [name for name in repeat.differing if name != FORWARD]
+    parts = ["its forward"] if FORWARD in repeat.differing else []
+    if gradients:
+        parts.append(f"{len(gradients)} of {repeat.gradients} gradients, {gradients[0]} first")
+    return f"a micro-batch computed twice gave other bits the second time: {' and '.join(parts)}"
+
+
+def _far_out(check: CheckConfig, mismatch: Mapping[str, float]) -> str | None:
+    if not mismatch or check.max_ratio is None:
+        return None
+    low, high = mismatch["mismatch/ratio_min"], mismatch["mismatch/ratio_max"]
+    if high <= check.max_ratio and low * check.max_ratio >= 1:
+        return None
+    return (
+        f"probability ratios of trainer and sampler reach from {low:.3g} to {high:.3g}, beyond "
+        f"check.max_ratio = {check.max_ratio:g}"
+    )
+
+
+def _parting(check: CheckConfig, flow: PrecisionFlow, comparison: Comparison) -> str | None:
+    if flow.exact:
+        if not comparison.differs:
+            return None
+        return (
+            f"{comparison.tokens_differing:,} of {comparison.tokens_compared:,} log-probabilities"
+            f"{comparison.describe_routings()} differ between rollout and training, "
+            f"by {comparison.max_abs_diff:.3g} at most, in a flow where none should"
+        )
+    limit = check.max_mean_diff
+    if limit is None or comparison.mean_abs_diff <= limit:
+        return None
+    return (
+        f"log-probabilities of rollout and training differ by {comparison.mean_abs_diff:.3g} nats "
+        "on average, "
+        f"more than check.max_mean_diff = {limit:g}"
+    )

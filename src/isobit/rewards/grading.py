@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from isobit.config.reward import WHOLE, RewardConfig
+from isobit.config.data import WHOLE, RewardConfig
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.form import Reward
 from isobit.rewards.given import RewardFunction, load_reward

@@ -33,8 +33,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from isobit.config.data import EnvironmentConfig, ToolFormat
 from isobit.config.recipes import RunConfig
-from isobit.config.reward import EnvironmentConfig, ToolFormat
 from isobit.data.tokenizer import most_characters, token_ids
 from isobit.data.tool_calls import (
     Continuation,

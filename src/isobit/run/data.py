@@ -34,9 +34,8 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.base import MAX_STEPS
-from isobit.config.data import ChatConfig, DataSource
+from isobit.config.data import CALCULATOR, WHOLE, ChatConfig, DataSource
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
-from isobit.config.reward import CALCULATOR, WHOLE
 from isobit.config.tables import EvaluationConfig, RolloutConfig
 from isobit.data.prompts import (
     Noticed,

@@ -13,9 +13,9 @@ from functools import partial
 
 import torch
 
+from isobit.config.data import RewardConfig
 from isobit.config.load import dump_config
 from isobit.config.recipes import Recipe, RunConfig
-from isobit.config.reward import RewardConfig
 from isobit.config.tables import TrainingConfig
 from isobit.kernels.backend import support
 from isobit.kernels.sizes import Sizes
@@ -25,8 +25,7 @@ from isobit.memory.host import MemoryEstimate, estimate_memory, microbatch_token
 from isobit.memory.speed import SpeedShape, StepTime, StepWork, describe_step, estimate_step
 from isobit.models.checkpoint import weight_files
 from isobit.models.decoder import decoder_shape, parameter_count
-from isobit.models.folder import model_needs
-from isobit.models.hub import is_hub_name
+from isobit.models.folder import is_hub_name, model_needs
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.rewards.grading import Graders
 from isobit.rollout.native import Limits, check_limits

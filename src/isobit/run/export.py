@@ -48,8 +48,8 @@ from isobit.precision.quant_tensor import QuantTensor
 from isobit.run.plan import source_config
 from isobit.store.checkpoint import MASTERS, Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.directory import RunDirectory
+from isobit.store.disk import newest_usable
 from isobit.store.keeper import best_on_disk
-from isobit.store.usable import newest_usable
 from isobit.util.errors import CheckpointError, ConfigError, shown
 from isobit.util.files import check_free, disk_errors, file_sha256, new_folder
 

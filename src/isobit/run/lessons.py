@@ -41,7 +41,7 @@ from isobit.records.batch import PackedBatch
 from isobit.records.metrics import Kind, Metrics
 from isobit.records.text import Prompt
 from isobit.run.data import rendering_notes
-from isobit.training.figures import UpdateMetrics
+from isobit.training.comparison import UpdateMetrics
 from isobit.training.supervised import (
     PairFigures,
     PreferenceObjective,

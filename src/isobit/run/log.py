@@ -32,7 +32,7 @@ from isobit.observe.evaluation import (
 )
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
-from isobit.proof.check import check_state, check_step
+from isobit.proof.doctor_findings import check_state, check_step
 from isobit.records.metrics import METRICS, Metrics, listed
 from isobit.records.text import Group, describe_untaught
 from isobit.rewards.grading import GradeStats

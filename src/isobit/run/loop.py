@@ -22,7 +22,7 @@ Who waits for whom:
 - With ``async.lag`` = k a batch waits for k steps between grading and learning
   (``isobit.run.pending``).
 - With ``cluster.rollouters`` some of the processes only sample: while the trainers learn batch t,
-  they roll out, grade and compare batch t + k (``isobit.run.rollouters``).
+  they roll out, grade and compare batch t + k (``isobit.run.pending``).
 
 With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group that would teach nothing, since
 no completion that is learnt from has an advantage (``Judge.telling``), is replaced by the group of
@@ -47,8 +47,15 @@ from isobit.rollout.engine import EngineStats, Progress, Request
 from isobit.run.data import settled, with_date_of_run
 from isobit.run.grading import Interruption
 from isobit.run.log import RlSummary
-from isobit.run.pending import GradedBatch, batch_value, compared
-from isobit.run.rollouters import Rollouters, append_lines, check_parts, lines_ahead
+from isobit.run.pending import (
+    GradedBatch,
+    Rollouters,
+    append_lines,
+    batch_value,
+    check_parts,
+    compared,
+    lines_ahead,
+)
 from isobit.run.run import begin_run, open_graders, start_run
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.store.reward_record import SentRecord

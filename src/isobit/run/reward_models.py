@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 
-from isobit.config.data import ChatConfig, OneExampleSource
+from isobit.config.data import ChatConfig, OneExampleSource, RewardConfig
 from isobit.config.recipes import ScoringConfig
-from isobit.config.reward import RewardConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.data.examples import Answer, answer_of, conversation_ids, row_of, whole_answer
 from isobit.data.sources import Row, load_rows

@@ -34,11 +34,10 @@ from isobit.run.data import RlData, load_prompts
 from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
 from isobit.run.grading import RecordedGrading
 from isobit.run.log import RlLog
-from isobit.run.pending import Pending, pending_bytes
+from isobit.run.pending import Pending, Rollouters, pending_bytes
+from isobit.run.pending import evaluate as evaluate_by_rollouters
 from isobit.run.plan import Plan, describe_source
 from isobit.run.reward_models import plan_reward_models
-from isobit.run.rollouters import Rollouters
-from isobit.run.rollouters import evaluate as evaluate_by_rollouters
 from isobit.run.run import Run
 from isobit.store.resume import Start
 from isobit.training.calibration import build_calibration, describe_shadow

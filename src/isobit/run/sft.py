@@ -26,7 +26,7 @@ from isobit.run.reward_models import plan_reward_models
 from isobit.run.run import Run, begin_run, start_run
 from isobit.run.sft_log import SftLog, SftSummary
 from isobit.store.resume import Start
-from isobit.training.figures import UpdateMetrics
+from isobit.training.comparison import UpdateMetrics
 from isobit.training.out_of_memory import measured_within_memory, within_memory
 from isobit.training.supervised import PairFigures
 

@@ -19,7 +19,7 @@ from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.records.metrics import Metrics, listed
 from isobit.run.lessons import HeldOut, Item
 from isobit.store.resume import Start
-from isobit.training.figures import UpdateMetrics
+from isobit.training.comparison import UpdateMetrics
 from isobit.util.terminal import Clock
 
 if TYPE_CHECKING:

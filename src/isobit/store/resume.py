@@ -45,11 +45,18 @@ from isobit.store.directory import (
     whole_lines,
     write_json,
 )
-from isobit.store.disk import DiskPlan, WaitingWriter, check_shared, plan_disk
+from isobit.store.disk import (
+    DiskPlan,
+    Say,
+    WaitingWriter,
+    check_shared,
+    newest_usable,
+    plan_disk,
+    tidy,
+)
 from isobit.store.manifest import TrainingRun, environment, manifest, processes
 from isobit.store.reward_record import AnswerRecord, RewardRecord
 from isobit.store.state import drop_torn_line, read_changes
-from isobit.store.usable import Say, newest_usable, tidy
 from isobit.training.trainer import BudgetChange
 from isobit.util.files import disk_errors
 

@@ -28,7 +28,7 @@ the family's losses (``isobit.algorithms.policy_gradient``) is exactly 0 where
 That is so where all rewards of each prompt are equal, or where nothing is left to learn from; why,
 ``Judge.untaught`` says of each completion.  AdamW would move the weights all the same, by the
 momentum of earlier updates: by the rewards of other prompts, seen long ago.  A router's own
-losses (``isobit.training.figures``) say nothing of rewards and are no signal.
+losses (``isobit.training.comparison``) say nothing of rewards and are no signal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ from typing import TypeVar
 
 from isobit.algorithms.corrections import effective_sample_size
 from isobit.algorithms.objective import Algorithm
-from isobit.algorithms.ppo import explained_variance
+from isobit.algorithms.policy_gradient import explained_variance
 from isobit.config.algorithm import StepConfig
 from isobit.config.tables import TrainingConfig
 from isobit.records.batch import PackedBatch, pack, responses
@@ -46,8 +46,7 @@ from isobit.records.metrics import Metrics, over_updates
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.calibration import Calibration
-from isobit.training.comparison import ComparedTokens, Comparison
-from isobit.training.figures import UpdateMetrics
+from isobit.training.comparison import ComparedTokens, Comparison, UpdateMetrics
 from isobit.training.judge import Judge, sequences_learnt_from, teaches
 from isobit.training.out_of_memory import within_memory
 from isobit.training.replay_buffer import ReplayBuffer

@@ -9,7 +9,8 @@ gradient, moments and update (``isobit.parallel``).  The micro-batches, their or
 are those of one process, and so are the bits.  After each forward the ranks agree: on figures, on a
 loss that is not finite, on a rank that ran out of memory.
 
-A mixture of experts adds its router's own losses to the objective's (``isobit.training.figures``).
+A mixture of experts adds its router's own losses to the objective's
+(``isobit.training.comparison``).
 
 An update that is not finite leaves masters, optimiser state and published weights as they were.
 
@@ -64,7 +65,7 @@ from isobit.models.scorer import ScoredPass, Scorer
 from isobit.parallel.slots import SlotSum
 from isobit.parallel.world import World, raised_on_all, run_and_gather, run_on_all
 from isobit.records.batch import PackedBatch, TokenScores
-from isobit.training.figures import (
+from isobit.training.comparison import (
     UpdateMetrics,
     UpdateTotals,
     microbatch_figures,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from isobit.util.errors import RewardError
 
 if TYPE_CHECKING:
-    from isobit.config.reward import RewardConfig
+    from isobit.config.data import RewardConfig
 
 
 ENVIRONMENT = "env:"

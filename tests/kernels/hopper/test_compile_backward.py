@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from isobit.kernels.hopper import linear, swiglu_backward, token_groups
+from isobit.kernels.hopper import linear, pointwise, token_groups
 from tests.kernels.hopper.ahead_of_time import E4M3, Compiled, compile_for_hopper
 
 TYPES = {
@@ -67,7 +67,7 @@ def test_quantise(name: str) -> None:
 @pytest.mark.parametrize(("columns", "power_of_two"), [(12288, False), (576, True)])
 def test_swiglu_backward_quantise(columns: int, power_of_two: bool) -> None:
     made = compile_for_hopper(
-        swiglu_backward._swiglu_backward_quantise_kernel,
+        pointwise._swiglu_backward_quantise_kernel,
         TYPES,
         {
             "C": columns,
@@ -84,7 +84,7 @@ def test_swiglu_backward_quantise(columns: int, power_of_two: bool) -> None:
 
 def test_swiglu_backward() -> None:
     constants = {"C": 12288, "WIDTH": 1024}
-    made = compile_for_hopper(swiglu_backward._swiglu_backward_kernel, TYPES, constants, 4)
+    made = compile_for_hopper(pointwise._swiglu_backward_kernel, TYPES, constants, 4)
     assert (made.stack, made.wide_loads, made.wide_stores) == (0, 3, 2)
 
 

@@ -5,8 +5,16 @@ import struct
 
 import pytest
 
-from isobit.rewards.confined import calls
-from isobit.rewards.confined.calls import ALLOW, ARCHITECTURES, CLONE, ERROR, KILL, REFUSED, program
+from isobit.rewards.confined import kernel
+from isobit.rewards.confined.kernel import (
+    ALLOW,
+    ARCHITECTURES,
+    CLONE,
+    ERROR,
+    KILL,
+    REFUSED,
+    program,
+)
 
 REFUSE, NO_SUCH_CALL = ERROR | errno.EPERM, ERROR | errno.ENOSYS
 READ = {"x86_64": 0, "aarch64": 63}
@@ -42,10 +50,10 @@ def test_each_call_is_decided(machine: str) -> None:
         if numbers[column] >= 0:
             assert decides(code, architecture, numbers[column]) == REFUSE, name
     assert decides(code, architecture, READ[machine]) == ALLOW
-    assert decides(code, architecture, CLONE[machine], calls.CLONE_THREAD | 0xF00) == ALLOW
+    assert decides(code, architecture, CLONE[machine], kernel.CLONE_THREAD | 0xF00) == ALLOW
     assert decides(code, architecture, CLONE[machine], 17) == REFUSE
-    assert decides(code, architecture, calls.CLONE3) == NO_SUCH_CALL
-    assert decides(code, architecture, calls.X32 | READ[machine]) == REFUSE
+    assert decides(code, architecture, kernel.CLONE3) == NO_SUCH_CALL
+    assert decides(code, architecture, kernel.X32 | READ[machine]) == REFUSE
     assert decides(code, 0x40000003, READ[machine]) == KILL
 
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import calls, candidate, judge, kernel
+from . import candidate, judge, kernel
 from .wire import Channel
 
 Job = dict[str, Any]
@@ -33,7 +33,7 @@ def main() -> None:
     if job["privileged"]:
         kernel.drop_capabilities()
     kernel.apply_limits(**job["limits"])
-    calls.refuse_dangerous_calls()
+    kernel.refuse_dangerous_calls()
     os.ftruncate(descriptor, 0)
     os.close(descriptor)
     roles: dict[str, Callable[[Job], None]] = {
