@@ -2,8 +2,7 @@
 
 It is made by the first of two tools that works: bubblewrap (``bwrap``), or util-linux's ``unshare``
 with our own root (`confined.kernel.build_root`). Both give namespaces for users, mounts, processes,
-network, IPC and host name; inside, `confined.kernel` and `confined.calls` add limits and a filter
-of system calls.
+network, IPC and host name; inside, `confined.kernel` adds limits and a filter of system calls.
 
     visible    Python and its library, the system's libraries, all read-only
     writable   /tmp of 16 MiB, which is lost with the process
