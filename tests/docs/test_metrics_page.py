@@ -30,6 +30,13 @@ OF_EXPERTS = {
     "router/idle",
 }  # (tests/run/test_moe.py writes them)
 OF_CALIBRATION = {"clip/low", "clip/high"}  # (tests/training/test_calibration.py writes them)
+OF_EPISODES = {
+    "episode/turns",
+    "episode/calls",
+    "episode/results/NAME",
+    "episode/ended/NAME",
+    "episode/failed/NAME",
+}  # (tests/run/test_environment.py reads them)
 OF_RANKS = {
     "waiting/mean_s",
     "waiting/max_s",
@@ -115,7 +122,7 @@ def test_runs_write_every_metric_of_the_table_and_no_other(
     sft(SftConfig.model_validate(preferences))
     names = ("all", "refilled", "sft", "preferences")
     runs = (config.output, *(tmp_path / name for name in names))
-    elsewhere = ON_A_GPU | OF_ROLLOUTERS | OF_EXPERTS | OF_RANKS | OF_CALIBRATION
+    elsewhere = ON_A_GPU | OF_ROLLOUTERS | OF_EXPERTS | OF_EPISODES | OF_RANKS | OF_CALIBRATION
     assert elsewhere.union(*map(written, runs)) == set(METRICS)
 
 

@@ -130,20 +130,16 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "max", chart="Response length", label="longest"),
         Metric("response_length/truncated", "share", "responses that the length limit ended",
                "near 0; else raise `rollout.max_new_tokens`", chart="Truncated"),
-        Metric("episode/turns", "turns", "mean of the model's turns in an episode, with an "
-               "[environment](environments.md)", "below `environment.max_turns`",
+        Metric("episode/turns", "turns", "mean of an episode's turns ([environments](environments.md))",
+               "below `environment.max_turns`",
                chart="Turns and calls"),
-        Metric("episode/calls", "calls", "mean of the calls of tools that were answered",
-               "as the task needs", chart="Turns and calls", label="calls"),
+        Metric("episode/calls", "calls", "mean of its answered calls of tools", "", chart="Turns and calls", label="calls"),
         Metric("episode/results/NAME", "calls",
-               "calls answered with an error, that could not be read (`malformed`), or whose "
-               "result was cut to `environment.max_result_tokens`", "near 0", "sum"),
+               "calls whose result was an error, `malformed` or cut", "near 0", "sum"),
         Metric("episode/ended/NAME", "episodes",
-               "those that did not end by themselves, by `finish_reason`: length, turns, time, "
-               "failed", "near 0; `algorithm.truncated` says whether they are learnt from", "sum"),
+               "those ended by length, turns, time or failure", "near 0", "sum"),
         Metric("episode/failed/NAME", "episodes",
-               "those whose environment failed, by kind: deadline, crash, memory, flood, reset, or "
-               "an exception of `get_reward`", "0", "sum"),
+               "those whose environment failed, by kind", "0", "sum"),
         Metric("rollout/refills", "times",
                "how often prompts were sampled to replace zero-variance groups "
                "(`algorithm.dynamic_sampling`)", "below `algorithm.max_refills`", "sum",
