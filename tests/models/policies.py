@@ -34,6 +34,7 @@ def published_tensors(policy: Scorable, sides: Iterable[Side]) -> list[torch.Ten
     for side in sides:
         weights = policy.weights(side)
         tensors += [weights.rope.cos, weights.rope.sin, *weights.plain.values()]
+        tensors += [] if weights.head is None else weights.head.tensors
         for linear in weights.linears.values():
             one = linear.matrix
             tensors += [one] if isinstance(one, torch.Tensor) else [one.values, one.scales]

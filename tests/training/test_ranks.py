@@ -123,7 +123,9 @@ def state(trainer: Trainer) -> dict[str, str]:
         for side in ("rollout", "training")
         for name, linear in policy.weights(side).linears.items()
     }
-    plain = {name: digest([held]) for name, held in policy.weights("training").plain.items()}
+    weights = policy.weights("training")
+    plain = {name: digest([held]) for name, held in weights.plain.items()}
+    plain["lm_head"] = digest(weights.lm_head.tensors)
     return masters | moments | published | plain
 
 

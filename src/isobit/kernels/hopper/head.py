@@ -203,12 +203,15 @@ def log_probs_at(
     return logits.gather(1, tokens[:, None])[:, 0] * _inverse(temperatures) - log_sums
 
 
-def log_softmax(
-    logits: torch.Tensor, temperatures: torch.Tensor, log_sums: torch.Tensor | None = None
+def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """FP32 logits [N, V] -> all log-probabilities, FP32 [N, V]."""
+    return log_probs_of(logits, temperatures, log_sum_exp(logits, temperatures))
+
+
+def log_probs_of(
+    logits: torch.Tensor, temperatures: torch.Tensor, log_sums: torch.Tensor
 ) -> torch.Tensor:
-    """FP32 logits [N, V] -> all log-probabilities, FP32 [N, V]; L is computed if not given."""
-    if log_sums is None:
-        log_sums = log_sum_exp(logits, temperatures)
+    """``log_softmax`` where L is known."""
     return logits * _inverse(temperatures)[:, None] - log_sums[:, None]
 
 

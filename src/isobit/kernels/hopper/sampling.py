@@ -27,7 +27,7 @@ from isobit.kernels.hopper.head import (
     combine,
     inverse_temperature,
     log_probs_at,
-    log_softmax,
+    log_probs_of,
     log_sums_and_entropies,
 )
 from isobit.kernels.operands import Drawn, Draws
@@ -180,7 +180,7 @@ def _draw_truncated(
     finite = ~log_sums.isnan()
     # A row that is not finite is drawn from as if it were flat, so that no index leaves the
     # vocabulary; its log-probabilities stay NaN.
-    log_probs = log_softmax(picked, temperatures, log_sums).where(finite[:, None], 0.0)
+    log_probs = log_probs_of(picked, temperatures, log_sums).where(finite[:, None], 0.0)
     truncated = truncate(log_probs, top_k, top_p, min_p)
     tokens = draw(truncated, keys, positions)
     chosen = truncated.gather(1, tokens[:, None])[:, 0].where(finite, torch.nan)
