@@ -13,8 +13,11 @@ import torch
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.models.config import ModelConfig
+from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
+from isobit.precision.flow import graph_differences
 from isobit.precision.quant_tensor import QuantTensor
+from isobit.util.errors import ConfigError
 
 CONFIG = ModelConfig("qwen2", 64, 128, 256, 2, 4, 2, 64, 128, 1e-6, 1e4, True)
 
@@ -150,3 +153,34 @@ def test_a_policy_frees_its_memory_with_its_last_reference() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_int8_follows_its_table_in_place(tied: bool) -> None:
+    config = replace(CONFIG_PUBLISHED_CHANGE, tied_embeddings=tied)
+    policy = random_policy(config, PrecisionConfig(preset="fp8", head="int8"), seed=0)
+    head = policy.weights("rollout").lm_head
+    assert head is policy.weights("training").lm_head and head.int8 is not None
+    values = head.int8.values
+    frozen = FrozenPolicy.of(policy)
+    with torch.no_grad():
+        policy.masters[policy.decoder.lm_head.master].neg_()
+    before = values.clone()
+    policy.publish()
+    assert policy.weights("rollout").lm_head.int8 is not None
+    assert torch.equal(values, -before) and not torch.equal(values, before)
+    assert not frozen.is_equal_to(policy)
+    frozen.restore(FrozenPolicy.of(policy).tensors())
+    mine = frozen.weights("training").lm_head.int8
+    assert mine is not None and torch.equal(mine.values, values)
+
+
+def test_a_head_in_int8_of_a_rollout_only_flow_is_not_the_trainers() -> None:
+    precision = PrecisionConfig(preset="int8-rollout", head="int8")
+    policy = random_policy(CONFIG_PUBLISHED_CHANGE, precision, seed=0)
+    rollout, training = (policy.weights(side).lm_head for side in ("rollout", "training"))
+    assert rollout.int8 is not None and training.int8 is None
+    flow = policy.flow
+    assert "lm_head" in {one.name for one in graph_differences(flow.rollout, flow.training)}
+    with pytest.raises(ConfigError, match=r"precision\.head"):
+        random_policy(CONFIG_PUBLISHED_CHANGE, PrecisionConfig(preset="fp32", head="int8"), seed=0)

@@ -78,6 +78,27 @@ def test_every_rank_has_the_bits_of_the_whole(config: ModelConfig, ranks: int, p
         assert torch.equal(mine[1], logits)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_head_in_int8_is_shared_by_its_rows(ranks: int):
+    precision = PrecisionConfig(preset="int8", head="int8")
+    total = Policy(BEYOND, precision, masters(BEYOND), trainable=False)
+    hidden, logits = forward(total)
+
+    def forward_of(world: World) -> tuple[torch.Tensor, ...]:
+        made = PolicyShare(BEYOND, precision, masters(BEYOND), world)
+        int8 = made.weights("rollout").lm_head.int8
+        assert int8 is not None
+        return *forward(made), int8.values
+
+    found = in_ranks(ranks, forward_of)
+    for mine in found:
+        assert torch.equal(mine[0], hidden) and torch.equal(mine[1], logits)
+    int8 = total.weights("rollout").lm_head.int8
+    assert int8 is not None
+    held = torch.cat([values for _, _, values in found])
+    assert torch.equal(held, int8.values[: len(held)]) and len(held) >= BEYOND.num_drawn
+
+
 def test_one_rank_has_everything():
     made = share(SMALL, "fp8", Alone())
     for mine, expected in zip(forward(made), forward(whole(SMALL, "fp8")), strict=True):
@@ -119,8 +140,8 @@ def test_a_rank_holds_its_share_alone():
         parts = [one.weights("rollout").linears[path].matrix for one in made]
         numbers = [part.values.numel() for part in parts if isinstance(part, QuantTensor)]
         assert sum(numbers) == linear.matrix.values.numel()
-    tables = [one.weights("rollout").plain["head"] for one in made]
-    assert torch.equal(torch.cat(tables), total.plain["head"])
+    tables = [one.weights("rollout").lm_head.table for one in made]
+    assert torch.equal(torch.cat(tables), total.lm_head.table)
     assert all("lm_head.weight" not in one.weights("rollout").plain for one in made)
 
 

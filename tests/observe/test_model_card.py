@@ -120,12 +120,12 @@ def test_names_cannot_break_a_table_or_be_markup(run: Path) -> None:
 
 def test_fp8_and_what_is_not_whole_are_explained() -> None:
     flow = build_flow(PrecisionConfig(), build_decoder(CONFIG).shape)
-    card = model_card(replace(FACTS, in_fp8=True, flow=flow, not_whole=("a", "b")))
+    card = model_card(replace(FACTS, in_8_bits="fp8", flow=flow, not_whole=("a", "b")))
     assert "weight_scale_inv" in card and "2 matrices have sizes" in card
     assert "fp8: one function in rollout and training" in card
     assert front_matter(card)["tags"] == ["isobit", "fp8"]
     assert "the bytes that Isobit samples with" in card
-    other = model_card(replace(FACTS, in_fp8=True, flow=flow, sampled_in="int8"))
+    other = model_card(replace(FACTS, in_8_bits="fp8", flow=flow, sampled_in="int8"))
     assert "quantised anew, since the run sampled in the flow int8" in other
     assert "samples with" not in other
     assert "from `model`" in model_card(replace(FACTS, source="/home/somebody/model"))

@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -43,6 +43,8 @@ from isobit.rewards.worker import descendants, leave_to_trainer, limit_memory, s
 from isobit.util.errors import ToolError
 from isobit.util.user_code import describe_missing, run_file
 
+_END_S = 0.3
+"""How long a process that closed its pipe is given to end, so that its exit code can be told."""
 _GLANCE_S = 0.2
 """Seconds between looks for episodes that ended or took too long."""
 _FORM = 6
@@ -382,8 +384,12 @@ class Host:
             os.waitpid(episode.pid, 0)
 
     def _how_it_ended(self, episode: Episode) -> str:
+        until = monotonic() + _END_S
         with suppress(ChildProcessError):
             pid, status = os.waitpid(episode.pid, os.WNOHANG)
+            while not pid and monotonic() < until:
+                sleep(0.002)
+                pid, status = os.waitpid(episode.pid, os.WNOHANG)
             if pid:
                 code = os.waitstatus_to_exitcode(status)
                 with suppress(ValueError):
