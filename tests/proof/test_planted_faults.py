@@ -274,6 +274,15 @@ def test_nothing_differs_without_a_fault(policy: Policy) -> None:
 
 
 @pytest.mark.usefixtures("one_scenario")
+def test_nothing_differs_with_a_head_in_int8() -> None:
+    """Its inputs are rows of the drawn tokens alone, as its logits are."""
+    made = random_policy(CONFIG, PrecisionConfig(preset="int8", head="int8"), seed=0)
+    result = bisect_policy(made, OPTIONS)
+    (operations,) = result.verified.operations
+    assert result.exit_code == 0 and operations.difference is None
+
+
+@pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_seen_and_named(
     fault: Fault,

@@ -91,7 +91,7 @@ def _weights(indices: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 LOG_PROB = "log_prob"
-HEAD = "lm_head"
+HEAD_SITES = ("lm_head", "lm_head.input")  # the second in INT8 alone
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
@@ -126,7 +126,7 @@ class TokenObserver:
         """An operation that works in chunks of rows is seen once a chunk, in their order."""
         first = self._seen.get(name, 0)
         self._seen[name] = last = first + values.shape[0]
-        keys = self._head_keys if name == HEAD else self._keys
+        keys = self._head_keys if name in HEAD_SITES else self._keys
         self._keep(name, keys[first:last], values.cpu(), None if scales is None else scales.cpu())
 
 
@@ -291,7 +291,7 @@ def _difference(
         "rollout": tokens[~has["training"]],
         "training": without_rollout[~torch.isin(without_rollout, last_tokens)],
     }
-    if site == HEAD:  # its rows are known by bits, which two tokens may share
+    if site in HEAD_SITES:  # its rows are known by bits, which two tokens may share
         alone = dict.fromkeys(alone, _NONE)
     return SiteDifference(
         site, sites_before, formats, int(shared.sum()), tokens[differing], unstable, alone
