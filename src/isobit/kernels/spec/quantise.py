@@ -72,7 +72,7 @@ _RECIPROCALS = torch.tensor(
     [2.0 ** (E8M0_BIAS - byte) for byte in range(E8M0_NAN_BYTE)] + [torch.nan], dtype=torch.float32
 )
 
-_INT8_MAX = torch.tensor(INT8_MAX)
+_INT8_MAX = torch.tensor(INT8_MAX, dtype=torch.float32)
 
 
 def quantise_rows(
@@ -151,7 +151,7 @@ class _Butterflies:
 
     def __init__(self, rows: int, size: int, thread: int) -> None:
         del thread  # each has its own buffers
-        source, target = torch.empty(2, size, rows).unbind(0)
+        source, target = torch.empty(2, size, rows, dtype=torch.float32).unbind(0)
         self._transposed = source.t()
         self._steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         width = rows
@@ -174,7 +174,7 @@ class _Butterflies:
         return self._result
 
 
-_SIGNS = torch.tensor([[1.0], [-1.0]])
+_SIGNS = torch.tensor([[1.0], [-1.0]], dtype=torch.float32)
 _butterflies = lru_cache(maxsize=64)(_Butterflies)
 
 
