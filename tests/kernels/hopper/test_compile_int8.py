@@ -14,7 +14,7 @@ TYPES = {
     **dict.fromkeys(("X", "H", "H_OUT", "NORM", "WEIGHT", "GATE_UP", "OUT"), "*bf16"),
     **dict.fromkeys(("SCALES", "X_SCALE", "W_SCALE", "OUT_SCALES", "MASTER"), "*fp32"),
     **dict.fromkeys(("CHANGED", "SUMS"), "*i32"),
-    **dict.fromkeys((*"mnk", "scale_stride"), "i32"),
+    **dict.fromkeys((*"mnk", "out_row", "scale_stride"), "i32"),
     "VALUES": "*i8",
     "OUT_VALUES": "*u8",
     "epsilon": "fp32",
@@ -111,7 +111,12 @@ def test_product(m: int, n: int, k: int) -> None:
     }  # fmt: skip
     types = {**dict.fromkeys("XW", "*i8"), "OUT": "*i32" if cut.splits > 1 else "*bf16"}
     made = compiled(
-        int8._gemm_kernel, constants, 4, types=types, multiples="nk", num_stages=cut.stages
+        int8._gemm_kernel,
+        constants,
+        4,
+        types=types,
+        multiples=("n", "k", "out_row"),
+        num_stages=cut.stages,
     )
     assert made.products == {"s8"}
     assert "cp.async.cg.shared.global" in made.ptx and made.wide_stores
@@ -138,5 +143,5 @@ def test_rows_without_vectors() -> None:
 
 def test_splits_are_added() -> None:
     constants = {"SPLITS": 8, "WIDTH": 1024}
-    made = compiled(int8._add_splits_kernel, constants, 4, multiples="n")
+    made = compiled(int8._add_splits_kernel, constants, 4, multiples=("n", "out_row"))
     assert made.wide_loads and made.wide_stores
