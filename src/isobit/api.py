@@ -2,9 +2,7 @@
 ``verify`` do, for Python.
 
 A recipe is a TOML file, its tables as a mapping, or a configuration; keyword arguments change keys
-of it, tables as mappings.  Rewards may be functions and data lists of rows (``isobit.api``).
-
-What a call from Python gives that no file can hold: rewards as functions, data as rows.
+of it, tables as mappings.  Rewards may be functions and data lists of rows, which no file can hold:
 
     reward=f                        reward.function = the name of f (``isobit.rewards.given``)
     reward=[f, g]                   reward.parts, each by its function's name, added up

@@ -214,7 +214,7 @@ def _folded(
     def rows() -> Iterator[tuple[str, torch.Tensor]]:
         for name, master in described.items():
             if len(master.shape) == 2:
-                yield name, torch.ones(1, master.shape[1])
+                yield name, torch.ones(1, master.shape[1], dtype=torch.float32)
             elif len(master.parts) == 1:
                 yield name, tensors.tensor(next(iter(master.parts))).float()
 

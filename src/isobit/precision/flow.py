@@ -220,10 +220,9 @@ def _linear_site(config: PrecisionConfig, name: str, linear: LinearShape, format
 
 def _head_format(config: PrecisionConfig, side: Side, base: Format) -> Format:
     """The rollout-only flows leave the training side as it is, here too."""
-    trained_plainly = _PRESETS[config.preset]["training"][0] not in EIGHT_BITS
-    if side == "training" and trained_plainly and config.preset != "bf16":
-        return base
-    return "int8" if config.head == "int8" else base
+    sides = _PRESETS[config.preset]
+    is_plain = side == "training" and sides["rollout"] != sides["training"]
+    return "int8" if config.head == "int8" and not is_plain else base
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,14 @@ cut off there, and bounds that cut off as much here take the place of the config
     before the step's first update   log pi_old of the sequences of its last one, by the shadow
     before its last update           log pi of the same, by the shadow as it is now, and the
                                      policy's own
-    then                             bounds from both ratios (``isobit.training.calibration``),
-                                     for that update and all others up to the next calibration
+    then                             bounds from both ratios, for that update and all others up
+                                     to the next calibration
 
 The shadow is published from the masters when it is asked and dropped once it has scored, so that it
 and a gradient are never there together.  A replayed sequence takes no part, since the weights that
 drew it have no shadow any more; and while no weight has moved, every ratio is 1 and says nothing.
 
-The calibrated clip of a recipe: whether there is one, and what its BF16 shadow takes.
-
-Calibrated clipping: bounds of the ratio for FP8 that cut off what BF16's would ("Towards full
+**The bounds** are those of the ratio for FP8 that cut off what BF16's would ("Towards full
 pipeline FP8 RL", arXiv 2609.22870).
 
 Noise in both log-probabilities of r = pi / pi_old widens the distribution of ratios.  Tokens with a

@@ -1,5 +1,5 @@
-"""RMSNorm and SwiGLU with the quantisation that follows (``quantise``, ``token_groups``,
-``swiglu_backward``), and the backwards of RMSNorm and the embedding.
+"""RMSNorm and SwiGLU with the quantisation that follows (``quantise``, ``token_groups``), their
+backwards, and that of the embedding.
 
 **Embedding.**  A stable sort brings equal ids together and keeps their tokens in order.  The
 program at the first place of a run of equal ids adds the run's rows of d_hidden in FP32, starting
@@ -20,9 +20,8 @@ neighbours in ascending order, and leave their sums of dy n to ``add_block_sums`
 order for every number of tokens.  The kernel moves 8 bytes a number, and BLOCKS sums of 4 bytes a
 channel.
 
-SwiGLU's gradient, quantised as DGrad and WGrad read it, or in BF16 for a layer in BF16.
-
-With dy the gradient of y = silu(gate) * up, s = 1 / (1 + exp(-gate)) and silu = gate * s:
+**SwiGLU's gradient** is quantised as DGrad and WGrad read it, or in BF16 for a layer in BF16. With
+dy the gradient of y = silu(gate) * up, s = 1 / (1 + exp(-gate)) and silu = gate * s:
 
     d gate = dy * up * (s + silu * (1 - s))        d up = dy * silu
 

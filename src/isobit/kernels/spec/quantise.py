@@ -381,7 +381,8 @@ def publish_head(site: Site, table: torch.Tensor, held: HeadWeight | None = None
     if held is None:
         return made
     for mine, new in zip(held.tensors, made.tensors, strict=True):
-        mine.copy_(new)
+        if mine is not new:  # the table itself, which INT8 leaves as it is
+            mine.copy_(new)
     return held
 
 

@@ -11,11 +11,10 @@ There is no /proc, and the host's root is unmounted.
 
 ``apply_limits`` sets the limits of the process itself.
 
-The seccomp filter of system calls in the sandbox.
-
-It refuses new processes (also against fork bombs: the kernel's own limit does not hold for root),
-other programs, sockets, mounts, namespaces, access to other processes, memory that no limit counts,
-and rarely used interfaces of the  Threads are allowed.
+``refuse_dangerous_calls`` sets the seccomp filter of system calls. It refuses new processes (also
+against fork bombs: the kernel's own limit does not hold for root), other programs, sockets, mounts,
+namespaces, access to other processes, memory that no limit counts, and rarely used interfaces of
+the kernel. Threads are allowed.
 
     load the architecture    another one: kill
     load the number          of x32: refuse
