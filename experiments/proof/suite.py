@@ -7,7 +7,8 @@
 A solution ends with ``#### ANSWER``; the reward is 1 for that, and 0 otherwise.  No problem is in
 two splits: seeds of reasoning-gym are further apart than their sizes, and products come from
 disjoint residues of the first factor.  Other tasks are settings under stress (on ``gsm``), and two
-that look for where ``fp8`` loses (on ``multiply``).  A run is named TASK-ARM-SEED, with ``-again``
+that look for where ``fp8`` loses and one that
+takes 300 steps (on ``multiply``).  A run is named TASK-ARM-SEED, with ``-again``
 when it repeats one on another day or card.
 
 Outliers are planted in a model that computes the same function:
@@ -143,6 +144,8 @@ residual stream, whose rounding costs most; or its scales in FP32.
 """
 FROM_FP8 = "from-fp8"
 """``multiply`` from a start that was fine-tuned in ``fp8``."""
+LONG = "long"
+"""``multiply`` over twice as many steps."""
 OUTLIERS = "stress-outliers"
 """Begins with the start in which outliers are planted (``experiments.proof.suite``)."""
 STRESSES: dict[str, Changes] = {
@@ -157,9 +160,10 @@ _ARMS_OF: dict[str, dict[str, Changes]] = {
     "gsm": ARMS,
     SITES: _SITE_ARMS,
     FROM_FP8: {name: ARMS[name] for name in ("bf16", "fp8")},
+    LONG: {name: {**ARMS[name], "training.steps": "300"} for name in ("bf16", "fp8", "int8")},
 }
 """Arms of the tasks that have others than ``_FEW``."""
-NAMES = (*TASKS, SITES, FROM_FP8, *STRESSES)
+NAMES = (*TASKS, SITES, FROM_FP8, LONG, *STRESSES)
 """All tasks that a run may have."""
 
 

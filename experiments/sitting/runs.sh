@@ -1,4 +1,5 @@
-# A queue that makes runs (README.md), `runs.sh TASK:ARM:SEED[:again] ..`: JOBS (6) at once where they share the card (share.sh), else two.  What
+# A queue that makes runs (README.md), `runs.sh TASK:ARM:SEED[:again] ..`: JOBS (6) at once on each of CARDS (0) where
+# they share a card (share.sh), else two.  What
 # fails while they share it, or hangs, goes on without.  None begins that would not end: one needs NEEDS seconds (600: of gsm one took 460
 # where the others ended, one 700 beside five; multiply needs 1,350, so it comes first).  KEEP seconds at the end are left for what the queue does next.
 . experiments/sitting/environment.sh
@@ -7,7 +8,7 @@ left() { echo $(( ${HELD:-1690} - $(date +%s) + $(cat $BEGUN) )); }
 lines() { cat $PROOF/runs/*/metrics.jsonl 2> /dev/null | wc -l; }
 make() {
   local until=$(( $(left) - ${KEEP:-0} )) jobs=$1; shift
-  python3 -m experiments.proof run $PROOF --runs "$@" --jobs $jobs --seconds $until --begin-within $(( until - ${NEEDS:-600} )) -- $MORE
+  python3 -m experiments.proof run $PROOF --runs "$@" --cards ${CARDS:-0} --jobs $jobs --seconds $until --begin-within $(( until - ${NEEDS:-600} )) -- $MORE
   since "runs, $jobs at once, ended with $?"
 }
 unshare() { rm -f /tmp/shared; echo quit -t 1 | timeout 10 nvidia-cuda-mps-control; pkill -9 -f nvidia-cuda-mps; pkill -9 -f isobit.cli.main; }
