@@ -42,7 +42,7 @@ from isobit.run import loop as rl_loop
 from isobit.run import sft as sft_loop
 from isobit.run.evaluate import evaluate_folder, rollout_folder
 from isobit.run.log import RlSummary
-from isobit.run.sft_log import SftSummary
+from isobit.run.sft import SftSummary
 from isobit.util.errors import ConfigError
 
 Schema = TypeVar("Schema", bound=Strict)

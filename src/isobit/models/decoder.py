@@ -24,8 +24,7 @@ from isobit.kernels.operands import Attend, RouterLoss, observe
 from isobit.models.attention import Attention
 from isobit.models.config import ModelConfig
 from isobit.models.layers import Gradient, Master, Norm, Routes, Weights
-from isobit.models.mlp import Mlp
-from isobit.models.moe import MixtureOfExperts
+from isobit.models.mlp import MixtureOfExperts, Mlp
 from isobit.parallel.ownership import Ownership
 from isobit.precision.flow import DecoderShape, PrecisionFlow, SiteShape
 from isobit.precision.quant_tensor import Side
