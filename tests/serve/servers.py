@@ -21,19 +21,39 @@ from isobit.starter import starter_folder
 KEY = "open sesame"
 TEMPLATE = (
     "{% for tool in tools or [] %}tool: {{ tool.function.name }}; {% endfor %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}; {% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}; {% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
+CALLS = "".join(map(chr, range(ord("A"), ord("X"))))
+"""Tokens of the starter that are calls of ``add`` with ``a`` = 0, 1, .. in the chat folder."""
+BROKEN = '<tool_call>{"name": "add", </tool_call>'
+"""What its token Z is."""
+
+
 def chat_folder(place: Path) -> Path:
-    """The starter with a chat template that knows tools."""
+    """The starter with a chat template that knows tools in Hermes' form, and with a tokenizer in
+    which most capitals are calls, so that hot samples have some.
+    """
     folder = place / "chatty"
     shutil.copytree(starter_folder(), folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    texts = {one: call_text(at) for at, one in enumerate(CALLS)} | {"Z": BROKEN}
+    vocab = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {texts.get(one, one): token for one, token in vocab.items()}
+    path.write_text(json.dumps(tokenizer))
     return folder
+
+
+def call_text(number: int) -> str:
+    return f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>'
 
 
 @dataclass(slots=True)

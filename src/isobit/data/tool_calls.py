@@ -229,6 +229,36 @@ def _shown(text: str, place: int) -> str:
     return repr(text[place : place + 20]) if place < len(text) else "the end"
 
 
+def _begun(mark: str) -> str:
+    """A pattern for ``mark``, or for its first characters where the text ends with them."""
+    pattern = ""
+    for character in reversed(mark):
+        pattern = re.escape(character) + (rf"(?:{pattern}|\Z)" if pattern else "")
+    return pattern
+
+
+MARKS: Mapping[ToolFormat, str] = {
+    "hermes": "<tool_call>",
+    "llama3": _PYTHON_TAG,
+    "mistral": "[TOOL_CALLS]",
+}
+"""What begins a call, in the formats of chat templates."""
+_BEGINS = {form: re.compile(rf"(?<!\s)\s*+(?:{_begun(mark)}|\Z)") for form, mark in MARKS.items()}
+
+
+def calls_begin(text: str, form: ToolFormat, is_start: bool) -> int:
+    """Where in ``text`` the first call begins, or may begin once more text follows; the length
+    where it cannot. White space ahead of a call belongs to it.
+
+    ``form`` is one of ``MARKS``; ``is_start`` says whether the turn begins with ``text``.
+    """
+    if form == "llama3" and is_start and re.match(r"\s*(?:\{|\Z)", text):
+        return 0
+    found = _BEGINS[form].search(text)
+    assert found is not None  # the end of the text fits
+    return found.start()
+
+
 def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFormat:
     """The format of the chat template, which is ``plain`` where there is none or it has no tools.
 
@@ -236,13 +266,9 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFor
     """
     found: Any = tokenizer.chat_template if chat.chat else None
     template = "\n".join(found.values()) if isinstance(found, dict) else str(found or "")
-    marks: Mapping[str, ToolFormat] = {
-        "[TOOL_CALLS]": "mistral",
-        "<tool_call>": "hermes",
-        _PYTHON_TAG: "llama3",
-        '"parameters": ': "llama3",
-    }
-    known: list[ToolFormat] = [form for mark, form in marks.items() if mark in template]
+    order: Sequence[ToolFormat] = ("mistral", "hermes", "llama3")
+    known: list[ToolFormat] = [form for form in order if MARKS[form] in template]
+    known += ["llama3"] if '"parameters": ' in template else []
     if not known and template and mentions(tokenizer, "tools"):
         raise ConfigError(
             "the chat template writes calls of tools in a format that Isobit does not read (it "

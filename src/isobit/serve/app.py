@@ -33,10 +33,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import ChatConfig
+from isobit.config.data import ChatConfig, ToolFormat
 from isobit.data.prompts import Noticed, encodable, prompts_of_rows
 from isobit.data.sources import Row, row_of
-from isobit.data.tokenizer import most_characters, token_ids
+from isobit.data.tokenizer import most_characters, special_token_ids, token_ids
+from isobit.data.tool_calls import MARKS, tool_format
 from isobit.models.folder import SamplingModel
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Request as EngineRequest
@@ -52,7 +53,7 @@ from isobit.serve.protocol import (
     read_request,
 )
 from isobit.serve.work import ChatForm, CompletionForm, Form, Work, as_api_error
-from isobit.util.errors import DataError, IsobitError, RequestError
+from isobit.util.errors import ConfigError, DataError, IsobitError, RequestError
 
 LARGEST_BODY = 16 << 20
 """Bytes."""
@@ -173,6 +174,14 @@ class Server:
         self.spelling = Spelling(
             lru_cache(1 << 18)(lambda token: decode(tokenizer, [token], special=True))
         )
+        self._calls: ToolFormat | None = None
+        """Of calls in answers; None where the chat template's is not read."""
+        with suppress(ConfigError):
+            form = tool_format(reader, settings.chat)
+            self._calls = form if form in MARKS else None
+        mark = reader.get_vocab().get(MARKS[self._calls]) if self._calls else None
+        self._hides_calls = mark in special_token_ids(reader)
+        """Whether the text of an answer without special tokens would not show its calls."""
         self._started_at = int(time.time())
 
     def app(self) -> Starlette:
@@ -222,7 +231,7 @@ class Server:
 
     async def _chat(self, request: Request) -> Response:
         asked = read_request(ChatAsked, await _body(request))
-        form = ChatForm(asked, self.spelling)
+        form = ChatForm(asked, self.spelling, self._calls)
         return await self._answer(request, asked, form, asked.n, lambda: [self._rendered(asked)])
 
     def _described(self) -> dict[str, Any]:
@@ -382,13 +391,16 @@ class Server:
         """What each answer begins with, the questions, and the engine's requests for them."""
         name, settings = form.prefix + secrets.token_hex(12), self.settings
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        shows_special = isinstance(form, ChatForm) and form.reads_calls and self._hides_calls
         requests = [
             EngineRequest(
                 Prompt(f"{name}/{place}", question.text, question.token_ids),
                 0,
                 asked.n,
                 asked.sampling(
-                    settings.sampling, self._max_new_tokens(asked, len(question.token_ids))
+                    settings.sampling,
+                    self._max_new_tokens(asked, len(question.token_ids)),
+                    shows_special,
                 ),
                 seed,
             )

@@ -199,9 +199,13 @@ class Asked(BaseModel):
         """Whether a stream ends in a chunk with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
-        """How its tokens are drawn; ``defaults`` are the server's."""
-        skips = self.skip_special_tokens
+    def sampling(
+        self, defaults: SamplingParams, max_new_tokens: int, shows_special: bool
+    ) -> SamplingParams:
+        """How its tokens are drawn; ``defaults`` are the server's. Special tokens are in texts
+        where the request says so, or ``shows_special``.
+        """
+        skips = False if shows_special else self.skip_special_tokens
         stops = () if self.ignore_eos else defaults.stop_token_ids
         return SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -262,7 +266,8 @@ class ChatAsked(Asked):
         if self.top_logprobs is not None and not self.logprobs:
             raise _wrong("top_logprobs", "it needs logprobs = true")
         if self.tool_choice not in (None, "auto", "none"):
-            raise _wrong("tool_choice", "this server knows 'auto' and 'none'")
+            why = "this server knows 'auto' and 'none': it does not make a model call a tool"
+            raise _wrong("tool_choice", why)
         if self.add_generation_prompt is self.continue_final_message:
             names = "add_generation_prompt and continue_final_message"
             raise _wrong("continue_final_message", f"of {names} one must be true and one false")

@@ -1,15 +1,19 @@
 """A request on its way: its prompts are scored, its samples drawn, and what happens is written in
 the form of an answer, whole or in chunks.
 
-Calls of tools in what a model writes are not parsed yet; ``assistant_message`` is the place.
+A chat that has tools is read for calls (``isobit.data.tool_calls``).  A stream holds back what may
+be part of a call until the choice has ended.
 """
 
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, Protocol
 
+from isobit.config.data import ToolFormat
+from isobit.data.tool_calls import ToolCall, calls_begin, parse_tool_calls
 from isobit.rollout.engine import Handle, Request, SampleEvent
 from isobit.rollout.scoring import Scored, Scoring
 from isobit.serve.engine import (
@@ -119,20 +123,33 @@ class CompletionForm:
 
 
 class ChatForm:
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``; ``calls`` is the format of calls that is read, if any is."""
 
     prefix, whole, piece = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, asked: ChatAsked, spelling: Spelling) -> None:
+    def __init__(
+        self, asked: ChatAsked, spelling: Spelling, calls: ToolFormat | None = None
+    ) -> None:
         self._asked, self._spelling = asked, spelling
+        self._calls: ToolFormat | None = calls if asked.shown_tools else None
+        self._held: dict[int, str] = {}
+        """What has not been told yet of each choice, because it may be part of a call."""
+        self._begun: set[int] = set()
+        """Choices of which some text has been told."""
+
+    @property
+    def reads_calls(self) -> bool:
+        return self._calls is not None
 
     def choice(self, question: Question, part: Part) -> dict[str, Any]:
-        message = assistant_message(part.text, self._asked.shown_tools)
-        calls = bool(message.get("tool_calls")) and part.finish_reason == "stop"
+        content, calls = self._told(question, part)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
         return {
             "index": part.index,
             "message": message,
-            "finish_reason": "tool_calls" if calls else part.finish_reason,
+            "finish_reason": _finish_reason(part, calls),
             **self._of_tokens(part),
         }
 
@@ -141,15 +158,33 @@ class ChatForm:
         return {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
 
     def delta(self, question: Question, part: Part) -> dict[str, Any]:
+        content, calls = self._told(question, part)
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
         return {
             "index": part.index,
-            "delta": {"content": part.text} if part.text else {},
-            "finish_reason": part.finish_reason,
+            "delta": delta,
+            "finish_reason": _finish_reason(part, calls),
             **self._of_tokens(part),
         }
 
     def of_prompts(self, questions: Sequence[Question]) -> dict[str, Any]:
         return _of_prompt(self._asked, questions[0], self._spelling)
+
+    def _told(self, question: Question, part: Part) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a part that is no call, and at the end of the choice its calls."""
+        if self._calls is None:
+            return part.text, []
+        text = self._held.pop(part.index, "") + part.text
+        begin = calls_begin(text, self._calls, part.index not in self._begun)
+        if begin:
+            self._begun.add(part.index)
+        if part.finish_reason is None:
+            self._held[part.index] = text[begin:]
+            return text[:begin], []
+        calls = _tool_calls(text[begin:], self._calls, f"{question.token_ids} {part.index}")
+        return (text[:begin] if calls else text), calls
 
     def _of_tokens(self, part: Part) -> dict[str, Any]:
         wanted = self._asked.alternatives is not None
@@ -159,13 +194,30 @@ class ChatForm:
         return found
 
 
-def assistant_message(text: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    """What the model has written, as a message.
+def _tool_calls(text: str, form: ToolFormat, answer: str) -> list[dict[str, Any]]:
+    """The calls in OpenAI's form; none where one of them cannot be read, so that all stay text.
 
-    With ``tools``, a parser of the model's format is to be asked here, and the calls that it finds
-    to be ``tool_calls``; the finish reason follows. Streams would hold the text of a call back.
+    Their ids are a function of the ``answer`` that they stand in, because chat templates may write
+    them into the next prompt; Mistral's want nine letters or digits.
     """
-    return {"role": "assistant", "content": text}
+    found = parse_tool_calls(text, form)
+    calls = list[dict[str, Any]]()
+    for place, call in enumerate(found):
+        if not isinstance(call, ToolCall):
+            return []
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        calls.append(
+            {
+                "id": sha256(f"{answer} {place}".encode()).hexdigest()[:9],
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments},
+            }
+        )
+    return calls
+
+
+def _finish_reason(part: Part, calls: Sequence[Any]) -> str | None:
+    return "tool_calls" if calls and part.finish_reason == "stop" else part.finish_reason
 
 
 def _of_prompt(asked: Asked, question: Question, spelling: Spelling) -> dict[str, Any]:

@@ -1,0 +1,146 @@
+"""Calls of tools in answers: in every format, whole and in pieces, and by OpenAI's client."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from isobit.config.data import ToolFormat
+from isobit.data.tokenizer import load_tokenizer
+from isobit.rollout.sequence import decode
+from isobit.serve.protocol import ChatAsked, Part, Question, Spelling
+from isobit.serve.work import ChatForm
+from isobit.starter import starter_folder
+from tests.serve.servers import BROKEN, KEY, Running, call_text
+
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ADD = '{"name": "add", "arguments": {"a": [1, "é\\n"]}}'
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+GIVEN = {"a": [1, "é\n"]}
+
+
+def form(calls: ToolFormat | None, **asked: Any) -> ChatForm:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [TOOL], **asked}
+    return ChatForm(ChatAsked.model_validate(body), Spelling(str), calls)
+
+
+@pytest.mark.parametrize(
+    ("calls", "text", "content", "count"),
+    [
+        ("hermes", f"I add. \n<tool_call>{ADD}</tool_call>\n<tool_call>{ADD}", "I add.", 2),
+        ("hermes", "a <tool_ca", "a <tool_ca", 0),
+        ("hermes", " 1 <  2 \n\n", " 1 <  2 \n\n", 0),
+        ("hermes", f"<tool_call>{ADD}</tool_call><tool_call>{{</tool_call>", None, 0),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', None, 0),
+        ("mistral", f"Well[TOOL_CALLS][{ADD}, {ADD}]", "Well", 2),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": [1, "é\\n"]}', "", 1),
+        ("mistral", "[TOOL_CALLS][", None, 0),
+        ("llama3", f" {ADD}; {ADD}", "", 2),
+        ("llama3", f"x<|python_tag|>{ADD}", "x", 1),
+        ("llama3", '{"answer": 3}', None, 0),
+        ("llama3", f"so {ADD}", None, 0),
+        (None, f"<tool_call>{ADD}</tool_call>", None, 0),
+    ],
+)
+def test_pieces_say_what_the_whole_says(
+    calls: ToolFormat | None, text: str, content: str | None, count: int
+) -> None:
+    """However a text is cut; a call that cannot be read stays text."""
+    question = Question("x", (1, 2))
+    whole = form(calls).choice(question, Part(0, text, finish_reason="stop"))
+    message = whole["message"]
+    assert (message["content"] or "") == (text if content is None else content)
+    assert whole["finish_reason"] == ("tool_calls" if count else "stop")
+    found = message.get("tool_calls", [])
+    assert [json.loads(one["function"]["arguments"]) for one in found] == [GIVEN] * count
+    for size in (1, 2, 5, 11):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        streamed = form(calls)
+        told = [streamed.delta(question, Part(0, piece)) for piece in pieces]
+        last = streamed.delta(question, Part(0, finish_reason="stop"))
+        told.append(last)
+        said = "".join(one["delta"].get("content", "") for one in told)
+        assert said == (message["content"] or "")
+        assert [one for one in told[:-1] if "tool_calls" in one["delta"]] == []
+        listed = last["delta"].get("tool_calls", [])
+        assert listed == [{"index": at, **call} for at, call in enumerate(found)]
+        assert last["finish_reason"] == whole["finish_reason"]
+
+
+def test_an_answer_that_is_cut_off_has_its_calls_and_says_so() -> None:
+    part = Part(0, f"<tool_call>{ADD}</tool_call><tool", finish_reason="length")
+    made = form("hermes").choice(Question("x", (1,)), part)
+    assert made["finish_reason"] == "length" and len(made["message"]["tool_calls"]) == 1
+    none = form("hermes", tool_choice="none").choice(Question("x", (1,)), part)
+    assert none["message"] == {"role": "assistant", "content": part.text}
+
+
+def test_a_conversation_with_calls_by_the_client(server: Running) -> None:
+    """Hot samples of a model of which most capitals are calls, whole and streamed; then the
+    results of the calls are told to the model.
+    """
+    client = openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=120)
+    messages: list[Any] = [{"role": "user", "content": "3+8="}]
+    asked: Any = {
+        "model": "chatty", "messages": messages, "tools": [TOOL], "tool_choice": "auto", "n": 12,
+        "seed": 5, "temperature": 50, "max_tokens": 4, "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    made = client.chat.completions.create(**asked, logprobs=True)
+    calling = [one for one in made.choices if one.message.tool_calls]
+    assert 0 < len(calling) < 12
+    for choice in made.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        tokens = [one.token for one in choice.logprobs.content]
+        drawn = "".join(one for one in tokens if one not in SPECIAL)
+        calls: Any = choice.message.tool_calls or []
+        said = list(map(call_text, _numbers(choice.message))) if calls else []
+        assert [one for one in tokens if one.startswith("<tool") and one != BROKEN] == said or (
+            BROKEN in tokens and not said
+        )
+        content, _, _ = drawn.partition("<tool_call>")
+        assert (choice.message.content or "") == (content.rstrip() if said else drawn)
+    plain = client.chat.completions.create(**asked | {"tool_choice": "none"})
+    assert not any(one.message.tool_calls for one in plain.choices)
+    assert any("<tool_call>" in (one.message.content or "") for one in plain.choices)
+    streamed: dict[int, dict[str, Any]] = {}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        (piece,) = chunk.choices
+        kept = streamed.setdefault(piece.index, {"content": "", "calls": [], "end": None})
+        kept["content"] += piece.delta.content or ""
+        kept["calls"] += [one.id for one in piece.delta.tool_calls or []]
+        kept["end"] = piece.finish_reason or kept["end"]
+    for choice in made.choices:
+        message = choice.message
+        assert streamed[choice.index] == {
+            "content": message.content or "",
+            "calls": [call.id for call in message.tool_calls or []],
+            "end": choice.finish_reason,
+        }
+    first: Any = calling[0].message
+    results: list[Any] = [
+        {"role": "tool", "tool_call_id": one.id, "content": "7"} for one in first.tool_calls
+    ]
+    turn = first.model_dump(exclude_none=True)
+    more = client.chat.completions.create(
+        model="chatty", messages=[*messages, turn, *results], tools=[TOOL], max_tokens=1,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    assert more.model_extra is not None
+    seen = decode(load_tokenizer(starter_folder()), more.model_extra["prompt_token_ids"])
+    shown = (
+        "".join(map(call_text, _numbers(first)))
+        .replace('"name": "add", "arguments": ', '"arguments": ')
+        .replace("}}<", '}, "name": "add"}<')
+    )
+    assert seen == (
+        f"tool: add; user: 3+8=; assistant: {first.content or ''}{shown}; "
+        f"{'tool: 7; ' * len(results)}assistant: "
+    )
+    assert len({one.id for choice in calling for one in choice.message.tool_calls or []}) == sum(
+        len(one.message.tool_calls or []) for one in calling
+    )
+
+
+def _numbers(message: Any) -> list[int]:
+    return [json.loads(call.function.arguments)["a"] for call in message.tool_calls]
