@@ -12,7 +12,15 @@ from isobit.rollout.engine import Request, SampleEvent
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.scoring import Scoring, TokenScorer
 from isobit.serve import engine as module
-from isobit.serve.engine import Accepted, Call, EngineStoppedError, EngineThread, Scores
+from isobit.serve.engine import (
+    Accepted,
+    Call,
+    Done,
+    EngineStoppedError,
+    EngineThread,
+    PausedError,
+    Scores,
+)
 from isobit.util.errors import NonFiniteError, RequestError
 from tests.rollout.test_exactness import policy_of, requests
 
@@ -170,3 +178,60 @@ def test_new_weights_come_between_calls(monkeypatch: pytest.MonkeyPatch) -> None
         for event in alone.step():
             if event.handle == handle and event.completion is not None:
                 assert event.completion.log_probs == found[0].log_probs
+
+
+def test_pauses_and_pushed_weights() -> None:
+    """Kept calls stand still and go on as if nothing had been; no weights are taken meanwhile. A
+    pause with ``wait`` lets them end, one with ``abort`` ends them; later calls wait.
+    """
+    policy = policy_of("fp8")
+    kept = {name: master.detach().clone() for name, master in policy.masters.items()}
+    thread, request, version = make_thread(), requests()[0], policy.version
+
+    async def control(ask: Callable[..., None], *arguments: Any) -> None:
+        call = Call(is_control=True)
+        ask(call, *arguments)
+        assert await call.next() == Done()
+
+    async def use() -> None:
+        expected = await drawn(thread, request)
+        call = Call()
+        task = asyncio.create_task(drawn(thread, request, call))
+        while not thread.engine.num_live:
+            await asyncio.sleep(0)
+        await control(thread.pause, "keep")
+        steps = thread.engine.stats.forwards
+        later = asyncio.create_task(drawn(thread, request))
+        with pytest.raises(RequestError, match="a pause keeps requests open"):
+            await control(thread.publish, lambda: policy.republish(kept))
+        await asyncio.sleep(0.1)
+        assert thread.engine.stats.forwards == steps and not task.done() and not later.done()
+
+        waiting = asyncio.create_task(control(thread.pause, "wait"))
+        assert (await task).log_probs == expected.log_probs
+        assert not waiting.done()  # the call is still open
+        published = asyncio.create_task(control(thread.publish, lambda: policy.republish(kept)))
+        await asyncio.sleep(0.1)
+        assert policy.version == version and not published.done()
+        thread.cancel(call)
+        await asyncio.gather(waiting, published)
+        assert policy.version == version + 1 and not later.done()
+        await control(thread.resume)
+        again = await later
+        assert again.log_probs == expected.log_probs
+        assert set(again.weights_versions) == {version + 1}
+
+        task = asyncio.create_task(drawn(thread, request, call := Call()))
+        while not thread.engine.num_live:
+            await asyncio.sleep(0)
+        aborting = asyncio.create_task(control(thread.pause, "abort"))
+        with pytest.raises(PausedError):
+            await task
+        thread.cancel(call)
+        await aborting
+        assert thread.engine.num_live == 0
+        await control(thread.resume)
+        assert (await drawn(thread, request)).log_probs == expected.log_probs
+
+    run(thread, use)
+    assert thread.has_ended_well

@@ -50,13 +50,14 @@ def run_serve(arguments: Sequence[str]) -> int:
             "pip install 'isobit[serve]'"
         )
     key = _key(options.api_key)
+    updated = _updated(options)
     followed = FollowedRun(Path(options.folder)) if options.follow else None
     settings = _settings(options, overrides)
     with _listening(options.host, options.port) as listener:
         set_threads(options)
         with starting():
             import isobit.serve.app  # noqa: F401
-        server = _server(options, settings, key, followed)
+        server = _server(options, settings, key, followed, updated)
         return _serve(server, listener, options)
 
 
@@ -166,6 +167,25 @@ def _key(name: str | None) -> str | None:
     return key
 
 
+def _updated(options: Namespace) -> Path | None:
+    """The folder of new weights, if they may be pushed."""
+    if options.allow_weight_updates is None:
+        return None
+    if options.follow:
+        raise ConfigError(
+            "--allow-weight-updates and --follow both say where new weights come from; name one"
+        )
+    if options.api_key is None:
+        raise ConfigError(
+            "--allow-weight-updates lets whoever reaches the server change its model; add "
+            "--api-key env:NAME"
+        )
+    folder = Path(options.allow_weight_updates)
+    if not folder.is_dir():
+        raise ConfigError(f"--allow-weight-updates: {folder} is no folder; make it first")
+    return folder
+
+
 def _listening(host: str, port: int) -> socket.socket:
     """Raises ConfigError for an address that cannot be listened at, before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -183,6 +203,7 @@ def _server(
     settings: "GenerationConfig",
     key: str | None,
     followed: FollowedRun | None,
+    updated: Path | None,
 ) -> "Server":
     from isobit.data.tokenizer import load_tokenizer
     from isobit.memory.cache_size import batched_tokens
@@ -192,6 +213,7 @@ def _server(
     from isobit.rollout.scoring import TokenScorer
     from isobit.serve.app import Server, Settings
     from isobit.serve.engine import EngineThread
+    from isobit.serve.weights import WeightUpdates
 
     rollout = settings.rollout
     if settings.cluster.rollout_tp > 1:
@@ -218,7 +240,8 @@ def _server(
         max_tokens=rollout.max_new_tokens if "max_new_tokens" in rollout.model_fields_set else None,
         precision=settings.precision.preset,
     )
-    return Server(model, load_tokenizer(model.folder), thread, serving)
+    updates = None if updated is None else WeightUpdates(policy, thread, updated)
+    return Server(model, load_tokenizer(model.folder), thread, serving, updates)
 
 
 def _serve(server: "Server", listener: socket.socket, options: Namespace) -> int:
@@ -294,6 +317,11 @@ def _parser() -> ArgumentParser:
         "--follow",
         action="store_true",
         help="MODEL is a run's directory: take the weights of its checkpoints as they are written",
+    )
+    parser.add_argument(
+        "--allow-weight-updates",
+        metavar="DIR",
+        help="let a trainer push weights by vLLM's routes, from files below DIR or in requests",
     )
     parser.add_argument(
         "--max-live",

@@ -238,11 +238,11 @@ def _begun(mark: str) -> str:
 
 
 MARKS: Mapping[ToolFormat, str] = {
+    "mistral": "[TOOL_CALLS]",
     "hermes": "<tool_call>",
     "llama3": _PYTHON_TAG,
-    "mistral": "[TOOL_CALLS]",
 }
-"""What begins a call, in the formats of chat templates."""
+"""What begins a call, in the formats of chat templates; a template has the first one it names."""
 _BEGINS = {form: re.compile(rf"(?<!\s)\s*+(?:{_begun(mark)}|\Z)") for form, mark in MARKS.items()}
 
 
@@ -266,9 +266,9 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFor
     """
     found: Any = tokenizer.chat_template if chat.chat else None
     template = "\n".join(found.values()) if isinstance(found, dict) else str(found or "")
-    order: Sequence[ToolFormat] = ("mistral", "hermes", "llama3")
-    known: list[ToolFormat] = [form for form in order if MARKS[form] in template]
-    known += ["llama3"] if '"parameters": ' in template else []
+    known: list[ToolFormat] = [form for form, mark in MARKS.items() if mark in template]
+    if '"parameters": ' in template:
+        known.append("llama3")
     if not known and template and mentions(tokenizer, "tools"):
         raise ConfigError(
             "the chat template writes calls of tools in a format that Isobit does not read (it "

@@ -12,7 +12,7 @@ up are fused along their outputs), ``layers.N.qkv_proj.bias``, ``norm.weight``, 
 if it is not tied, and ``value_head.weight`` or ``score.weight``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -93,8 +93,7 @@ class Published:
         pairs = masters.items() if isinstance(masters, Mapping) else masters
         names: list[str] = []
         folded: list[int] = []
-        pairs = fold_norms(pairs, self._is_int8, folded.append)
-        for name, values in pairs:
+        for name, values in self.folded(pairs, folded.append):
             names.append(name)
             if isinstance(values, QuantTensor):
                 master = self.take(name, values, keep)
@@ -108,6 +107,12 @@ class Published:
         if folded:
             say(about_folded(folded))
         assert names == list(self._described), "masters do not fit the configuration"
+
+    def folded(
+        self, masters: Iterable[tuple[str, MasterValues]], note: Callable[[int], None]
+    ) -> Iterator[tuple[str, MasterValues]]:
+        """A folder's masters, in the order of the forward, as the flow has them."""
+        return fold_norms(masters, self._is_int8, note)
 
     @torch.no_grad()
     def publish(self, name: str, master: torch.Tensor) -> None:
@@ -326,14 +331,22 @@ class Policy:
             self.compare(self.world)
 
     @torch.no_grad()
-    def republish(self, masters: Mapping[str, torch.Tensor]) -> None:
+    def republish(
+        self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]]
+    ) -> None:
         """Publish other whole masters in place, one by one, and keep none: for a policy that is not
-        trainable and alone in its world.
+        trainable and alone in its world. A mapping holds a policy's masters of this flow; pairs are
+        a folder's, in the order of the forward, in FP32.
         """
         self.change, self._published.reads_folder = PublishedChange(self.world), False
-        for name, shape in self.shapes.items():
-            master = masters[name].to(self.device, torch.float32)
-            self._published.republish(name, master, 0, shape[0], self.change)
+        if isinstance(masters, Mapping):
+            pairs: Iterator[tuple[str, MasterValues]] = ((one, masters[one]) for one in self.shapes)
+        else:
+            pairs = self._published.folded(masters, lambda channels: None)
+        for name, values in pairs:
+            assert isinstance(values, torch.Tensor)
+            master = values.to(self.device, torch.float32)
+            self._published.republish(name, master, 0, self.shapes[name][0], self.change)
         self._published.gather(self.world, {})
         self.version += 1
 

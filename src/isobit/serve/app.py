@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -52,14 +51,14 @@ from isobit.serve.protocol import (
     Spelling,
     read_request,
 )
-from isobit.serve.work import ChatForm, CompletionForm, Form, Work, as_api_error
+from isobit.serve.weights import Handler, Sent, WeightUpdates
+from isobit.serve.work import ChatForm, CompletionForm, Form, Gate, Work, as_api_error
 from isobit.util.errors import ConfigError, DataError, IsobitError, RequestError
 
 LARGEST_BODY = 16 << 20
 """Bytes."""
-BODY_S, SEND_S = 60, 60
-"""How long a client may take to send a request, and to take a chunk of a stream."""
-LONGEST_RETRY_S = 60
+BODY_S, SEND_S, WEIGHTS_S = 60, 60, 600
+"""How long a client may take to send a request, take a chunk of a stream, and send weights."""
 COMPLETION_TOKENS = 16
 """What a completion has at most where the request does not say; OpenAI's figure."""
 GONE = 499
@@ -82,39 +81,6 @@ class Settings:
     max_tokens: int | None
     """The same of its length; None for OpenAI's defaults."""
     precision: str
-
-
-class Gate:
-    """The places of samples: who comes when all are taken is to come back."""
-
-    def __init__(self, places: int) -> None:
-        self.places, self.taken = places, 0
-        self._seconds = 1.0
-        """Of a request, lately."""
-
-    def enter(self, samples: int) -> None:
-        """Raises ApiError where the samples do not fit."""
-        if samples > self.places:
-            raise ApiError(
-                400,
-                f"n: the request asks for {samples} samples; this server takes at most "
-                f"{self.places} at once: ask for fewer",
-                "n",
-            )
-        if self.taken + samples > self.places:
-            wait = min(max(1, ceil(self._seconds)), LONGEST_RETRY_S)
-            raise ApiError(
-                429,
-                f"{self.taken} of {self.places} places are taken, and the request needs {samples}: "
-                f"try again in {wait} s",
-                code="rate_limit_exceeded",
-                retry_after=wait,
-            )
-        self.taken += samples
-
-    def leave(self, samples: int, seconds: float) -> None:
-        self.taken -= samples
-        self._seconds += 0.1 * (seconds - self._seconds)
 
 
 class Metrics:
@@ -154,6 +120,7 @@ class Server:
         model: what is served.
         reader: a tokenizer of the same folder that nobody else uses: encoding changes its state.
         thread: runs the engine of the model.
+        updates: takes other weights, if it may.
     """
 
     def __init__(
@@ -162,8 +129,10 @@ class Server:
         reader: PreTrainedTokenizerBase,
         thread: EngineThread,
         settings: Settings,
+        updates: WeightUpdates | None = None,
     ) -> None:
         self.model, self.thread, self.settings = model, thread, settings
+        self._updates = updates
         self.is_draining: Callable[[], bool] = lambda: False
         """Whether the server ends: then nothing new is taken."""
         self._reader = reader
@@ -202,6 +171,8 @@ class Server:
             Route("/v1/completions", self._guarded(self._complete), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
         ]
+        for (method, path), handler in self._updates.routes.items() if self._updates else ():
+            routes.append(Route(path, self._guarded(self._updating(handler)), methods=[method]))
         handlers: Any = {HTTPException: _not_found, Exception: _fault}
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
@@ -233,6 +204,16 @@ class Server:
         asked = read_request(ChatAsked, await _body(request))
         form = ChatForm(asked, self.spelling, self._calls)
         return await self._answer(request, asked, form, asked.n, lambda: [self._rendered(asked)])
+
+    def _updating(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def update(request: Request) -> Response:
+            assert self._updates is not None
+            is_json = request.headers.get("content-type") != "application/octet-stream"
+            limits = (LARGEST_BODY, BODY_S) if is_json else (self._updates.largest_body, WEIGHTS_S)
+            body = await _body(request, *limits)
+            return _json(await handler(Sent(body, is_json, request.query_params)))
+
+        return update
 
     def _described(self) -> dict[str, Any]:
         return {
@@ -376,6 +357,7 @@ class Server:
             loop = asyncio.get_running_loop()
             questions = await loop.run_in_executor(self._reading, read)
             await work.begin(*self._asked_of_engine(asked, form, questions))
+            work.name_weights(f"{self.settings.precision}-{self.model.policy.version}")
             if asked.stream:
                 return EventStream(work.chunks(), work.close)
             answer = _json(await work.whole())
@@ -410,7 +392,6 @@ class Server:
             "id": name,
             "created": int(time.time()),
             "model": settings.name,
-            "system_fingerprint": f"{settings.precision}-{self.model.policy.version}",
         }
         return head, questions, requests
 
@@ -462,18 +443,17 @@ async def _watch(request: Request, call: Call) -> None:
     call.tell(DisconnectedError())
 
 
-async def _body(request: Request) -> bytes:
-    parts, size = list[bytes](), 0
+async def _body(request: Request, most: int = LARGEST_BODY, seconds: int = BODY_S) -> bytearray:
+    body = bytearray()
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(seconds):
             async for part in request.stream():
-                size += len(part)
-                if size > LARGEST_BODY:
-                    raise ApiError(413, f"the body has more than {LARGEST_BODY:,} bytes")
-                parts.append(part)
+                if len(body) + len(part) > most:
+                    raise ApiError(413, f"the body has more than {most:,} bytes")
+                body += part
     except TimeoutError:
-        raise ApiError(408, f"the body has not come within {BODY_S} s") from None
-    return b"".join(parts)
+        raise ApiError(408, f"the body has not come within {seconds} s") from None
+    return body
 
 
 def _refusal(error: ApiError) -> Response:

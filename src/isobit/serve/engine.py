@@ -10,7 +10,7 @@ that were live, each with its sentence, and the next ones are served; anything e
 Isobit, after which the thread ends and the server with it.
 
 New weights are taken while nothing is live, so that every answer comes from one version of them:
-calls that arrive meanwhile wait.
+calls that arrive meanwhile wait.  They wait too while the thread is paused.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
+from typing import Literal
 
 from isobit.rollout.engine import Follow, Handle, Request, SampleEvent
 from isobit.rollout.native import NativeEngine
@@ -34,6 +35,10 @@ POLL_S = 1.0
 
 class EngineStoppedError(IsobitError):
     """The engine's thread has ended; the server ends too."""
+
+
+class PausedError(IsobitError):
+    """A pause has ended the call."""
 
 
 class DisconnectedError(Exception):
@@ -55,14 +60,25 @@ class Scores:
     scored: Scored
 
 
-Told = Accepted | Scores | SampleEvent
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What ``EngineThread.publish``, ``pause`` or ``resume`` was asked for."""
+
+
+Told = Accepted | Scores | SampleEvent | Done
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of the calls that are open: they end with a PausedError, they run to their end, or
+they stand still until the thread is resumed."""
 
 
 class Call:
-    """One HTTP request's line to the engine; made and read in the event loop."""
+    """One HTTP request's line to the engine; made and read in the event loop. One ``is_control``
+    asks for nothing that is drawn or scored, and never waits for others.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, is_control: bool = False) -> None:
         self._told: asyncio.Queue[Told | BaseException] = asyncio.Queue()
+        self.is_control = is_control
         self.is_closed = False
 
     def tell(self, what: Told | BaseException) -> None:
@@ -103,6 +119,12 @@ class EngineThread:
         self.on_fault = on_fault
         self._new_weights, self._looked_at = new_weights, monotonic()
         self._take_weights: Callable[[], None] | None = None
+        self.is_paused = False
+        """Whether calls that arrive wait until the thread is resumed."""
+        self._is_frozen = False
+        """Whether those that are open do too."""
+        self._awaiting: list[tuple[Call, Literal["weights", "end"]]] = []
+        """Who is to be told that new weights are taken, and that no call is open any more."""
         self._calls: dict[Handle, Call] = {}
         self._commands: SimpleQueue[tuple[Call | None, Callable[[], None]]] = SimpleQueue()
         self._open: set[Call] = set()
@@ -142,6 +164,20 @@ class EngineThread:
         call.is_closed = True
         self._command(None, partial(self._cancel, call))
 
+    def publish(self, call: Call, take: Callable[[], None]) -> None:
+        """Take new weights once no call is open. Told: ``Done``, or a RequestError if calls are
+        kept open by a pause.
+        """
+        self._command(call, partial(self._publish, call, take))
+
+    def pause(self, call: Call, mode: PauseMode) -> None:
+        """Let calls that arrive wait. Told: ``Done``, once none is open or all are kept."""
+        self._command(call, partial(self._pause, call, mode))
+
+    def resume(self, call: Call) -> None:
+        """Told: ``Done``."""
+        self._command(call, partial(self._resume, call))
+
     def _command(self, call: Call | None, command: Callable[[], None]) -> None:
         self._commands.put((call, command))
         if self.fault is not None and call is not None:  # perhaps nobody reads the queue any more
@@ -153,11 +189,13 @@ class EngineThread:
         try:
             while not self._is_ending:
                 self._obey()
-                if self.engine.num_live:
+                if self.engine.num_live and not self._is_frozen:
                     self._step()
-                if self.scorer.has_work:
+                if self.scorer.has_work and not self._is_frozen:
                     self._score_step()
                 self._look_for_weights()
+                if not self._open:
+                    self._tell_done("end")
                 self._deliver()
             self.fault = "the server is shutting down"
         except BaseException as error:
@@ -165,7 +203,7 @@ class EngineThread:
             say("isobit: a fault in the engine's thread; the server ends")
             traceback.print_exc()
             self.on_fault()
-        waiting = [call for call, _ in self._held]
+        waiting = [call for call, _ in [*self._held, *self._awaiting]]
         while not self._commands.empty():
             call, _ = self._commands.get()
             waiting += [] if call is None else [call]
@@ -174,7 +212,7 @@ class EngineThread:
 
     def _obey(self) -> None:
         """Carry out the commands that are there; wait for one if there is nothing else to do."""
-        is_idle = not (self.engine.num_live or self.scorer.has_work)
+        is_idle = self._is_frozen or not (self.engine.num_live or self.scorer.has_work)
         try:
             if is_idle:
                 self._begin(*self._commands.get(timeout=POLL_S if self._new_weights else None))
@@ -187,13 +225,46 @@ class EngineThread:
         self._is_ending = True
 
     def _begin(self, call: Call | None, command: Callable[[], None]) -> None:
-        if call is not None and call.is_closed:
-            return
-        if call is None or call in self._open or self._take_weights is None:
-            self._open |= set() if call is None else {call}
+        if call is None or call.is_control:
             command()
+        elif call in self._open or not (self.is_paused or self._take_weights):
+            if not call.is_closed:
+                self._open.add(call)
+                command()
         else:
             self._held.append((call, command))
+
+    def _publish(self, call: Call, take: Callable[[], None]) -> None:
+        if self._is_frozen and self._open:
+            why = "a pause keeps requests open that began with the old weights"
+            error = RequestError(f"{why}: /resume lets them end; else pause with abort or wait")
+            self._news.append((call, error))
+            return
+        self._take_weights = take
+        self._awaiting.append((call, "weights"))
+
+    def _pause(self, call: Call, mode: PauseMode) -> None:
+        self.is_paused, self._is_frozen = True, mode == "keep"
+        if mode == "keep":
+            self._news.append((call, Done()))
+            return
+        self._awaiting.append((call, "end"))
+        if mode == "abort":
+            self._fail(self._open, PausedError("generation was paused, and requests were ended"))
+
+    def _resume(self, call: Call) -> None:
+        self.is_paused = self._is_frozen = False
+        self._news.append((call, Done()))
+        self._let_in()
+
+    def _let_in(self) -> None:
+        held, self._held = self._held, []
+        for call, command in held:
+            self._begin(call, command)
+
+    def _tell_done(self, event: Literal["weights", "end"]) -> None:
+        self._news += [(call, Done()) for call, awaited in self._awaiting if awaited == event]
+        self._awaiting = [pair for pair in self._awaiting if pair[1] != event]
 
     def _submit(self, call: Call, requests: Sequence[Request], follow: Follow) -> None:
         try:
@@ -259,18 +330,16 @@ class EngineThread:
         self._news += [(call, error) for call in dict.fromkeys(calls)]
 
     def _look_for_weights(self) -> None:
-        if self._new_weights is None:
-            return
-        if self._take_weights is None and monotonic() - self._looked_at >= POLL_S:
+        look = self._new_weights
+        if look and self._take_weights is None and monotonic() - self._looked_at >= POLL_S:
             self._looked_at = monotonic()
-            self._take_weights = self._new_weights()
+            self._take_weights = look()
         if self._take_weights is None or self._open:
             return
         self._take_weights()
         self._take_weights = None
-        held, self._held = self._held, []
-        for call, command in held:
-            self._begin(call, command)
+        self._tell_done("weights")
+        self._let_in()
 
     def _deliver(self) -> None:
         """Tell the calls, in one go: a wake-up of the event loop for each would cost more."""

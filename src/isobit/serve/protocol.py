@@ -286,7 +286,7 @@ class ChatAsked(Asked):
 Kind = TypeVar("Kind", bound=Asked)
 
 
-def read_request(kind: type[Kind], body: bytes) -> Kind:
+def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
     """Raises ApiError, with the key and a sentence."""
     try:
         return kind.model_validate_json(body)

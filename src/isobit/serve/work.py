@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from math import ceil
 from typing import Any, Protocol
 
 from isobit.config.data import ToolFormat
@@ -22,6 +23,7 @@ from isobit.serve.engine import (
     DisconnectedError,
     EngineStoppedError,
     EngineThread,
+    PausedError,
     Scores,
 )
 from isobit.serve.protocol import (
@@ -35,6 +37,41 @@ from isobit.serve.protocol import (
     Usage,
 )
 from isobit.util.errors import DataError, IsobitError, RequestError
+
+LONGEST_RETRY_S = 60
+
+
+class Gate:
+    """The places of samples: who comes when all are taken is to come back."""
+
+    def __init__(self, places: int) -> None:
+        self.places, self.taken = places, 0
+        self._seconds = 1.0
+        """Of a request, lately."""
+
+    def enter(self, samples: int) -> None:
+        """Raises ApiError where the samples do not fit."""
+        if samples > self.places:
+            raise ApiError(
+                400,
+                f"n: the request asks for {samples} samples; this server takes at most "
+                f"{self.places} at once: ask for fewer",
+                "n",
+            )
+        if self.taken + samples > self.places:
+            wait = min(max(1, ceil(self._seconds)), LONGEST_RETRY_S)
+            raise ApiError(
+                429,
+                f"{self.taken} of {self.places} places are taken, and the request needs {samples}: "
+                f"try again in {wait} s",
+                code="rate_limit_exceeded",
+                retry_after=wait,
+            )
+        self.taken += samples
+
+    def leave(self, samples: int, seconds: float) -> None:
+        self.taken -= samples
+        self._seconds += 0.1 * (seconds - self._seconds)
 
 
 class Form(Protocol):
@@ -267,6 +304,10 @@ class Work:
             handles = [handle for group in accepted.handles for handle in group]
             self._index_of = {handle: index for index, handle in enumerate(handles)}
 
+    def name_weights(self, fingerprint: str) -> None:
+        """Say in every chunk which weights it comes from, once they cannot change any more."""
+        self._head = {**self._head, "system_fingerprint": fingerprint}
+
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
@@ -394,6 +435,6 @@ def as_api_error(error: ApiError | IsobitError) -> ApiError:
         return error
     if isinstance(error, RequestError | DataError):
         return ApiError(400, str(error))
-    if isinstance(error, EngineStoppedError):
+    if isinstance(error, EngineStoppedError | PausedError):
         return ApiError(503, f"{error}; try again", retry_after=5)
     return ApiError(500, str(error))
