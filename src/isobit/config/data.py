@@ -333,6 +333,8 @@ WHOLE = "reward"
 DEFAULT_FUNCTION = "reasoning_gym"
 CODE_SECONDS = 5.0
 """The default of the option ``seconds`` of the grader ``code``."""
+JUDGE_SECONDS = 60.0
+"""The same of ``timeout_s`` of ``llm_judge``."""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 

@@ -18,7 +18,13 @@ from isobit.config.algorithm import (
     TokenClipConfig,
 )
 from isobit.config.base import MAX_BATCH
-from isobit.config.data import CODE_SECONDS, MixtureExamples, RewardConfig, RewardPart
+from isobit.config.data import (
+    CODE_SECONDS,
+    JUDGE_SECONDS,
+    MixtureExamples,
+    RewardConfig,
+    RewardPart,
+)
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import (
     MIXTURES,
@@ -336,19 +342,25 @@ def check_reward(reward: RewardConfig) -> None:
 
 
 def _check_seconds(reward: RewardConfig) -> None:
-    """Code over ``seconds`` scores 0, but a grading over the deadline is left out."""
+    """Code over ``seconds`` scores 0 and a judge over ``timeout_s`` says so, but a grading over the
+    deadline is left out, with its process.
+    """
     if reward.in_process:
         return
+    bounds = {
+        "code": ("seconds", CODE_SECONDS, "code that hangs would be left out instead of scored 0"),
+        "llm_judge": ("timeout_s", JUDGE_SECONDS, "a slow judge would cost the process that asks"),
+    }
     for name, part in reward.named().items():
-        seconds = part.options.get("seconds", CODE_SECONDS)
-        is_number = isinstance(seconds, (int, float))
-        if part.function == "code" and is_number and seconds >= reward.deadline_s:
+        option, default, effect = bounds.get(part.function or "", ("", 0.0, ""))
+        seconds = part.options.get(option, default)
+        if isinstance(seconds, (int, float)) and seconds >= reward.deadline_s:
             key = f"reward.parts.{name}" if reward.parts else "reward"
-            given = "" if "seconds" in part.options else " by default"
+            given = "" if option in part.options else " by default"
             raise ConfigError(
-                f"{key}.options.seconds of the grader 'code' is {seconds:g}{given}, but "
-                f"reward.deadline_s is {reward.deadline_s:g}: code that hangs would be left out "
-                "instead of scored 0; set seconds below the deadline"
+                f"{key}.options.{option} of the grader {part.function!r} is {seconds:g}{given}, "
+                f"but reward.deadline_s is {reward.deadline_s:g}: {effect}; set {option} below the "
+                "deadline"
             )
 
 

@@ -7,6 +7,7 @@ GRADERS: dict[str, str] = {
     "environment": "isobit.rewards.graders.text:environment_reward",
     "exact_match": "isobit.rewards.graders.text:exact_match",
     "format": "isobit.rewards.graders.text:format_score",
+    "llm_judge": "isobit.rewards.graders.judge:score",
     "math_verify": "isobit.rewards.graders.math:score",
     "reasoning_gym": "isobit.rewards.graders.reasoning_gym:score",
     "regex": "isobit.rewards.graders.text:regex_score",
