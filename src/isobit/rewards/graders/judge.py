@@ -131,7 +131,9 @@ class Judge:
 class _NoRedirect(HTTPRedirectHandler):
     """A redirect is an error: following it would hand the key to another host."""
 
-    def redirect_request(self, *arguments: Any) -> None:
+    def redirect_request(
+        self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> None:
         return None
 
 
