@@ -13,11 +13,11 @@ import torch
 if __name__ == "__main__":  # before anything is imported that has constants
     torch.set_default_dtype(getattr(torch, sys.argv[1]))
 
-from isobit.config.recipes import RunConfig, SftConfig  # noqa: E402
-from isobit.run.loop import train  # noqa: E402
-from isobit.run.sft import sft  # noqa: E402
-from isobit.store.manifest import arithmetic_sha256  # noqa: E402
-from tests.run.test_moe import SHAPE  # noqa: E402
+from isobit.config.recipes import RunConfig, SftConfig
+from isobit.run.loop import train
+from isobit.run.sft import sft
+from isobit.store.manifest import arithmetic_sha256
+from tests.run.test_moe import SHAPE
 
 ROWS = {"type": "jsonl", "path": "starter:train.jsonl", "limit": 8}
 COMMON = {"model": "starter", "threads": 1, "device": "cpu"}
