@@ -5,7 +5,7 @@
 
 w is the mean over the update (``mean_weights``), l the algorithm's own term of a token
 (its surrogate), c the weight of the corrections for tokens that another policy drew
-(``isobit.algorithms.corrections``), KL an estimate of the divergence from the reference
+(``isobit.algorithms.family``), KL an estimate of the divergence from the reference
 (``token_kl``), H the entropy of the distribution that the token was drawn from.  What
 has no coefficient is not computed: without KL, entropy and corrections the loss has the bits of
 ``(w * l).sum()``.

@@ -63,7 +63,8 @@ _ELSEWHERE = {
 _FILES = {
     "sft": "train",
     "chat": "serve",
-    "diff": "replay",
+    "diff": "verify",
+    "replay": "verify",
     "flows": "eval",
     "inspect": "export",
     "report": "export",

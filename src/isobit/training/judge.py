@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from isobit.algorithms.advantages import columns_of, overlong_punishment
-from isobit.algorithms.corrections import correction_weights
+from isobit.algorithms.family import correction_weights
 from isobit.algorithms.objective import Algorithm, Columns
 from isobit.algorithms.policy_gradient import token_kl
 from isobit.config.algorithm import Correction, StepConfig

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TypeVar
 
-from isobit.algorithms.corrections import effective_sample_size
+from isobit.algorithms.family import effective_sample_size
 from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.policy_gradient import explained_variance
 from isobit.config.algorithm import StepConfig
