@@ -1,15 +1,14 @@
 """Processes of environments: what they answer, and what becomes of those that misbehave."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isobit.config.data import EnvironmentConfig
-from isobit.environments.calculator import Calculator
+from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
 from isobit.environments.pool import Answer, Environments, Result
 from isobit.environments.worker import Call
 from isobit.rewards.worker import descendants
@@ -22,7 +21,7 @@ MOST = 200
 
 @contextmanager
 def environments(name: str, **settings: Any) -> Iterator[Environments[str]]:
-    place = name if ":" in name or name == "calculator" else f"{TOOLS}:{name}"
+    place = name if ":" in name or name in ENVIRONMENTS else f"{TOOLS}:{name}"
     made = Environments[str](EnvironmentConfig.model_validate({"class": place, **settings}), MOST)
     try:
         made.tools()
@@ -187,25 +186,3 @@ def test_a_reset_that_says_something_is_refused() -> None:
 def test_a_class_that_cannot_be_used_is_refused(place: str, message: str) -> None:
     with pytest.raises(ToolError, match=message), environments(place):
         pass
-
-
-def test_the_calculator() -> None:
-    with environments("calculator") as made:
-        ask(made, "a", call("multiply", 37, 48), call("calculate", "(3 + 4) * 12 / 4"))
-        assert texts(answers(made)["a"]) == ["1776", "21"]
-
-
-@pytest.mark.parametrize("text", ["", "x", "2 ** 9", "f(1)", "1" * 201, "9" * 60, "(" * 150, "1/0"])
-def test_the_calculator_refuses_what_is_no_arithmetic(text: str) -> None:
-    with pytest.raises((ValueError, ZeroDivisionError, MemoryError)):
-        Calculator().calculate(text)
-
-
-def test_expressions() -> None:
-    values: Sequence[tuple[str, str]] = [
-        ("-3 + 5", "2"),
-        ("7 // 2", "3"),
-        ("7 % 4", "3"),
-        ("1/4", "0.25"),
-    ]
-    assert [Calculator().calculate(text) for text, _ in values] == [value for _, value in values]

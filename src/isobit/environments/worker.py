@@ -18,8 +18,9 @@ episode if it is new, runs the calls of all ``turns`` and answers those of the l
     {"episode": 7, "failed": kind, "message": text, ..}: ``deadline``, ``crash``, ``memory``,
         ``flood`` or ``reset``; the episode is no more
 
-The host runs no code of the class after the import.  It ends an episode that takes longer than the
-deadline with all processes below it.
+The host runs no code of the class after the import and its class method ``_prepare``, where it has
+one: with the options, once, for what all episodes share and none changes.  It ends an episode that
+takes longer than the deadline with all processes below it.
 """
 
 import importlib
@@ -278,6 +279,8 @@ class Host:
     def _load(self) -> type:
         try:
             found = load_class(self._start.place)
+            if hasattr(found, "_prepare"):
+                found._prepare(**self._start.options)
             self._say({"ready": schemas_of(found), "has_reward": hasattr(found, "get_reward")})
             return found
         except ToolError as error:
