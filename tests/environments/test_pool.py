@@ -61,13 +61,18 @@ def ask(made: Environments[str], key: str, *calls: Call, **columns: Any) -> None
 def test_each_episode_has_an_instance_that_lives_until_its_end() -> None:
     with environments("Counter", options={"step": 10}) as made:
         names = [one["function"]["name"] for one in made.tools()]
-        assert names == ["add", "later"]
+        assert names == ["add", "later", "meet"]
         assert made.tools()[0]["function"]["parameters"]["required"] == ["count"]
         ask(made, "a", call("add", 1), call("later", count=5), start=100, other="ignored")
         ask(made, "b", call("add", 2))
         found = answers(made)
         assert texts(found["a"]) == ["total 110", '{"total": 115}']
         assert texts(found["b"]) == ["total 20"]
+        # neither would end before the other has begun
+        ask(made, "b", call("meet", 2), call("meet", 1), call("add", 1), call("meet", "x", "y"))
+        told = texts(answers(made)["b"])
+        assert told[:3] == ["2", "1", "total 30"]
+        assert told[3].startswith("meet: too many positional arguments")
         made.ask("a", {}, [[call("add", 1)]], wants_reward=True)
         again = answers(made)["a"]
         assert texts(again) == ["total 125"]
@@ -90,7 +95,7 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model() -> None:
         (answer,) = answers(made).values()
         assert [one.kind for one in answer.results] == ["error"] * 7 + ["ok"]
         said = texts(answer)
-        assert said[0] == "there is no tool 'nothing'; the tools are add, later"
+        assert said[0] == "there is no tool 'nothing'; the tools are add, later, meet"
         assert "no tool 'reset'" in said[1]
         assert "no tool '__init__'" in said[2]
         assert "missing a required argument: 'count'" in said[3]
