@@ -48,7 +48,7 @@ def acting_config(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> M
     return make
 
 
-def test_a_run_compares_all_turns_and_evaluates_as_the_command_does(
+def test_a_run_compares_all_turns_and_evaluates_as_eval_does(
     acting_config: MakeConfig,
 ) -> None:
     config = acting_config()
