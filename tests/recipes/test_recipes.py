@@ -13,19 +13,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from isobit.cli.main import main
-from isobit.config.data import ENVIRONMENTS, JsonlExamples
 from isobit.config.load import load_config, load_recipe
 from isobit.config.recipes import SftConfig
 from isobit.config.tables import PrecisionConfig
-from isobit.data.examples import build_examples
-from isobit.data.tokenizer import load_tokenizer
-from isobit.data.tool_calls import ToolCall, parse_tool_calls
-from isobit.environments.shipped import Calculator
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
 from isobit.run.setup import prepare_rl
-from isobit.starter import starter_folder
 from isobit.util.errors import ModelError
 from tools.starter.build import save_tokenizer, write_text
 from tools.starter.tokenizer import build_tokenizer
@@ -42,8 +36,8 @@ CLAIMS: dict[str, Callable[[Figures, Figures], bool]] = {
     "replay": lambda first, last: first["replay/samples"] == 0 < last["staleness/mean"],
 }
 """What a recipe for one capability shows in its first or its last step."""
-TRAIN = ("calculator", "checkpoint", "quickstart", "reasoning_gym", "tens", "your_data", *CLAIMS)
-SFT = ("calculator_sft", "fine_tune", "moe", "reward_model", "starter")
+TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "tens", "your_data", *CLAIMS)
+SFT = ("fine_tune", "moe", "reward_model", "starter")
 SMALL = {"training.steps": 1, "training.prompts_per_step": 2, "threads": 1}
 FEW_ROWS = {"data__train__limit": 200}
 """Of thousands, all of which a run would tokenise."""
@@ -251,36 +245,6 @@ def test_a_reward_model_learns_from_the_shipped_pairs_and_scores_a_file(
     capsys.readouterr()
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == summary["accuracy_after"]
-
-
-def test_the_transcripts_are_what_the_calculator_answers_and_the_recipes_load(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "transcripts.jsonl"
-    runpy.run_path(str(RECIPES / "calculator.py"))["write"](path)
-    sft = load_recipe(SftConfig, RECIPES / "calculator_sft.toml", ["--data.train.path", str(path)])
-    tokenizer = load_tokenizer(starter_folder())
-    assert isinstance(sft.data.train, JsonlExamples)
-    examples = build_examples("train", sft.data.train, tokenizer, (2,), sft.data, 512)
-    calls = 0
-    for one in examples:
-        said = str(one.prompt.row["completion"])
-        assert one.completion_ids[-1] == tokenizer.eos_token_id
-        match parse_tool_calls(said, "plain"):
-            case [ToolCall("calculate", positional=(str(sum_),))]:
-                calls += 1
-                assert one.prompt.text == f"{sum_}="
-            case []:
-                asked, called, told = one.prompt.text.partition("[")
-                result = told.rpartition("[")[2].rstrip("]")
-                assert tokenizer.eos_token_id in one.prompt.token_ids or not called
-                assert not called or said == result == Calculator().calculate(asked[:-1])
-            case other:
-                raise AssertionError(f"{said}: {other}")
-    assert 900 < calls < 1100
-    config = load_config(RECIPES / "calculator.toml", ["--model", "starter"])
-    assert config.environment is not None
-    assert config.environment.factory in ENVIRONMENTS
 
 
 def test_the_starter_model_is_made_by_its_recipe(tmp_path: Path) -> None:
