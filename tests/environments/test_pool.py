@@ -1,15 +1,14 @@
 """Processes of environments: what they answer, and what becomes of those that misbehave."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isobit.config.data import EnvironmentConfig
-from isobit.environments.calculator import Calculator
+from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
 from isobit.environments.pool import Answer, Environments, Result
 from isobit.environments.worker import Call
 from isobit.rewards.worker import descendants
@@ -22,7 +21,7 @@ MOST = 200
 
 @contextmanager
 def environments(name: str, **settings: Any) -> Iterator[Environments[str]]:
-    place = name if ":" in name or name == "calculator" else f"{TOOLS}:{name}"
+    place = name if ":" in name or name in ENVIRONMENTS else f"{TOOLS}:{name}"
     made = Environments[str](EnvironmentConfig.model_validate({"class": place, **settings}), MOST)
     try:
         made.tools()
@@ -62,13 +61,18 @@ def ask(made: Environments[str], key: str, *calls: Call, **columns: Any) -> None
 def test_each_episode_has_an_instance_that_lives_until_its_end() -> None:
     with environments("Counter", options={"step": 10}) as made:
         names = [one["function"]["name"] for one in made.tools()]
-        assert names == ["add", "later"]
+        assert names == ["add", "later", "meet"]
         assert made.tools()[0]["function"]["parameters"]["required"] == ["count"]
         ask(made, "a", call("add", 1), call("later", count=5), start=100, other="ignored")
         ask(made, "b", call("add", 2))
         found = answers(made)
         assert texts(found["a"]) == ["total 110", '{"total": 115}']
         assert texts(found["b"]) == ["total 20"]
+        # neither would end before the other has begun
+        ask(made, "b", call("meet", 2), call("meet", 1), call("add", 1), call("meet", "x", "y"))
+        told = texts(answers(made)["b"])
+        assert told[:3] == ["2", "1", "total 30"]
+        assert told[3].startswith("meet: too many positional arguments")
         made.ask("a", {}, [[call("add", 1)]], wants_reward=True)
         again = answers(made)["a"]
         assert texts(again) == ["total 125"]
@@ -91,7 +95,7 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model() -> None:
         (answer,) = answers(made).values()
         assert [one.kind for one in answer.results] == ["error"] * 7 + ["ok"]
         said = texts(answer)
-        assert said[0] == "there is no tool 'nothing'; the tools are add, later"
+        assert said[0] == "there is no tool 'nothing'; the tools are add, later, meet"
         assert "no tool 'reset'" in said[1]
         assert "no tool '__init__'" in said[2]
         assert "missing a required argument: 'count'" in said[3]
@@ -187,25 +191,3 @@ def test_a_reset_that_says_something_is_refused() -> None:
 def test_a_class_that_cannot_be_used_is_refused(place: str, message: str) -> None:
     with pytest.raises(ToolError, match=message), environments(place):
         pass
-
-
-def test_the_calculator() -> None:
-    with environments("calculator") as made:
-        ask(made, "a", call("multiply", 37, 48), call("calculate", "(3 + 4) * 12 / 4"))
-        assert texts(answers(made)["a"]) == ["1776", "21"]
-
-
-@pytest.mark.parametrize("text", ["", "x", "2 ** 9", "f(1)", "1" * 201, "9" * 60, "(" * 150, "1/0"])
-def test_the_calculator_refuses_what_is_no_arithmetic(text: str) -> None:
-    with pytest.raises((ValueError, ZeroDivisionError, MemoryError)):
-        Calculator().calculate(text)
-
-
-def test_expressions() -> None:
-    values: Sequence[tuple[str, str]] = [
-        ("-3 + 5", "2"),
-        ("7 // 2", "3"),
-        ("7 % 4", "3"),
-        ("1/4", "0.25"),
-    ]
-    assert [Calculator().calculate(text) for text, _ in values] == [value for _, value in values]

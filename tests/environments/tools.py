@@ -1,5 +1,6 @@
 """Environments of tests: one that counts, and one whose tools do what none should."""
 
+import asyncio
 import os
 import time
 
@@ -31,6 +32,17 @@ class Counter:
         """
         self.total += count
         return {"total": self.total}
+
+    async def meet(self, number: int) -> int:
+        """Wait until two are here.
+
+        Args:
+            number: Which one.
+        """
+        self._here = [*getattr(self, "_here", []), number]
+        while len(self._here) < 2:
+            await asyncio.sleep(0)
+        return number
 
     def get_reward(self) -> float:
         return float(self.total)

@@ -1,11 +1,8 @@
-"""A run with an environment whose random model calls tools: ``python acting.py CONFIG [DIE_AT]``
-resumes it, and kills itself at one of its calls.
-"""
+"""A run with an environment whose random model calls tools, and which kills itself."""
 
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +31,9 @@ def die_at(moment: int) -> None:
     episodes._go_on = dying
 
 
-if __name__ == "__main__":
+def resume_and_die(config: Path, moment: int) -> int:
+    """In a process of its own."""
     tool_calls._PARSERS["plain"] = parse
-    if len(sys.argv) > 2:
-        die_at(int(sys.argv[2]))
-    train(RunConfig.model_validate(json.loads(Path(sys.argv[1]).read_text())), resume=True)
+    die_at(moment)
+    train(RunConfig.model_validate(json.loads(config.read_text())), resume=True)
+    return 0

@@ -1,28 +1,33 @@
 """Runs with an environment: exact over all turns, resumed to equal bytes, replayed as recorded."""
 
+import json
+import math
 import string
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isobit.config.recipes import RunConfig
+from isobit.config.recipes import GenerationConfig, RunConfig
+from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.data import tool_calls
 from isobit.environments.pool import Environments
 from isobit.observe.console import silent
 from isobit.run.diff import compare
+from isobit.run.evaluate import completion_lines, evaluate_folder, rollout_folder
 from isobit.run.loop import train
 from isobit.run.redo import replay
 from isobit.store.directory import RunDirectory
 from isobit.util.errors import ConfigError, ToolError
+from tests.forked import called
 from tests.run import acting
 from tests.tiny import json_lines
 
 MakeConfig = Callable[..., RunConfig]
 TOOLS = Path(__file__).parents[1] / "environments" / "tools.py"
+HELD_OUT = {"type": "jsonl", "path": "starter:held_out.jsonl"}
+STOPS = list(string.ascii_letters[:40])
 
 
 @pytest.fixture
@@ -32,8 +37,9 @@ def acting_config(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> M
     def make(name: str = "Counter", reward: str = "environment", **sections: Any) -> RunConfig:
         given: dict[str, Any] = {
             "environment": {"class": f"{TOOLS}:{name}", "max_turns": 6},
-            "rollout": {"max_new_tokens": 90, "stop_tokens": list(string.ascii_letters[:40])},
+            "rollout": {"max_new_tokens": 60, "stop_tokens": STOPS},
             "checkpoint": {"every": 1},
+            "data": {"eval": {"held_out": {**HELD_OUT, "limit": 2}}},
             "evaluation": {"every": 0},
             "precision": {"preset": "fp8"},
         }
@@ -42,7 +48,9 @@ def acting_config(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> M
     return make
 
 
-def test_a_run_compares_all_drawn_tokens_of_all_turns(acting_config: MakeConfig) -> None:
+def test_a_run_compares_all_turns_and_evaluates_as_eval_does(
+    acting_config: MakeConfig,
+) -> None:
     config = acting_config()
     summary = train(config, silent())
     steps = [
@@ -63,6 +71,11 @@ def test_a_run_compares_all_drawn_tokens_of_all_turns(acting_config: MakeConfig)
         totals = [int(text.removeprefix("total ")) for text in told]
         assert totals == sorted(totals)
         assert line["reward"] == (totals[-1] if totals else 0)
+    before = json_lines(config.output / "metrics.jsonl")[0]
+    found = evaluate_folder(Path(config.model), config)["held_out"].scalars("held_out")
+    figures = {name: value for name, value in found.items() if not math.isnan(value)}
+    assert figures["eval/held_out/response_length"] > 10
+    assert figures.items() <= before.items()
 
 
 def test_a_run_killed_in_the_middle_of_episodes_is_resumed_to_equal_bytes(
@@ -72,19 +85,16 @@ def test_a_run_killed_in_the_middle_of_episodes_is_resumed_to_equal_bytes(
     train(whole, silent())
     killed = whole.model_copy(update={"output": tmp_path / "killed"})
     file = tmp_path / "config.json"
-    file.write_text(killed.model_dump_json())
+    file.write_text(killed.model_dump_json(by_alias=True))
     counts = [len(line["answers"]) for line in json_lines(whole.output / "environment.jsonl")]
     # in the rollout of the first step, after the first evaluation; in that of the second
     moments = [counts[0] + 5, counts[0] + counts[1] + 5]
-    for moment in [*map(str, moments), None]:
-        command = [
-            sys.executable,
-            str(Path(acting.__file__)),
-            str(file),
-            *([moment] if moment else []),
-        ]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-        assert done.returncode == (-9 if moment else 0), done.stderr
+    for moment in moments:
+        log = tmp_path / "log"
+        process = called("tests.run.acting:resume_and_die", log, file, moment)
+        process.join(timeout=120)
+        assert process.exitcode == -9, log.read_text()
+    train(killed, silent(), resume=True)
     found = compare(RunDirectory(whole.output), RunDirectory(killed.output))
     assert not found.differences
     assert any("environment.jsonl" in line for line in found.equal)
@@ -142,3 +152,16 @@ def test_what_cannot_be_acted_in_is_refused(acting_config: MakeConfig) -> None:
         train(acting_config("Contuer"), silent())
     with pytest.raises(ConfigError, match=r"cluster\.processes is 2"):
         train(acting_config(cluster={"processes": 2}), silent())
+
+
+def test_completions_of_a_folder_call_tools(tiny_folder: Path, acting_config: MakeConfig) -> None:
+    settings = GenerationConfig(
+        precision=PrecisionConfig(preset="fp8"),
+        rollout=RolloutConfig(max_new_tokens=60, stop_tokens=tuple(STOPS)),
+        environment=acting_config().environment,
+    )
+    groups = rollout_folder(tiny_folder, ["1+2=", "3+4="], settings, samples=2)
+    lines = [json.loads(line) for group in groups for line in completion_lines(group)]
+    told = [one["content"] for line in lines for one in line["messages"] if one["role"] == "tool"]
+    assert told
+    assert all(text.startswith("total ") for text in told)

@@ -126,6 +126,9 @@ def _print(groups: "Sequence[Group]") -> None:
                 f"[{group.prompt.id}, sample {sample}: {completion.length} tokens, "
                 f"{completion.finish_reason}]"
             )
+            episode = completion.episode
+            for message in episode.messages[:-1] if episode is not None else ():
+                print(f"{message['role']}: {printable(message['content'])}")
             print(printable(completion.text))
 
 

@@ -25,7 +25,7 @@ from isobit.util.errors import ConfigError, DataError, IsobitError
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:
-    from isobit.config.recipes import GenerationConfig
+    from isobit.config.recipes import ServeConfig
     from isobit.models.folder import SamplingModel
     from isobit.models.policy import Policy
     from isobit.records.text import Message
@@ -61,13 +61,11 @@ def run_serve(arguments: Sequence[str]) -> int:
         return _serve(server, listener, options)
 
 
-def _settings(
-    options: Namespace, overrides: Sequence[str], **rollout: object
-) -> "GenerationConfig":
+def _settings(options: Namespace, overrides: Sequence[str], **rollout: object) -> "ServeConfig":
     """Those of the command line, with the precision of a run where one is named, whose finished
     model becomes the folder. Raises ConfigError.
     """
-    from isobit.config.recipes import GenerationConfig
+    from isobit.config.recipes import ServeConfig
 
     precision, root = options.precision, Path(options.folder)
     options.model = options.folder
@@ -84,7 +82,7 @@ def _settings(
                 "`isobit serve RUN --follow`, or write a checkpoint of it with `isobit export`"
             )
     values = {"precision": "fp8" if precision is None else precision, "rollout": rollout}
-    return settings_from(GenerationConfig, values, overrides)
+    return settings_from(ServeConfig, values, overrides)
 
 
 def _recorded(root: Path) -> dict[str, Any]:
@@ -200,7 +198,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def _server(
     options: Namespace,
-    settings: "GenerationConfig",
+    settings: "ServeConfig",
     key: str | None,
     followed: FollowedRun | None,
     updated: Path | None,
@@ -368,7 +366,7 @@ def run_chat(arguments: Sequence[str]) -> int:
 
 
 def _converse(
-    model: "SamplingModel", engine: "NativeEngine", settings: "GenerationConfig", system: str | None
+    model: "SamplingModel", engine: "NativeEngine", settings: "ServeConfig", system: str | None
 ) -> None:
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     while True:
@@ -390,7 +388,7 @@ def _converse(
 
 
 def _turn(
-    messages: "Sequence[Message]", model: "SamplingModel", settings: "GenerationConfig"
+    messages: "Sequence[Message]", model: "SamplingModel", settings: "ServeConfig"
 ) -> "Request":
     """Raises DataError for a conversation that does not fit the context or the template."""
     from isobit.data.prompts import prompts_of_rows

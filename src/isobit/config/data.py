@@ -405,8 +405,8 @@ class RewardConfig(Strict):
 
 ToolFormat = Literal["hermes", "llama3", "mistral", "plain"]
 """How a model writes calls of tools (``isobit.data.tool_calls``)."""
-CALCULATOR = "calculator"
-"""The environment that ships with Isobit."""
+ENVIRONMENTS = ("calculator", "guess", "python", "search")
+"""Those that ship with Isobit (``isobit.environments.shipped``)."""
 
 
 class EnvironmentConfig(Strict):
@@ -414,7 +414,8 @@ class EnvironmentConfig(Strict):
 
     factory: HomeName = Field(alias="class")
     """``path/to/file.py:Class`` or ``module:Class``, whose public methods are the tools, as in
-    TRL's ``environment_factory``; or ``calculator``, which ships with Isobit.
+    TRL's ``environment_factory``; or one that ships with Isobit: ``calculator``, ``guess``,
+    ``python``, ``search``.
     """
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the class; "env:NAME" is an environment variable's value and is not

@@ -32,14 +32,21 @@ from isobit.config.tables import (
 )
 
 
-class GenerationConfig(Strict):
-    """The settings of ``isobit rollout``."""
+class ServeConfig(Strict):
+    """The settings of ``isobit serve``."""
 
     data: ChatConfig = ChatConfig()
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     rollout: RolloutConfig = RolloutConfig()
     cluster: EngineConfig = EngineConfig()
+
+
+class GenerationConfig(ServeConfig):
+    """The settings of ``isobit rollout``."""
+
+    environment: EnvironmentConfig | None = None
+    """Tools that the model calls."""
 
 
 class VerifyConfig(Strict):

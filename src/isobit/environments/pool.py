@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Generic, Literal, TypeVar
 
-from isobit.config.data import CALCULATOR, EnvironmentConfig
+from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
 from isobit.environments.worker import Call, Start
 from isobit.rewards.outcome import LARGEST, Failure, frame
 from isobit.rewards.pool import START_DEADLINE_S, GraderProcess
 from isobit.util.errors import ToolError
 from isobit.util.secrets import from_environment
 
-PLACES = {CALCULATOR: "isobit.environments.calculator:Calculator"}
+PLACES = {name: f"isobit.environments.shipped:{name.title()}" for name in ENVIRONMENTS}
 """Environments that ship with Isobit, by name."""
 _LINE_LIMIT = 1 << 26
 _GRACE_S = 10.0

@@ -18,8 +18,9 @@ episode if it is new, runs the calls of all ``turns`` and answers those of the l
     {"episode": 7, "failed": kind, "message": text, ..}: ``deadline``, ``crash``, ``memory``,
         ``flood`` or ``reset``; the episode is no more
 
-The host runs no code of the class after the import.  It ends an episode that takes longer than the
-deadline with all processes below it.
+The host runs no code of the class after the import and its class method ``_prepare``, where it has
+one: with the options, once, for what all episodes share and none changes.  It ends an episode that
+takes longer than the deadline with all processes below it.
 """
 
 import importlib
@@ -33,6 +34,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from time import monotonic, sleep
 from types import MethodType
@@ -146,7 +148,7 @@ class EpisodeProcess:
             self._begin(columns)
             while True:
                 turns, wants_reward = rest
-                results = [[self._result(call) for call in calls] for calls in turns]
+                results = [self._results(calls) for calls in turns]
                 answer: dict[str, Any] = {"results": results[-1] if results else []}
                 if wants_reward:
                     answer |= self._reward()
@@ -177,25 +179,52 @@ class EpisodeProcess:
                 "return None, and write into the prompts what the model is to know",
             )
 
+    def _results(self, calls: Sequence[Call]) -> list[list[str]]:
+        """In the order of the calls; of tools that are coroutines, those in a row run at once."""
+        found: list[list[str]] = []
+        for is_async, some in groupby(calls, self._is_async):
+            if is_async:
+                found += _awaited(self._at_once(list(some)))
+            else:
+                found += map(self._result, some)
+        return found
+
+    def _is_async(self, call: Call) -> bool:
+        return inspect.iscoroutinefunction(tools_of(self._class).get(call.name))
+
+    async def _at_once(self, calls: Sequence[Call]) -> list[list[str]]:
+        import asyncio
+
+        async def result(call: Call) -> list[str]:
+            try:
+                return self._told(await self._called(call))
+            except BaseException as error:
+                return _error_of(error)
+
+        return await asyncio.gather(*map(result, calls))
+
     def _result(self, call: Call) -> list[str]:
+        try:
+            return self._told(_awaited(self._called(call)))
+        except BaseException as error:
+            return _error_of(error)
+
+    def _called(self, call: Call) -> Any:
+        """What the tool returns, which may be awaitable.  Raises ToolError for an impossible
+        call.
+        """
         tools = tools_of(self._class)
         if call.name not in tools:
-            return [
-                "error",
-                f"there is no tool {call.name!r:.60}; the tools are {', '.join(tools)}",
-            ]
+            raise ToolError(f"there is no tool {call.name!r:.60}; the tools are {', '.join(tools)}")
         tool = getattr(self._instance, call.name)
         try:
             bound = inspect.signature(tool).bind(*call.positional, **call.arguments)
         except TypeError as error:
-            return ["error", f"{call.name}: {error}"]
-        try:
-            text = _text_of(_awaited(tool(*bound.args, **bound.kwargs)))
-        except (MemoryError, SystemExit):
-            raise
-        except BaseException as error:
-            return ["error", failure_of(error).message]
-        most = self._start.most_characters
+            raise ToolError(f"{call.name}: {error}") from error
+        return tool(*bound.args, **bound.kwargs)
+
+    def _told(self, value: Any) -> list[str]:
+        text, most = _text_of(value), self._start.most_characters
         return ["cut", text[:most]] if len(text) > most else ["ok", text]
 
     def _reward(self) -> dict[str, Any]:
@@ -234,6 +263,13 @@ def _awaited(value: Any) -> Any:
         return await value
 
     return asyncio.run(result()) if inspect.isawaitable(value) else value
+
+
+def _error_of(error: BaseException) -> list[str]:
+    """What the model is told of an error; raises one that ends the process."""
+    if isinstance(error, MemoryError | SystemExit):
+        raise error
+    return ["error", str(error) if isinstance(error, ToolError) else failure_of(error).message]
 
 
 def _text_of(value: Any) -> str:
@@ -278,6 +314,8 @@ class Host:
     def _load(self) -> type:
         try:
             found = load_class(self._start.place)
+            if hasattr(found, "_prepare"):
+                found._prepare(**self._start.options)
             self._say({"ready": schemas_of(found), "has_reward": hasattr(found, "get_reward")})
             return found
         except ToolError as error:

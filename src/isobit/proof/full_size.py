@@ -109,7 +109,11 @@ def ragged_workload(vocab_size: int, options: FullSizeOptions, page_tokens: int)
     ]
     limits = [random.randint(options.max_new_tokens // 2, options.max_new_tokens) for _ in prompts]
     return Workload(
-        tuple(prompts), (options.max_new_tokens, *limits[1:]), options.samples, page_tokens
+        tuple(prompts),
+        (options.max_new_tokens, *limits[1:]),
+        options.samples,
+        page_tokens,
+        vocab_size,
     )
 
 

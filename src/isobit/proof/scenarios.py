@@ -31,13 +31,17 @@ class Scenario:
     must_happen: tuple[str, ...] = ()
     ties_routers: bool = False
     """Whether the experts' logits tie, in groups of one more than a token has experts."""
+    turns: int = 1
+    """Each completion is drawn in so many turns at most: the tokens of a result stand behind each
+    but the last, as in episodes with tools, and a few pages more are drawn.
+    """
 
     @property
     def draws(self) -> tuple[float | bool, ...]:
         """What decides which tokens are drawn, beside the requests."""
         rollout = self.rollout
         settings = rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p
-        return (*settings, self.ties_routers)
+        return (*settings, self.ties_routers, self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Workload:
     samples: int
     page_tokens: int
     """Tokens of a page of the cache whose bounds the lengths are around."""
+    vocab_size: int
 
     @property
     def longest(self) -> int:
@@ -58,15 +63,24 @@ class Workload:
         )
 
     def requests(self, scenario: Scenario) -> list[Request]:
-        """Requests to the engine; each completion ends at its own limit, never at a stop token."""
-        rollout = scenario.rollout
+        """Requests to the engine; each completion ends at its own limit, never at a stop token but
+        where it has several turns, which end with every fourth token of the vocabulary.
+        """
+        rollout, several = scenario.rollout, scenario.turns > 1
+        further = (scenario.turns - 1) * self.page_tokens
+        stops = tuple(range(0, self.vocab_size, 4)) if several else ()
         return [
             Request(
                 prompt,
                 0,
                 self.samples,
                 SamplingParams(
-                    limit, rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p
+                    limit + further,
+                    rollout.temperature,
+                    rollout.top_k,
+                    rollout.top_p,
+                    rollout.min_p,
+                    stop_token_ids=stops,
                 ),
             )
             for prompt, limit in zip(self.prompts, self.max_new_tokens, strict=True)
@@ -96,7 +110,7 @@ def build_workload(
             )
         )
         limits.append(random.randint(max_new_tokens // 2, max_new_tokens))
-    return Workload(tuple(made), tuple(limits), samples, page_tokens)
+    return Workload(tuple(made), tuple(limits), samples, page_tokens, vocab_size)
 
 
 def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
@@ -134,6 +148,7 @@ def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
             RolloutConfig(max_new_tokens=limit, temperature=1.3, top_k=20, top_p=0.9, min_p=0.01),
         ),
         Scenario("tied routers", RolloutConfig(max_new_tokens=limit), ties_routers=True),
+        Scenario("turns with results", RolloutConfig(max_new_tokens=limit), turns=4),
     )
 
 

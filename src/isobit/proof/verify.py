@@ -2,7 +2,8 @@
 
 The native engine completes random prompts in several scenarios.  Together they contain everything
 that must not change a bit: preemption, prompts cut into chunks, groups that share pages, few
-sequences at once, greedy and truncated sampling, and temperatures other than 1.  Prompts are random
+sequences at once, greedy and truncated sampling, temperatures other than 1, and turns with results
+of tools between them (random tokens, so that no environment is needed).  Prompts are random
 tokens of the model's vocabulary, so any model folder can be checked.  Their lengths lie around the
 bounds of a KV page, where pages are shared, copied and added, and completions end at ragged
 lengths.
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from isobit.config.base import Device
@@ -58,8 +60,8 @@ from isobit.proof.scenarios import (
 )
 from isobit.records.batch import PackedBatch, sequences_of
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import Group
-from isobit.rollout.engine import EngineStats, Request, RolloutEngine, generate
+from isobit.records.text import Completion, Group
+from isobit.rollout.engine import EngineStats, Handle, Request, RolloutEngine, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import page_tokens_of
 from isobit.training.comparison import Comparison
@@ -268,14 +270,54 @@ def random_workload(policy: Policy, options: VerifyOptions) -> Workload:
     )
 
 
-def generate_samples(engine: RolloutEngine, requests: Sequence[Request]) -> list[TokenSequence]:
-    """What the engine generates, as samples to train on, in the order of the requests."""
-    completions = generate(engine, requests)
+def generate_samples(
+    engine: RolloutEngine, requests: Sequence[Request], results: "Results"
+) -> tuple[list[TokenSequence], EngineStats]:
+    """What the engine generates, as samples to train on, in the order of the requests, and what it
+    did.  ``results`` stand behind the turns that end with a stop token.
+    """
+    completions, stats = generate(engine, requests), engine.stats
+    while half_done := results.behind(requests, completions):
+        engine.admit(requests, half_done)
+        while engine.num_live:
+            for event in engine.step():
+                if event.completion is not None:
+                    place = results.places[event.handle]
+                    completions[place][event.handle.sample] = event.completion
+        stats += engine.stats
     groups = [
         Group(request.prompt, request.visit, made)
         for request, made in zip(requests, completions, strict=True)
     ]
-    return sequences_of(groups, [[0.0] * len(group.completions) for group in groups])
+    advantages = [[0.0] * len(group.completions) for group in groups]
+    return sequences_of(groups, advantages), stats
+
+
+class Results:
+    """Random tokens in the place of what tools say, for so many ``turns``."""
+
+    def __init__(self, turns: int, workload: Workload, context: int, seed: int) -> None:
+        self._left, self._workload, self._context = turns - 1, workload, context
+        self._random = Random(seed)  # noqa: S311 (no secret)
+        self.places: dict[Handle, int] = {}
+        """The place of each handle's request."""
+
+    def behind(
+        self, requests: Sequence[Request], completions: Sequence[Sequence[Completion]]
+    ) -> dict[Handle, Completion]:
+        """The samples that go on, with a result; none after the last turn."""
+        found: dict[Handle, Completion] = {}
+        self._left -= 1
+        for place, (request, group) in enumerate(zip(requests, completions, strict=True)):
+            for sample, one in enumerate(group if self._left >= 0 else ()):
+                count = self._random.randint(1, self._workload.page_tokens)
+                given = [self._random.randrange(self._workload.vocab_size) for _ in range(count)]
+                has_room = one.sequence.length + count < request.max_length(self._context)
+                if one.finish_reason == "stop" and has_room:
+                    handle = Handle(request.prompt.id, request.visit, sample)
+                    self.places[handle] = place
+                    found[handle] = Completion(one.sequence.with_given(given), "", "aborted")
+        return found
 
 
 def run_scenario(
@@ -295,6 +337,8 @@ def run_scenario(
     sampled = sample_and_score(scenario, workload, scorer, seed, keeps, make_packings, shared)
     samples, stats, comparisons = sampled
     missing = tuple(name for name in scenario.must_happen if getattr(stats, name) == 0)
+    if scenario.turns > 1 and not any(map(_has_results, samples)):
+        missing += ("turns",)
     operations = None if keeps is None else compared_operations(*keeps, samples)
     drawn = tuple(sample.token_ids.tobytes() for sample in samples)
     return ScenarioResult(
@@ -326,7 +370,8 @@ def sample_and_score(
         seed=seed,
         make_runner=partial(ObservedRunner, observer=TokenObserver(keeps[0])) if keeps else None,
     )
-    samples = generate_samples(engine, workload.requests(scenario))
+    results = Results(scenario.turns, workload, scorer.policy.config.max_positions, seed)
+    samples, stats = generate_samples(engine, workload.requests(scenario), results)
     if shared is not None:
         _check_alike(samples, shared.tensor_parallel.world)
 
@@ -338,7 +383,11 @@ def sample_and_score(
         name: sum(map(compared, batches), Comparison())
         for name, batches in make_packings(samples, seed)
     }
-    return samples, engine.stats, comparisons
+    return samples, stats, comparisons
+
+
+def _has_results(sample: TokenSequence) -> bool:
+    return len(sample.given_from(0)) > 1
 
 
 def first_operation(result: VerifyResult) -> str:

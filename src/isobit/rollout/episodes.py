@@ -33,8 +33,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import EnvironmentConfig, ToolFormat
-from isobit.config.recipes import RunConfig
+from isobit.config.data import ChatConfig, EnvironmentConfig, ToolFormat
 from isobit.data.tokenizer import most_characters, token_ids
 from isobit.data.tool_calls import (
     Continuation,
@@ -97,19 +96,32 @@ class Tools:
         return f"tools: {names}; calls in the format {self.form} (environment.format)"
 
 
+class Unrecorded:
+    """The ``KnownAnswers`` of completions that nobody repeats."""
+
+    def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None: ...
+
+    def find(self, key: Sequence[Any]) -> None: ...
+
+    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None: ...
+
+    def end(self) -> None: ...
+
+
 def read_tools(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
-) -> Tools | None:
-    """The tools of a recipe's environment, which is loaded by a process for it; None without one.
+    environment: EnvironmentConfig,
+    chat: ChatConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+) -> Tools:
+    """The tools of an environment, which is loaded by a process for it.
 
     Raises ToolError for a class that cannot be loaded, and ConfigError for a chat template that
     cannot be continued.
     """
-    if config.environment is None:
-        return None
-    chat, form = config.data, config.environment.format
+    form = environment.format
     known = tool_format(tokenizer, chat) if form == "auto" else form
-    with open_environments(config.environment, tokenizer) as environments:
+    with open_environments(environment, tokenizer) as environments:
         schemas = environments.tools()
     return Tools(schemas, known, Continuation(tokenizer, chat, known, schemas, stop_token_ids))
 

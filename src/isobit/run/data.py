@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.base import MAX_STEPS
-from isobit.config.data import CALCULATOR, WHOLE, ChatConfig, DataSource
+from isobit.config.data import ENVIRONMENTS, WHOLE, ChatConfig, DataSource
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.tables import EvaluationConfig, RolloutConfig
 from isobit.data.prompts import (
@@ -362,7 +362,7 @@ def _sources(config: Recipe) -> Iterator[tuple[str, str]]:
             key = "reward" if name == WHOLE else f"reward.parts.{name}"
             yield f"{key}.function.source", source_sha256(part.function) or _ABSENT
     environment = config.environment if isinstance(config, RunConfig) else None
-    if environment is not None and environment.factory != CALCULATOR:
+    if environment is not None and environment.factory not in ENVIRONMENTS:
         yield "environment.class.source", source_sha256(environment.factory) or _ABSENT
     own = config.algorithm if isinstance(config, RunConfig) else None
     if own is not None and own.name == "custom":

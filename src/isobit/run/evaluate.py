@@ -8,6 +8,7 @@ The figures are described in ``isobit.observe.evaluation``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,13 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import ColumnsData, DataSource, ReasoningGymData
+from isobit.config.data import (
+    ChatConfig,
+    ColumnsData,
+    DataSource,
+    EnvironmentConfig,
+    ReasoningGymData,
+)
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.rules import check_greedy, check_has_sets, check_reward, check_samples
 from isobit.config.tables import EvaluationConfig, RolloutConfig
@@ -35,6 +42,7 @@ from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group, Prompt, json_line
 from isobit.rewards.grading import Graders, GradeStats, Grading, check_references
 from isobit.rollout.engine import EngineStats, Progress, Request, RolloutEngine, generate
+from isobit.rollout.episodes import Episodes, Unrecorded, open_environments, read_tools
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
 from isobit.run.data import evaluation_limit, rendering_notes, with_date
@@ -46,6 +54,10 @@ OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
 Generate = Callable[..., tuple[list[list[Completion]], list[int], EngineStats]]
 """``generate_shared`` with a world and an engine."""
+Acting = tuple[Sequence[Mapping[str, Any]], Generate | None]
+"""The schemas of an environment's tools, and what generates with them; without one no schemas, and
+None.
+"""
 Result = TypeVar("Result")
 Evaluation = Mapping[str, tuple[Result, Sequence[Group]]]
 """The figures of each set, by name, with the completions that they come from."""
@@ -124,11 +136,7 @@ def evaluate_folder(
     check_has_sets(config.data.eval)
     check_samples(config.evaluation)
     check_reward(config.reward)
-    if config.environment is not None:
-        raise ConfigError(
-            "the recipe has an environment, whose tools only `isobit train` calls, also in its "
-            "evaluations; leave it out to evaluate without tools"
-        )
+    _check_acting(config.environment, world)
     with Graders(config.reward) as graders:
         return _evaluate_folder(folder, config, progress, graders, world)
 
@@ -142,9 +150,24 @@ def _evaluate_folder(
 ) -> dict[str, EvalResult]:
     model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
-    config, sets = read_sets(config, folder, model.tokenizer, model.context, world)
-    data = config.data
-    requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
+    data = with_date(config.data, [folder], world)
+    config = config.model_copy(update={"data": data})
+    with _acting(config.environment, data, model, config.rollout, engine) as (schemas, acts):
+        _, sets = read_sets(config, folder, model.tokenizer, model.context, world, tools=schemas)
+        requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
+        evaluator = Evaluator(engine, requests, generate=acts)
+        return _evaluate(evaluator, config, model, progress, graders, world)
+
+
+def _evaluate(
+    evaluator: Evaluator,
+    config: RunConfig,
+    model: SamplingModel,
+    progress: OnProgress | None,
+    graders: Graders,
+    world: World,
+) -> dict[str, EvalResult]:
+    engine, requests, data = evaluator.engine, evaluator.requests, config.data
     if world.rank == 0:
         _say_end_of_turn(model, config.rollout, data.chat)
     if world.rank > 0:
@@ -160,7 +183,7 @@ def _evaluate_folder(
             engine.release()
         return graders.collect(groups, models=models)
 
-    evaluation = Evaluator(engine, requests).run(progress, grading)
+    evaluation = evaluator.run(progress, grading)
     stops = model.sampling(config.rollout).stop_token_ids
     made = [
         one for _, groups in evaluation.values() for group in groups for one in group.completions
@@ -172,6 +195,43 @@ def _evaluate_folder(
     return {name: result for name, (result, _) in evaluation.items()}
 
 
+def _check_acting(environment: EnvironmentConfig | None, world: World) -> None:
+    if environment is not None and world.size > 1:
+        raise ConfigError(
+            "an environment's episodes are drawn by one process; leave cluster.rollout_tp out"
+        )
+
+
+@contextmanager
+def _acting(
+    environment: EnvironmentConfig | None,
+    chat: ChatConfig,
+    model: SamplingModel,
+    rollout: RolloutConfig,
+    engine: RolloutEngine,
+) -> Iterator[Acting]:
+    """A block with the environment's processes.  Raises as ``read_tools`` does."""
+    if environment is None:
+        yield (), None
+        return
+    tokenizer, stops = model.tokenizer, model.sampling(rollout).stop_token_ids
+    tools = read_tools(environment, chat, tokenizer, stops)
+    say(f"isobit: {tools.describe()}")
+    with open_environments(environment, tokenizer) as opened:
+        episodes = Episodes(environment, tools, opened, Unrecorded(), tokenizer, model.context)
+
+        def act(
+            requests: Sequence[Request],
+            progress: OnProgress | None = None,
+            complete: Callable[[int, list[Completion]], None] | None = None,
+        ) -> tuple[list[list[Completion]], list[int], EngineStats]:
+            version = model.policy.version
+            made, stats = episodes.generate(engine, version, requests, progress, complete)
+            return made, [0] * len(requests), stats
+
+        yield tools.schemas, act
+
+
 def read_sets(
     config: RunConfig,
     folder: Path,
@@ -179,6 +239,7 @@ def read_sets(
     context: int,
     world: World = ALONE,
     graded: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[RunConfig, dict[str, list[Prompt]]]:
     """The configuration with its date, and the prompts of each evaluation set for the model of
     ``folder``, by name; says what stands out.  Raises as ``build_prompts`` and ``check_references``
@@ -192,7 +253,15 @@ def read_sets(
     too_long = {name: TooLong(data.too_long) for name in data.eval}
     sets = {
         name: build_prompts(
-            name, source, tokenizer, data, context, too_long[name], new_tokens, noticed[name]
+            name,
+            source,
+            tokenizer,
+            data,
+            context,
+            too_long[name],
+            new_tokens,
+            noticed[name],
+            tools=tools,
         )
         for name, source in data.eval.items()
     }
@@ -231,6 +300,7 @@ def rollout_folder(
     model, and each has all completions.
     """
     check_ranks(settings.cluster.rollout_tp, world)
+    _check_acting(settings.environment, world)
     rollout = _with_temperature(settings.rollout, samples)
     check_greedy(samples, rollout.temperature, "samples", "rollout.temperature")
     model = load_sampling_model(folder, settings.precision, settings.device, world)
@@ -241,16 +311,26 @@ def rollout_folder(
     )
     how = settings.data if chat else settings.data.model_copy(update={"chat": False})
     how, noticed = with_date(how, [folder] if how.chat else [], world), Noticed()
-    made = prompts_of_rows(
-        "prompt", rows, model.tokenizer, how, context_tokens=model.context, noticed=noticed
-    )
-    _say_notes(rendering_notes(how, model.tokenizer, {"prompts": noticed}), world)
-    requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]
-    if world.rank == 0:
-        _say_end_of_turn(model, rollout, chat)
     engine = NativeEngine(model.policy, rollout, model.tokenizer, seed)
-    complete = _in_order(made, take) if take is not None else None
-    completions = generate(engine, requests, progress, complete)
+    with _acting(settings.environment, how, model, rollout, engine) as (schemas, acts):
+        made = prompts_of_rows(
+            "prompt",
+            rows,
+            model.tokenizer,
+            how,
+            context_tokens=model.context,
+            noticed=noticed,
+            tools=schemas,
+        )
+        _say_notes(rendering_notes(how, model.tokenizer, {"prompts": noticed}), world)
+        requests = [Request(prompt, 0, samples, model.sampling(rollout)) for prompt in made]
+        if world.rank == 0:
+            _say_end_of_turn(model, rollout, chat)
+        complete = _in_order(made, take) if take is not None else None
+        if acts is not None:
+            completions, *_ = acts(requests, progress, complete)
+        else:
+            completions = generate(engine, requests, progress, complete)
     return [Group(prompt, 0, group) for prompt, group in zip(made, completions, strict=True)]
 
 
@@ -284,7 +364,7 @@ def _with_temperature(rollout: RolloutConfig, samples: int) -> RolloutConfig:
 
 def completion_lines(group: Group) -> Iterator[bytes]:
     """A JSON object, as a line, a completion: its prompt and columns, text, tokens and their
-    log-probabilities.
+    log-probabilities, and with an environment its turns and results as messages.
     """
     for sample, completion in enumerate(group.completions):
         record: dict[str, Any] = {
@@ -297,6 +377,8 @@ def completion_lines(group: Group) -> Iterator[bytes]:
             "log_probs": completion.log_probs,
             "columns": dict(group.prompt.row),
         }
+        if completion.episode is not None:
+            record["messages"] = completion.episode.messages
         if completion.routings is not None:
             record["routings"] = completion.routings
         yield json_line(record, default=str)

@@ -211,7 +211,10 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
         source = source.with_value_head()
     model = source.described
     sampling = model.sampling(config.rollout)
-    tools = read_tools(config, model.tokenizer, sampling.stop_token_ids)
+    tools = None
+    if config.environment is not None:
+        stops = sampling.stop_token_ids
+        tools = read_tools(config.environment, config.data, model.tokenizer, stops)
     data = data or load_prompts(config, model, tools.schemas if tools is not None else ())
     evaluation = evaluation_requests(data.sets, config.evaluation, config.rollout, model)
     rollouts = Mapped(data.prompts, lambda prompt: Request(prompt, 0, 1, sampling))
