@@ -125,7 +125,7 @@ class Viewer:
         routes = [Route("/", self._shell)]
         routes += [Route(f"/{name}", _asset(name)) for name in ("viewer.js", "viewer.css")]
         routes += [Route(f"/api/{name}", self._answering(made)) for name, made in answers.items()]
-        failed = {HTTPException: _refused, IsobitError: _unusable, OSError: _gone, ValueError: _bad}
+        failed = dict.fromkeys((HTTPException, IsobitError, OSError, ValueError), _failed)
         return Guard(Starlette(routes=routes, exception_handlers=failed), token, port)
 
     def _shell(self, request: Request) -> Response:
@@ -165,74 +165,80 @@ class Viewer:
         return run
 
     def run(self, asked: QueryParams) -> dict[str, Any]:
-        """The page of a run; only its version where it is the one that was asked with."""
-        run, steps = self._run(asked.get("run", "")), _steps(asked)
-        record = run.record()
-        version = f"{run.figures.version} {state_of(record)}"
-        about = {"version": version, "running": record.is_running, "done": run.figures.is_read}
-        if asked.get("version") == version:
-            return about
-        shown = _within(record, steps)
-        changed, unchanged = view_settings(record.setting("config"))
-        entries = ("started", "device", "versions", "model", "data")
-        page = fill(
-            "viewer.html",
-            part="run",
-            name=asked["run"],
-            state=state_of(record),
-            stopped=reason_of(record),
-            notices=list(notices(record)),
-            tiles=tiles_of(record),
-            sections=build_sections(shown),
-            flow=view_flow(record),
-            changed=changed,
-            unchanged=unchanged,
-            environment=list(flatten({key: record.setting(key) for key in entries})),
-        )
-        return {
-            **about,
-            "html": page,
-            "first": min(record.figures, default=0),
-            "last": max(record.figures, default=0),
-        }
+        """The page of a run."""
+        name = asked.get("run", "")
+
+        def page(record: RunRecord, shown: RunRecord) -> str:
+            changed, unchanged = view_settings(record.setting("config"))
+            entries = ("started", "device", "versions", "model", "data")
+            return fill(
+                "viewer.html",
+                part="run",
+                stopped=reason_of(record),
+                notices=list(notices(record)),
+                tiles=tiles_of(record),
+                sections=build_sections(shown),
+                flow=view_flow(record),
+                changed=changed,
+                unchanged=unchanged,
+                environment=list(flatten({key: record.setting(key) for key in entries})),
+            )
+
+        return self._growing(asked, [name], lambda records, shown: page(records[0], shown[0]))
 
     def compare(self, asked: QueryParams) -> dict[str, Any]:
         """Two to seven runs side by side."""
-        names = asked.getlist("run")
+        names, paired = asked.getlist("run"), asked.get("paired") == "1"
         if not 2 <= len(names) <= MOST_RUNS or len(set(names)) < len(names):
             raise HTTPException(400, f"choose 2 to {MOST_RUNS} different runs to compare")
+
+        def page(records: Sequence[RunRecord], shown: Sequence[RunRecord]) -> str:
+            return fill(
+                "viewer.html",
+                part="comparison",
+                names=names,
+                states=[state_of(record) for record in records],
+                notes=notes_on(records),
+                ends=ends_of(records),
+                settings=differing_settings(records),
+                sections=compare_sections(shown, names, paired),
+            )
+
+        return self._growing(asked, names, page)
+
+    def _growing(
+        self,
+        asked: QueryParams,
+        names: Sequence[str],
+        page: Callable[[Sequence[RunRecord], Sequence[RunRecord]], str],
+    ) -> dict[str, Any]:
+        """What ``page`` makes of runs, and of their figures within the steps that were asked for;
+        without it where nothing has changed since the version that was asked with.
+        """
         runs = [self._run(name) for name in names]
         records = [run.record() for run in runs]
-        version = " ".join(
-            f"{run.figures.version} {state_of(record)}"
-            for run, record in zip(runs, records, strict=True)
-        )
-        running = any(record.is_running for record in records)
-        about = {
+        states = [state_of(record) for record in records]
+        version = f"{[run.figures.version for run in runs]} {states}"
+        answer = {
             "version": version,
-            "running": running,
+            "running": any(record.is_running for record in records),
             "done": all(run.figures.is_read for run in runs),
         }
         if asked.get("version") == version:
-            return about
-        shown = [_within(record, _steps(asked)) for record in records]
-        page = fill(
-            "viewer.html",
-            part="comparison",
-            names=names,
-            states=[state_of(record) for record in records],
-            notes=notes_on(records),
-            ends=ends_of(records),
-            settings=differing_settings(records),
-            sections=compare_sections(shown, names, paired=asked.get("paired") == "1"),
-        )
+            return answer
+        first, last = _steps(asked)
+        shown = [
+            replace(
+                record,
+                figures={
+                    step: row for step, row in record.figures.items() if first <= step <= last
+                },
+            )
+            for record in records
+        ]
         steps = [step for record in records for step in record.figures]
-        return {
-            **about,
-            "html": page,
-            "first": min(steps, default=0),
-            "last": max(steps, default=0),
-        }
+        ends = {"first": min(steps, default=0), "last": max(steps, default=0)}
+        return {**answer, **ends, "html": page(records, shown)}
 
     def _completions(self, asked: QueryParams, name: str) -> Completions:
         run = self._run(name)
@@ -333,24 +339,13 @@ def _asset(name: str) -> Callable[[Request], Response]:
     return answer
 
 
-def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _told(error.detail, error.status_code)
-
-
-def _unusable(request: Request, error: Exception) -> Response:
-    return _told(str(error), 400)
-
-
-def _bad(request: Request, error: Exception) -> Response:
-    return _told(f"the request cannot be read: {error}", 400)
-
-
-def _gone(request: Request, error: Exception) -> Response:
-    return _told(f"a file of the run cannot be read: {error}", 404)
-
-
-def _told(text: str, status: int) -> Response:
+def _failed(request: Request, error: Exception) -> Response:
+    """The answer to what cannot be answered, with a sentence."""
+    status, text = 400, str(error)
+    if isinstance(error, HTTPException):
+        status, text = error.status_code, error.detail
+    elif isinstance(error, OSError):
+        status, text = 404, f"a file of the run cannot be read: {error.strerror or error}"
     return JSONResponse({"error": text}, status, HEADERS)
 
 
@@ -390,13 +385,6 @@ def _query(asked: QueryParams) -> Query:
         lowest=_number(asked, "lowest", float),
         highest=_number(asked, "highest", float),
     )
-
-
-def _within(record: RunRecord, steps: tuple[float, float]) -> RunRecord:
-    """The record with the figures of some steps."""
-    first, last = steps
-    chosen = {step: row for step, row in record.figures.items() if first <= step <= last}
-    return replace(record, figures=chosen)
 
 
 def _row(name: str, path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 "use strict";
 
 const POLL_MS = 3000;
+const BEYOND = 1e15; // a place behind every completion
 const SHADES = [-0.1, -0.5, -1.0, -2.0, -4.0]; // as the report's, in nats
 const content = document.getElementById("content");
 const status = document.getElementById("status");
@@ -127,7 +128,7 @@ function viewRuns() {
   function row(run) {
     const box = el("input", { type: "checkbox", checked: chosen.has(run.name), "aria-label": `compare ${run.name}` });
     box.addEventListener("change", () => choose(run.name, box));
-    return el("tr", {}, el("td", {}, box),
+    return el("tr", {}, cell("compare", box),
       el("td", {}, el("a", { href: address("run", { run: run.name }) }, el("b", {}, run.name))),
       el("td", { "data-label": "state" }, el(run.running ? "span.live" : "span", {}, run.readable ? run.state : "run.json cannot be read"), run.stopped ? el("div.soft", {}, run.stopped) : null),
       cell("model", run.model), cell("precision", run.preset, ".nowrap"),
@@ -265,7 +266,7 @@ async function viewPairs(values) {
   show("Pairs", [["comparison", address("compare", { run: runs })], ["pairs"]], el("h1", {}, "Answers to the same prompts"),
     el("p.soft", {}, `${runs[0]} is the first run, ${runs[1]} the second. A reward is the mean of the prompt's group at that step; the text is the group's first answer.`),
     el("div.controls", {}, field("Completions", source), field("Set and step", select)), el("p.card", {}, result),
-    el("div.card.below", {}, el("table.list", {}, el("thead", {}, el("tr", {}, head.map((one) => el("th", { scope: "col" }, one)))),
+    el("div.card.below", {}, el("table.list", {}, el("thead", {}, el("tr", {}, head.map((one) => el(`th${one === "difference" ? ".num" : ""}`, { scope: "col" }, one)))),
       el("tbody", {}, said.rows.map((row) => el("tr", {}, el("td.mono", { "data-label": "prompt" }, row.prompt), answer(row, 0), answer(row, 1), cell("difference", signed(row.rewards[1] - row.rewards[0]), ".num")))))));
 }
 
@@ -298,9 +299,9 @@ function viewCompletions(values) {
     el("button", { type: "button", onclick: () => { location.hash = address("completions", { run }); } }, "Clear"));
   const head = ["step", "set", "prompt", "completion", "reward", "tokens"];
   show(`Completions of ${run}`, [[run, address("run", { run })], ["completions"]], el("h1", {}, run), tabs(run, "completions"), form, note, fresh,
-    el("div.card", {}, el("table.list", {}, el("thead", {}, el("tr", {}, head.map((one) => el("th", { scope: "col", class: one === "reward" || one === "tokens" ? "num" : null }, one)))), body)), el("p", {}, more));
+    el("div.card", {}, el("table.list", {}, el("thead", {}, el("tr", {}, head.map((one) => el(`th${one === "reward" || one === "tokens" ? ".num" : ""}`, { scope: "col" }, one)))), body)), el("p", {}, more));
   const mine = visit;
-  let next = null, total = 0, shown = 0;
+  let next = null, total = 0, shown = 0, before = false;
 
   function go() {
     location.hash = address("completions", { run, ...Object.fromEntries(FILTERS.map((name) => [name, inputs[name].value])) });
@@ -337,10 +338,8 @@ function viewCompletions(values) {
       next = said.next;
       total = said.total;
       tell(said);
-      if (next !== null && shown < full) note.textContent += " Searching further.";
-      if (next === null && said.progress < 1 && given.order) next = said.total;
-      if (next === null && said.progress < 1) { if (!shown) await new Promise((done) => setTimeout(done, 200)); else break; }
-      else if (next === null) break;
+      if (next === null) break;
+      if (shown < full) note.textContent += " Searching further.";
     } while (shown < full);
     note.textContent = note.textContent.replace(" Searching further.", "");
     more.disabled = false;
@@ -354,13 +353,22 @@ function viewCompletions(values) {
     return load();
   }
 
-  return start().then(() => poll(async (isCurrent) => {
-    const said = await ask("completions", { run, kept: given.kept, at: 1e15 });
-    if (!isCurrent()) return;
-    say(said.running ? "running" : "not running", said.running);
+  // Reads a long file to its end, then searches it once more, as the newest come last.
+  async function look(isCurrent) {
+    let said, wasLong = false;
+    do {
+      said = await ask("completions", { run, kept: given.kept, at: BEYOND });
+      if (!isCurrent()) return;
+      say(`${said.running ? "running" : "not running"}${said.progress < 1 ? `, ${Math.floor(100 * said.progress)}% read` : ""}`, said.running);
+      wasLong = wasLong || said.progress < 1;
+    } while (said.progress < 1);
+    if (wasLong && !before) await start();
+    before = true;
     fresh.hidden = said.total === total;
     fresh.textContent = said.total > total ? `${(said.total - total).toLocaleString("en")} more were written: search again` : "the file has changed: search again";
-  })).catch((error) => { if (mine === visit) problem(error); });
+  }
+
+  return start().then(() => poll(look));
 }
 
 // --- One completion -----------------------------------------------------------------------------
