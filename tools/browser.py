@@ -1,5 +1,9 @@
-"""Drives a headless Chromium through its debugging pipe: for the test of the viewer and for its
-pictures.  Chromium is the system's (``apt-get install chromium``); nothing else is needed.
+"""Drives a headless Chromium through its debugging pipe, for the test of the viewer and for its
+picture.  Chromium is the system's (``apt-get install chromium``); nothing else is needed.
+
+    python -m tools.browser RUNS NAME PLACE
+
+writes docs/pictures/viewer.png: a kept completion of the run NAME below the folder RUNS.
 """
 
 import base64
@@ -8,11 +12,14 @@ import os
 import select
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 START_S, ANSWER_S = 60.0, 60.0
@@ -88,7 +95,9 @@ class Page:
         self._ask("Emulation.setEmulatedMedia", features=[feature])
 
     def open(self, address: str) -> None:
-        self._ask("Page.navigate", url=address)
+        """Load an address, also where only what follows its ``#`` is another."""
+        for url in ("about:blank", address):
+            self._ask("Page.navigate", url=url)
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page, awaited.  Raises RuntimeError where it throws."""
@@ -157,3 +166,28 @@ def browser(profile: Path) -> Iterator[Page]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "viewer.png"
+
+
+def main(folder: str, run: str, place: str) -> None:
+    """Photograph a completion, its tokens shaded by log-probability."""
+    command = [sys.executable, "-m", "isobit.cli.main", "ui", folder, "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    assert server.stdout is not None
+    try:
+        address = server.stdout.readline().split()[-1]
+        with tempfile.TemporaryDirectory() as place_of, browser(Path(place_of) / "profile") as page:
+            page.look_like(1000, 640, "light")
+            query = urlencode({"run": run, "kept": 1, "place": place})
+            page.open(f"{address}#/completion?{query}")
+            page.wait("document.querySelector('.tokens .t')")
+            page.photograph(PICTURE)
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

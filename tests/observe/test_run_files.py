@@ -113,9 +113,9 @@ def test_links_pipes_and_lines_without_end_are_not_read(
     (tmp_path / "link").symlink_to(secret)
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "pipe", "absent"):
-        found = LineCompletions(tmp_path / name)
-        found.look()
-        assert len(found.index) == 0
+        for found in (LineCompletions(tmp_path / name), TableCompletions(tmp_path / name)):
+            found.look()
+            assert (len(found.index), found.progress) == (0, 1.0)
     monkeypatch.setattr(run_files, "LONGEST_LINE", 400)
     path = lines_of(tmp_path / "long", [sample(1), sample(2, completion="x" * 999), sample(3)])
     found = LineCompletions(path)

@@ -307,7 +307,6 @@ def test_the_page_in_chromium_wide_and_narrow_light_and_dark(runs: Path, tmp_pat
             "#/pairs?run=real&run=other": "document.querySelector('tbody tr')",
         }
         for view, condition in views.items():
-            page.open("about:blank")
             page.open(home + view)
             page.wait(condition)
             for width, scheme in ((1280, "light"), (1280, "dark"), (390, "dark"), (390, "light")):
@@ -345,7 +344,6 @@ def test_the_page_in_chromium_wide_and_narrow_light_and_dark(runs: Path, tmp_pat
             file.write(json.dumps({"step": 3, "reward/mean": 4321.0}) + "\n")
         page.wait("document.body.innerText.includes('4,321')")
         shutil.rmtree(tmp_path / "runs" / "real")
-        page.open("about:blank")
         page.open(home)
         page.wait("document.querySelectorAll('tbody tr').length === 1")
         assert page.errors == []

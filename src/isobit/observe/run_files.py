@@ -352,7 +352,7 @@ class TableCompletions(Completions):
 
     @property
     def progress(self) -> float:
-        return len(self._files) / max(1, len(self._files) + self._left)
+        return len(self._files) / (len(self._files) + self._left) if self._left else 1.0
 
     def read(self, place: int) -> dict[str, Any]:
         from pyarrow import ArrowException, parquet

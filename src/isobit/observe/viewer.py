@@ -71,6 +71,8 @@ SHORT = 240
 """Characters of a text in the table of completions."""
 MOST_TOKENS = 20_000
 """Tokens of a completion that are sent."""
+MOST_LOOKS = 20
+"""At a file, until a completion that was asked for is found."""
 MOST_PAIRS = 200
 """Prompts of a paired comparison that are listed."""
 
@@ -269,6 +271,12 @@ class Viewer:
         """Everything about one completion, and the others of its group."""
         name, place = asked.get("run", ""), _number(asked, "place", int)
         found = self._completions(asked, name)
+        looks = 0
+        while place is not None and place >= len(found.index) and found.progress < 1:
+            found.look()
+            looks += 1
+            if looks == MOST_LOOKS:
+                raise HTTPException(503, f"{found.progress:.0%} of the file is read: ask again")
         if place is None or not 0 <= place < len(found.index):
             raise HTTPException(404, "there is no such completion any more")
         content = found.read(place)
@@ -308,6 +316,7 @@ class Viewer:
             "step": wanted[0][0] if wanted else None,
             "source": wanted[0][1] if wanted else None,
             "count": len(gaps),
+            "progress": min(side.progress for side in sides),
             "mean": fmean(gaps) if gaps else None,
             "error": stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None,
             "rows": [

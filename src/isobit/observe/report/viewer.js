@@ -249,8 +249,12 @@ async function viewPairs(values) {
   const runs = values.getAll("run");
   const kept = values.get("kept") || "";
   const mine = visit;
-  const said = await ask("pairs", { run: runs, step: values.get("step"), source: values.get("source"), kept });
-  if (mine !== visit) return;
+  let said;
+  do {
+    said = await ask("pairs", { run: runs, step: values.get("step"), source: values.get("source"), kept });
+    if (mine !== visit) return;
+    say(said.progress < 1 ? `${Math.floor(100 * said.progress)}% read` : "", false);
+  } while (said.progress < 1);
   const key = (one) => `${one.source} step ${one.step}`;
   const select = el("select", { onchange: (event) => { const one = said.common[event.target.selectedIndex]; location.hash = address("pairs", { run: runs, kept, step: one.step, source: one.source }); } },
     said.common.map((one) => el("option", { selected: one.step === said.step && one.source === said.source }, key(one))));
