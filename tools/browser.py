@@ -179,7 +179,7 @@ def main(folder: str, run: str, place: str) -> None:
     try:
         address = server.stdout.readline().split()[-1]
         with tempfile.TemporaryDirectory() as place_of, browser(Path(place_of) / "profile") as page:
-            page.look_like(1000, 640, "light")
+            page.look_like(1000, 780, "light")
             query = urlencode({"run": run, "kept": 1, "place": place})
             page.open(f"{address}#/completion?{query}")
             page.wait("document.querySelector('.tokens .t')")
