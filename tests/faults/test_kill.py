@@ -42,7 +42,7 @@ SLOW_REWARD = "import time; time.sleep(0.003)"
 class Stage:
     """A kind of run, with what has a state of its own beside policy and optimiser."""
 
-    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tables: dict[str, Any] = field(default_factory=dict)
     command: Literal["train", "sft"] = "train"
     victims: tuple[Who, ...] = ("trainer",)
     processes: int = 1
@@ -57,15 +57,18 @@ STAGES = {
         {"training": {"moments": "fp8"}} | POOL, victims=("trainer", "both")
     ),
     "ppo": Stage({"algorithm": {"name": "ppo", "kl_coefficient": 0.01}}),
-    "kl, replay, reward model, lag": Stage(
+    "int8, kl, replay, reward model, lag": Stage(
         {
+            "precision": "int8",
             "algorithm": {"kl_coefficient": 0.1},
             "reference": {"refresh_every": 4},
             "replay": {"fraction": 0.5, "max_staleness": 8},
             "async": {"lag": 1},
         }
     ),
-    "sft, graders": Stage(POOL, command="sft", victims=("trainer", "both")),
+    "sft in int8, graders": Stage(
+        {"precision": "int8"} | POOL, command="sft", victims=("trainer", "both")
+    ),
     "rollout worker": Stage(
         {"async": {"lag": 1}}, victims=("trainer", "worker", "both"), processes=2, rollouters=1
     ),
@@ -191,7 +194,7 @@ def tables_of(stage: Stage, values: dict[str, Any], reward_folder: Path) -> dict
         for key in ("samples_per_prompt", "updates_per_batch"):
             del found["training"][key]
     for name, table in stage.tables.items():
-        found[name] = {**found.get(name, {}), **table}
+        found[name] = {**found.get(name, {}), **table} if isinstance(table, dict) else table
     if "replay" in stage.tables:
         own = {"function": found["reward"]["function"]}
         parts = {"own": own, "model": {"model": str(reward_folder), "weight": 0.1}}

@@ -99,9 +99,19 @@ def test_flows_without_int8_keep_their_masters(preset: Preset) -> None:
     assert all(torch.equal(policy.masters[name], values) for name, values in given.items())
 
 
-def test_what_stands_out_is_beyond_8_times_the_median_and_moves_by_powers_of_two() -> None:
-    norm = torch.tensor([1.0, -1.0, 0.5, 8.0, -8.5, 100.0, 0.0])
-    factor = outstanding(norm)
-    assert factor.tolist() == [1, 1, 1, 1, 4, 32, 1]
-    assert (norm / factor).abs().max() <= 8 and torch.equal(outstanding(norm / factor), factor**0)
+def test_what_stands_out_is_beyond_twice_the_median_and_moves_by_powers_of_two() -> None:
+    norm = torch.tensor([1.0, -1.0, 1.0, 1.0, 2.0, -2.5, 100.0, 0.0, torch.inf])
+    assert outstanding(norm).tolist() == [1, 1, 1, 1, 1, 4, 128, 1, 1]
     assert torch.equal(outstanding(torch.zeros(5)), torch.ones(5))
+    assert torch.equal(outstanding(torch.full((5,), torch.nan)), torch.ones(5))
+
+
+def test_a_norm_that_was_divided_stays_as_it_is() -> None:
+    """Also where what moved lowers the median, and another channel then stands out."""
+    broad = torch.randn(999).double().mul(3).exp().float()
+    for norm in (torch.tensor([1.0, 1.0, 2.0, 2.3, 2.3, 0.1]), broad, broad.bfloat16()):
+        factor = outstanding(norm)
+        assert (factor > 1).any() and torch.equal(factor.log2(), factor.log2().round())
+        again = norm.float() / factor
+        assert again.abs().max() <= 2 * again.abs().median()
+        assert torch.equal(outstanding(again), torch.ones_like(factor))

@@ -140,7 +140,6 @@ def test_ties_of_experts_broken_the_other_way_in_rollout(
 
     policy = random_policy(MIXTURE, PrecisionConfig(preset="fp8"), seed=0)
     before = policy.checksum()
-    assert not verify_policy(policy, OPTIONS).differs
     monkeypatch.setattr(SpecBackend, "route", staticmethod(route))
     result = verify_policy(policy, OPTIONS)
     assert [one.name for one in result.scenarios if one.differs] == ["tied routers"]

@@ -164,13 +164,13 @@ def test_a_step_is_done_from_the_checkpoint_before_it(step: int, first: int, who
     "sections",
     [
         {"async": {"lag": 2}},
-        {"replay": {"fraction": 0.5}},
-        {"algorithm": {"name": "ppo"}},
+        {"precision": "int8", "replay": {"fraction": 0.5}},
+        {"precision": "int8", "algorithm": {"name": "ppo"}},
         {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}, "reference": {"refresh_every": 2}},
         {"algorithm": {"name": "remax"}},
         {"precision": "bf16", "training": {"updates_per_batch": 2}},
     ],
-    ids=["lag", "buffer", "ppo", "reference", "remax", "bf16"],
+    ids=["lag", "buffer, int8", "ppo, int8", "reference", "remax", "bf16"],
 )
 def test_what_can_be_resumed_can_be_replayed(
     sections: dict[str, Any], folder: Path, tiny_folder: Path, tmp_path: Path
