@@ -1,9 +1,15 @@
 """``isobit serve`` before it serves, and with a run; ``isobit chat``."""
 
+import os
+import signal
 import socket
+import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -46,6 +52,37 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(
     assert "cannot be listened at" in capsys.readouterr().err
     assert main(["serve", str(tmp_path), "--follow"]) == 2
     assert "--follow is for a run's directory" in capsys.readouterr().err
+
+
+def test_the_viewer_is_served_at_its_address_until_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ui", str(tmp_path / "absent")]) == 2
+    assert "is no folder; name the folder that holds the runs" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(serve.secrets, "token_urlsafe", lambda size: "t" * size)
+    address = f"http://127.0.0.1:{port}/{'t' * 24}/"
+    found = list[bytes]()
+
+    def look() -> None:
+        for _ in range(200):
+            with suppress(OSError), urlopen(address, timeout=10) as answer:
+                found.append(answer.read())
+                break
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        assert main(["ui", str(tmp_path), "--port", str(port)]) == 0
+    finally:
+        thread.join(30)
+        signal.signal(signal.SIGTERM, before)
+    assert address in capsys.readouterr().out
+    assert len(found) == 1 and b"viewer.js" in found[0]
 
 
 def test_a_followed_run_is_served_as_its_newest_checkpoint(

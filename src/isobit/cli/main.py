@@ -45,6 +45,7 @@ COMMANDS = {
     "export": "write the policy of a run, or a model folder, for other tools, in BF16 or FP8",
     "inspect": "show what is in a model folder, what FP8 does to its weights, and what it takes",
     "report": "write the figures of a run as one HTML page",
+    "ui": "show runs in the browser: curves as they grow, every completion, comparisons",
     "doctor": "test this machine: quantisers, kernels, disk, memory, versions",
     "schema": "print the JSON schema of a recipe, for editors, or its keys as a page",
 }
@@ -63,6 +64,7 @@ _ELSEWHERE = {
 _FILES = {
     "sft": "train",
     "chat": "serve",
+    "ui": "serve",
     "diff": "verify",
     "replay": "verify",
     "flows": "eval",

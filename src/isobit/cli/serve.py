@@ -1,5 +1,6 @@
 """``isobit serve MODEL``: an OpenAI-compatible server (docs/serve.md); ``isobit chat MODEL``: a
-conversation in the terminal, with the same engine.
+conversation in the terminal, with the same engine; ``isobit ui RUNS``: a viewer of runs in the
+browser (docs/ui.md).
 
 Either takes a run's directory in place of a model folder: its finished model, in the run's
 precision.  With ``--follow`` the server takes the weights of each checkpoint that the run writes.
@@ -7,6 +8,7 @@ precision.  With ``--follow`` the server takes the weights of each checkpoint th
 
 import json
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -17,7 +19,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import folder_parser, given, set_threads, settings_from, whole
+from isobit.cli.arguments import (
+    folder_parser,
+    given,
+    path_value,
+    set_threads,
+    settings_from,
+    whole,
+)
 from isobit.cli.main import starting
 from isobit.config.base import MAX_BATCH
 from isobit.store.directory import RunDirectory, is_run
@@ -43,12 +52,7 @@ PACKAGES = ("prometheus_client", "starlette", "uvicorn")
 def run_serve(arguments: Sequence[str]) -> int:
     """Serve until SIGTERM or Ctrl-C. Raises IsobitError for unusable input before that."""
     options, overrides = _parser().parse_known_args(arguments)
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"isobit serve needs {', '.join(missing)}, which the extra `serve` brings: "
-            "pip install 'isobit[serve]'"
-        )
+    _check_packages("serve", PACKAGES)
     key = _key(options.api_key)
     updated = _updated(options)
     followed = FollowedRun(Path(options.folder)) if options.follow else None
@@ -59,6 +63,15 @@ def run_serve(arguments: Sequence[str]) -> int:
             import isobit.serve.app  # noqa: F401
         server = _server(options, settings, key, followed, updated)
         return _serve(server, listener, options)
+
+
+def _check_packages(command: str, names: Sequence[str]) -> None:
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"isobit {command} needs {', '.join(missing)}, which the extra `serve` brings: "
+            "pip install 'isobit[serve]'"
+        )
 
 
 def _settings(options: Namespace, overrides: Sequence[str], **rollout: object) -> "ServeConfig":
@@ -422,3 +435,58 @@ def _say_answer(engine: "NativeEngine", request: "Request") -> str:
             show(event.text)
     print()
     return "".join(parts)
+
+
+def run_ui(arguments: Sequence[str]) -> int:
+    """Serve the viewer until SIGTERM or Ctrl-C. Raises ConfigError for a folder that is none."""
+    options = _ui_parser().parse_args(arguments)
+    _check_packages("ui", ("starlette", "uvicorn"))
+    for folder in options.runs:
+        if not folder.is_dir():
+            raise ConfigError(f"{str(folder)!r} is no folder; name the folder that holds the runs")
+    with _listening("127.0.0.1", options.port) as listener:
+        import uvicorn
+
+        from isobit.observe.viewer import Viewer
+
+        port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
+        config = uvicorn.Config(
+            Viewer(options.runs).app(token, port),
+            log_config=None,
+            access_log=False,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=1,
+        )
+        print(f"isobit: the runs are at http://127.0.0.1:{port}/{token}/", flush=True)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # uvicorn raises the signal again that has ended it: a graceful end is no failure
+            signal.signal(number, lambda *_: None)
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _ui_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="isobit ui",
+        description=(
+            "Show the runs of a folder in the browser: curves as they grow, every completion "
+            "that was written with its tokens and rewards, and comparisons.  The page is served to "
+            "this machine alone, at the address that is printed."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "runs",
+        metavar="RUNS",
+        type=path_value,
+        nargs="+",
+        help="a folder that holds runs, at most four folders deep, or a run's directory",
+    )
+    parser.add_argument(
+        "--port", type=whole(0, 65535), default=8765, help="by default 8765; 0 takes a free one"
+    )
+    return parser

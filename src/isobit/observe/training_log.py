@@ -6,6 +6,7 @@ Of several processes each keeps the log, and rank 0 writes it.  A checkpoint hol
 last lines on the console and ``summary.json`` are both made.
 """
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -25,7 +26,7 @@ from isobit.memory.turns import PhaseMemory
 from isobit.observe.console import Console, TimeLeft
 from isobit.observe.metrics import MetricsWriter, open_trackers
 from isobit.records.metrics import Metrics
-from isobit.records.text import Group, json_line
+from isobit.records.text import Completion, Group, json_line
 from isobit.store.directory import RunDirectory, completions_file, positions, write_json
 from isobit.store.manifest import TrainingRun
 from isobit.store.resume import Start
@@ -338,9 +339,10 @@ def write_completions(
         for source, found in groups.items()
         for row in islice(completion_rows(step, source, found), kept)
     ]
-    lists = {"token_ids": pa.list_(pa.int32()), "log_probs": pa.list_(pa.float32())}
+    lists = {"token_ids": pa.list_(pa.int32())}
+    lists |= dict.fromkeys(("log_probs", "advantages"), pa.list_(pa.float32()))
     types = {"step": pa.int64(), "visit": pa.int64(), "sample": pa.int32(), "tokens": pa.int32()}
-    types |= {"reward": pa.float64()} | lists
+    types |= {"reward": pa.float64(), "advantage": pa.float64()} | lists
     types |= {"reward_parts": pa.map_(pa.string(), pa.float64())}
     schema = pa.schema([(name, types.get(name, pa.string())) for name in ROW_COLUMNS])
     unfinished = path.with_name(f".{path.name}")
@@ -353,13 +355,16 @@ def write_completions(
 ROW_COLUMNS = (
     *("step", "source", "prompt_id", "visit", "sample", "prompt", "completion", "answer"),
     *("reward", "reward_parts", "finish_reason", "tokens", "token_ids", "log_probs"),
+    *("advantage", "advantages", "messages"),
 )
 """Columns of a Parquet file of completions."""
 
 
 def completion_rows(step: int, source: str, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
     """Every completion, with its place in its group as ``sample`` and the values of
-    ``ROW_COLUMNS``; of a failed reward None.
+    ``ROW_COLUMNS``; of a failed reward None.  ``advantage`` is the mean over its tokens, None where
+    it is not learnt from, and ``advantages`` has one of each token where they differ.  ``messages``
+    are the turns of an episode as JSON.
     """
     for group in groups:
         answer = reference_of(group)
@@ -379,7 +384,20 @@ def completion_rows(step: int, source: str, groups: Sequence[Group]) -> Iterator
                 "tokens": completion.length,
                 "token_ids": list(completion.token_ids),
                 "log_probs": list(completion.log_probs),
+                "advantage": group.advantages[place] if group.advantages else None,
+                "advantages": _differing_advantages(group, completion),
+                "messages": None
+                if completion.episode is None
+                else json.dumps(completion.episode.messages),
             }
+
+
+def _differing_advantages(group: Group, completion: Completion) -> list[float] | None:
+    if not group.advantages:
+        return None
+    sequence = completion.sequence
+    advantages = sequence.of_response(sequence.advantages).tolist()
+    return advantages if len(set(advantages)) > 1 else None
 
 
 def reference_of(group: Group) -> str | int | float | None:

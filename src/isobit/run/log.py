@@ -7,7 +7,7 @@ run that learns nothing for several steps says so, and can stop (``check.on_no_s
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from isobit.config.tables import CheckConfig
@@ -250,9 +250,11 @@ class RlLog(TrainingLog[EvalResult]):
         engine: EngineStats,
         trained: StepMetrics,
         digests: StepDigests,
+        judged: Sequence[Group],
     ) -> Metrics:
         """Write the figures of one step: a line of metrics, a few completions, the line of
         ``digests``, a line on the console.  ``engine`` counts what was sampled since the last step.
+        ``judged`` are the groups of ``collected`` with advantages, and others behind them.
         -> The metrics.
         """
         seconds = dict.fromkeys((*self.phases, *self._phases_of_step), 0.0) | self._take_seconds()
@@ -275,7 +277,7 @@ class RlLog(TrainingLog[EvalResult]):
             "train",
         )
         self._add_metrics(step, metrics)
-        self._add_completions(step, {"train": groups})
+        self._add_completions(step, {"train": _with_advantages(groups, judged)})
         if self._digests is not None:
             self._add_line(self._digests, digests.line())
         self._write()
@@ -446,6 +448,14 @@ def _speed_metrics(
             if tokens and seconds[phase]
         },
     }
+
+
+def _with_advantages(groups: Sequence[Group], judged: Sequence[Group]) -> list[Group]:
+    """The groups as they were graded, with the advantages and columns of the judged ones."""
+    return [
+        replace(group, completions=one.completions, advantages=one.advantages)
+        for group, one in zip(groups, judged, strict=False)  # replayed ones follow
+    ]
 
 
 def _notes(grades: GradeStats, trained: StepMetrics, without_signal: int) -> list[str]:

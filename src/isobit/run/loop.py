@@ -106,7 +106,7 @@ def take_step(run: RlRun, step: int) -> StepDigests:
         digests = StepDigests.of(step, batch.groups, state_digest(run))
     for _ in range(requested):
         run.pending.add(receive_batch(run))
-    run.log.step(step, batch, run.pending.take_engine(), trained, digests)
+    run.log.step(step, batch, run.pending.take_engine(), trained, digests, judged)
     run.log.note_hidden(batch.groups)
     run.end_step(step)
     run.log.check_step(trained)

@@ -9,7 +9,7 @@ their recipes differ, where they ended, and a curve of each run in every chart.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -37,6 +37,11 @@ def render_page(template: str | Path, marker: str, /, **values: Any) -> str:
     """``marker`` and a template with its values.  A template is named, or a file elsewhere, which
     may include those that have names.
     """
+    return f"{marker}\n{fill(template, **values)}\n"
+
+
+def fill(template: str | Path, /, **values: Any) -> str:
+    """A template with its values, every text of which is escaped."""
 
     def source(name: str) -> str | None:
         path = files("isobit.observe.report").joinpath(name)
@@ -54,7 +59,7 @@ def render_page(template: str | Path, marker: str, /, **values: Any) -> str:
         made = environment.from_string(template.read_text(encoding="utf-8"))
     else:
         made = environment.get_template(template)
-    return f"{marker}\n{made.render(version=isobit.__version__, **values)}\n"
+    return made.render(version=isobit.__version__, **values)
 
 
 def write_page(page: str, path: Path, marker: str) -> Path:
@@ -122,8 +127,8 @@ def render(record: RunRecord, refresh: bool = False) -> str:
         MARKER,
         record=record,
         name=record.root.resolve().name,
-        state=_state(record),
-        stopped=_stopped(record),
+        state=state_of(record),
+        stopped=reason_of(record),
         refresh=REFRESH_S if refresh else 0,
         started=str(record.setting("started") or "").replace("T", " ").replace("+00:00", " UTC"),
         notices=list(notices(record)),
@@ -138,7 +143,7 @@ def render(record: RunRecord, refresh: bool = False) -> str:
     )
 
 
-def _state(record: RunRecord) -> str:
+def state_of(record: RunRecord) -> str:
     """How many steps are done, and whether the run goes on."""
     steps = record.setting("config", "training", "steps")
     done = max(
@@ -159,7 +164,7 @@ def _state(record: RunRecord) -> str:
     return f"not finished (stopped, or running elsewhere): {of} so far"
 
 
-def _stopped(record: RunRecord) -> str:
+def reason_of(record: RunRecord) -> str:
     """Why a run was stopped early, and where it can be resumed; empty for any other."""
     if record.finished or record.is_running or not record.ending:
         return ""
@@ -210,16 +215,16 @@ def write_comparison(roots: Sequence[Path], out: Path) -> Path:
         name=" against ".join(names),
         names=names,
         refresh=0,
-        states=[_state(record) for record in records],
-        settings=_settings(records),
-        ends=_ends(records),
-        notes=_notes(records),
-        sections=_sections(records, names),
+        states=[state_of(record) for record in records],
+        settings=differing_settings(records),
+        ends=ends_of(records),
+        notes=notes_on(records),
+        sections=compare_sections(records, names),
     )
     return write_page(page, out, MARKER)
 
 
-def _settings(records: Sequence[RunRecord]) -> list[Row]:
+def differing_settings(records: Sequence[RunRecord]) -> list[Row]:
     """The keys, but for ``output``, whose values differ between the runs."""
     tables = [dict(flatten(record.setting("config") or {})) for record in records]
     keys = dict.fromkeys(key for table in tables for key in table if key != "output")
@@ -227,7 +232,7 @@ def _settings(records: Sequence[RunRecord]) -> list[Row]:
     return [(key, cells) for key, cells in rows if len(set(cells)) > 1]
 
 
-def _ends(records: Sequence[RunRecord]) -> list[Row]:
+def ends_of(records: Sequence[RunRecord]) -> list[Row]:
     """The figures at the top of each run's own page."""
     tables = [
         {tile.label: (tile.value, tile.detail) for tile in tiles_of(record)} for record in records
@@ -236,9 +241,9 @@ def _ends(records: Sequence[RunRecord]) -> list[Row]:
     return [(label, [table.get(label, ("", "")) for table in tables]) for label in labels]
 
 
-def _notes(records: Sequence[RunRecord]) -> list[str]:
+def notes_on(records: Sequence[RunRecord]) -> list[str]:
     """What a reader of the figures side by side must know."""
-    keys = (key.split(".") for key, _ in _settings(records))
+    keys = (key.split(".") for key, _ in differing_settings(records))
     differing = dict.fromkeys(".".join(key[:2]) for key in keys if key[0] == "reward")
     if not differing:
         return []
@@ -249,32 +254,54 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def _sections(records: Sequence[RunRecord], names: Sequence[str]) -> list[Section]:
-    """Each chart of a single run's page, for its first curve, with a curve of each run."""
+def compare_sections(
+    records: Sequence[RunRecord], names: Sequence[str], paired: bool = False
+) -> list[Section]:
+    """Each chart of a single run's page, for its first curve, with a curve of each run; ``paired``
+    with the difference of each later run to the first, at the steps that both have.
+    """
     figures: dict[int, dict[str, float | None]] = {}
     panels: dict[str, dict[str, Panel]] = {}
     for place, record in enumerate(records):
         for step, row in record.figures.items():
-            spent = [row.get(phase) or 0.0 for phase in _PHASES if phase in row]
-            seconds = {_SECONDS: sum(spent)} if "time/training_s" in row else {}
             figures.setdefault(step, {}).update(
-                {f"{place}:{name}": value for name, value in {**row, **seconds}.items()}
+                {f"{place}:{name}": value for name, value in _with_seconds(row).items()}
             )
         for title, found in panels_of(record).items():
             for panel in found:
                 panels.setdefault(title, {}).setdefault(panel.title, panel)
     panels.setdefault("Speed", {})[_TIME.title] = _TIME
     figures = dict(sorted(figures.items()))
+    if paired:
+        figures = {step: _differences(row, len(records)) for step, row in figures.items()}
     drawn = [
-        section_of(title, [draw(_of_all(panel, names), figures) for panel in found.values()])
+        section_of(
+            title, [draw(_of_all(panel, names, paired), figures) for panel in found.values()]
+        )
         for title, found in panels.items()
     ]
     return [section for section in drawn if section.charts or section.constants]
 
 
-def _of_all(panel: Panel, names: Sequence[str]) -> Panel:
+def _with_seconds(row: Mapping[str, float | None]) -> dict[str, float | None]:
+    spent = [row.get(phase) or 0.0 for phase in _PHASES if phase in row]
+    return {**row, **({_SECONDS: sum(spent)} if "time/training_s" in row else {})}
+
+
+def _differences(row: Mapping[str, float | None], runs: int) -> dict[str, float | None]:
+    """Of a step, the figures of each later run minus those of the first, where both are known."""
+    found: dict[str, float | None] = {}
+    for name, value in row.items():
+        place, _, metric = name.partition(":")
+        first = row.get(f"0:{metric}")
+        if 0 < int(place) < runs and value is not None and first is not None:
+            found[name] = value - first
+    return found
+
+
+def _of_all(panel: Panel, names: Sequence[str], paired: bool) -> Panel:
     first = panel.curves[0]
-    between = first.between
+    between = None if paired else first.between
     curves = [
         replace(
             first,
@@ -285,7 +312,10 @@ def _of_all(panel: Panel, names: Sequence[str]) -> Panel:
         for place, name in enumerate(names)
     ]
     unit = f"{panel.unit}, {first.label}" if len(panel.curves) > 1 else panel.unit
-    return replace(panel, unit=unit, curves=tuple(curves), compared=True)
+    note = panel.note
+    if paired:
+        unit, note = f"{unit}, minus {names[0]}" if unit else f"minus {names[0]}", ""
+    return replace(panel, unit=unit, note=note, curves=tuple(curves), compared=True)
 
 
 def report(

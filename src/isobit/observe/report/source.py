@@ -74,17 +74,20 @@ def read_run(root: Path) -> RunRecord:
     problems: list[str] = []
     return RunRecord(
         root=root,
-        manifest=_read_object(directory.manifest, problems),
+        manifest=read_object(directory.manifest, problems),
         figures=_figures(_read_lines(directory.metrics, problems)),
         completions=tuple(_read_lines(directory.completions, problems)),
         finished=directory.summary.is_file(),
-        ending=_read_object(root / "ending.json", []),
+        ending=read_object(root / "ending.json", []),
         is_running=is_held(root),
         problems=tuple(problems),
     )
 
 
-def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The object of a JSON file; where there is none an empty one, and a sentence more among the
+    problems.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
@@ -120,19 +123,23 @@ def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _figures(lines: list[dict[str, Any]]) -> dict[int, dict[str, float | None]]:
-    """The finite numbers and nulls of each step, training and evaluation together; a later line
-    replaces figures of an earlier one.
-    """
     steps: dict[int, dict[str, float | None]] = {}
     for line in lines:
-        step = line.pop("step", None)
-        if isinstance(step, int):
-            row = steps.setdefault(step, {})
-            for name, value in line.items():
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                if value is None or (is_number and math.isfinite(value)):
-                    row[name] = value
+        add_figures(steps, line)
     return dict(sorted(steps.items()))
+
+
+def add_figures(steps: dict[int, dict[str, float | None]], line: Mapping[str, Any]) -> None:
+    """Add the finite numbers and nulls of a line to those of its step, training and evaluation
+    together; a later line replaces figures of an earlier one.
+    """
+    step = line.get("step")
+    if isinstance(step, int):
+        row = steps.setdefault(step, {})
+        for name, value in line.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name != "step" and (value is None or (is_number and math.isfinite(value))):
+                row[name] = value
 
 
 _MOST_CHARACTERS = 400

@@ -1,0 +1,349 @@
+"""The viewer of runs: what it lets in, what it answers of a real run, and how it looks."""
+
+import http.client
+import json
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+import uvicorn
+
+from isobit.algorithms.advantages import group_advantages
+from isobit.config.recipes import RunConfig
+from isobit.observe.console import silent
+from isobit.observe.report.chart import number_text
+from isobit.observe.viewer import HEADERS, Viewer
+from isobit.run.loop import train
+from tests.tiny import json_lines
+from tools.browser import Page, browser, find_chromium
+
+TOKEN = "t0ken"
+EVIL = '<img src=x onerror="document.title=1"> \u202eabc'
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A folder with a real run of two steps, all completions kept, a copy with other rewards and a
+    damaged file, and one that is empty.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    reward = folder / "reward.py"
+    reward.write_text(
+        "def length(prompt, completion):\n    return float(len(completion.text))\n"
+        "def first(prompt, completion):\n    return float(completion.text[:1].isdigit())\n"
+    )
+    held_out = {"type": "jsonl", "path": "starter:held_out.jsonl", "limit": 3}
+    config = {
+        "model": str(tiny_folder),
+        "output": folder / "real",
+        "data": {
+            "train": {"type": "jsonl", "path": "starter:train.jsonl", "limit": 16},
+            "eval": {"held_out": held_out},
+        },
+        "reward": {
+            "parts": {name: {"function": f"{reward}:{name}"} for name in ("length", "first")},
+            "in_process": True,
+        },
+        "rollout": {"max_new_tokens": 5},
+        "training": {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 3},
+        "tracking": {"completions": "all"},
+    }
+    train(RunConfig.model_validate(config), silent())
+    shutil.copytree(folder / "real", folder / "other", ignore=shutil.ignore_patterns("model"))
+    figures = json_lines(folder / "other" / "metrics.jsonl")
+    for line in figures:
+        if "reward/mean" in line:
+            line["reward/mean"] *= 2.0
+    write(folder / "other" / "metrics.jsonl", figures)
+    samples = json_lines(folder / "other" / "completions.jsonl")
+    samples[-1] |= {
+        "completion": EVIL,
+        "messages": [
+            {"role": "assistant", "content": f'{EVIL}<tool_call>{{"name": "add"}}</tool_call>'},
+            {"role": "tool", "content": "the total is 7"},
+        ],
+        "group_rewards": [one + 2.0 for one in samples[-1]["group_rewards"]],
+    }
+    write(folder / "other" / "completions.jsonl", samples)
+    (folder / "other" / "run.json").write_text("{torn")
+    (folder / "empty").mkdir()
+    return folder
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+@dataclass
+class Served:
+    port: int
+
+    def ask(self, path: str, method: str = "GET", host: str | None = None) -> tuple[int, Any, Any]:
+        """Status, headers and body; no other headers are sent than ``Host``."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        if host != "":
+            connection.putheader("Host", host or f"127.0.0.1:{self.port}")
+        connection.endheaders()
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer.status, answer.headers, body
+
+    def api(self, name: str, **values: Any) -> Any:
+        status, _, body = self.ask(f"/{TOKEN}/api/{name}?{urlencode(values, doseq=True)}")
+        assert status == 200, body
+        return json.loads(body)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Served]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            Viewer([folder]).app(TOKEN, port), log_config=None, lifespan="off", ws="none"
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield Served(port)
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def served(runs: Path) -> Iterator[Served]:
+    with serving(runs) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "host", "status"),
+    [
+        (f"/{TOKEN}/", "GET", None, 200),
+        (f"/{TOKEN}/api/runs", "GET", "localhost", 200),
+        (f"/{TOKEN}/viewer.css", "HEAD", None, 200),
+        ("/", "GET", None, 403),
+        ("/api/runs", "GET", None, 403),
+        (f"/{TOKEN}x/api/runs", "GET", None, 403),
+        (f"/{TOKEN[:-1]}/api/runs", "GET", None, 403),
+        ("/t%C3%B8ken/api/runs", "GET", None, 403),
+        (f"/{TOKEN}/api/runs", "GET", "evil.example", 421),
+        (f"/{TOKEN}/api/runs", "GET", "127.0.0.1.evil.example", 421),
+        (f"/{TOKEN}/api/runs", "POST", None, 405),
+        (f"/{TOKEN}/api/runs", "OPTIONS", None, 405),
+        (f"/{TOKEN}/../../etc/passwd", "GET", None, 404),
+        (f"/{TOKEN}/%2e%2e/%2e%2e/etc/passwd", "GET", None, 404),
+        (f"/{TOKEN}/viewer.html", "GET", None, 404),
+        (f"/{TOKEN}/api/run?run=../runs/real", "GET", None, 404),
+        (f"/{TOKEN}/api/run?run=/etc", "GET", None, 404),
+        (f"/{TOKEN}/api/completion?run=real&place=-1", "GET", None, 404),
+        (f"/{TOKEN}/api/completions?run=real&lowest=x", "GET", None, 400),
+        (f"/{TOKEN}/api/compare?run=real&run=real", "GET", None, 400),
+    ],
+)
+def test_who_knows_the_token_reads_by_a_name_of_this_machine(
+    served: Served, path: str, method: str, host: str | None, status: int
+) -> None:
+    found, headers, body = served.ask(path, method, host and f"{host}:{served.port}")
+    assert found == status, body
+    assert {name: headers[name] for name in HEADERS} == HEADERS
+    if status != 200:
+        assert b"runs/real/" not in body and b"root:" not in body
+
+
+def test_a_host_that_is_missing_or_of_another_port_is_refused(served: Served) -> None:
+    path = f"/{TOKEN}/api/runs"
+    assert served.ask(path, host=f"127.0.0.1:{served.port + 1}")[0] == 421
+    assert served.ask(path, host="127.0.0.1")[0] == 421
+    assert served.ask(path, host="")[0] in (400, 421)  # HTTP/1.1 asks for it
+
+
+def test_runs_are_listed_and_a_damaged_one_with_what_it_has(served: Served) -> None:
+    found = {run["name"]: run for run in served.api("runs")["runs"]}
+    assert list(found) == ["real", "other"]
+    assert found["real"]["state"] == "finished, 2 of 2 steps" and found["real"]["preset"] == "fp8"
+    assert [one["label"] for one in found["real"]["evaluations"]] == ["held_out mean reward"]
+    assert not found["other"]["readable"] and found["other"]["value"]
+    assert "run.json is damaged" in served.api("run", run="other")["html"]
+
+
+def test_curves_come_again_when_a_step_was_written_and_not_before(
+    runs: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(runs / "real", tmp_path / "growing")
+    with serving(tmp_path) as served:
+        first = served.api("run", run="growing")
+        assert first["last"] == 2 and "Zero-variance groups" in first["html"]
+        assert "html" not in served.api("run", run="growing", version=first["version"])
+        path = tmp_path / "growing" / "metrics.jsonl"
+        line = json.dumps({"step": 3, "reward/mean": 0.5, "made/up": 12345.0})
+        with path.open("a") as file:
+            file.write(line[:30])
+        assert "html" not in served.api("run", run="growing", version=first["version"])
+        with path.open("a") as file:
+            file.write(line[30:] + "\n")
+        second = served.api("run", run="growing", version=first["version"])
+        assert second["last"] == 3 and "12,345" in second["html"]
+        assert "12,345" not in served.api("run", run="growing", to=2)["html"]
+        shutil.rmtree(tmp_path / "growing")
+        assert served.ask(f"/{TOKEN}/api/run?run=growing")[0] in (200, 404)
+        assert served.api("runs")["runs"] == []
+        assert served.ask(f"/{TOKEN}/api/run?run=growing")[0] == 404
+
+
+def test_every_kept_completion_has_its_tokens_parts_and_advantage(
+    served: Served, runs: Path
+) -> None:
+    logged = json_lines(runs / "real" / "completions.jsonl")
+    listed = served.api("completions", run="real", order="oldest")
+    assert [row["completion"] for row in listed["rows"]] == [one["completion"] for one in logged]
+    kept = served.api("completions", run="real", kept=1, source="train", order="oldest")
+    assert len(kept["rows"]) == 2 * 2 * 3 and kept["total"] == kept["kept"] == 12 + 3 * 2
+    texts = {(one["step"], one["prompt_id"], one["completion"]): one for one in logged}
+    same = 0
+    for row in kept["rows"]:
+        one = served.api("completion", run="real", kept=1, place=row["place"])
+        assert one["reward"] == sum(one["reward_parts"].values()) and one["missing"] == []
+        assert len(one["token_texts"]) == len(one["log_probs"]) == one["tokens"]
+        rewards = [other["reward"] for other in one["group"]]
+        given = group_advantages(rewards, normalise_by_std=True)
+        place = [other["place"] for other in one["group"]].index(row["place"])
+        assert one["advantage"] == pytest.approx(given[place], rel=1e-6)
+        twin = texts.get((one["step"], one["prompt_id"], one["completion"]))
+        if twin is not None:
+            assert one["token_texts"] == twin["token_texts"]
+            assert one["log_probs"] == pytest.approx(twin["log_probs"], rel=1e-6)
+            same += 1
+    assert same >= 4
+    sampled = served.api("completion", run="real", place=listed["rows"][3]["place"])
+    assert any("advantage is not recorded here" in one for one in sampled["missing"])
+
+
+def test_runs_are_paired_step_by_step_and_prompt_by_prompt(served: Served, runs: Path) -> None:
+    overlay = served.api("compare", run=["real", "other"])["html"]
+    paired = served.api("compare", run=["real", "other"], paired=1)["html"]
+    assert "minus real" in paired and "minus real" not in overlay
+    chart = paired.partition("<h3>Reward</h3>")[2].partition("</figure>")[0]
+    cells = re.findall(r"<td>([^<]*)</td>", chart)
+    steps = [line for line in json_lines(runs / "real" / "metrics.jsonl") if "reward/mean" in line]
+    rewards = [number_text(line["reward/mean"]) for line in steps]  # twice as much in the other
+    assert cells == ["1", rewards[0], "2", rewards[1]]
+    found = served.api("pairs", run=["real", "other"], step=2, source="held_out")
+    gaps = [row["rewards"][1] - row["rewards"][0] for row in found["rows"]]
+    assert found["count"] == len(gaps) == 3 and sorted(gaps) == [0.0, 0.0, 2.0]
+    assert found["mean"] == pytest.approx(sum(gaps) / len(gaps))
+
+
+CONTRAST = """
+(() => {
+  const parts = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (text) => parts(text).slice(0, 3).map((one) => one / 255)
+    .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, one, place) => sum + one * [0.2126, 0.7152, 0.0722][place], 0);
+  const behind = (one) => {
+    for (; one; one = one.parentElement) {
+      const colour = getComputedStyle(one).backgroundColor;
+      if ((parts(colour)[3] ?? 1) === 1) return colour;
+    }
+    return getComputedStyle(document.body).backgroundColor;
+  };
+  const isText = (one) => one.nodeType === 3 && one.data.trim();
+  const hasText = (one) => [...one.childNodes].some(isText);
+  const seen = (one) => one.offsetWidth && !one.disabled && !one.closest("svg, noscript");
+  const texts = [...document.querySelectorAll("body *")].filter((one) => seen(one) && hasText(one));
+  return texts.map((one) => {
+    const pair = [light(getComputedStyle(one).color), light(behind(one))];
+    const [low, high] = pair.sort((a, b) => a - b);
+    return [(high + 0.05) / (low + 0.05), one.outerHTML.slice(0, 90)];
+  }).filter(([ratio]) => ratio < 4.5);
+})()
+"""
+"""The texts whose contrast is below what WCAG 2.2 asks for (1.4.3, level AA)."""
+UNNAMED = """
+[...document.querySelectorAll("input, select, button, a[href]")].filter((one) => one.offsetWidth)
+  .filter((one) => !(one.ariaLabel || one.innerText.trim() || (one.labels && one.labels.length)))
+  .map((one) => one.outerHTML)
+"""
+
+
+def check_looks(page: Page, port: int) -> None:
+    """Nothing stands out at the right, every control has a name, every text can be read, and
+    nothing came from elsewhere.
+    """
+    assert page.run("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert page.run(UNNAMED) == []
+    assert page.run(CONTRAST) == []
+    own = f"http://127.0.0.1:{port}/{TOKEN}/"
+    assert {one for one in page.requests if not one.startswith((own, "data:,"))} <= {"about:blank"}
+    assert page.errors == []
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
+@pytest.mark.timeout(240)
+def test_the_page_in_chromium_wide_and_narrow_light_and_dark(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs, tmp_path / "runs")
+    metrics = tmp_path / "runs" / "real" / "metrics.jsonl"
+    with serving(tmp_path / "runs") as served, browser(tmp_path / "profile") as page:
+        home = f"http://127.0.0.1:{served.port}/{TOKEN}/"
+        last = served.api("completions", run="other")["rows"][0]["place"]
+        views = {
+            "": "document.querySelectorAll('tbody tr').length === 2",
+            "#/run?run=real": "document.querySelector('figure svg .curve')",
+            "#/completions?run=real&kept=1": "document.querySelectorAll('tbody tr').length === 18",
+            f"#/completion?run=other&place={last}": "document.querySelectorAll('.turn').length",
+            "#/compare?run=real&run=other&paired=1": "document.querySelector('.compared')",
+            "#/pairs?run=real&run=other": "document.querySelector('tbody tr')",
+        }
+        for view, condition in views.items():
+            page.open(home + view)
+            page.wait(condition)
+            for width, scheme in ((1280, "light"), (1280, "dark"), (390, "dark"), (390, "light")):
+                page.look_like(width, 900, scheme)
+                check_looks(page, served.port)
+
+        page.open(home + f"#/completion?run=other&place={last}")  # hostile text is text
+        page.wait("document.querySelector('.call')")
+        assert "<img src=x" in page.run("document.querySelector('.turn').innerText")
+        assert "[U+202E]" in page.run("document.querySelector('.turn').innerText")
+        assert page.run("document.images.length") == 0
+        page.run("document.querySelector('.tokens .t').focus()")
+        page.press("ArrowRight")
+        assert page.run("document.activeElement === document.querySelectorAll('.tokens .t')[1]")
+
+        learnt = served.api("completions", run="real", kept=1, source="train")["rows"][0]["place"]
+        page.open(home + f"#/completion?run=real&kept=1&place={learnt}")
+        page.wait("document.querySelector('[data-by=advantage]')")
+        page.run("document.querySelector('[data-by=advantage]').click()")
+        assert page.run("document.querySelectorAll('.shades .d3, .shades .a3').length") == 2
+        for scheme in ("light", "dark"):
+            page.look_like(390, 900, scheme)
+            check_looks(page, served.port)
+
+        page.open(home + "#/completions?run=real&kept=1")
+        page.wait("document.querySelector('tbody tr')")
+        page.run("document.querySelector('select').value = 'eval'")
+        page.run("document.querySelector('form').requestSubmit()")
+        page.wait("document.querySelectorAll('tbody tr').length === 6")
+        assert "source=eval" in page.run("location.hash")
+
+        page.open(home + "#/run?run=real")  # it grows while it is looked at
+        page.wait("document.querySelector('figure')")
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": 3, "reward/mean": 4321.0}) + "\n")
+        page.wait("document.body.innerText.includes('4,321')")
+        shutil.rmtree(tmp_path / "runs" / "real")
+        page.open(home)
+        page.wait("document.querySelectorAll('tbody tr').length === 1")
+        assert page.errors == []
