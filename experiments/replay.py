@@ -116,9 +116,10 @@ def measure(config: RunConfig, say: Callable[[Row], None]) -> Row:
         for step in run.steps():
             batch = collect(run)
             with run.learning():
-                trained = run.learner.learn(batch.groups, step)
+                judged = run.learner.judge_groups(batch.groups)
+                trained = run.learner.update(batch.groups, judged, step)
                 digests = StepDigests.of(step, batch.groups, state_digest(run))
-            run.log.step(step, batch, batch.engine, trained, digests)
+            run.log.step(step, batch, batch.engine, trained, digests, judged)
             run.end_step(step)
             run.evaluate_if_due(step)
             run.save_if_due(step)
