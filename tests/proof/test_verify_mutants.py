@@ -113,7 +113,9 @@ def test_later_pieces_of_a_prompt_one_position_off(
     assert differing == {
         scenario.name
         for scenario in result.scenarios
-        if scenario.stats.chunks or scenario.stats.recomputed_tokens
+        if scenario.stats.chunks
+        or scenario.stats.recomputed_tokens
+        or scenario.name == "turns with results"  # behind what is cached of the prompt
     }
     assert 0 < len(differing) < len(result.scenarios)
 

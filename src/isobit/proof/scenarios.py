@@ -19,6 +19,9 @@ from isobit.records.sequence import TokenSequence
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Request
 
+RESULT_TOKENS = 16
+"""Of a tool: prompts end around the bounds of pages, so that these cross them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -32,8 +35,8 @@ class Scenario:
     ties_routers: bool = False
     """Whether the experts' logits tie, in groups of one more than a token has experts."""
     turns: int = 1
-    """Each completion is drawn in so many turns at most: the tokens of a result stand behind each
-    but the last, as in episodes with tools, and a few pages more are drawn.
+    """Each completion is drawn in so many turns at most: up to ``RESULT_TOKENS`` of a result stand
+    behind each but the last, as in episodes with tools.
     """
 
     @property
@@ -64,11 +67,11 @@ class Workload:
 
     def requests(self, scenario: Scenario) -> list[Request]:
         """Requests to the engine; each completion ends at its own limit, never at a stop token but
-        where it has several turns, which end with every fourth token of the vocabulary.
+        where it has several turns, which end with every second token of the vocabulary.
         """
         rollout, several = scenario.rollout, scenario.turns > 1
-        further = (scenario.turns - 1) * self.page_tokens
-        stops = tuple(range(0, self.vocab_size, 4)) if several else ()
+        further = (scenario.turns - 1) * RESULT_TOKENS
+        stops = tuple(range(0, self.vocab_size, 2)) if several else ()
         return [
             Request(
                 prompt,

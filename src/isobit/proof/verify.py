@@ -51,6 +51,7 @@ from isobit.proof.difference import (
     observed_scores,
 )
 from isobit.proof.scenarios import (
+    RESULT_TOKENS,
     Scenario,
     Workload,
     build_workload,
@@ -310,7 +311,7 @@ class Results:
         self._left -= 1
         for place, (request, group) in enumerate(zip(requests, completions, strict=True)):
             for sample, one in enumerate(group if self._left >= 0 else ()):
-                count = self._random.randint(1, self._workload.page_tokens)
+                count = self._random.randint(1, RESULT_TOKENS)
                 given = [self._random.randrange(self._workload.vocab_size) for _ in range(count)]
                 has_room = one.sequence.length + count < request.max_length(self._context)
                 if one.finish_reason == "stop" and has_room:
