@@ -99,7 +99,7 @@ def test_bisect_names_the_first_site_of_a_flow_with_two_functions(capsys, tiny_f
 def test_bisect_says_that_nothing_differs_in_any_scenario(capsys, tiny_folder):
     assert main(["verify", str(tiny_folder), "--precision", "fp8", "--bisect", *SMALL]) in (0, 2)
     printed = capsys.readouterr().out
-    assert printed.count("rows of operations equal") == 7
+    assert printed.count("rows of operations equal") == 8
     assert "observing every operation" not in printed, "verify has, and nothing differs"
     assert printed.splitlines()[-1].startswith("nothing differs: ")
 

@@ -363,10 +363,9 @@ def fold_norms(
         readers = [f"{layer}.{reader}" for reader in _READERS.get(own, ())]
         if any(map(is_folded, readers)):
             assert isinstance(values, torch.Tensor), "a norm is not quantised"
-            factor = outstanding(values)
             # A plan's norms are shapes without numbers.
-            channels = 0 if values.is_meta else int((factor > 1).sum())
-            if channels:
+            factor = None if values.is_meta else outstanding(values)
+            if factor is not None and (channels := int((factor > 1).sum())):
                 note(channels)
                 values = values / factor
                 factors |= dict.fromkeys(readers, factor)
