@@ -46,6 +46,15 @@ POLL_S = 1.0
 """Between two looks for a checkpoint."""
 
 PACKAGES = ("prometheus_client", "starlette", "uvicorn")
+_PLAIN_HTTP: dict[str, Any] = {
+    "log_config": None,
+    "access_log": False,
+    "http": "h11",
+    "ws": "none",
+    "server_header": False,
+    "proxy_headers": False,
+}
+"""What uvicorn is told by either server."""
 """Of the extra ``serve``."""
 
 
@@ -261,17 +270,9 @@ def _serve(server: "Server", listener: socket.socket, options: Namespace) -> int
     host, port = listener.getsockname()[:2]
     if options.api_key is None and host not in ("127.0.0.1", "::1"):
         say(f"isobit: anyone who reaches {host}:{port} can use this server; set --api-key env:NAME")
+    app = server.app()
     config = uvicorn.Config(
-        server.app(),
-        log_config=None,
-        access_log=False,
-        http="h11",
-        ws="none",
-        lifespan="on",
-        server_header=False,
-        proxy_headers=False,
-        backlog=2048,
-        timeout_graceful_shutdown=options.grace,
+        app, lifespan="on", backlog=2048, timeout_graceful_shutdown=options.grace, **_PLAIN_HTTP
     )
     runner = uvicorn.Server(config)
     server.is_draining = lambda: runner.should_exit
@@ -450,17 +451,8 @@ def run_ui(arguments: Sequence[str]) -> int:
         from isobit.observe.viewer import Viewer
 
         port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
-        config = uvicorn.Config(
-            Viewer(options.runs).app(token, port),
-            log_config=None,
-            access_log=False,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=1,
-        )
+        app = Viewer(options.runs).app(token, port)
+        config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=1, **_PLAIN_HTTP)
         print(f"isobit: the runs are at http://127.0.0.1:{port}/{token}/", flush=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             # uvicorn raises the signal again that has ended it: a graceful end is no failure

@@ -40,6 +40,18 @@ from isobit.precision.quant_tensor import DTYPES
 from isobit.util.errors import ModelError
 
 
+def _norm(config: ModelConfig, path: str, linear: str) -> Norm:
+    """The norm behind the attention of a layer, which ``linear`` reads."""
+    return Norm(
+        f"{path}.post_attention_norm",
+        config.hidden_size,
+        f"model.{path}.post_attention_layernorm.weight",
+        config.rms_epsilon,
+        residual=f"{path}.attention_residual",
+        linear=linear,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SavedMlp:
     """What the backward reads. Inputs of linears are in the format of WGrad's operand."""
@@ -56,14 +68,7 @@ class Mlp:
     def __init__(self, config: ModelConfig, layer: int) -> None:
         path, hidden, width = f"layers.{layer}", config.hidden_size, config.intermediate_size
         self._path, self._layer, self._hidden = path, layer, hidden
-        self._norm = Norm(
-            f"{path}.post_attention_norm",
-            hidden,
-            f"model.{path}.post_attention_layernorm.weight",
-            config.rms_epsilon,
-            residual=f"{path}.attention_residual",
-            linear=f"{path}.gate_up_proj",
-        )
+        self._norm = _norm(config, path, f"{path}.gate_up_proj")
         checkpoint = f"model.{path}.mlp"
         gate_up = LinearShape({"gate_proj": width, "up_proj": width}, hidden)
         self._gate_up = Linear(f"{path}.gate_up_proj", gate_up, checkpoint)
@@ -172,14 +177,7 @@ class MixtureOfExperts:
             raise ModelError(f"a {config.family} decoder has no experts")
         path, hidden, width = f"layers.{layer}", config.hidden_size, experts.intermediate_size
         self._layer, self._experts, self._hidden = layer, experts, hidden
-        self._norm = Norm(
-            f"{path}.post_attention_norm",
-            hidden,
-            f"model.{path}.post_attention_layernorm.weight",
-            config.rms_epsilon,
-            residual=f"{path}.attention_residual",
-            linear=f"{path}.experts.gate_up_proj",
-        )
+        self._norm = _norm(config, path, f"{path}.experts.gate_up_proj")
         checkpoint = f"model.{path}.{names.block}"
         self.router = f"{path}.router"
         self._router_name = f"{checkpoint}.gate.weight"

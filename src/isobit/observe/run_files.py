@@ -23,7 +23,7 @@ from time import monotonic
 from typing import Any, BinaryIO
 
 from isobit.observe.report.source import RunRecord, add_figures, read_object
-from isobit.store.directory import RunDirectory, is_held
+from isobit.store.directory import RunDirectory, is_held, parsed_line
 
 LOOK_S = 0.5
 """How long one look at a file may read."""
@@ -73,7 +73,7 @@ class GrowingFile(ABC):
             with open_plain(self.path) as file:
                 self._find_place(file)
                 for at, line in self._lines(file, until):
-                    content = _parsed(line)
+                    content = parsed_line(line)
                     self.damaged += content is None
                     if content is not None:
                         self._take(at, content)
@@ -120,14 +120,6 @@ class GrowingFile(ABC):
         """Forget every line."""
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 class GrowingFigures(GrowingFile):
     """The figures of ``metrics.jsonl`` by step, as ``RunRecord`` has them."""
 
@@ -149,7 +141,7 @@ def last_figures(path: Path) -> dict[int, dict[str, float | None]]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL))
         for line in file.read(TAIL).split(b"\n"):
-            if (content := _parsed(line)) is not None:
+            if (content := parsed_line(line)) is not None:
                 add_figures(steps, content)
     return steps
 
@@ -289,7 +281,7 @@ class LineCompletions(GrowingFile, Completions):
     def read(self, place: int) -> dict[str, Any]:
         with open_plain(self.path) as file:
             file.seek(self._offsets[place])
-            content = _parsed(file.readline(LONGEST_LINE))
+            content = parsed_line(file.readline(LONGEST_LINE))
         if content is None:
             raise FileNotFoundError(f"{self.path} has changed")
         return content

@@ -391,10 +391,11 @@ def read_lines(path: Path, position: int = 0) -> list[dict[str, Any] | None]:
         return []
     with path.open("rb") as file:
         file.seek(position)
-        return [_parsed(line) for line in file]
+        return [parsed_line(line) for line in file]
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def parsed_line(line: bytes) -> dict[str, Any] | None:
+    """A line's JSON object; None where it is damaged."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
