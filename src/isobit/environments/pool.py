@@ -56,6 +56,8 @@ class Answer:
     """In the order of the calls."""
     reward: float | None = None
     """By ``get_reward``, where it was asked for."""
+    turn_reward: float | None = None
+    """By ``get_turn_reward``, where the class has it."""
     failure: Failure | None = None
     """``deadline``, ``crash``, ``memory``, ``flood`` or ``reset``: the process is no more; or why
     there is no reward.
@@ -91,6 +93,8 @@ class Environments(Generic[Key]):
         self._tools: Sequence[Mapping[str, Any]] | None = None
         self.has_reward = False
         """Whether the class has ``get_reward``; known with ``tools``."""
+        self.has_turn_reward = False
+        """Likewise of ``get_turn_reward``."""
         self._open()
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -194,6 +198,7 @@ class Environments(Generic[Key]):
             case {"ready": list(tools), **rest}:
                 self._tools, self._is_ready = tools, True
                 self.has_reward = bool(rest.get("has_reward"))
+                self.has_turn_reward = bool(rest.get("has_turn_reward"))
             case {"refused": str(text)} | {"failed": "fatal", "message": str(text)}:
                 raise ToolError(text)
             case {"episode": int(number), **content} if number in self._keys:
@@ -239,11 +244,17 @@ def _answer_of(content: Mapping[str, Any]) -> Answer:
     found = [_result_of(one) for one in results] if isinstance(results, list) else [None]
     if None in found:
         return Answer(failure=Failure("flood", "it wrote no answer"), seconds=took)
-    reward = content.get("reward")
-    is_number = isinstance(reward, float) and math.isfinite(reward) and abs(reward) <= LARGEST
     return Answer(
-        tuple(one for one in found if one is not None), reward if is_number else None, None, took
+        tuple(one for one in found if one is not None),
+        _number_of(content.get("reward")),
+        _number_of(content.get("turn_reward")),
+        seconds=took,
     )
+
+
+def _number_of(value: Any) -> float | None:
+    is_number = isinstance(value, float) and math.isfinite(value) and abs(value) <= LARGEST
+    return value if is_number else None
 
 
 def _result_of(value: Any) -> Result | None:

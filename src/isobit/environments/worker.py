@@ -10,11 +10,12 @@ tool leaves in globals is not seen by another episode.
 
 To the host: ``Start``, then ``("ask", episode, columns, turns, wants_reward)``, which begins the
 episode if it is new, runs the calls of all ``turns`` and answers those of the last; and
-``("end", episode)``.  From the host, as JSON:
+``("end", episode)``.  ``get_turn_reward``, where the class has it, is asked behind the calls of
+each turn.  From the host, as JSON:
 
-    {"ready": [schemas of the tools]} or {"refused": message} or {"fatal": message}
+    {"ready": [schemas of the tools], ..} or {"refused": message} or {"fatal": message}
     {"episode": 7, "results": [["ok", text], ["error", text], ["cut", text]], "seconds": 0.1}
-    {"episode": 7, "reward": 1.0, ...} where one was asked for
+    {"episode": 7, "reward": 1.0, "turn_reward": 0.5, ...} where one was asked for
     {"episode": 7, "failed": kind, "message": text, ..}: ``deadline``, ``crash``, ``memory``,
         ``flood`` or ``reset``; the episode is no more
 
@@ -51,7 +52,7 @@ _GLANCE_S = 0.2
 """Seconds between looks for episodes that ended or took too long."""
 _FORM = 6
 """Bytes that JSON takes for a character, at most."""
-_NOT_TOOLS = ("reset", "get_reward")
+_NOT_TOOLS = ("reset", "get_reward", "get_turn_reward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def load_class(place: str) -> type:
 
 
 def tools_of(cls: type) -> dict[str, Callable[..., Any]]:
-    """The public methods, by name, but for ``reset`` and ``get_reward``."""
+    """The public methods, by name, but for ``reset`` and those that give rewards."""
     members = inspect.getmembers(cls, inspect.isroutine)
     return {
         name: found
@@ -148,10 +149,13 @@ class EpisodeProcess:
             self._begin(columns)
             while True:
                 turns, wants_reward = rest
-                results = [self._results(calls) for calls in turns]
-                answer: dict[str, Any] = {"results": results[-1] if results else []}
+                answer: dict[str, Any] = {"results": []}
+                for calls in turns:
+                    answer = {"results": self._results(calls)}
+                    if hasattr(self._class, "get_turn_reward"):
+                        answer |= self._reward("turn_reward", self._instance.get_turn_reward)
                 if wants_reward:
-                    answer |= self._reward()
+                    answer |= self._reward("reward", self._instance.get_reward)
                 self._reply(answer)
                 _, *rest = read_frame(self._requests)
         except EOFError:
@@ -227,16 +231,16 @@ class EpisodeProcess:
         text, most = _text_of(value), self._start.most_characters
         return ["cut", text[:most]] if len(text) > most else ["ok", text]
 
-    def _reward(self) -> dict[str, Any]:
+    def _reward(self, name: str, get: Callable[[], Any]) -> dict[str, Any]:
         try:
-            outcome = outcome_of(_awaited(self._instance.get_reward()))
+            outcome = outcome_of(_awaited(get()))
         except (MemoryError, SystemExit):
             raise
         except BaseException as error:
             outcome = failure_of(error)
         if isinstance(outcome, Failure):
             return {"failed": outcome.kind, "message": outcome.message}
-        return {"reward": outcome}
+        return {name: outcome}
 
     def _fail(self, kind: str, message: str) -> NoReturn:
         with suppress(OSError):
@@ -316,7 +320,11 @@ class Host:
             found = load_class(self._start.place)
             if hasattr(found, "_prepare"):
                 found._prepare(**self._start.options)
-            self._say({"ready": schemas_of(found), "has_reward": hasattr(found, "get_reward")})
+            gives = {
+                "has_reward": hasattr(found, "get_reward"),
+                "has_turn_reward": hasattr(found, "get_turn_reward"),
+            }
+            self._say({"ready": schemas_of(found), **gives})
             return found
         except ToolError as error:
             self._say({"refused": str(error)})

@@ -201,12 +201,6 @@ class Group:
     is not learnt from.
     """
 
-    @property
-    def is_level(self) -> bool:
-        """Whether no two of its valid rewards differ: then the group teaches nothing."""
-        valid = [reward for reward in self.rewards if reward is not None]
-        return not valid or min(valid) == max(valid)
-
 
 UNTAUGHT: Mapping[str, tuple[str, str]] = {
     "failed": ("without a valid reward", "the first error of the reward is noted above"),

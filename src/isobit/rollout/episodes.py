@@ -21,16 +21,19 @@ A turn without calls ends the episode with ``stop``.  Otherwise it ends with
     time      a process passed its deadline, or all calls ``environment.episode_s``
     failed    a process died, flooded, or its ``reset`` raised
 
-What an environment says is recorded, so that a step can be done again without asking it.
+A class with ``get_turn_reward`` is asked for the reward of each turn that calls tools once they have
+run.  What an environment says is recorded, so that a step can be done again without asking it.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig, EnvironmentConfig, ToolFormat
@@ -157,6 +160,8 @@ class _Open:
     sent: int = 0
     """Turns whose calls the episode's process has been given."""
     results: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
+    """Of the turns that called tools; None where the environment failed."""
     failure: str = ""
     reward: float | None = None
     seconds: float = 0.0
@@ -303,7 +308,7 @@ class Episodes:
         else:
             calls = [one for one in episode.parsed if not isinstance(one, MalformedCall)]
             episode.calls.append([Call(one.name, one.positional, one.arguments) for one in calls])
-            if calls:
+            if calls or self._environments.has_turn_reward:
                 self._ask(handle)
             else:
                 self._answered_at_once.append((handle, Answer()))
@@ -329,13 +334,14 @@ class Episodes:
             episode.failure = episode.failure or (answer.failure.kind if answer.failure else "")
             self._close(handle)
             return
+        episode.turn_rewards.append(answer.turn_reward)
         if answer.failure is not None:
             episode.failure = answer.failure.kind
             self._finish(handle, "time" if answer.failure.kind == "deadline" else "failed")
             return
         results = self._told(episode.parsed, answer.results)
         if results is None:
-            episode.failure = "flood"
+            episode.failure, episode.turn_rewards[-1] = "flood", None
             self._finish(handle, "failed")
             return
         episode.results.append(tuple((one.kind, one.text) for one in results))
@@ -394,9 +400,18 @@ class Episodes:
             episode.reward,
             episode.seconds,
         )
-        self._ended[handle] = Completion(
-            episode.sequence, episode.text, episode.finish_reason, record
-        )
+        sequence = episode.sequence
+        if self._environments.has_turn_reward:
+            sequence = _with_turn_rewards(sequence, episode.turn_rewards)
+        self._ended[handle] = Completion(sequence, episode.text, episode.finish_reason, record)
+
+
+def _with_turn_rewards(sequence: TokenSequence, rewards: Sequence[float | None]) -> TokenSequence:
+    """The sequence with rewards of its first turns; the others have 0."""
+    found = np.zeros(sequence.response_length)
+    lasts = np.cumsum(sequence.turn_lengths) - 1
+    found[lasts[: len(rewards)]] = [math.nan if one is None else one for one in rewards]
+    return sequence.with_columns(turn_rewards=found)
 
 
 class _Periods:
@@ -420,6 +435,7 @@ def _recorded(answer: Answer) -> dict[str, Any]:
     return {
         "results": [[one.kind, one.text] for one in answer.results],
         "reward": answer.reward,
+        **({} if answer.turn_reward is None else {"turn_reward": answer.turn_reward}),
         "failure": None if failure is None else [failure.kind, failure.message],
     }
 
@@ -430,5 +446,6 @@ def _answer_of(content: Mapping[str, Any]) -> Answer:
     return Answer(
         tuple(Result(kind, text) for kind, text in content["results"]),
         content["reward"],
+        content.get("turn_reward"),
         None if failure is None else Failure(*failure),
     )
