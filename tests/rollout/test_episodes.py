@@ -71,7 +71,7 @@ def requests(samples: int = 3, new: int = 100, **sampling: Any) -> list[Request]
 class Told:
     """An environment in this process, which answers after some polls and out of order."""
 
-    has_reward = False
+    has_reward = has_turn_reward = False
 
     def __init__(
         self, say: Callable[[Handle, int], Answer], delay: Callable[[Handle], int]

@@ -21,8 +21,8 @@ A turn without calls ends the episode with ``stop``.  Otherwise it ends with
     time      a process passed its deadline, or all calls ``environment.episode_s``
     failed    a process died, flooded, or its ``reset`` raised
 
-A class with ``get_turn_reward`` is asked for the reward of each turn that calls tools once they have
-run.  What an environment says is recorded, so that a step can be done again without asking it.
+A class with ``get_turn_reward`` is asked for the reward of a turn once its calls have run.  What an
+environment says is recorded, so that a step can be done again without asking it.
 """
 
 import hashlib
