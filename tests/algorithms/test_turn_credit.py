@@ -218,10 +218,12 @@ def test_a_group_is_level_where_all_returns_are_equal() -> None:
     shorter: list[Turn] = [(1, 0.0, 0.0)]
     (group,) = groups_of([[(longer, 1.0), (shorter, 1.0), (shorter, None)]])
     assert is_level(group)
+    assert is_level(group, 1.0)
     assert not is_level(group, 0.5)
     early: list[Turn] = [(1, 1.0, 0.0), (1, 0.0, 0.0)]
     (group,) = groups_of([[(early, 0.0), (shorter, 1.0)]])
-    assert not is_level(group), "an episode that has ended counts with what its last turn got"
+    assert is_level(group)
+    assert not is_level(group, 1.0), "an episode that has ended counts with what its last turn got"
     assert tokens_of([group], by_turn(DrGrpoConfig(), [group], 1.0)) == [
         [[0.0, 0.0, 0.0, 0.0, -0.5], [0.0, 0.0]]
     ]

@@ -173,7 +173,7 @@ def turn_credit(
     turn, at the tokens of that turn; the formula is at the top of this file.
     """
     returns = [_returns_of(group, gamma) for group in groups]
-    plain = [_without_columns(group) for group in groups]
+    plain = [_without(group, "kl_penalties", "turn_rewards") for group in groups]
     last = max((len(one) for group in returns for one in group if one is not None), default=1)
     by_turn = [
         credit(
@@ -193,15 +193,14 @@ def turn_credit(
     ]
 
 
-def is_level(group: Group, gamma: float = 1.0) -> bool:
-    """Whether no two of its completions with a reward have different returns, at any turn and
-    before penalties: then the group teaches nothing.
+def is_level(group: Group, gamma: float | None = None) -> bool:
+    """Whether no two of its completions with a reward have different returns, or with ``gamma``
+    different ones from any turn on, before penalties: then the group teaches nothing.
     """
-    found = [
-        [*_returns(completion.sequence.with_columns(kl_penalties=None), reward, gamma)]
-        for completion, reward in zip(group.completions, group.rewards, strict=True)
-        if reward is not None
-    ]
+    plain = _without(group, "kl_penalties")
+    whole = [None if one is None else [one] for one in penalised(plain)]
+    returns = whole if gamma is None else _returns_of(plain, gamma)
+    found = [one for one in returns if one is not None]
     last = max(map(len, found), default=0)
     return all(len({_at(one, turn) for one in found}) == 1 for turn in range(last))
 
@@ -231,15 +230,13 @@ def _at(returns: Sequence[float] | None, turn: int) -> float | None:
     return None if returns is None else returns[min(turn, len(returns) - 1)]
 
 
-def _without_columns(group: Group) -> Group:
-    """The group without what returns already hold."""
-    return replace(
-        group,
-        completions=[
-            replace(one, sequence=one.sequence.with_columns(kl_penalties=None, turn_rewards=None))
-            for one in group.completions
-        ],
-    )
+def _without(group: Group, *columns: str) -> Group:
+    """The group without columns of its sequences."""
+    nothing = dict.fromkeys(columns)
+    completions = [
+        replace(one, sequence=one.sequence.with_columns(**nothing)) for one in group.completions
+    ]
+    return replace(group, completions=completions)
 
 
 def _spread(sequence: TokenSequence, by_turn: Sequence[Columns | None]) -> Columns | None:

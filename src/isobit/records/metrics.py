@@ -119,7 +119,8 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "time, no code), once for each reward that counted it",
                "near 0; a rise means that the policy looks for gaps in the grader", "sum"),
         Metric("reward/level_groups", "groups",
-               "zero-variance groups: no two valid rewards differ; excluded ones do not count",
+               "zero-variance groups: no two valid rewards differ, with those of turns; excluded "
+               "ones do not count",
                "well below `prompts_per_step`", "sum"),
         Metric("reward/level_share", "share", "their share of the step's groups",
                "below 0.5; else the data is too easy or too hard", chart="Zero-variance groups"),

@@ -182,7 +182,7 @@ class Judge:
 
     def is_level(self, group: Group) -> bool:
         """Whether a group of ``counted`` teaches nothing."""
-        return is_level(group, self.config.turn_gamma)
+        return is_level(group, self.config.turn_gamma if self.config.credit == "turn" else None)
 
     def telling(self, groups: Sequence[Group]) -> list[bool]:
         """Whether the rewards of each graded group give any completion that is learnt from an
