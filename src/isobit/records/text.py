@@ -155,7 +155,7 @@ class Episode:
     failure: str = ""
     """The kind of the environment's failure, where there was one."""
     reward: float | None = None
-    """By the environment's own ``get_reward``."""
+    """By the environment's own ``get_reward``; those of turns are in the sequence."""
     seconds: float = 0.0
     """Of all calls."""
 
