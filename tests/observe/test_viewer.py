@@ -74,6 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
             {"role": "assistant", "content": f'{EVIL}<tool_call>{{"name": "add"}}</tool_call>'},
             {"role": "tool", "content": "the total is 7"},
         ],
+        "turn_rewards": [-0.25],
         "group_rewards": [one + 2.0 for one in samples[-1]["group_rewards"]],
     }
     write(folder / "other" / "completions.jsonl", samples)
@@ -346,6 +347,8 @@ def test_the_page_in_chromium_wide_and_narrow_light_and_dark(runs: Path, tmp_pat
         assert "<img src=x" in page.run("document.querySelector('.turn').innerText")
         assert "[U+202E]" in page.run("document.querySelector('.turn').innerText")
         assert page.run("document.images.length") == 0
+        title = page.run("document.querySelector('.turn b').textContent")
+        assert title == "turn 1, the model, reward \u22120.25"
         page.run("document.querySelector('.tokens .t').focus()")
         page.press("ArrowRight")
         assert page.run("document.activeElement === document.querySelectorAll('.tokens .t')[1]")
