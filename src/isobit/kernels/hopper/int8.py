@@ -142,6 +142,8 @@ def _gemm_kernel(
     x_place = (row % m).to(tl.int64) * k  # rows beyond the matrix repeat others, not stored
     w_place = (column % n).to(tl.int64) * k
     if SWAPS:
+        x_scale = tl.load(X_SCALE + row % m)  # behind the loop they would be waited for
+        w_scale = tl.load(W_SCALE + column % n)
         left, right = W + w_place[:, None] + depth[None, :], X + x_place[None, :] + depth[:, None]
         sums = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
     else:
@@ -165,8 +167,9 @@ def _gemm_kernel(
     if SPLITS > 1:
         tl.store(place + tl.program_id(1).to(tl.int64) * m * n, sums, mask=inside)
     else:
-        x_scale = tl.load(X_SCALE + row % m)
-        w_scale = tl.load(W_SCALE + column % n)
+        if not SWAPS:
+            x_scale = tl.load(X_SCALE + row % m)
+            w_scale = tl.load(W_SCALE + column % n)
         tl.store(place, _scaled(sums, x_scale[:, None], w_scale[None, :]), mask=inside)
 
 
@@ -191,6 +194,8 @@ def _dots_kernel(
     depth = tl.arange(0, WIDTH)[None, None, :]
     w_place = W + (row % n).to(tl.int64)[:, None, None] * K + depth
     x_place = X + (token % m)[None, :, None] * K + depth
+    x_scale = tl.load(X_SCALE + token % m)  # behind the loop they would be waited for
+    w_scale = tl.load(W_SCALE + row % n)
     sums = tl.zeros([ROWS, BLOCK_M, WIDTH // 4], tl.int32)
     for first in range(0, K, WIDTH):
         if K % WIDTH:
@@ -206,8 +211,6 @@ def _dots_kernel(
         x11, x12 = tl.split(x1)
         x21, x22 = tl.split(x2)
         sums = _dot4(w22, x22, _dot4(w21, x21, _dot4(w12, x12, _dot4(w11, x11, sums))))
-    x_scale = tl.load(X_SCALE + token % m)
-    w_scale = tl.load(W_SCALE + row % n)
     made = _scaled(tl.sum(sums, 2), x_scale[None, :], w_scale[:, None])
     place = OUT + token[None, :].to(tl.int64) * out_row + row[:, None]
     tl.store(place, made, mask=(row < n)[:, None] & (token < m)[None, :])
