@@ -43,7 +43,7 @@ import torch
 
 from experiments.proof.figures import after, before, by_arm, differing, interval, paired
 from experiments.proof.page import accuracy_chart, write_charts
-from experiments.proof.rows import FIGURES, columns_of
+from experiments.proof.rows import FIGURES, steps_of
 from experiments.proof.runs import by_key, parted, words_of
 from isobit.observe.evaluation import wilson_interval
 from isobit.store.directory import whole_lines
@@ -78,9 +78,13 @@ FOLDER_RL: Changes = {
     "training.learning_rate": "3e-5",
     "rollout.max_new_tokens": "96",
 }
+GREEDY: Changes = {"evaluation.temperature": "0.0", "evaluation.max_new_tokens": "256"}
+"""Of answers before and after: room for a model that was not taught how to answer."""
 UNTAUGHT, START = "untaught", "start"
 ANSWERS = "answers.jsonl"
 PERCENT = "{:.1%}"
+KEPT = (*FIGURES, "episode/calls", "episode/results/error", "episode/results/malformed")
+"""Of each step; a step without a tool has none of its episodes."""
 
 
 class OverError(Exception):
@@ -270,9 +274,8 @@ def lines_of(name: str, output: Path) -> Iterator[Line]:
         for line in whole(output / "rewards.jsonl")
         if line["prompts"][0][0].startswith("held_out/")
     ]
-    columns = columns_of(metrics)
-    for place in range(len(columns["step"])):
-        yield {"kind": "step", **who, **{key: column[place] for key, column in columns.items()}}
+    for line in steps_of(metrics):
+        yield {"kind": "step", **who, **{name: line.get(name) for name in ("step", *KEPT)}}
     evaluations = [line for line in metrics if "eval/held_out/accuracy" in line]
     for line, rewards in zip(evaluations, graded, strict=False):  # one may still be written
         yield {"kind": "evaluation", **who, "step": line["step"], "rewards": rewards}
@@ -290,7 +293,7 @@ def answer_all(given: Mapping[str, Any]) -> None:
     import isobit
 
     for name, folder, flow in given["models"]:
-        settings = {**given["settings"], "precision": flow, "evaluation.temperature": "0.0"}
+        settings = {**given["settings"], "precision": flow, **GREEDY}
         config = isobit.load_config(RL, words_of({**settings, "output": "nowhere"}))
         for has_tool in (False,) if name == UNTAUGHT else (True, False):
             tools = {} if has_tool else {"environment": None}
@@ -307,7 +310,7 @@ def runs_of(rows: Path) -> list[Line]:
         lines = whole(path)
         if lines and any(line["kind"] == "evaluation" for line in lines):
             steps = [line for line in lines if line["kind"] == "step"]
-            names = ("step", *FIGURES)
+            names = ("step", *KEPT)
             found.append(
                 {
                     **lines[0],
@@ -413,7 +416,9 @@ def main() -> int:
             until = time.monotonic() + arguments.seconds
             directory: Path = arguments.directory.absolute()
             sizes = arguments.arms, arguments.seeds, arguments.jobs
-            plan = Plan(directory, arguments.model, *sizes, until, by_key(changes))
+            model: str = arguments.model
+            model = model if model == "starter" else str(Path(model).absolute())
+            plan = Plan(directory, model, *sizes, until, by_key(changes))
             try:
                 run(plan)
             except OverError:
