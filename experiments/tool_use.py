@@ -3,7 +3,8 @@ the recipes ``tools_sft.toml`` and ``tools.toml``, for several flows and seeds.
 
     python -m experiments.tool_use run DIR --model starter [--arms fp8 int8] [--seeds 3] [--jobs 1]
         [--seconds S] [-- --KEY VALUE ..]
-    python -m experiments.tool_use table ROWS [--picture docs/pictures/tools.svg]
+    python -m experiments.tool_use table ROWS .. [--page docs/environments.md]
+        [--picture docs/pictures/tool_use.svg]
 
 ``run`` goes through phases, each of which is left out where its result is there:
 
@@ -15,7 +16,7 @@ the recipes ``tools_sft.toml`` and ``tools.toml``, for several flows and seeds.
     after      how what was learnt answers
 
 When the seconds are over, what runs is told to write a checkpoint, and the exit status is 3: the
-same command goes on.  ``DIR/rows`` has what a table and a picture need, while it comes in:
+same command goes on.  ``DIR/rows`` has what tables and picture need, while it comes in:
 
     ARM-SEED.jsonl   ``run``: recipe and machine; ``step``: figures of each; ``evaluation``: the
                      rewards of the held-out problems, sampled at temperature 1
@@ -28,6 +29,7 @@ Keys behind ``--`` change the runs, those that begin with ``sft.`` the fine-tuni
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -41,7 +43,7 @@ from typing import Any
 import tomli_w
 import torch
 
-from experiments.proof.figures import after, before, by_arm, differing, interval, paired
+from experiments.proof.figures import after, before, by_arm, differing, interval
 from experiments.proof.page import accuracy_chart, write_charts
 from experiments.proof.rows import FIGURES, steps_of
 from experiments.proof.runs import by_key, parted, words_of
@@ -83,6 +85,9 @@ GREEDY: Changes = {"evaluation.temperature": "0.0", "evaluation.max_new_tokens":
 UNTAUGHT, START = "untaught", "start"
 ANSWERS = "answers.jsonl"
 PERCENT = "{:.1%}"
+ENDS = slice(5), slice(-5, None)
+BEGIN, END = "<!-- figures: tool_use -->", "<!-- end of figures -->"
+BLOCK = re.compile(f"{BEGIN}(.*?){END}", re.DOTALL)
 KEPT = (*FIGURES, "episode/calls", "episode/results/error", "episode/results/malformed")
 """Of each step; a step without a tool has none of its episodes."""
 
@@ -315,47 +320,45 @@ def runs_of(rows: Path) -> list[Line]:
                 {
                     **lines[0],
                     "task": lines[0]["config"]["model"],
-                    "steps": {name: [one[name] for one in steps] for name in names},
+                    "steps": {name: [one.get(name) for one in steps] for name in names},
                     "evaluations": [line for line in lines if line["kind"] == "evaluation"],
                 }
             )
     return found
 
 
-def table_of(rows: Path) -> Iterator[str]:
-    """Markdown: how the model answered before, and a line for each arm."""
-    runs = by_arm(runs_of(rows))
-    answers = {(one["model"], one["tool"]): one for one in whole(rows / ANSWERS)}
-    yield "| greedy, of the held-out problems | without the tool | with it |"
+def greedy_table(folders: Sequence[Path]) -> Iterator[str]:
+    """Markdown: how each model answers greedily, with the tool and without."""
+    yield "| greedy accuracy | without the tool | with the tool |"
     yield "|---|---:|---:|"
-    for name, text in ((UNTAUGHT, "before the fine-tuning"), (START, "fine-tuned: the start")):
-        yield f"| {text} | {greedy(answers, [name], False)} | {greedy(answers, [name], True)} |"
-    for arm, ours in runs.items():
-        names = [f"{arm}-{run['seed']}" for run in ours]
-        cells = (greedy(answers, names, has_tool) for has_tool in (False, True))
-        yield f"| after `{arm}`, by seed | {' | '.join(cells)} |"
-    yield ""
-    yield "| sampled | seeds | before | after | after, by seed | difference | differing |"
-    yield "|---|---:|---:|---:|---|---:|---:|"
-    for arm, ours in runs.items():
-        first, last = (torch.tensor([of(run) for run in ours]) for of in (before, after))
-        cells = (
-            str(len(ours)),
-            with_interval(first, PERCENT),
-            with_interval(last, PERCENT),
-            ", ".join(f"{fmean(after(run)):.1%}" for run in ours),
-            with_interval(last - first, "{:+.1f}", 100),
-            differing(ours),
-        )
-        yield f"| `{arm}` | {' | '.join(cells)} |"
-    yield ""
-    for arm, ours in runs.items():
-        steps = sorted({len(run["steps"]["step"]) for run in ours})
-        said = f"{arm}: {', '.join(map(str, steps))} steps"
-        difference = None if arm in ("bf16", WITHOUT) else paired(ours, runs.get("bf16", []))
-        if difference is not None:
-            said += f"; minus bf16 {with_interval(difference, '{:+.1f}', 100)} points"
-        yield said
+    for folder in folders:
+        answers = {(one["model"], one["tool"]): one for one in whole(folder / ANSWERS)}
+        kinds = {"as it was": [UNTAUGHT], "fine-tuned: the start": [START]}
+        for arm, runs in by_arm(runs_of(folder)).items():
+            kinds[f"after `{arm}`"] = [f"{arm}-{run['seed']}" for run in runs]
+        for text, names in kinds.items():
+            cells = (greedy(answers, names, has_tool) for has_tool in (False, True))
+            yield f"| {folder.name}, {text} | {' | '.join(cells)} |"
+
+
+def learning_table(folders: Sequence[Path]) -> Iterator[str]:
+    """Markdown: a line for each arm, of answers as they are sampled in training."""
+    columns = "steps", "before", "after", "by seed", "points", "calls an episode", "differing"
+    yield f"| sampled | {' | '.join(columns)} |"
+    yield f"|---|{'---:|' * len(columns)}"
+    for folder in folders:
+        for arm, runs in by_arm(runs_of(folder)).items():
+            first, last = (torch.tensor([of(run) for run in runs]) for of in (before, after))
+            cells = (
+                ", ".join(map(str, sorted({len(run["steps"]["step"]) for run in runs}))),
+                with_interval(first, PERCENT),
+                with_interval(last, PERCENT),
+                ", ".join(f"{fmean(after(run)):.1%}" for run in runs),
+                with_interval(last - first, "{:+.1f}", 100),
+                calls(runs),
+                differing(runs),
+            )
+            yield f"| {folder.name}, `{arm}` | {' | '.join(cells)} |"
 
 
 def greedy(answers: Mapping[tuple[str, bool], Line], names: Iterable[str], has_tool: bool) -> str:
@@ -365,6 +368,13 @@ def greedy(answers: Mapping[tuple[str, bool], Line], names: Iterable[str], has_t
         low, high = found[0]["interval"]
         return f"{found[0]['accuracy']:.1%} [{low:.1%}, {high:.1%}] of {found[0]['problems']}"
     return ", ".join(f"{one['accuracy']:.1%}" for one in found) or "-"
+
+
+def calls(runs: Iterable[Line]) -> str:
+    """The mean number of calls in an episode, of the first and the last steps."""
+    found = [run["steps"]["episode/calls"] for run in runs]
+    ends = [[one or 0.0 for column in found for one in column[part]] for part in ENDS]
+    return " to ".join(f"{fmean(some):.2f}" if some else "-" for some in ends)
 
 
 def with_interval(values: torch.Tensor, form: str, unit: float = 1.0) -> str:
@@ -379,16 +389,34 @@ def with_interval(values: torch.Tensor, form: str, unit: float = 1.0) -> str:
     return f"{form} [{form}, {form}]".format(*(unit * one for one in (mean, low, high)))
 
 
-def report(rows: Path, picture: Path | None) -> None:
-    """Print the tables of a folder of rows, and draw the picture where one is wanted."""
-    runs = runs_of(rows)
-    if not runs:
-        raise SystemExit(f"no run in {rows}: name the folder that has ARM-SEED.jsonl, DIR/rows")
+def report(folders: Sequence[Path], picture: Path | None, page: Path | None) -> None:
+    """Print the tables of folders of rows, whose names are those of the models; draw the picture,
+    and put the tables into a page, where wanted.
+    """
+    for folder in folders:
+        if not runs_of(folder):
+            raise SystemExit(f"no run in {folder}: name the folder that has ARM-SEED.jsonl")
     torch.set_num_threads(1)
-    print("\n".join(table_of(rows)))
-    chart = accuracy_chart(runs, [arm for arm in ARMS if arm in by_arm(runs)])
-    if picture is not None and chart is not None:
-        print(write_charts([("products", chart)], picture))
+    text = "\n".join([*greedy_table(folders), "", *learning_table(folders)])
+    print(text)
+    if page is not None:
+        said = page.read_text(encoding="utf-8")
+        page.write_text(with_tables(said, text), encoding="utf-8")
+    if picture is not None:
+        charts = [
+            (folder.name, chart)
+            for folder in folders
+            if (chart := accuracy_chart(runs_of(folder), list(ARMS))) is not None
+        ]
+        print(write_charts(charts, picture))
+
+
+def with_tables(page: str, tables: str) -> str:
+    """The page with these tables between its marks.  Raises ValueError for one without marks."""
+    parts = BLOCK.split(page)
+    if len(parts) != 3:
+        raise ValueError(f"the page has no block {BEGIN} .. {END}, where the tables belong")
+    return f"{parts[0]}{BEGIN}\n\n{tables}\n\n{END}{parts[2]}"
 
 
 def main() -> int:
@@ -404,14 +432,15 @@ def main() -> int:
     command.add_argument("--seconds", type=float, default=float("inf"))
     commands.add_parser("answer").add_argument("given", type=json.loads)
     table = commands.add_parser("table")
-    table.add_argument("rows", type=Path)
+    table.add_argument("rows", type=Path, nargs="+")
     table.add_argument("--picture", type=Path)
+    table.add_argument("--page", type=Path)
     arguments = parser.parse_args(words)
     match arguments.command:
         case "answer":
             answer_all(arguments.given)
         case "table":
-            report(arguments.rows, arguments.picture)
+            report(arguments.rows, arguments.picture, arguments.page)
         case _:
             until = time.monotonic() + arguments.seconds
             directory: Path = arguments.directory.absolute()
