@@ -30,6 +30,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -397,18 +398,17 @@ def report(folders: Sequence[Path], picture: Path | None, page: Path | None) -> 
         if not runs_of(folder):
             raise SystemExit(f"no run in {folder}: name the folder that has ARM-SEED.jsonl")
     torch.set_num_threads(1)
-    text = "\n".join([*greedy_table(folders), "", *learning_table(folders)])
-    print(text)
-    if page is not None:
-        said = page.read_text(encoding="utf-8")
-        page.write_text(with_tables(said, text), encoding="utf-8")
+    tables = "\n".join([*greedy_table(folders), "", *learning_table(folders)])
+    print(tables)
     if picture is not None:
-        charts = [
-            (folder.name, chart)
-            for folder in folders
-            if (chart := accuracy_chart(runs_of(folder), list(ARMS))) is not None
-        ]
-        print(write_charts(charts, picture))
+        charts = [(folder.name, accuracy_chart(runs_of(folder), ARMS)) for folder in folders]
+        print(write_charts([(name, one) for name, one in charts if one is not None], picture))
+    if page is not None:
+        if picture is not None:
+            place = os.path.relpath(picture, page.parent)
+            tables += f"\n\n![Held-out accuracy over the steps, arm by arm]({place})"
+        said = page.read_text(encoding="utf-8")
+        page.write_text(with_tables(said, tables), encoding="utf-8")
 
 
 def with_tables(page: str, tables: str) -> str:
@@ -447,6 +447,7 @@ def main() -> int:
             sizes = arguments.arms, arguments.seeds, arguments.jobs
             model: str = arguments.model
             model = model if model == "starter" else str(Path(model).absolute())
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))  # runs end with this process
             plan = Plan(directory, model, *sizes, until, by_key(changes))
             try:
                 run(plan)
