@@ -46,7 +46,7 @@ import torch
 
 from experiments.proof.figures import after, before, by_arm, differing, interval
 from experiments.proof.page import accuracy_chart, write_charts
-from experiments.proof.rows import FIGURES, steps_of
+from experiments.proof.rows import FIGURES, Row, steps_of
 from experiments.proof.runs import by_key, parted, words_of
 from isobit.observe.evaluation import wilson_interval
 from isobit.store.directory import whole_lines
@@ -129,6 +129,9 @@ class Plan:
             return self.model
         return str(self.directory / (name if name == START else f"runs/{name}") / "model")
 
+    def is_made(self, name: str) -> bool:
+        return Path(self.folder(name), "config.json").exists()
+
     def settings(self, arm: str) -> dict[str, str]:
         """What the runs of an arm change in the recipe, but for seed and output."""
         data = self.directory / "data"
@@ -151,26 +154,31 @@ def run(plan: Plan) -> None:
         words = [] if plan.is_starter else ["--chat"]
         script = str(ROOT / "recipes" / "tools.py")
         finish(plan, {"problems": [script, str(plan.directory / "data"), *words]})
-    if not Path(plan.folder(START), "config.json").exists():
+    if not plan.is_made(START):
         finish(plan, {START: start_command(plan)})
     answer(plan, "before", {UNTAUGHT: "bf16", START: "bf16"})
-    left = [name for name in plan.names if not Path(plan.folder(name), "config.json").exists()]
-    finish(plan, {name: run_command(plan, name) for name in left})
-    learnt = {name: ARMS[name.rpartition("-")[0]]["precision"] for name in plan.names}
-    answer(plan, "after", learnt)
+    left = [name for name in plan.names if not plan.is_made(name)]
+    failure = None
+    try:
+        finish(plan, {name: run_command(plan, name) for name in left})
+    except RuntimeError as error:  # the others answer nevertheless
+        failure = error
+    made = [name for name in plan.names if plan.is_made(name)]
+    answer(plan, "after", {name: ARMS[name.rpartition("-")[0]]["precision"] for name in made})
+    if failure is not None:
+        raise failure
 
 
 def answer(plan: Plan, phase: str, models: Changes) -> None:
-    """Have each of ``models`` (name -> flow) answer that has not."""
+    """Have each of ``models`` (name -> flow) answer that has not, in ``jobs`` processes."""
     known = {one["model"] for one in whole(plan.rows / ANSWERS) if not one["tool"]}
-    left = {name: flow for name, flow in models.items() if name not in known}
-    if left:
-        given = {
-            "models": [[name, plan.folder(name), flow] for name, flow in left.items()],
-            "settings": plan.settings(plan.arms[0]),
-            "out": str(plan.rows / ANSWERS),
-        }
-        finish(plan, {phase: ["-m", "experiments.tool_use", "answer", json.dumps(given)]})
+    left = [[name, plan.folder(name), flow] for name, flow in models.items() if name not in known]
+    given = {"settings": plan.settings(plan.arms[0]), "out": str(plan.rows / ANSWERS)}
+    commands: dict[str, list[str]] = {}
+    for place in range(min(plan.jobs, len(left))):
+        words = json.dumps({**given, "models": left[place :: plan.jobs]})
+        commands[f"{phase}-{place}"] = ["-m", "experiments.tool_use", "answer", words]
+    finish(plan, commands)
 
 
 def start_command(plan: Plan) -> list[str]:
@@ -371,7 +379,7 @@ def greedy(answers: Mapping[tuple[str, bool], Line], names: Iterable[str], has_t
     return ", ".join(f"{one['accuracy']:.1%}" for one in found) or "-"
 
 
-def calls(runs: Iterable[Line]) -> str:
+def calls(runs: Iterable[Row]) -> str:
     """The mean number of calls in an episode, of the first and the last steps."""
     found = [run["steps"]["episode/calls"] for run in runs]
     ends = [[one or 0.0 for column in found for one in column[part]] for part in ENDS]

@@ -130,25 +130,36 @@ def test_the_recipes_take_what_each_arm_changes(tmp_path: Path, model: str) -> N
         assert config.model == str(tmp_path / "start" / "model")
 
 
-def test_only_what_is_missing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_missing_is_made_and_a_failed_run_keeps_no_other_from_answering(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(tmp_path)
     asked: list[list[str]] = []
+    fails = "without-tool-1"
 
     def finish(_: Plan, commands: Mapping[str, Sequence[str]]) -> None:
         asked.append(list(commands))
+        for name in commands:
+            output = {"problems": "data/held_out.jsonl", "start": "start/model/config.json"}
+            made = tmp_path / output.get(name, f"runs/{name}/model/config.json")
+            if name != fails:
+                made.parent.mkdir(parents=True, exist_ok=True)
+                made.touch()
+        if fails in commands:
+            raise RuntimeError(f"{fails} failed")
 
     monkeypatch.setattr(tool_use, "finish", finish)
-    plan = plan_of(tmp_path)
-    tool_use.run(plan)
-    runs = ["fp8-0", "without-tool-0", "fp8-1", "without-tool-1"]
-    assert asked == [["problems"], ["start"], ["before"], runs, ["after"]]
+    with pytest.raises(RuntimeError, match="without-tool-1 failed"):
+        tool_use.run(plan)
+    runs = ["fp8-0", "without-tool-0", "fp8-1", fails]
+    answers = [["before-0", "before-1"], runs, ["after-0", "after-1"]]
+    assert asked == [["problems"], ["start"], *answers]
     asked.clear()
-    for made in ("data/held_out.jsonl", "start/model/config.json", "runs/fp8-0/model/config.json"):
-        (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / made).touch()
-    answers = [{"model": name, "tool": False} for name in ("untaught", "start", "fp8-0")]
-    TOOLS["write_rows"](tmp_path / "rows" / "answers.jsonl", answers)
-    tool_use.run(plan)
-    assert asked == [runs[1:], ["after"]]
+    known = [{"model": name, "tool": False} for name in ("untaught", "start", "fp8-0", "fp8-1")]
+    TOOLS["write_rows"](tmp_path / "rows" / "answers.jsonl", known)
+    with pytest.raises(RuntimeError, match="without-tool-1 failed"):
+        tool_use.run(plan)
+    assert asked == [[], [fails], ["after-0"]]
 
 
 def test_what_runs_ends_with_the_seconds_and_a_failure_is_told(tmp_path: Path) -> None:
