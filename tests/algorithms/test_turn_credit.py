@@ -171,6 +171,15 @@ def test_a_discount_counts_turns_behind_and_no_tokens() -> None:
     assert rows == [[0.0, 0.25, 0.25, 0.25, 0.0, 0.0, 0.5], [0.0, -0.25]]
 
 
+def test_equal_returns_are_exactly_level_in_whatever_order_rewards_came() -> None:
+    orders = [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1)]
+    turns: list[list[Turn]] = [[(1, reward, 0.0) for reward in order] for order in orders]
+    groups = groups_of([[(one, 0.0) for one in turns]])
+    for rows in tokens_of(groups, by_turn(GrpoConfig(), groups, 1.0))[0]:
+        assert rows[1] == 0.0
+        assert 0.0 not in (rows[4], rows[7])
+
+
 @settings(max_examples=20)
 @given(played=STEPS, seed=st.randoms(use_true_random=False))
 def test_the_order_of_a_group_does_not_matter(played: Played, seed: Any) -> None:

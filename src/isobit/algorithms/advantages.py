@@ -214,15 +214,20 @@ def _returns_of(group: Group, gamma: float) -> list[list[float] | None]:
 
 
 def _returns(sequence: TokenSequence, reward: float, gamma: float) -> list[float]:
-    """R_1 .. R_n of n turns, at least one."""
-    kl, turns, end = _penalties(sequence), _turn_rewards(sequence), sequence.response_length
-    following, found = reward, list[float]()
-    for length in reversed(sequence.turn_lengths or [0]):
-        span = slice(end - length, end)
-        following += math.fsum(turns[span]) - math.fsum(kl[span])
-        found.append(following)
-        following, end = gamma * following, end - length
-    return found[::-1]
+    """R_1 .. R_n of n turns, at least one.  Each sum is rounded once, so that the order of rewards
+    does not matter where nothing is discounted.
+    """
+    kl, turns, begin = _penalties(sequence), _turn_rewards(sequence), 0
+    rewards = list[float]()
+    for length in sequence.turn_lengths or [0]:
+        span = slice(begin, begin + length)
+        rewards.append(math.fsum(turns[span]) - math.fsum(kl[span]))
+        begin += length
+    rewards[-1] += reward
+    return [
+        math.fsum(gamma**later * one for later, one in enumerate(rewards[turn:]))
+        for turn in range(len(rewards))
+    ]
 
 
 def _at(returns: Sequence[float] | None, turn: int) -> float | None:
