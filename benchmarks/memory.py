@@ -199,11 +199,17 @@ def speed_rows() -> list[Row]:
     from. Rollouts in which sequences were preempted are left out.
     """
     rows: list[Row] = []
-    for folder in ("training", "experts"):
-        for path in sorted((RESULTS / folder).glob("native-*.jsonl")):
+    for folder in ("training", "experts", "int8/training"):
+        modes = "int8" if folder.startswith("int8") else ""
+        for path in sorted((RESULTS / folder).glob(f"native-{modes}*.jsonl")):
             for source, row in _lines(path):
                 rows += _speeds(source, row)
-    for pattern in ("rollout/native-*", "reward_model/reward-model-*", "parallel/ranks-*"):
+    for pattern in (
+        "rollout/native-*",
+        "int8/rollout/native-int8-qwen*",
+        "reward_model/reward-model-*",
+        "parallel/ranks-*",
+    ):
         for path in sorted(RESULTS.glob(f"{pattern}.jsonl")):
             for source, row in _lines(path):
                 rows += _speeds(source, row)

@@ -343,7 +343,7 @@ def test_memory_and_speed_of_a_gpu_need_no_data(
     found = json.loads(capsys.readouterr().out)
     estimates = {one["name"]: one["estimate"] for one in found["flows"]}
     assert estimates["bf16"]["generated_tokens_per_s"] > 0
-    assert estimates["int8"] is None, "speed.json has no rows of it"
+    assert 0 < estimates["int8"]["trained_tokens_per_s"] < estimates["fp8"]["trained_tokens_per_s"]
     assert found["recommended"] is None
 
 

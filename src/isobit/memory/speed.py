@@ -4,7 +4,7 @@
 taken from and the card that it was measured on; ``python -m benchmarks.memory speed`` writes it.
 A duration is taken to be a sum over what a phase does,
 
-    products        operations of matrix products, by format (INT8 counts as FP8)
+    products        operations of matrix products, by format
     attention       operations over the keys, by format
     routed          elements that are sent to experts
     bytes           weights and keys that a decode step reads
@@ -13,17 +13,19 @@ A duration is taken to be a sum over what a phase does,
 
 and the seconds that each of these takes are the ones that fit the rows best. Decode steps, forwards
 without a backward (prompts, and models that only score) and forwards with a backward have
-coefficients of their own. Whole steps of reinforcement learning, which nothing is fitted to, say
+coefficients of their own.  INT8 counts as FP8, times what its own rows took longer: they are too few
+for coefficients of their own.  Whole steps of reinforcement learning, which nothing is fitted to, say
 how far an estimate is off (``MeasuredSpeed.error``).
 """
 
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -214,13 +216,24 @@ class Rates:
     seconds: Work
     error: float
     """The largest deviation from a row that was fitted, as a share of its time."""
+    int8: float = 1.0
+    """How much longer the rows in INT8 took, on average, than as much work in FP8."""
 
-    def time(self, work: Work) -> float:
-        return sum(self.seconds.get(name, 0.0) * size for name, size in work.items())
+    def time(self, work: Work, shape: SpeedShape) -> float:
+        taken = sum(self.seconds.get(name, 0.0) * size for name, size in work.items())
+        return taken * self.int8 if shape.has_int8 else taken
 
 
-def _fit(rows: Sequence[tuple[Work, float]]) -> Rates:
-    """The rates, none below 0, with the least squares of the relative errors."""
+def _fit(rows: Sequence[tuple[SpeedShape, Work, float]]) -> Rates:
+    """The rates, none below 0, with the least squares of the relative errors; INT8's factor is what
+    they leave of its rows.
+    """
+    rates = _fitted([(work, taken) for shape, work, taken in rows if not shape.has_int8])
+    int8 = [taken / rates.time(work, shape) for shape, work, taken in rows if shape.has_int8]
+    return replace(rates, int8=fmean(int8)) if int8 else rates
+
+
+def _fitted(rows: Sequence[tuple[Work, float]]) -> Rates:
     names = sorted({name for work, _ in rows for name, size in work.items() if size})
     table = torch.tensor(
         [[work.get(name, 0.0) / taken for name in names] for work, taken in rows],
@@ -265,7 +278,9 @@ def measured_speed() -> MeasuredSpeed:
         rows.setdefault(row["phase"], []).append(row)
 
     def fit(phase: str, work: Callable[[Row, SpeedShape], tuple[Work, float]]) -> Rates:
-        return _fit([work(row, SpeedShape.named(row["shape"], row["mode"])) for row in rows[phase]])
+        shapes = [SpeedShape.named(row["shape"], row["mode"]) for row in rows[phase]]
+        pairs = zip(shapes, rows[phase], strict=True)
+        return _fit([(shape, *work(row, shape)) for shape, row in pairs])
 
     forward = fit("forward", lambda row, shape: (_forward_of(row, shape), row["seconds"]))
     ranks = {row["ranks"]: row["seconds"] for row in rows["round"]}
@@ -302,7 +317,7 @@ def _decode_of(row: Row, shape: SpeedShape, forward: Rates) -> tuple[Work, float
     count, prompt, new = row["requests"], row["prompt_tokens"], row["new_tokens"]
     prompts = forward_work(shape, shape.flow.rollout, count * prompt, prompt, count)
     decoding = Decoding.of(count, prompt, new, count, float("inf"))
-    return decoding.work(shape), row["seconds"] - forward.time(prompts)
+    return decoding.work(shape), row["seconds"] - forward.time(prompts, shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,7 +361,7 @@ class StepTime:
     generated: int
     trained: float
     has_int8: bool = False
-    """Whether some of the work is in INT8, which is taken to be as fast as FP8."""
+    """Whether some of the work is in INT8."""
 
     @property
     def total(self) -> float:
@@ -386,16 +401,17 @@ def estimate_step(work: StepWork) -> StepTime:
         decoding = Decoding.of(
             sequences, work.prompt_tokens, work.new_tokens, work.most_at_once, work.cached_tokens
         )
-        rollout = speed.forward.time(prompts) + speed.decode.time(decoding.work(shape))
+        rollout = speed.forward.time(prompts, shape)
+        rollout += speed.decode.time(decoding.work(shape), shape)
     tokens = work.sequences * work.length
     own_tokens = tokens / work.trainers
     passes = training_work(shape, own_tokens * work.epochs, work.length, work.recompute)
-    training = speed.training.time(passes) / (1 - work.idle)
+    training = speed.training.time(passes, shape) / (1 - work.idle)
     if work.trainers > 1:
         training *= speed.rank_factor
     scoring = sum(
         speed.forward.time(
-            forward_work(one, one.flow.training, own_tokens, work.length, own_tokens)
+            forward_work(one, one.flow.training, own_tokens, work.length, own_tokens), one
         )
         for one in work.scored
     )
@@ -426,7 +442,9 @@ def describe_step(step: StepTime, steps: int | None, card: str, processes: int) 
         f"{speed.error:.0%}"
     ]
     if step.has_int8:
-        notes.append("with INT8 as fast as FP8, since no row is of INT8")
+        longer = {"decode": speed.decode, "forward": speed.forward, "training": speed.training}
+        factors = ", ".join(f"{rates.int8:.2f} ({phase})" for phase, rates in longer.items())
+        notes.append(f"INT8 as FP8 times {factors}, by few rows of one shape")
     if card.lower() not in speed.card.lower():
         notes.append(f"no row is of a card like this one ({card}), whose bandwidth may be another")
     if processes > speed.ranks:

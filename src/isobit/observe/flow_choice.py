@@ -311,8 +311,6 @@ def describe_comparison(found: Comparison) -> list[str]:
     lines += [f"{one.name} was not measured: {one.problem}" for one in found.flows if one.problem]
     if found.card:
         lines.append(f"{found.card}: estimated, for {found.estimated_for}")
-    if any(found.card and not one.estimate for one in found.flows):
-        lines.append("no INT8 speed of a GPU has been measured to estimate from")
     crests = [describe_crests(one.crests, one.crest_tokens) for one in found.flows if one.crests]
     choice = recommend(found)
     return [*lines, *([""] if choice else []), *crests, *([choice.sentence] if choice else [])]

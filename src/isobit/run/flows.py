@@ -378,9 +378,7 @@ def _step(config: RunConfig, shape: SpeedShape, prompt: float) -> StepWork:
 
 
 def _estimated(one: FlowFigures, step: StepWork, card: Card) -> FlowFigures:
-    """With the estimate of ``isobit.memory.speed``, whose rows have no INT8."""
-    if any(site.forward == "int8" for site in one.flow.rollout.sites):
-        return one
+    """With the estimate of ``isobit.memory.speed``."""
     left = card.total - RESERVE - one.weight_bytes
     if left < one.kv_bytes * step.length:
         raise ConfigError(
