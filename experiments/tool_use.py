@@ -280,7 +280,9 @@ def lines_of(name: str, output: Path) -> Iterator[Line]:
     described = json.loads((output / "run.json").read_text(encoding="utf-8"))
     arm, _, seed = name.rpartition("-")
     who = {"arm": arm, "seed": int(seed)}
-    parts = {part: described.get(part) for part in ("config", "device", "versions", "bits")}
+    parts = {
+        part: described.get(part) for part in ("config", "inputs", "device", "versions", "bits")
+    }
     yield {"kind": "run", **who, **parts}
     metrics = whole(output / "metrics.jsonl")
     graded = [

@@ -8,8 +8,8 @@ and the reward, for ``tools_sft.toml`` and ``tools.toml``.
     held_out.jsonl      problems of the evaluation
 
 No problem stands in two files.  Transcripts are imperfect, so that reinforcement learning has
-something to find out: half of them answer at once, with a guess near the product, and a quarter
-of the calls have a wrong digit.  With ``--chat`` a conversation is a list of messages, for a model
+something to find out: two thirds answer at once, with a guess near the product, and a quarter of
+the calls have a wrong digit.  With ``--chat`` a conversation is a list of messages, for a model
 with a chat template; otherwise it is text with the control token of the starter's tokenizer.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from isobit.records.text import Completion, Prompt
 
-GUESSED, MISCOPIED = 1 / 2, 1 / 4
+GUESSED, MISCOPIED = 2 / 3, 1 / 4
 """Shares of the transcripts without a call, and of the calls with a wrong digit."""
 OFF = 0.1
 """The largest relative error of a guess."""
@@ -57,7 +57,8 @@ def conversation(factors: Factors, random: Random) -> list[str]:
     """What is said in turns, the user's or the tool's first, the model's second."""
     product = factors[0] * factors[1]
     if random.random() < GUESSED:
-        return [question(factors), str(round(product * random.uniform(1 - OFF, 1 + OFF)))]
+        guess = round(product * random.uniform(1 - OFF, 1 + OFF))
+        return [question(factors), f"About {guess}"]
     first, second = miscopied(factors, random) if random.random() < MISCOPIED else factors
     result = str(first * second)
     return [question(factors), f"[multiply({first}, {second})]", f"[{result}]", result]

@@ -35,7 +35,7 @@ CHAT = (
 )
 
 
-def test_problems_stand_in_one_file_each_and_half_of_them_are_guessed(tmp_path: Path) -> None:
+def test_problems_stand_in_one_file_each_and_most_are_guessed(tmp_path: Path) -> None:
     TOOLS["SIZES"].update(transcripts=400, train=100, held_out=50)
     for folder in ("one", "two"):
         TOOLS["write"](tmp_path / folder)
@@ -46,7 +46,7 @@ def test_problems_stand_in_one_file_each_and_half_of_them_are_guessed(tmp_path: 
     every = [*questions, *(row["prompt"] for rows in asked for row in rows)]
     assert len(set(every)) == len(every) == 550
     called = [row for row in shown if row["completion"].startswith("[")]
-    assert 150 < len(called) < 250
+    assert 100 < len(called) < 170
     wrong = [row for row in called if _factors(row["prompt"]) != _factors(row["completion"])]
     assert 0.15 < len(wrong) / len(called) < 0.35
     for row in (row for rows in asked for row in rows):
