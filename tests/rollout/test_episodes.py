@@ -74,9 +74,12 @@ class Told:
     has_reward = False
 
     def __init__(
-        self, say: Callable[[Handle, int], Answer], delay: Callable[[Handle], int]
+        self,
+        say: Callable[[Handle, int], Answer],
+        delay: Callable[[Handle], int],
+        opens: bool = False,
     ) -> None:
-        self._say, self._delay = say, delay
+        self._say, self._delay, self.opens = say, delay, opens
         self._waiting: list[list[Any]] = []
         self.asked: list[tuple[Handle, int]] = []
 
@@ -127,11 +130,12 @@ def play(
     record: AnswerRecord | None = None,
     kind: type[Episodes] = Episodes,
     sizes: dict[str, Any] = SIZES,
+    opens: bool = False,
     **settings: Any,
 ) -> Made:
     config = EnvironmentConfig.model_validate({"class": "a:B", "max_turns": 20, **settings})
     continuation = Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS)
-    told: Any = Told(say, delay)
+    told: Any = Told(say, delay, opens)
     tools = Tools([], "plain", continuation)
     record = record or AnswerRecord(lambda _: None)
     episodes = kind(config, tools, told, record, tokenizer(), CONTEXT)
@@ -228,6 +232,35 @@ def test_an_environment_that_is_slow_does_not_hold_up_other_episodes() -> None:
     episodes.generate(engine, 1, requests(), complete=lambda place, _: ended.append(place))
     assert ended[-1] == 0
     assert sorted(ended) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sizes", [SIZES, TIGHT])
+def test_each_sample_draws_behind_its_own_opening(sizes: dict[str, Any]) -> None:
+    policy, record = policy_of("fp8"), AnswerRecord(lambda _: None)
+
+    def say(key: Handle, turn: int) -> Answer:
+        opening = f" {key.sample}<eos>" * key.sample
+        return said(key, turn) if turn > 1 else Answer(opening=opening or None)
+
+    made, _, told = play(policy, requests(), say, delays(3), record, sizes=sizes, opens=True)
+    for request, group in zip(requests(), made, strict=True):
+        assert len({one.sequence.token_ids.tobytes() for one in group}) == len(group)
+        for sample, one in enumerate(group):
+            opened = request.prompt.text + f" {sample}<eos>" * sample
+            begin = int(np.flatnonzero(one.sequence.loss_mask)[0])
+            text = str(tokenizer().decode(one.sequence.token_ids[:begin]))
+            assert text.removeprefix("<bos>") == opened
+            assert tokenizer().eos_token_id not in one.sequence.token_ids[:begin]
+            assert one.episode is not None
+            assert one.episode.prompt == (opened if sample else "")
+            assert one.sequence.length <= request.max_length(CONTEXT)
+    assert {turns for _, turns in told.asked} == {0, 1}
+    drawn = sequences(made)
+    assert differing(policy, drawn) == (0, sum(one.response_length for one in drawn))
+    lines = AnswerRecord(print, list(record._unwritten))
+    again, _, asked = play(policy, requests(), record=lines, opens=True)
+    assert sequences(again) == drawn
+    assert not asked.asked
 
 
 class Retokenising(Episodes):

@@ -22,15 +22,17 @@ such as one that removes thoughts of earlier turns.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig, ToolFormat
+from isobit.data.prompts import prompts_of_rows
+from isobit.data.sources import row_of
 from isobit.data.tokenizer import mentions, quoted, quoted_values, rendered, token_ids, unmarked
-from isobit.records.text import Message
-from isobit.util.errors import ConfigError
+from isobit.records.text import VARIABLES_COLUMN, Message, Prompt, as_messages
+from isobit.util.errors import ConfigError, DataError
 
 MOST_CALLS = 16
 """Calls in a turn; those beyond are answered with an error."""
@@ -315,6 +317,29 @@ class Continuation:
             text = quoted("".join(f"[{result}]" for result in results), self._tokenizer)
         ids = self._behind(stop, text)
         return ids if ended in self._stops else [*token_ids([stop], self._tokenizer)[0], *ids]
+
+    def opened(self, prompt: Prompt, opening: str) -> Prompt:
+        """A prompt with text of its environment behind its last message, as TRL puts it there.
+
+        Raises ``DataError`` where that message is not the user's, or cannot be rendered.
+        """
+        place = f"prompt {prompt.id}"
+        content = prompt.text if prompt.content is None else prompt.content
+        if isinstance(content, str):
+            asked: str | list[Message] = content + opening
+        else:
+            *before, last = as_messages(tuple(content))
+            said = last["content"]
+            if last["role"] != "user" or not isinstance(said, str):
+                raise DataError(
+                    f"{place}: the environment has text for the end of the prompt, whose last "
+                    f"message is of {last['role']!r}; end it in text of the user"
+                )
+            asked = [*before, {**last, "content": said + opening}]
+        variables, tools = prompt.row.get(VARIABLES_COLUMN), self._tools or None
+        row = row_of(asked, prompt.row, place, tools=tools, variables=variables)
+        (found,) = prompts_of_rows(prompt.id, [row], self._tokenizer, self._chat)
+        return replace(found, id=prompt.id, content=prompt.content)
 
     def _behind(self, stop: str, text: str) -> list[int]:
         """The tokens of ``text`` behind a stop token, which may decide about its first one."""

@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, Generic, Literal, TypeVar
 
 from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
-from isobit.environments.worker import Call, Start
+from isobit.environments.hosted import Start, Turn
 from isobit.rewards.outcome import LARGEST, Failure, frame
 from isobit.rewards.pool import START_DEADLINE_S, GraderProcess
 from isobit.util.errors import ToolError
@@ -54,6 +54,8 @@ class Answer:
 
     results: tuple[Result, ...] = ()
     """In the order of the calls."""
+    opening: str | None = None
+    """For the prompt, of an episode that is new."""
     reward: float | None = None
     """By ``get_reward``, where it was asked for."""
     failure: Failure | None = None
@@ -91,6 +93,8 @@ class Environments(Generic[Key]):
         self._tools: Sequence[Mapping[str, Any]] | None = None
         self.has_reward = False
         """Whether the class has ``get_reward``; known with ``tools``."""
+        self.opens = False
+        """Whether an episode is asked for its opening before the model draws; likewise."""
         self._open()
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -112,11 +116,11 @@ class Environments(Generic[Key]):
         self,
         key: Key,
         columns: Mapping[str, Any],
-        turns: Sequence[Sequence[Call]],
+        turns: Sequence[Turn],
         wants_reward: bool = False,
     ) -> None:
         """Run the calls of ``turns`` and answer those of the last; ``columns`` are for ``reset`` of
-        an episode that is new.
+        an episode that is new, and without turns nothing else is done.
         """
         if key in self._lost:
             self._failed.append((key, Answer(failure=Failure("crash", self._lost.pop(key)))))
@@ -193,7 +197,7 @@ class Environments(Generic[Key]):
         match message:
             case {"ready": list(tools), **rest}:
                 self._tools, self._is_ready = tools, True
-                self.has_reward = bool(rest.get("has_reward"))
+                self.has_reward, self.opens = bool(rest.get("has_reward")), bool(rest.get("opens"))
             case {"refused": str(text)} | {"failed": "fatal", "message": str(text)}:
                 raise ToolError(text)
             case {"episode": int(number), **content} if number in self._keys:
@@ -239,10 +243,13 @@ def _answer_of(content: Mapping[str, Any]) -> Answer:
     found = [_result_of(one) for one in results] if isinstance(results, list) else [None]
     if None in found:
         return Answer(failure=Failure("flood", "it wrote no answer"), seconds=took)
-    reward = content.get("reward")
+    reward, opening = content.get("reward"), content.get("opening")
     is_number = isinstance(reward, float) and math.isfinite(reward) and abs(reward) <= LARGEST
     return Answer(
-        tuple(one for one in found if one is not None), reward if is_number else None, None, took
+        tuple(one for one in found if one is not None),
+        opening if isinstance(opening, str) else None,
+        reward if is_number else None,
+        seconds=took,
     )
 
 

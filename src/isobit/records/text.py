@@ -149,15 +149,15 @@ class Episode:
     turns: tuple[str, ...]
     """What the model wrote, with special tokens, but for those that ended a turn."""
     results: tuple[tuple[tuple[str, str], ...], ...]
-    """Behind each turn that was answered, for each call its kind (``ok``, ``error``, ``cut``,
-    ``malformed``) and the text that the model was told.
-    """
+    """Behind each turn, for each call its kind (``ResultKind``) and what the model was told."""
     failure: str = ""
     """The kind of the environment's failure, where there was one."""
     reward: float | None = None
     """By the environment's own ``get_reward``."""
     seconds: float = 0.0
     """Of all calls."""
+    prompt: str = ""
+    """As it was rendered, where the environment has said something for it."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any] | None) -> "Episode | None":

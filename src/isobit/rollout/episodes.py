@@ -8,6 +8,10 @@ say.
     here          appends the results as tokens, outside of the loss mask
     engine        takes the sample on again (``admit``) and draws the next turn
 
+An environment may say something before the first turn, such as the text that ``reset`` returns,
+which stands in the prompt.  Each sample then has a prompt of its own; what was added counts in the
+length limit as results do.
+
 An episode is one sequence.  What was drawn is never decoded and encoded again: the text of a turn
 is only read.  While its tools run, an episode holds no pages of the KV cache; its K and V are
 computed again when it goes on, as after a preemption, with the bits that they had.  The noise is
@@ -27,7 +31,7 @@ What an environment says is recorded, so that a step can be done again without a
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -42,8 +46,8 @@ from isobit.data.tool_calls import (
     parse_tool_calls,
     tool_format,
 )
+from isobit.environments.hosted import Call, Turn
 from isobit.environments.pool import Answer, Environments, Result
-from isobit.environments.worker import Call
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason
 from isobit.rewards.outcome import Failure
@@ -146,16 +150,20 @@ class _Open:
 
     request: Request
     sequence: TokenSequence
+    is_opening: bool
+    """Whether the environment has yet to say what it has for the prompt."""
+    prompt: str = ""
+    """As the environment has changed it."""
     finish_reason: FinishReason = "stop"
     """Of the last turn; once the environment is asked for its reward, of the episode."""
     text: str = ""
     turns: list[str] = field(default_factory=list)
     parsed: list[Parsed] = field(default_factory=list)
     """Of the last turn."""
-    calls: list[list[Call]] = field(default_factory=list)
-    """Of all turns, those that can be run."""
+    said: list[Turn] = field(default_factory=list)
+    """All turns, with the calls that can be run."""
     sent: int = 0
-    """Turns whose calls the episode's process has been given."""
+    """Those that the episode's process has been given."""
     results: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
     failure: str = ""
     reward: float | None = None
@@ -205,14 +213,17 @@ class Episodes:
         engine.take_weights()
         self._answers.begin(weights_version, [(one.prompt.id, one.visit) for one in requests])
         began, periods = perf_counter(), _Periods(engine)
-        handles = engine.submit(requests)
+        opens = self._environments.opens
+        handles = _handles(engine, requests) if opens else engine.submit(requests)
         periods.note()
         for request, group in zip(requests, handles, strict=True):
             prompt = TokenSequence.of_answer(request.prompt.token_ids, ())
-            self._open.update((handle, _Open(request, prompt)) for handle in group)
+            self._open.update((handle, _Open(request, prompt, opens)) for handle in group)
         waiting = dict(enumerate(handles))
         total = len(self._open)
         try:
+            for handle in self._open if opens else ():
+                self._ask(handle)
             while self._open:
                 for event in engine.step():
                     if event.completion is not None:
@@ -302,7 +313,8 @@ class Episodes:
             self._finish(handle, "turns")
         else:
             calls = [one for one in episode.parsed if not isinstance(one, MalformedCall)]
-            episode.calls.append([Call(one.name, one.positional, one.arguments) for one in calls])
+            runs = [Call(one.name, one.positional, one.arguments) for one in calls]
+            episode.said.append(Turn(runs))
             if calls:
                 self._ask(handle)
             else:
@@ -318,7 +330,7 @@ class Episodes:
             self._answers.keep(self._key(handle), recorded)
             self._answered_at_once.append((handle, _answer_of(recorded)))
             return
-        turns, episode.sent = episode.calls[episode.sent :], len(episode.calls)
+        turns, episode.sent = episode.said[episode.sent :], len(episode.said)
         self._environments.ask(handle, episode.request.prompt.row, turns, wants_reward)
 
     def _go_on(self, engine: RolloutEngine, handle: Handle, answer: Answer) -> None:
@@ -332,6 +344,9 @@ class Episodes:
         if answer.failure is not None:
             episode.failure = answer.failure.kind
             self._finish(handle, "time" if answer.failure.kind == "deadline" else "failed")
+            return
+        if episode.is_opening:
+            self._begin(engine, handle, answer.opening)
             return
         results = self._told(episode.parsed, answer.results)
         if results is None:
@@ -347,7 +362,31 @@ class Episodes:
             self._finish(handle, "length")
             return
         episode.sequence = sequence
-        engine.admit([episode.request], {handle: Completion(sequence, "", "aborted")})
+        self._draw(engine, handle)
+
+    def _begin(self, engine: RolloutEngine, handle: Handle, opening: str | None) -> None:
+        """Draw the first turn, behind the prompt with what the environment has said for it."""
+        episode = self._open[handle]
+        episode.is_opening = False
+        request = episode.request
+        if opening:
+            text = self._fitted(Result("ok", opening)).text
+            prompt = self._tools.continuation.opened(request.prompt, text)
+            episode.prompt = prompt.text
+            left = request.max_length(self._context) - len(prompt.token_ids)
+            if left <= 0:
+                self._finish(handle, "length")
+                return
+            sampling = replace(request.sampling, max_new_tokens=left)
+            episode.request = replace(request, prompt=prompt, sampling=sampling)
+            episode.sequence = TokenSequence.of_answer(prompt.token_ids, ())
+        self._draw(engine, handle)
+
+    def _draw(self, engine: RolloutEngine, handle: Handle) -> None:
+        """The next turn, behind what the sequence has."""
+        episode = self._open[handle]
+        begun = Completion(episode.sequence, "", "aborted")
+        engine.admit([episode.request], {handle: begun})
 
     def _told(self, parsed: Sequence[Parsed], answered: Sequence[Result]) -> list[Result] | None:
         """What the model is told of each call; None where the environment answered others."""
@@ -393,10 +432,20 @@ class Episodes:
             episode.failure,
             episode.reward,
             episode.seconds,
+            episode.prompt,
         )
         self._ended[handle] = Completion(
             episode.sequence, episode.text, episode.finish_reason, record
         )
+
+
+def _handles(engine: RolloutEngine, requests: Sequence[Request]) -> list[list[Handle]]:
+    """As ``engine.submit`` gives and refuses them, of samples that begin later."""
+    engine.check(requests)
+    return [
+        [Handle(one.prompt.id, one.visit, sample) for sample in range(one.samples)]
+        for one in requests
+    ]
 
 
 class _Periods:
@@ -418,6 +467,7 @@ def _recorded(answer: Answer) -> dict[str, Any]:
     """An answer as JSON."""
     failure = answer.failure
     return {
+        **({} if answer.opening is None else {"opening": answer.opening}),
         "results": [[one.kind, one.text] for one in answer.results],
         "reward": answer.reward,
         "failure": None if failure is None else [failure.kind, failure.message],
@@ -429,6 +479,7 @@ def _answer_of(content: Mapping[str, Any]) -> Answer:
     failure = content["failure"]
     return Answer(
         tuple(Result(kind, text) for kind, text in content["results"]),
+        content.get("opening"),
         content["reward"],
         None if failure is None else Failure(*failure),
     )
