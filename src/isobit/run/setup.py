@@ -5,8 +5,9 @@ a rule of the recipe is reported before any file is read, and a prompt that is t
 weight.  Nothing is written.
 
 The reference model is a frozen model that may follow the policy: every ``refresh_every`` steps it
-takes the policy's weights as they are then (the reset of ProRL, arXiv 2505.24864).  Once it has, a checkpoint holds its tensors.  Until then they are a function of a folder, and the
-checkpoint holds their digest, which a resumed run has to find again.
+takes the policy's weights as they are then (the reset of ProRL, arXiv 2505.24864).  Once it has, a
+checkpoint holds its tensors.  Until then they are a function of a folder, and the checkpoint holds
+their digest, which a resumed run has to find again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
