@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
 from isobit.environments.hosted import Start, Turn
+from isobit.records.text import Message
 from isobit.rewards.outcome import LARGEST, Failure, frame
 from isobit.rewards.pool import START_DEADLINE_S, GraderProcess
 from isobit.util.errors import ToolError
@@ -36,8 +37,11 @@ _BARREN_ENDS = 8
 _MODULE = "isobit.environments.worker"
 
 Key = TypeVar("Key", bound=Hashable)
-ResultKind = Literal["ok", "error", "cut", "malformed"]
-"""``malformed`` is of a call that could not be read, which no process sees."""
+Opening: TypeAlias = str | Sequence[Message] | None
+ResultKind = Literal["ok", "error", "cut", "malformed", "user"]
+"""``malformed`` is of a call that could not be read, which no process sees; ``user`` of what an
+environment says as the user.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,8 @@ class Answer:
 
     results: tuple[Result, ...] = ()
     """In the order of the calls."""
-    opening: str | None = None
-    """For the prompt, of an episode that is new."""
+    opening: Opening = None
+    """Of an episode that is new: text for the end of the prompt, or messages in its place."""
     reward: float | None = None
     """By ``get_reward``, where it was asked for."""
     failure: Failure | None = None
@@ -63,6 +67,31 @@ class Answer:
     there is no reward.
     """
     seconds: float = 0.0
+    is_over: bool = False
+    """Whether the environment has ended the episode."""
+
+    def recorded(self) -> dict[str, Any]:
+        """As JSON."""
+        failure = self.failure
+        return {
+            **({} if self.opening is None else {"opening": self.opening}),
+            **({"over": True} if self.is_over else {}),
+            "results": [[one.kind, one.text] for one in self.results],
+            "reward": self.reward,
+            "failure": None if failure is None else [failure.kind, failure.message],
+        }
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "Answer":
+        """Undo ``recorded``."""
+        failure = content["failure"]
+        return cls(
+            tuple(Result(kind, text) for kind, text in content["results"]),
+            content.get("opening"),
+            content["reward"],
+            None if failure is None else Failure(*failure),
+            is_over=content.get("over", False),
+        )
 
 
 class Environments(Generic[Key]):
@@ -71,7 +100,8 @@ class Environments(Generic[Key]):
     def __init__(self, config: EnvironmentConfig, most_characters: int) -> None:
         """Start the host; results have at most so many characters."""
         self._start = Start(
-            PLACES.get(config.factory, config.factory),
+            "class" if config.verifiers is None else "verifiers",
+            PLACES.get(config.place, config.place),
             from_environment(config.options, "environment"),
             config.deadline_s,
             config.memory_mib << 20,
@@ -95,6 +125,10 @@ class Environments(Generic[Key]):
         """Whether the class has ``get_reward``; known with ``tools``."""
         self.opens = False
         """Whether an episode is asked for its opening before the model draws; likewise."""
+        self.leads = False
+        """Whether it decides after each turn what comes next, and answers all of them."""
+        self.speaks = False
+        """Whether it may answer as the user does."""
         self._open()
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -198,6 +232,7 @@ class Environments(Generic[Key]):
             case {"ready": list(tools), **rest}:
                 self._tools, self._is_ready = tools, True
                 self.has_reward, self.opens = bool(rest.get("has_reward")), bool(rest.get("opens"))
+                self.leads, self.speaks = bool(rest.get("leads")), bool(rest.get("speaks"))
             case {"refused": str(text)} | {"failed": "fatal", "message": str(text)}:
                 raise ToolError(text)
             case {"episode": int(number), **content} if number in self._keys:
@@ -247,14 +282,21 @@ def _answer_of(content: Mapping[str, Any]) -> Answer:
     is_number = isinstance(reward, float) and math.isfinite(reward) and abs(reward) <= LARGEST
     return Answer(
         tuple(one for one in found if one is not None),
-        opening if isinstance(opening, str) else None,
+        opening if isinstance(opening, str) or _are_messages(opening) else None,
         reward if is_number else None,
         seconds=took,
+        is_over=content.get("over") is True,
+    )
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) for one in value
     )
 
 
 def _result_of(value: Any) -> Result | None:
     match value:
-        case [("ok" | "error" | "cut") as kind, str(text)]:
+        case [("ok" | "error" | "cut" | "user") as kind, str(text)]:
             return Result(kind, text.encode("utf-8", "replace").decode())
     return None

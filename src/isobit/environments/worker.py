@@ -14,7 +14,8 @@ episode if it is new, runs the calls of all ``turns`` and answers those of the l
 
     {"ready": [schemas of the tools], ..} or {"refused": message} or {"fatal": message}
     {"episode": 7, "results": [["ok", text], ["error", text], ["cut", text]], "seconds": 0.1}
-    {"episode": 7, "opening": text, ...} for the prompt, of an episode that is new
+    {"episode": 7, "opening": text, ...} for the prompt, of an episode that is new; or messages
+    {"episode": 7, "over": true, ...} where the environment has ended the episode
     {"episode": 7, "reward": 1.0, ...} where one was asked for
     {"episode": 7, "failed": kind, "message": text, ..}: ``deadline``, ``crash``, ``memory``,
         ``flood`` or ``reset``; the episode is no more
@@ -30,13 +31,13 @@ import resource
 import select
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic, sleep
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from isobit.environments.hosted import Hosted, HostedClass, Session, Start
+from isobit.environments.hosted import HostedClass, HostedVerifiers, Start, Turn
 from isobit.rewards.outcome import failure_of, frame, read_frame, write_all
 from isobit.rewards.worker import descendants, leave_to_trainer, limit_memory, supervised
 from isobit.util.errors import ToolError
@@ -50,6 +51,35 @@ _FORM = 6
 
 
 # The process of an episode.
+
+
+class Session(Protocol):
+    """One episode in its process.  Where a method raises ToolError, the run ends."""
+
+    def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin with the columns of the row; what is said of the prompt."""
+        ...
+
+    def answer(self, turns: Sequence[Turn], wants_reward: bool) -> dict[str, Any]:
+        """Take ``turns``; what is said of the last, with the reward where it is wanted."""
+        ...
+
+
+class Hosted(Protocol):
+    """What a host has loaded."""
+
+    def ready(self) -> dict[str, Any]:
+        """The message to the trainer."""
+        ...
+
+    def open(self) -> Session:
+        """An episode, in its own process."""
+        ...
+
+
+def load(start: Start) -> Hosted:
+    """What a host is to run.  Raises ToolError, and what user's code raises."""
+    return HostedVerifiers(start) if start.kind == "verifiers" else HostedClass(start)
 
 
 class EpisodeProcess:
@@ -134,7 +164,7 @@ class Host:
 
     def _load(self) -> Hosted:
         try:
-            found = HostedClass(self._start)
+            found = load(self._start)
             self._say(found.ready())
             return found
         except ToolError as error:

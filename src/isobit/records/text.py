@@ -176,7 +176,8 @@ class Episode:
         for place, turn in enumerate(self.turns):
             found.append({"role": "assistant", "content": turn})
             behind = self.results[place] if place < len(self.results) else ()
-            found += [{"role": "tool", "content": text} for _, text in behind]
+            roles = {"user": "user"}  # all other kinds are of tools
+            found += [{"role": roles.get(kind, "tool"), "content": text} for kind, text in behind]
         return found
 
 

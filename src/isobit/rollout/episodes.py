@@ -18,7 +18,10 @@ computed again when it goes on, as after a preemption, with the bits that they h
 keyed by the sample and the position, so neither the order of the answers nor their time changes a
 token.
 
-A turn without calls ends the episode with ``stop``.  Otherwise it ends with
+An environment of verifiers leads the conversation: it is told of every turn, and answers with what
+tools or a user say, or with the end of the episode and its reward.
+
+A turn without calls, or such an environment, ends the episode with ``stop``.  Else it ends with
 
     length    no room is left for the results, or the length limit ended a turn
     turns     the last of ``environment.max_turns`` still calls tools
@@ -40,14 +43,17 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.data import ChatConfig, EnvironmentConfig, ToolFormat
 from isobit.data.tokenizer import most_characters, token_ids
 from isobit.data.tool_calls import (
+    MARKS,
     Continuation,
     MalformedCall,
     Parsed,
+    calls_begin,
+    messages_of,
     parse_tool_calls,
     tool_format,
 )
 from isobit.environments.hosted import Call, Turn
-from isobit.environments.pool import Answer, Environments, Result
+from isobit.environments.pool import Answer, Environments, Opening, Result
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason
 from isobit.rewards.outcome import Failure
@@ -60,6 +66,7 @@ from isobit.rollout.engine import (
     check_is_free,
 )
 from isobit.rollout.sequence import cut, decode
+from isobit.util.errors import ConfigError
 
 _TICK_S = 0.1
 """Of a rollout that only waits for tools."""
@@ -96,20 +103,8 @@ class Tools:
 
     def describe(self) -> str:
         """A line for the start of a run."""
-        names = ", ".join(schema["function"]["name"] for schema in self.schemas)
+        names = ", ".join(schema["function"]["name"] for schema in self.schemas) or "none"
         return f"tools: {names}; calls in the format {self.form} (environment.format)"
-
-
-class Unrecorded:
-    """The ``KnownAnswers`` of completions that nobody repeats."""
-
-    def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None: ...
-
-    def find(self, key: Sequence[Any]) -> None: ...
-
-    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None: ...
-
-    def end(self) -> None: ...
 
 
 def read_tools(
@@ -123,11 +118,15 @@ def read_tools(
     Raises ToolError for a class that cannot be loaded, and ConfigError for a chat template that
     cannot be continued.
     """
-    form = environment.format
-    known = tool_format(tokenizer, chat) if form == "auto" else form
     with open_environments(environment, tokenizer) as environments:
-        schemas = environments.tools()
-    return Tools(schemas, known, Continuation(tokenizer, chat, known, schemas, stop_token_ids))
+        schemas, leads, speaks = environments.tools(), environments.leads, environments.speaks
+    if leads and not (chat.chat and tokenizer.chat_template):
+        why = "data.chat is false" if tokenizer.chat_template else "the tokenizer has none"
+        raise ConfigError(f"an environment of verifiers needs a chat template, but {why}")
+    form = environment.format if schemas else "plain"
+    known = tool_format(tokenizer, chat) if form == "auto" else form
+    made = Continuation(tokenizer, chat, known, schemas, stop_token_ids, speaks)
+    return Tools(schemas, known, made)
 
 
 @contextmanager
@@ -282,7 +281,7 @@ class Episodes:
         if answer.failure is None and not episode.is_over and episode.seconds > most:
             message = f"all calls took longer than environment.episode_s = {most:g}"
             answer = Answer(failure=Failure("deadline", message))
-        self._answers.keep(self._key(handle), _recorded(answer))
+        self._answers.keep(self._key(handle), answer.recorded())
         return answer
 
     def _key(self, handle: Handle) -> list[Any]:
@@ -303,6 +302,9 @@ class Episodes:
         turn = cut(decode(self._tokenizer, spoken, special=True), stops)
         episode.text = cut(decode(self._tokenizer, spoken, shown), stops)
         episode.turns.append(turn)
+        if self._environments.leads and completion.finish_reason in ("stop", "length"):
+            self._follow(handle, turn, completion.finish_reason == "length")
+            return
         if completion.finish_reason != "stop":
             self._finish(handle, completion.finish_reason)
             return
@@ -312,13 +314,25 @@ class Episodes:
         elif len(episode.turns) >= self._config.max_turns:
             self._finish(handle, "turns")
         else:
-            calls = [one for one in episode.parsed if not isinstance(one, MalformedCall)]
-            runs = [Call(one.name, one.positional, one.arguments) for one in calls]
-            episode.said.append(Turn(runs))
+            calls = _runnable(episode.parsed)
+            episode.said.append(Turn(calls))
             if calls:
                 self._ask(handle)
             else:
                 self._answered_at_once.append((handle, Answer()))
+
+    def _follow(self, handle: Handle, turn: str, is_cut: bool) -> None:
+        """Tell an environment that leads of a turn, whose calls all can be read or are text."""
+        episode, form = self._open[handle], self._tools.form
+        parsed = parse_tool_calls(turn, form) if self._tools.schemas else []
+        calls = _runnable(parsed)
+        calls = calls if len(calls) == len(parsed) else []
+        cut_at = calls_begin(turn, form, is_start=True) if calls and form in MARKS else None
+        text = episode.text if cut_at is None else turn[:cut_at]
+        episode.said.append(Turn(calls, text, is_cut))
+        episode.is_over = is_cut or len(episode.turns) >= self._config.max_turns
+        episode.finish_reason = "length" if is_cut else "turns" if episode.is_over else "stop"
+        self._ask(handle, wants_reward=episode.is_over)
 
     def _ask(self, handle: Handle, wants_reward: bool = False) -> None:
         """Ask the record, or the environment, which is also told of turns that the record
@@ -328,15 +342,21 @@ class Episodes:
         recorded = self._answers.find(self._key(handle))
         if recorded is not None:
             self._answers.keep(self._key(handle), recorded)
-            self._answered_at_once.append((handle, _answer_of(recorded)))
+            self._answered_at_once.append((handle, Answer.of(recorded)))
             return
         turns, episode.sent = episode.said[episode.sent :], len(episode.said)
-        self._environments.ask(handle, episode.request.prompt.row, turns, wants_reward)
+        prompt = episode.request.prompt
+        columns = prompt.row
+        if self._environments.leads:
+            columns = {**columns, "prompt": [*map(dict, messages_of(prompt))]}
+        self._environments.ask(handle, columns, turns, wants_reward)
 
     def _go_on(self, engine: RolloutEngine, handle: Handle, answer: Answer) -> None:
         """Give the model the results, or end the episode."""
         episode = self._open[handle]
-        if episode.is_over:
+        if episode.is_over or answer.is_over:
+            if answer.is_over and episode.finish_reason == "turns":
+                episode.finish_reason = "stop"
             episode.reward = answer.reward
             episode.failure = episode.failure or (answer.failure.kind if answer.failure else "")
             self._close(handle)
@@ -348,15 +368,20 @@ class Episodes:
         if episode.is_opening:
             self._begin(engine, handle, answer.opening)
             return
-        results = self._told(episode.parsed, answer.results)
+        results = (
+            [*map(self._fitted, answer.results)]
+            if self._environments.leads
+            else self._told(episode.parsed, answer.results)
+        )
         if results is None:
             episode.failure = "flood"
             self._finish(handle, "failed")
             return
         episode.results.append(tuple((one.kind, one.text) for one in results))
-        texts = [one.text for one in results]
+        texts = [one.text for one in results if one.kind != "user"]
+        spoken = [one.text for one in results if one.kind == "user"]
         last = int(episode.sequence.token_ids[-1])
-        given = self._tools.continuation.token_ids(texts, last)
+        given = self._tools.continuation.token_ids(texts, last, spoken)
         sequence = episode.sequence.with_given(given)
         if sequence.length >= episode.request.max_length(self._context):
             self._finish(handle, "length")
@@ -364,14 +389,15 @@ class Episodes:
         episode.sequence = sequence
         self._draw(engine, handle)
 
-    def _begin(self, engine: RolloutEngine, handle: Handle, opening: str | None) -> None:
+    def _begin(self, engine: RolloutEngine, handle: Handle, opening: Opening) -> None:
         """Draw the first turn, behind the prompt with what the environment has said for it."""
         episode = self._open[handle]
         episode.is_opening = False
         request = episode.request
         if opening:
-            text = self._fitted(Result("ok", opening)).text
-            prompt = self._tools.continuation.opened(request.prompt, text)
+            if isinstance(opening, str):
+                opening = self._fitted(Result("ok", opening)).text
+            prompt = self._tools.continuation.opened(request.prompt, opening)
             episode.prompt = prompt.text
             left = request.max_length(self._context) - len(prompt.token_ids)
             if left <= 0:
@@ -448,6 +474,11 @@ def _handles(engine: RolloutEngine, requests: Sequence[Request]) -> list[list[Ha
     ]
 
 
+def _runnable(parsed: Sequence[Parsed]) -> list[Call]:
+    calls = [one for one in parsed if not isinstance(one, MalformedCall)]
+    return [Call(one.name, one.positional, one.arguments) for one in calls]
+
+
 class _Periods:
     """The counts of an engine, which begins a new record when it has had nothing to do."""
 
@@ -461,25 +492,3 @@ class _Periods:
 
     def total(self) -> EngineStats:
         return sum(self._records, EngineStats())
-
-
-def _recorded(answer: Answer) -> dict[str, Any]:
-    """An answer as JSON."""
-    failure = answer.failure
-    return {
-        **({} if answer.opening is None else {"opening": answer.opening}),
-        "results": [[one.kind, one.text] for one in answer.results],
-        "reward": answer.reward,
-        "failure": None if failure is None else [failure.kind, failure.message],
-    }
-
-
-def _answer_of(content: Mapping[str, Any]) -> Answer:
-    """The answer of ``_recorded``."""
-    failure = content["failure"]
-    return Answer(
-        tuple(Result(kind, text) for kind, text in content["results"]),
-        content.get("opening"),
-        content["reward"],
-        None if failure is None else Failure(*failure),
-    )

@@ -362,8 +362,9 @@ def _sources(config: Recipe) -> Iterator[tuple[str, str]]:
             key = "reward" if name == WHOLE else f"reward.parts.{name}"
             yield f"{key}.function.source", source_sha256(part.function) or _ABSENT
     environment = config.environment if isinstance(config, RunConfig) else None
-    if environment is not None and environment.factory not in ENVIRONMENTS:
-        yield "environment.class.source", source_sha256(environment.factory) or _ABSENT
+    if environment is not None and environment.place not in ENVIRONMENTS:
+        key = "class" if environment.verifiers is None else "verifiers"
+        yield f"environment.{key}.source", source_sha256(environment.place) or _ABSENT
     own = config.algorithm if isinstance(config, RunConfig) else None
     if own is not None and own.name == "custom":
         yield "algorithm.source.content", source_sha256(own.source) or _ABSENT
