@@ -458,7 +458,7 @@ class EnvironmentConfig(Strict):
     episode_s: float = Field(default=60.0, gt=0, le=MAX_WAIT_S)
     """Seconds for all calls of an episode."""
     memory_mib: int = Field(default=1024, ge=64, le=MAX_COUNT)
-    """Memory of an episode's process and of each process that it starts, with imports."""
+    """Memory of an episode's process beyond that of the imports, and of each that it starts."""
     at_once: int = Field(default=32, gt=0, le=4096)
     """Episodes whose calls run at once."""
 

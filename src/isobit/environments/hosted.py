@@ -270,6 +270,8 @@ def load_verifiers(place: str, options: Mapping[str, Any]) -> Any:
     """The environment of an installed package, or of a file with ``load_environment``.  Raises
     ToolError.
     """
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ToolError(f"there is no file {place} of an environment")
     try:
         load_environment = importlib.import_module("verifiers").load_environment
     except (ImportError, AttributeError) as error:
@@ -363,19 +365,18 @@ class Conversation:
         """What is said behind the last turn, or the reward once the rollout is over: by itself, or
         because its model will say no more.
         """
-        said: list[list[str]] = []
+        answer: dict[str, Any] = {}
         for turn in turns:
             if self._rollout.done():
                 raise RuntimeError("the environment ended before a turn that it had answered")
             response = self._response(turn)
             before = [*self._messages, _plain(response.message)]
-            if not self._runs_on(response):
-                return self._over()
-            said = self._said_behind(before)
-        while wants_reward:
+            runs = self._runs_on(response)
+            answer = {"results": self._said_behind(before)} if runs else self._over()
+        while wants_reward and not self._rollout.done():
             if not self._runs_on(self._refusal("the episode has reached its limit")):
                 return {**self._over(), "over": False}
-        return {"results": said}
+        return answer
 
     def _runs_on(self, reply: Any = None) -> bool:
         """Whether the rollout, once it has the ``reply``, comes to another question."""
@@ -404,7 +405,7 @@ class Conversation:
     def _over(self) -> dict[str, Any]:
         output = self._rollout.result()
         if output["error"]:
-            return {"failed": "crash", "message": output["error"]["error_chain_str"]}
+            return {"failed": "crash", "message": output["error"]["error_chain_repr"]}
         return {"over": True, **rewarded(outcome_of(output["reward"]))}
 
     def _response(self, turn: Turn) -> Any:

@@ -27,6 +27,7 @@ takes longer than the deadline with all processes below it.
 
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -34,6 +35,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NoReturn, Protocol
 
@@ -153,6 +155,7 @@ class Host:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             _allow_pipes()
             self._hosted = self._load()
+            self._imports = _private_bytes()
             while True:
                 self._serve()
         except EOFError:
@@ -214,7 +217,7 @@ class Host:
         others = [fd for one in self._episodes.values() for fd in (one.requests, one.replies)]
         for descriptor in (self._requests, self._replies, requests, replies, *others):
             os.close(descriptor)
-        limit_memory(self._start.memory_bytes)
+        limit_memory(self._imports + self._start.memory_bytes)
         EpisodeProcess(self._hosted, to_read, to_write).run()
 
     def _hear(self, key: int) -> None:
@@ -292,6 +295,16 @@ def _allow_pipes() -> None:
     """Each episode takes two descriptors of the host, and hundreds may be open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _private_bytes() -> int:
+    """What this process has mapped for itself, which its episodes begin with; 0 where the system
+    does not tell.
+    """
+    with suppress(OSError):
+        found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found[1]) << 10 if found else 0
+    return 0
 
 
 if __name__ == "__main__":
