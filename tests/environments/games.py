@@ -1,5 +1,5 @@
-"""Environments of the package verifiers, written as its documentation does: answers in one turn, tools
-with and without state, and a game of several turns.
+"""Environments of the package verifiers, written as its documentation does: answers in one turn,
+tools with and without state, and a game of several turns.
 """
 
 from typing import Any

@@ -141,5 +141,5 @@ def test_the_dataset_of_an_environment_is_read_in_another_process() -> None:
         {"role": "system", "content": "Answer in <answer> tags."},
         {"role": "user", "content": "1 + 1 = ?"},
     )
-    with pytest.raises(DataError, match="cannot be read: .*there is no file"):
+    with pytest.raises(DataError, match=r"cannot be read: .*there is no file"):
         load_rows(VerifiersData(environment="nowhere.py"))

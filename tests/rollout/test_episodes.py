@@ -71,7 +71,7 @@ def requests(samples: int = 3, new: int = 100, **sampling: Any) -> list[Request]
 class Told:
     """An environment in this process, which answers after some polls and out of order."""
 
-    has_reward = False
+    has_reward = leads = False
 
     def __init__(
         self,
@@ -261,6 +261,58 @@ def test_each_sample_draws_behind_its_own_opening(sizes: dict[str, Any]) -> None
     again, _, asked = play(policy, requests(), record=lines, opens=True)
     assert sequences(again) == drawn
     assert not asked.asked
+
+
+class Leads(Told):
+    """Answers each turn as the user, and ends the episode at its fourth turn or when it is told to;
+    the reward tells which turns it has seen.
+    """
+
+    has_reward = leads = True
+
+    def ask(
+        self, key: Handle, columns: Any, turns: Sequence[Any], wants_reward: bool = False
+    ) -> None:
+        assert [one["role"] for one in columns.pop("prompt")] == ["user"]
+        super().ask(key, columns, turns, wants_reward)
+        seen = sum(count for one, count in self.asked if one == key)
+        reward = float(10 * seen + wants_reward)
+        answer = Answer((Result("user", f"{key.sample} {seen}<eos>"),))
+        if seen == 4 or turns[-1:] == [] or wants_reward:
+            answer = Answer(reward=reward, is_over=seen == 4)
+        self._waiting[-1][2] = answer
+
+
+@pytest.mark.parametrize(("limit", "ends"), [(20, {"stop"}), (4, {"stop"}), (2, {"turns"})])
+def test_an_environment_may_lead_the_conversation(limit: int, ends: set[str]) -> None:
+    policy = policy_of("fp8")
+    config = EnvironmentConfig.model_validate({"verifiers": "game", "max_turns": limit})
+    tools = Tools([], "plain", Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS))
+    told: Any = Leads(said, delays(5))
+    record = AnswerRecord(lambda _: None)
+    episodes = Episodes(config, tools, told, record, tokenizer(), CONTEXT)
+    engine = NativeEngine(policy, RolloutConfig(**TIGHT), tokenizer(), seed=0)
+    made, _ = episodes.generate(engine, policy.version, requests(samples=2, new=120))
+    found = [one for group in made for one in group]
+    assert ends <= {one.finish_reason for one in found} <= {*ends, "length"}
+    for one in found:
+        assert one.episode is not None
+        turns, over = len(one.episode.turns), one.finish_reason == "stop"
+        assert one.episode.reward == 10 * turns + (not over or turns == limit)
+        assert [kind for ((kind, _),) in one.episode.results] == ["user"] * len(one.episode.results)
+        assert [line["role"] for line in one.episode.messages[:3]] == [
+            "assistant",
+            "user",
+            "assistant",
+        ][: len(one.episode.messages)]
+    drawn = sequences(made)
+    assert differing(policy, drawn) == (0, sum(one.response_length for one in drawn))
+    lines = AnswerRecord(print, list(record._unwritten))
+    again = Episodes(config, tools, told, lines, tokenizer(), CONTEXT)
+    told.asked.clear()
+    repeated, _ = again.generate(engine, policy.version, requests(samples=2, new=120))
+    assert repeated == made
+    assert not told.asked
 
 
 class Retokenising(Episodes):

@@ -21,9 +21,9 @@ such as one that removes thoughts of earlier turns.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
@@ -286,6 +286,7 @@ def messages_of(prompt: Prompt) -> Messages:
     return as_messages(content if isinstance(content, str) else tuple(content))
 
 
+Speaker = Literal["tool", "user"]
 _SAID = "isobit"
 _CALL_ID = "isobit000"
 """Templates of Mistral want nine characters."""
@@ -304,16 +305,16 @@ class Continuation:
         form: ToolFormat,
         tools: Sequence[Mapping[str, Any]],
         stop_token_ids: Sequence[int],
-        speaks: bool = False,
+        answered_by: Collection[Speaker] = ("tool",),
     ) -> None:
-        """``speaks``: the environment answers as the user does, not only as tools."""
+        """``answered_by``: who will speak behind turns; another is checked when it first does."""
         self._tokenizer, self._chat, self._form, self._tools = tokenizer, chat, form, tools
         self._stops = {one: str(tokenizer.decode([one])) for one in stop_token_ids}
         self._is_templated = chat.chat and bool(tokenizer.chat_template)
-        self._checked = set[bool]()
+        self._checked = set[Speaker]()
         if self._is_templated:
-            for calls in (*([True] if tools or not speaks else []), *([False] if speaks else [])):
-                self._check(calls)
+            for speaker in answered_by:
+                self._check(speaker)
 
     def token_ids(
         self, results: Sequence[str], ended: int | None, spoken: Sequence[str] = ()
@@ -326,10 +327,10 @@ class Continuation:
         Raises ConfigError where the user has spoken first, in a template that cannot continue that.
         """
         if self._is_templated:
-            if bool(results) not in self._checked:
-                self._check(bool(results))
+            if (speaker := "tool" if results else "user") not in self._checked:
+                self._check(speaker)
             said = [*self._results(results), *({"role": "user", "content": one} for one in spoken)]
-            _, stop, text = self._next_turn([self._answer(bool(results))], said)
+            _, stop, text = self._next_turn([self._answer(speaker)], said)
         else:
             stop = self._stops[ended] if ended in self._stops else next(iter(self._stops.values()))
             told = "".join([*(f"[{result}]" for result in results), *spoken])
@@ -374,10 +375,10 @@ class Continuation:
             )
         return both[len(first) :]
 
-    def _answer(self, calls: bool) -> Message:
-        """A turn of the model, which may call a tool, and thinks if the template knows thoughts."""
+    def _answer(self, speaker: Speaker) -> Message:
+        """A turn that ``speaker`` answers; the model thinks in it if the template knows thoughts."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
-        if self._form == "plain" or not calls:
+        if self._form == "plain" or speaker == "user":
             message["content"] = _SAID
         else:
             function = {"name": _SAID, "arguments": {}}
@@ -445,12 +446,10 @@ class Continuation:
             raise _rewrites(f"an answer, once the {what} follow,", spoken[:end], both)
         return both[:end], ends[place], both[end:]
 
-    def _check(self, calls: bool) -> None:
-        """Refuse a template that does not continue what it has rendered, turn by turn: where turns
-        call tools, or where the user speaks.
-        """
-        answer = self._answer(calls)
-        said = self._results(["1", "2"]) if calls else [{"role": "user", "content": "1"}]
+    def _check(self, speaker: Speaker) -> None:
+        """Refuse a template that does not continue what it has rendered, turn by turn."""
+        answer, spoken = self._answer(speaker), [{"role": "user", "content": "1"}]
+        said = self._results(["1", "2"]) if speaker == "tool" else spoken
         before, stop, behind = self._next_turn([answer], said)
         _, _, later = self._next_turn([answer, answer], said)
         if later != behind:
@@ -462,7 +461,7 @@ class Continuation:
                 f"{unmarked(behind)!r:.80} is not tokenised alone as it is in the whole; such a "
                 "conversation cannot be continued in tokens"
             )
-        self._checked.add(calls)
+        self._checked.add(speaker)
 
 
 def _rewrites(what: str, before: str, after: str) -> ConfigError:

@@ -47,6 +47,7 @@ from isobit.data.tool_calls import (
     Continuation,
     MalformedCall,
     Parsed,
+    Speaker,
     calls_begin,
     messages_of,
     parse_tool_calls,
@@ -125,7 +126,9 @@ def read_tools(
         raise ConfigError(f"an environment of verifiers needs a chat template, but {why}")
     form = environment.format if schemas else "plain"
     known = tool_format(tokenizer, chat) if form == "auto" else form
-    made = Continuation(tokenizer, chat, known, schemas, stop_token_ids, speaks)
+    speakers: dict[Speaker, bool] = {"tool": bool(schemas) or not leads, "user": speaks}
+    answered_by = [who for who, does in speakers.items() if does]
+    made = Continuation(tokenizer, chat, known, schemas, stop_token_ids, answered_by)
     return Tools(schemas, known, made)
 
 
