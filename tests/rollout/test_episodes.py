@@ -300,11 +300,7 @@ def test_an_environment_may_lead_the_conversation(limit: int, ends: set[str]) ->
         turns, over = len(one.episode.turns), one.finish_reason == "stop"
         assert one.episode.reward == 10 * turns + (not over or turns == limit)
         assert [kind for ((kind, _),) in one.episode.results] == ["user"] * len(one.episode.results)
-        assert [line["role"] for line in one.episode.messages[:3]] == [
-            "assistant",
-            "user",
-            "assistant",
-        ][: len(one.episode.messages)]
+        assert {line["role"] for line in one.episode.messages[1::2]} <= {"user"}
     drawn = sequences(made)
     assert differing(policy, drawn) == (0, sum(one.response_length for one in drawn))
     lines = AnswerRecord(print, list(record._unwritten))

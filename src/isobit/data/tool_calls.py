@@ -376,7 +376,7 @@ class Continuation:
         return both[len(first) :]
 
     def _answer(self, speaker: Speaker) -> Message:
-        """A turn that ``speaker`` answers; the model thinks in it if the template knows thoughts."""
+        """A turn that ``speaker`` answers, with a thought if the template knows thoughts."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         if self._form == "plain" or speaker == "user":
             message["content"] = _SAID
