@@ -17,7 +17,7 @@ from typing import cast, get_args
 
 import torch
 
-from isobit.config.tables import Recompute
+from isobit.config.tables import PrecisionConfig, Recompute
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import master_shapes
 from isobit.records.batch import PackedBatch
@@ -50,14 +50,20 @@ ROLLOUT_CASES = {
     "long": RolloutCase(256, 512, 3584),
     "context": RolloutCase(16, 30720, 2048),
 }
-MODES = ("bf16", "fp8-linear", "fp8", "int8-linear", "int8")
-"""BF16; FP8 linears; FP8 linears, KV cache and attention."""
+MODES = ("bf16", "fp8-linear", "fp8", "int8-linear", "int8", "int8-head")
+"""Flows, of which the last is ``int8`` with lm_head in INT8."""
 MAX_SEQUENCES = 256
 WARM_UP_TOKENS = 16
 """New tokens of the rollout before the timed one.  Prompts are read in up to eight forwards of
 16,384 tokens, so with 16 new tokens all of them are decoded together at the end, as in the timed
 run, and every batch size on the way is captured.
 """
+
+
+def precision_of(mode: str) -> PrecisionConfig:
+    """One of ``MODES``."""
+    head = {"preset": "int8", "head": "int8"}
+    return PrecisionConfig.model_validate(head if mode == "int8-head" else mode)
 
 
 def make_requests(

@@ -30,7 +30,14 @@ from typing import get_args
 
 import torch
 
-from benchmarks.cases import MODES, ROLLOUT_CASES, STEP_CASES, PassCase, make_requests
+from benchmarks.cases import (
+    MODES,
+    ROLLOUT_CASES,
+    STEP_CASES,
+    PassCase,
+    make_requests,
+    precision_of,
+)
 from benchmarks.common import (
     Commands,
     Row,
@@ -42,7 +49,7 @@ from benchmarks.common import (
     run_command,
     versions,
 )
-from isobit.config.tables import Moments, PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
+from isobit.config.tables import Moments, Recompute, RolloutConfig, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
 from isobit.memory.device import DevicePlanner
 from isobit.memory.speed import ROWS as SPEED_ROWS
@@ -337,7 +344,7 @@ def two_steps(
         tokens_per_microbatch=case.tokens,
         offload_moments=offload_moments,
     )
-    precision = PrecisionConfig.model_validate(case.mode)
+    precision = precision_of(case.mode)
     plan = card_planner(case.config, case.mode).plan(rollout, training, case.length)
     print("\n".join(plan.describe()), file=sys.stderr, flush=True)
     allocate_in_pages()

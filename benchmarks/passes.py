@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import PassCase, flops
+from benchmarks.cases import PassCase, flops, precision_of
 from benchmarks.common import Row, RowWriter, allocate_in_pages, measure_card, versions
 from benchmarks.rollout_engines import native_versions
-from isobit.config.tables import PrecisionConfig, Recompute, TrainingConfig
+from isobit.config.tables import Recompute, TrainingConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import PackedPass
 from isobit.training.supervised import SupervisedObjective
@@ -244,6 +244,4 @@ def make_step(case: PassCase, microbatches: int, device: str = "cuda") -> Step:
 
 
 def _policy(case: PassCase, device: str) -> Policy:
-    return random_policy(
-        case.config, PrecisionConfig.model_validate(case.mode), seed=0, device=device
-    )
+    return random_policy(case.config, precision_of(case.mode), seed=0, device=device)

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import WARM_UP_TOKENS, PassCase, StepCase
+from benchmarks.cases import WARM_UP_TOKENS, PassCase, StepCase, precision_of
 from benchmarks.common import Row, allocate_in_pages, published_tensors
 from benchmarks.parallel import RankRows, Sitting
 from benchmarks.passes import Phases, measured
 from benchmarks.rl_steps import ROLLOUT, Loop, requests_of
-from isobit.config.tables import PrecisionConfig, TrainingConfig
+from isobit.config.tables import TrainingConfig
 from isobit.memory.activations import published_bytes
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.policy import Policy, random_policy
@@ -53,7 +53,7 @@ def run_links(sitting: Sitting) -> None:
     """Rows ``exchange``, ``add`` and ``gather``."""
     rows, world = sitting.rows(), sitting.world
     own, shape = world.own_device(torch.device(sitting.device)), model_shape(sitting.shape)
-    precision = PrecisionConfig.model_validate(sitting.mode)
+    precision = precision_of(sitting.mode)
     policy = random_policy(shape, precision, 0, own, trainable=False, world=world)
     for kind, numbers, work in (
         ("exchange", *layer_exchange(policy, world)),
@@ -200,7 +200,7 @@ def run_training(
 def _trainer(
     world: World, case: PassCase, device: torch.device, phases: Phases
 ) -> tuple[Policy, Trainer]:
-    precision = PrecisionConfig.model_validate(case.mode)
+    precision = precision_of(case.mode)
     policy = random_policy(case.config, precision, 0, device, world=world)
     config = TrainingConfig(moments="bf16", recompute=case.recompute, learning_rate=5e-5)
     return policy, Trainer(policy, config, total_updates=1000, timing=phases)
@@ -304,7 +304,7 @@ def serve(rollouters: Rollouters, mode: str, config: ModelConfig, device: str) -
     if device != "cpu":
         allocate_in_pages()
     own = rollouters.whole.own_device(torch.device(device))
-    precision = PrecisionConfig.model_validate(mode)
+    precision = precision_of(mode)
     policy = random_policy(config, precision, 0, own, trainable=False, world=rollouters.mine)
     engine, random, visit = NativeEngine(policy, ROLLOUT, None, seed=0), Random(0), 0  # noqa: S311 (no secret)
     while (command := rollouters.receive_command(lambda: None))["do"] != "end":

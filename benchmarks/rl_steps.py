@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.cases import STEP_CASES, WARM_UP_TOKENS, StepCase, make_requests
+from benchmarks.cases import STEP_CASES, WARM_UP_TOKENS, StepCase, make_requests, precision_of
 from benchmarks.common import (
     Row,
     RowWriter,
@@ -131,7 +131,7 @@ class Loop:
         reference: ReferencePlace = "none",
         world: World = ALONE,
     ) -> None:
-        precision = PrecisionConfig.model_validate(mode)
+        precision = precision_of(mode)
         flow, offload = build_flow(precision, decoder_shape(shape)), reference == "offload"
         frozen = FrozenModel("reference model", shape, flow, "reference", offload)
         training = TrainingConfig.model_validate(

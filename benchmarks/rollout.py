@@ -5,6 +5,7 @@ model and random weights.
                                         [--tensor-parallel 2]     one engine on so many GPUs
     python -m benchmarks.rollout vllm --mode fp8 [--log-probs short,long] ... --out DIR
     python -m benchmarks.rollout floor --precision fp8 ... --out DIR
+    python -m benchmarks.rollout steps --precisions fp8,int8,int8-head --counts 1,8,32,128 --out DIR
     python -m benchmarks.rollout table DIR          # markdown, and DIR/table.json
 
 CASES are some of prefill,short,long,context.  ``vllm`` runs where vLLM can be imported, and takes
@@ -68,8 +69,15 @@ def make_commands() -> Commands:
         command.add_argument(flag, dest="mode", choices=choices, required=True)
         chosen = [case for case in ROLLOUT_CASES if command is not theirs or case != "context"]
         command.add_argument("--cases", type=cases, default=chosen)
+    each = commands.add("steps", steps)
+    each.add_argument("--precisions", type=names_of(MODES, "precisions"), required=True)
+    each.add_argument("--counts", type=_counts, default=[1, 8, 32, 128])
     commands.add_table(run_table)
     return commands
+
+
+def _counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
 
 
 # Engines are imported when a command runs them: vLLM is not everywhere.
@@ -83,6 +91,12 @@ def native(arguments: argparse.Namespace) -> None:
         run_shared(*case, arguments.tensor_parallel)
     else:
         run_native(*case)
+
+
+def steps(arguments: argparse.Namespace) -> None:
+    from benchmarks.rollout_engines import run_steps
+
+    run_steps(arguments.precisions, arguments.shape, arguments.counts, arguments.out)
 
 
 def peer(arguments: argparse.Namespace) -> None:
@@ -157,9 +171,11 @@ Key = tuple[str, str, str, str, bool, str]
 
 
 def run_table(directory: Path) -> None:
-    """Print the table, and write it to ``DIR/table.json``."""
-    lines = make_lines(read_rows(directory))
+    """Print the table, and write it to ``DIR/table.json``; then that of single steps."""
+    rows = read_rows(directory)
+    lines = make_lines([row for row in rows if row["engine"] != "steps"])
     print(markdown(lines))
+    print(steps_markdown([row for row in rows if row["engine"] == "steps"]))
     is_void = any(_is_void(line) for line in lines)
     write_json(directory / "table.json", {"void": is_void, "lines": list(map(asdict, lines))})
 
@@ -203,6 +219,31 @@ def markdown(lines: list[Line]) -> str:
         parts.append(
             "\n".join([f"{shape}, card {uuid}", "", HEADER, "|---|---|" + "---:|" * 6, *body])
         )
+    return "\n\n".join(parts)
+
+
+def steps_markdown(rows: list[Row]) -> str:
+    """Milliseconds of decode steps, a table for each shape and card: how many times as fast as
+    ``fp8``, and the share of the floor.
+    """
+    by_key = {(row["shape"], row["card"]["uuid"], row["case"], row["mode"]): row for row in rows}
+    parts = list[str]()
+    for shape, uuid in dict.fromkeys(key[:2] for key in by_key):
+        here = {key[2:]: row for key, row in by_key.items() if key[:2] == (shape, uuid)}
+        modes = sorted({mode for _, mode in here}, key=MODES.index)
+        lines = [f"{shape}, steps on card {uuid}", "", cells_of(["sequences", *modes])]
+        lines.append("|---:|" + "---:|" * len(modes))
+        for case in dict.fromkeys(case for case, _ in here):
+            fp8 = here.get((case, "fp8"))
+            cells = [case.removeprefix("step-")]
+            for mode in modes:
+                row = here[case, mode]
+                times = f"{fp8['step_ms'] / row['step_ms']:.2f} x; " if fp8 else ""
+                cells.append(
+                    f"{row['step_ms']:.2f} ({times}{row['floor_ms'] / row['step_ms']:.0%})"
+                )
+            lines.append(cells_of(cells))
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 

@@ -28,10 +28,12 @@ from benchmarks.cases import (
     WARM_UP_TOKENS,
     RolloutCase,
     make_requests,
+    precision_of,
     rollout_prompts,
 )
 from benchmarks.common import RowWriter, card_memory_gib, measure_card, versions
-from isobit.config.tables import PrecisionConfig, RolloutConfig
+from benchmarks.rollout_floor import step_bytes
+from isobit.config.tables import RolloutConfig
 from isobit.models.config import model_shape
 from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare, SampledPolicy
@@ -104,11 +106,38 @@ def time_cases(
         )
 
 
+STEP_PROMPT = 512
+STEPS = 256  # that are timed, behind the first 24
+
+
+def run_steps(modes: Sequence[str], shape: str, counts: Sequence[int], out: Path) -> None:
+    """Milliseconds of a decode step of so many sequences in each flow, one after the other on one
+    card: the lesser of two runs of ``STEPS`` more new tokens behind prompts of ``STEP_PROMPT``.
+    Its floor is the bytes of weights, lm_head and KV cache that it reads, at the copy bandwidth.
+    """
+    card = measure_card()
+    for mode in modes:
+        policy, engine = start(mode, shape)
+        writer = RowWriter(out, "steps", mode, shape, card, native_versions())
+        for count in counts:
+            case = RolloutCase(count, STEP_PROMPT, 24 + STEPS)
+            prompts = rollout_prompts(case, policy.config.vocab_size)
+            seconds_to_complete(engine, prompts, 24)
+            few = seconds_to_complete(engine, prompts, 24)
+            many = min(seconds_to_complete(engine, prompts, case.new_tokens) for _ in range(2))
+            read = step_bytes(policy.config, mode, count, STEP_PROMPT + 24 + STEPS // 2)
+            floor = 1e3 * read / (card["copy_tb_per_s"] * 1e12)
+            step = 1e3 * (many - few) / STEPS
+            writer.write(case=f"step-{count}", step_ms=step, floor_ms=floor)
+        del policy, engine
+        torch.cuda.empty_cache()
+
+
 def start(mode: str, shape: str, world: World = ALONE) -> tuple[SampledPolicy, NativeEngine]:
     """Random weights made on the card, or this rank's share of them, an engine over them, and its
     first token.
     """
-    config, precision = model_shape(shape), PrecisionConfig.model_validate(mode)
+    config, precision = model_shape(shape), precision_of(mode)
     device = world.own_device(torch.device("cuda"))
     masters = random_masters(config, 0, device)
     policy = (

@@ -20,8 +20,9 @@ from benchmarks.cases import MAX_SEQUENCES, ROLLOUT_CASES, RolloutCase
 from benchmarks.common import RowWriter, measure_card, seconds, versions
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
+from isobit.kernels.hopper.int8 import int8_gemm_nt
 from isobit.kernels.hopper.publish import publish_blocks
-from isobit.kernels.hopper.quantise import quantise_rows
+from isobit.kernels.hopper.quantise import quantise_int8, quantise_rows
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
 from isobit.precision.quant_tensor import E4M3, QuantTensor
@@ -41,7 +42,7 @@ def run_floor(mode: str, shape: str, cases: Sequence[str], out: Path) -> None:
     torch.manual_seed(0)
     batches = {_batch(ROLLOUT_CASES[name]) for name in cases}
     layer = {m: linears_seconds(config, mode, m) for m in {PREFILL_TOKENS} | batches}
-    head = {m: head_seconds(config, m) for m in batches}
+    head = {m: head_seconds(config, mode, m) for m in batches}
     for name in cases:
         case = ROLLOUT_CASES[name]
         attention = attention_seconds(config, mode, case) * config.num_layers
@@ -69,10 +70,27 @@ def kv_bytes(config: ModelConfig, mode: str, case: RolloutCase) -> int:
     """Read over a case: step n (the first token comes from the prompt) attends over prompt_tokens +
     n tokens.
     """
-    a_head = config.head_dim + 1 if mode == "fp8" else 2 * config.head_dim
-    a_token = 2 * config.num_layers * config.num_kv_heads * a_head
     steps = case.new_tokens - 1
-    return case.requests * a_token * (steps * case.prompt_tokens + steps * (steps + 1) // 2)
+    tokens = steps * case.prompt_tokens + steps * (steps + 1) // 2
+    return case.requests * tokens * kv_bytes_of_token(config, mode)
+
+
+def kv_bytes_of_token(config: ModelConfig, mode: str) -> int:
+    scale = {"fp8": 1, "int8": 4, "int8-head": 4}.get(mode)
+    a_head = 2 * config.head_dim if scale is None else config.head_dim + scale
+    return 2 * config.num_layers * config.num_kv_heads * a_head
+
+
+def step_bytes(config: ModelConfig, mode: str, sequences: int, tokens: int) -> int:
+    """What a decode step reads of weights, lm_head and so many tokens of each sequence's K and V;
+    scales of matrices are not counted.
+    """
+    layer = sum(
+        linear.out_features * linear.in_features for linear in decoder_shape(config).linears_of(0)
+    )
+    head = config.vocab_size * config.hidden_size * (1 if mode == "int8-head" else 2)
+    weights = config.num_layers * layer * (2 if mode == "bf16" else 1) + head
+    return weights + sequences * tokens * kv_bytes_of_token(config, mode)
 
 
 def linears_seconds(config: ModelConfig, mode: str, rows: int) -> float:
@@ -91,17 +109,24 @@ def _product(mode: str, rows: int, n: int, k: int) -> Callable[[], torch.Tensor]
     if mode == "bf16":
         weight = master.bfloat16()
         return lambda: bf16_gemm_nt(x, weight)
+    if mode.startswith("int8"):
+        left, right = quantise_int8(x), quantise_int8(master)  # as a matrix is published
+        return lambda: int8_gemm_nt(left, right)
     blocks = QuantTensor.empty_blocks(n, k, x.device)
     publish_blocks(master, blocks)
     quantised = quantise_rows(x)
     return lambda: fp8_gemm_nt(quantised, blocks, "power_of_two")
 
 
-def head_seconds(config: ModelConfig, rows: int) -> float:
+def head_seconds(config: ModelConfig, mode: str, rows: int) -> float:
     """FP32 logits of ``rows`` rows."""
     x = torch.randn(rows, config.hidden_size, dtype=torch.bfloat16, device="cuda")
     shape = config.vocab_size, config.hidden_size
     weight = torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.02
+    if mode == "int8-head":
+        left, right = quantise_int8(x), quantise_int8(weight)
+        logits = torch.empty(rows, config.vocab_size, device="cuda")
+        return graph_seconds(lambda: int8_gemm_nt(left, right, out=logits))
     return graph_seconds(lambda: bf16_gemm_nt(x, weight, torch.float32))
 
 
@@ -116,6 +141,13 @@ def attention_seconds(config: ModelConfig, mode: str, case: RolloutCase) -> floa
     )
     scales = None
     packed = PackedKeys(keys, None, values, None)
+    if mode in ("int8", "int8-head"):
+        queries, keys, values = (
+            (x * 40).round().clamp(-127, 127).to(torch.int8) for x in (queries, keys, values)
+        )
+        k_scales, v_scales = torch.full((2, tokens, kv_heads), 0.025, device="cuda")
+        packed = PackedKeys(keys, k_scales, values.half(), v_scales)
+        scales = torch.full((tokens, heads), 0.025, device="cuda")
     if mode == "fp8":
         k_bytes, v_bytes = torch.randint(
             118, 122, (2, tokens, kv_heads), dtype=torch.uint8, device="cuda"

@@ -164,7 +164,7 @@ def _cells(arm: str, arms: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     for place, base in enumerate(BASES):
         yield "-" if arm in BASES[: place + 1] else _points(ours, arms.get(base, []))
     yield _text(fmean(fmean(_known(row, "reward/mean")[-LAST:]) for row in ours), ".3f")
-    yield _differing(ours)
+    yield differing(ours)
     yield _text(mean_difference(ours, "log_prob_diff/mean"), ".4g")
     yield _text(_median_of_steps(ours, "mismatch/mult_prob_error"), ".4f")
 
@@ -194,7 +194,7 @@ def _elsewhere(rows: Iterable[Row]) -> str:
     return f"{accuracy:.1%} ({found[0]['precision']['preset']})"
 
 
-def _differing(rows: Iterable[Row]) -> str:
+def differing(rows: Iterable[Row]) -> str:
     """Log-probabilities of rollout and training that differ, of those compared."""
     steps = [row["steps"] for row in rows]
     names = ("log_prob_diff/tokens_differing", "log_prob_diff/tokens_compared")

@@ -191,6 +191,13 @@ def write_picture(rows: Sequence[Row], out: Path) -> Path:
     tasks = [(task, chart) for task, chart in charts_of if chart is not None]
     if not tasks:
         raise ValueError("no finished run of the proof's tasks: there is nothing to draw")
+    return write_charts(tasks, out)
+
+
+def write_charts(tasks: Sequence[tuple[str, Chart]], out: Path) -> Path:
+    """A picture of charts side by side, each with its title, and one legend for all.  Raises
+    ConfigError where another file is there.
+    """
     drawn = [Drawn(task, chart, 390 * place) for place, (task, chart) in enumerate(tasks)]
     legend = {mark.place: mark.label for one in drawn for mark in one.chart.marks}
     picture = render_page(

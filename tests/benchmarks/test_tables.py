@@ -49,6 +49,18 @@ def rollout_row(
     return row | {"tokens_per_s": rate} | other
 
 
+def test_steps_are_compared_on_one_card(shown: Callable[..., str]) -> None:
+    def row(mode: str, uuid: str, step_ms: float) -> Row:
+        card = {"name": "NVIDIA H200", "uuid": uuid, "copy_tb_per_s": 4.27}
+        step = {"case": "step-8", "step_ms": step_ms, "floor_ms": 2.0}
+        return {"engine": "steps", "mode": mode, "shape": "qwen3-8b", "card": card} | step
+
+    rows = row("fp8", "A", 9.0), row("fp8", "A", 4.0), row("int8", "A", 3.2), row("int8", "B", 2.5)
+    text = shown(rollout.run_table, *rows)
+    assert "| 8 | 4.00 (1.00 x; 50%) | 3.20 (1.25 x; 62%) |" in text  # the later row of fp8
+    assert "| 8 | 2.50 (80%) |" in text
+
+
 def four_rows(uuid: str = "A") -> list[Row]:
     native = {"bf16": 8000.0, "fp8": 14000.0}
     return [

@@ -8,6 +8,7 @@ Found at 12131fc: edits of the reward's file, of an evaluation's JSONL and of
 import json
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.models.folder import model_folder
+from isobit.run.data import digests
 from isobit.run.dry_run import plan_training
 from isobit.run.loop import train
 from isobit.run.setup import read_rl
@@ -122,6 +124,35 @@ def test_an_edited_input_is_refused_with_a_table(edited: str, finished: RunConfi
 def test_nothing_edited_is_nothing_refused(finished: RunConfig) -> None:
     lines = plan_training(finished, read_rl, resume=True).describe(None)
     assert "--resume would go on after step 2 of 2" in lines
+
+
+def test_files_that_options_name_are_inputs(
+    values: dict[str, Any], inputs: Path, tmp_path: Path
+) -> None:
+    rubric, document = tmp_path / "rubric.md", tmp_path / "documents" / "a.txt"
+    document.parent.mkdir()
+    judge = {"rubric": str(rubric), "base_url": "http://127.0.0.1:9/v1", "model": "judge"}
+    config = RunConfig.model_validate(
+        values
+        | {"environment": {"class": "search", "options": {"folder": str(document.parent)}}}
+        | {"reward": {"parts": {"said": {"function": "llm_judge", "options": judge}}}}
+    )
+
+    def found() -> dict[str, str]:
+        made = digests(config, inputs / "model", False, {})
+        return {name: made[name] for name in ("environment.documents", "reward.parts.said.rubric")}
+
+    states = list[dict[str, str]]()
+    for text in ("one", "another"):
+        for path in (rubric, document):
+            path.write_text(text)
+            states.append(found())
+    (document.parent / "b.txt").write_text("more")
+    states.append(found())
+    assert all(before != after for before, after in pairwise(states))
+    changed = [[name for name in a if a[name] != b[name]] for a, b in pairwise(states[1:])]
+    documents, of_rubric = states[0]
+    assert changed == [[of_rubric], [documents], [documents]]
 
 
 @pytest.mark.parametrize("edited", ["reward.function.source"], indirect=True)

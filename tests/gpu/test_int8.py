@@ -30,7 +30,7 @@ from isobit.kernels.hopper.grouped_gemm import (
     grouped_gemm_nt,
     transpose_experts,
 )
-from isobit.kernels.hopper.int8 import Tiles, int8_gemm_nt, tiles, transposed_weight
+from isobit.kernels.hopper.int8 import Dots, Tiles, int8_gemm_nt, tiles, transposed_weight
 from isobit.kernels.hopper.linear import dgrad, linear, linear_input, output_gradient, wgrad
 from isobit.kernels.hopper.publish import publish, publish_head, publish_rows, republish
 from isobit.kernels.hopper.quantise import (
@@ -217,13 +217,16 @@ def test_a_large_batch_has_the_bits_of_a_small_one() -> None:
 def test_products_do_not_depend_on_how_they_are_cut_up(n: int, k: int) -> None:
     weight = published((n,), k).matrix
     assert isinstance(weight, Int8Rows)
-    for m in (1, 60, 300):
+    for m in (1, 3, 8, 60, 300):
         x = quantise_int8(bf16(m, k))
         exact = int8_gemm_nt(x, weight, tiles(m, n, k))
+        for rows in (2, 8):
+            assert m > 8 or torch.equal(int8_gemm_nt(x, weight, Dots(rows)), exact)
         for splits in (1, 2, 8):
             for block_m in (16, 32, 64):
-                cut = Tiles(block_m, 64, splits, 4, swaps=True)
-                assert torch.equal(int8_gemm_nt(x, weight, cut), exact), cut
+                for block_n, depth in ((16, 512), (32, 256), (64, 128)):
+                    cut = Tiles(block_m, block_n, splits, 3, swaps=True, depth=depth)
+                    assert torch.equal(int8_gemm_nt(x, weight, cut), exact), cut
             for block_m in (64, 128):
                 cut = Tiles(block_m, 128, splits, 3, swaps=False)
                 assert torch.equal(int8_gemm_nt(x, weight, cut), exact), cut

@@ -36,8 +36,8 @@ CLAIMS: dict[str, Callable[[Figures, Figures], bool]] = {
     "replay": lambda first, last: first["replay/samples"] == 0 < last["staleness/mean"],
 }
 """What a recipe for one capability shows in its first or its last step."""
-TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "tens", "your_data", *CLAIMS)
-SFT = ("fine_tune", "moe", "reward_model", "starter")
+TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "tens", "tools", "your_data", *CLAIMS)
+SFT = ("fine_tune", "moe", "reward_model", "starter", "tools_sft")
 SMALL = {"training.steps": 1, "training.prompts_per_step": 2, "threads": 1}
 FEW_ROWS = {"data__train__limit": 200}
 """Of thousands, all of which a run would tokenise."""
@@ -221,6 +221,27 @@ def test_fine_tuning_on_worked_examples_lowers_the_loss(tmp_path: Path) -> None:
     assert isinstance(before, float) and isinstance(after, float)
     assert after < before
     assert summary["accuracy_after"] is not None
+
+
+def test_products_are_learnt_from_transcripts_and_then_with_a_calculator(tmp_path: Path) -> None:
+    made = runpy.run_path(str(RECIPES / "tools.py"))
+    made["SIZES"].update(transcripts=30, train=8, held_out=4)
+    made["write"](tmp_path)
+    path = tmp_path / "transcripts.jsonl"
+    run("sft", "tools_sft", tmp_path / "start", data__train__path=path)
+    summary = run(
+        "train",
+        "tools",
+        tmp_path / "run",
+        model=tmp_path / "start" / "model",
+        data__train__path=tmp_path / "train.jsonl",
+        data__eval__held_out__path=tmp_path / "held_out.jsonl",
+        training__samples_per_prompt=2,
+        training__without_signal="take",  # a step teaches no product
+        rollout__max_new_tokens=8,
+    )
+    assert summary["tokens_differing"] == 0 != summary["tokens_compared"]
+    assert (tmp_path / "run" / "environment.jsonl").exists()
 
 
 def test_a_mixture_of_experts_learns_from_random_weights(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def run_serve(arguments: Sequence[str]) -> int:
     updated = _updated(options)
     followed = FollowedRun(Path(options.folder)) if options.follow else None
     settings = _settings(options, overrides)
-    with _listening(options.host, options.port) as listener:
+    with _listening(options.host, options.port, f"--host {options.host} ") as listener:
         set_threads(options)
         with starting():
             import isobit.serve.app  # noqa: F401
@@ -206,14 +206,16 @@ def _updated(options: Namespace) -> Path | None:
     return folder
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """Raises ConfigError for an address that cannot be listened at, before a model is loaded."""
+def _listening(host: str, port: int, option: str = "") -> socket.socket:
+    """Raises ConfigError for an address that cannot be listened at, before a model is loaded;
+    ``option`` is how the host was given.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(
-            f"--host {host} --port {port} cannot be listened at: {error.strerror or error}; name "
+            f"{option}--port {port} cannot be listened at: {error.strerror or error}; name "
             "another port, or end what uses it"
         ) from error
 

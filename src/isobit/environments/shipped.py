@@ -25,6 +25,7 @@ from isobit.rewards.sandbox import (
     launcher,
 )
 from isobit.util.errors import ToolError
+from isobit.util.files import file_sha256
 
 _LONGEST = 200
 """Characters of an expression."""
@@ -41,6 +42,7 @@ _MOST_OUTPUT = 1 << 20
 """Bytes that a program may write."""
 _MOST_FOUND = 20
 """Documents of one search."""
+_SUFFIXES = (".txt", ".md")
 
 
 class Calculator:
@@ -180,7 +182,7 @@ class Search:
 
     @classmethod
     def _prepare(
-        cls, folder: str, suffixes: Sequence[str] = (".txt", ".md"), index: str | None = None
+        cls, folder: str, suffixes: Sequence[str] = _SUFFIXES, index: str | None = None
     ) -> None:
         cls._place = _built_index(Path(folder).expanduser(), suffixes, index)
 
@@ -226,6 +228,16 @@ def _documents(folder: Path, suffixes: Sequence[str]) -> list[tuple[str, Path]]:
     """Names and paths, sorted."""
     found = (path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file())
     return sorted((path.relative_to(folder).as_posix(), path) for path in found)
+
+
+def documents_sha256(
+    folder: str, suffixes: Sequence[str] = _SUFFIXES, index: str | None = None
+) -> str:
+    """Of the names and contents of the documents that ``Search`` finds with these options."""
+    digest = hashlib.sha256()
+    for name, path in _documents(Path(folder).expanduser(), suffixes):
+        digest.update(f"{name}\0{file_sha256(path)}\0".encode())
+    return digest.hexdigest()
 
 
 def _built_index(folder: Path, suffixes: Sequence[str], index: str | None) -> Path:

@@ -13,7 +13,9 @@ another reward, other data or another tokenizer the rest of a run would silently
     model.generation              generation_config.json
     reward.function.source        the user's own code (``isobit.util.user_code``); of the parts of a
                                   reward it is reward.parts.NAME.function.source
+    reward.rubric                 the file that a judge's rubric is in
     environment.class.source      the class of an environment, likewise
+    environment.documents         names and contents of what ``search`` finds
     algorithm.source.content      an objective of the user's own
 
 Weights are not among them: a checkpoint holds the policy's, and digests of all others
@@ -49,10 +51,12 @@ from isobit.data.prompts import (
 from isobit.data.sampler import Spool, in_chunks
 from isobit.data.sources import iter_rows
 from isobit.data.tokenizer import CLOCK, mentions, reads_clock
+from isobit.environments.shipped import documents_sha256
 from isobit.models.folder import DescribedModel, model_folder, read_config
 from isobit.parallel.world import ALONE, World, broadcast
 from isobit.records.text import Prompt
 from isobit.rewards.graders import GRADERS
+from isobit.rewards.graders.judge import rubric_file
 from isobit.rewards.grading import check_references
 from isobit.store.checkpoint import MANIFEST, folders_by_step
 from isobit.store.directory import RunDirectory
@@ -358,13 +362,17 @@ def digests(
 def _sources(config: Recipe) -> Iterator[tuple[str, str]]:
     parts = {} if config.reward is None else config.reward.named()
     for name, part in parts.items():
+        key = "reward" if name == WHOLE else f"reward.parts.{name}"
         if part.function is not None and part.function not in GRADERS:
-            key = "reward" if name == WHOLE else f"reward.parts.{name}"
             yield f"{key}.function.source", source_sha256(part.function) or _ABSENT
+        if part.function == "llm_judge" and (path := rubric_file(part.options.get("rubric", ""))):
+            yield f"{key}.rubric", file_sha256(path) if path.is_file() else _ABSENT
     environment = config.environment if isinstance(config, RunConfig) else None
     if environment is not None and environment.place not in ENVIRONMENTS:
         key = "class" if environment.verifiers is None else "verifiers"
         yield f"environment.{key}.source", source_sha256(environment.place) or _ABSENT
+    if environment is not None and environment.factory == "search":
+        yield "environment.documents", documents_sha256(**environment.options)
     own = config.algorithm if isinstance(config, RunConfig) else None
     if own is not None and own.name == "custom":
         yield "algorithm.source.content", source_sha256(own.source) or _ABSENT

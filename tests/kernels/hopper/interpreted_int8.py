@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from isobit.kernels.hopper import quantise
+from isobit.kernels.hopper import int8, quantise
 from isobit.kernels.hopper.dispatch import gather, make_dispatch
 from isobit.kernels.hopper.experts import swiglu_rows
 from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt, transpose_experts
-from isobit.kernels.hopper.int8 import Tiles, int8_gemm_nt, transposed_weight
+from isobit.kernels.hopper.int8 import Dots, Tiles, int8_gemm_nt, transposed_weight
 from isobit.kernels.hopper.linear import linear
 from isobit.kernels.hopper.publish import publish, republish
 from isobit.kernels.hopper.quantise import quantise_int8, rms_norm_int8, swiglu, swiglu_int8
@@ -32,6 +32,15 @@ SITE = Site("qkv_proj", "linear", "int8", dgrad="e4m3", wgrad="e4m3")
 def _four_sigmoids(x):
     """The plain expression: the interpreter knows no instructions."""
     return 4.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _dot4(a, b, c):
+    """The four products of two words, one by one."""
+    for byte in tl.static_range(4):
+        left = (a << (24 - 8 * byte)) >> 24
+        c += left * ((b << (24 - 8 * byte)) >> 24)
+    return c
 
 
 def wild(rows: int, columns: int) -> torch.Tensor:
@@ -74,8 +83,13 @@ def check_products(columns: int) -> None:
     for cut in (Tiles(64, 128, 1, 1, swaps=False), Tiles(64, 128, 4, 1, swaps=False)):
         assert torch.equal(int8_gemm_nt(x, weight, cut), exact)
     assert torch.equal(linear(x, LinearWeight(SITE, weight)), exact)
-    one = Int8Rows(x.values[5:6], x.scales[5:6])
-    assert torch.equal(linear(one, LinearWeight(SITE, weight)), exact[5:6])
+    assert torch.equal(int8_gemm_nt(x, weight, Tiles(32, 16, 1, 1, True, 512, 2)), exact)
+    for rows in (slice(5, 6), slice(7, 10), slice(9, 17)):
+        some = Int8Rows(x.values[rows], x.scales[rows])
+        assert torch.equal(linear(some, LinearWeight(SITE, weight)), exact[rows])
+    if columns % 16 == 0:
+        few = Int8Rows(x.values[:3], x.scales[:3])
+        assert torch.equal(int8_gemm_nt(few, weight, Dots(8, words=128)), exact[:3])
 
 
 def check_published(columns: int) -> None:
@@ -143,7 +157,7 @@ def check_experts(width: int, columns: int) -> None:
 
 def main() -> None:
     interpreter._convert_float = convert
-    quantise.four_sigmoids = _four_sigmoids
+    quantise.four_sigmoids, int8._dot4 = _four_sigmoids, _dot4
     torch.manual_seed(0)
     for columns in (1, 80, 576):
         check_quantisers(columns)

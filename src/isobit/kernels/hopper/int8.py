@@ -6,10 +6,14 @@ lm_head's product stays in FP32.  The sum is an INT32, which is exact in any ord
 133,000, so tiles and splits of K may depend on M: a row has the specification's bits in every
 batch.
 
-    few rows     K is read in several parts at once, so that all multiprocessors read W; each leaves
-                 its sums, and a second kernel adds and scales them.  W's rows are the left operand:
-                 the tensor cores take 64 of them at a time, and as few as 8 tokens on the right.
-    many rows    tiles of 128 x 128 by 4 warps, two programs a multiprocessor
+    up to 4      by the multiprocessors' own products of four numbers: a warp reads 512 or 1,024
+                 neighbouring bytes of a row of W, and W arrives at 4.1 TB/s where tiles have 3.1
+    up to 128    W's rows are the left operand of the tensor cores, in tiles so small that all
+                 multiprocessors read W; from 33 on K is read in several parts at once if they are
+                 not enough, which leave their sums to a second kernel
+    more         tiles of 128 x 128 by 4 warps, two programs a multiprocessor, or of 64 x 128
+
+Microseconds on one H200 of 1, 8, 32 and 128 tokens: benchmarks/results/int8_products.json.
 
 DGrad is in E4M3: a matrix is multiplied by H again (H H = n, by which its scales were divided) and
 quantised in 128x128 blocks, written transposed.
@@ -27,7 +31,7 @@ import triton.language as tl
 
 from isobit.kernels.hopper.device_functions import padded_size, rotated, runs
 from isobit.kernels.hopper.quantise import amax_bits, levels, to_e4m3
-from isobit.kernels.hopper.sizes import FEW_ROWS, MOST_SPLITS, PROGRAMS
+from isobit.kernels.hopper.sizes import MOST_SPLITS, PROGRAMS, UNSPLIT_ROWS
 from isobit.precision.quant_tensor import (
     BLOCK,
     E4M3,
@@ -37,33 +41,63 @@ from isobit.precision.quant_tensor import (
     num_blocks,
 )
 
-_SMALL_PROGRAMS = 256  # of 64 rows of W: about two a multiprocessor
+_SMALL_PROGRAMS = 96  # of 64 rows of W: fewer leave multiprocessors idle
+_ONE_WAVE = 64 * PROGRAMS  # rows of W, a program a multiprocessor
 _BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
 _WIDTH = 1024  # columns of a program that adds splits
 
 
 @dataclass(frozen=True, slots=True)
+class Dots:
+    """How a product of few tokens is cut up that has no tiles."""
+
+    rows: int  # of W
+    words: int = 256  # of four numbers, that are read at once
+    warps: int = 2
+
+
+@dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a product is cut up."""
+    """How another product is cut up."""
 
     block_m: int  # tokens
     block_n: int
     splits: int  # of K
     stages: int
     swaps: bool  # whether W is the left operand
+    depth: int = BLOCK  # numbers of K that are read at once
+    warps: int = 4
 
 
-def tiles(m: int, n: int, k: int) -> Tiles:
+def tiles(m: int, n: int, k: int) -> Dots | Tiles:
     """By what keeps the multiprocessors busy; no choice changes a bit."""
     if k % 16:  # rows that are not loaded by vectors would not fit the registers of a large tile
         return Tiles(16, 64, 1, 1, swaps=True)
-    if m <= FEW_ROWS:
-        block_m = max(16, triton.next_power_of_2(m))
-        return Tiles(block_m, 64, _splits(triton.cdiv(n, 64), k, _SMALL_PROGRAMS), 6, swaps=True)
-    if triton.cdiv(m, 128) * triton.cdiv(n, 128) >= PROGRAMS:
+    if m <= 4:
+        return Dots(2 if m <= 2 else 4)
+    block_m = max(16, triton.next_power_of_2(m))
+    if m <= UNSPLIT_ROWS:
+        if n <= 16 * PROGRAMS:
+            return Tiles(block_m, 16, 1, 6, swaps=True, depth=_depth(k, 512), warps=2)
+        if n <= 32 * PROGRAMS:
+            return Tiles(block_m, 32, 1, 6, swaps=True, depth=_depth(k, 512))
+        return Tiles(block_m, 64, 1, 6, swaps=True, depth=_depth(k, 256 if n <= _ONE_WAVE else 128))
+    if m <= 64 and n > _ONE_WAVE:
+        return Tiles(block_m, 64, 1, 6, swaps=True)
+    if m <= 128 and n <= _ONE_WAVE:
+        splits = _splits(triton.cdiv(n, 64), k, _SMALL_PROGRAMS)
+        if m <= 64:
+            return Tiles(block_m, 64, splits, 4, swaps=True, depth=_depth(k, 256))
+        return Tiles(block_m, 64, splits, 6, swaps=True)
+    if triton.cdiv(m, 128) * triton.cdiv(n, 128) >= (PROGRAMS if m > 128 else 2 * PROGRAMS):
         return Tiles(128, 128, 1, 3, swaps=False)
-    programs = triton.cdiv(m, 64) * triton.cdiv(n, 128)
-    return Tiles(64, 128, _splits(programs, k, PROGRAMS), 4, swaps=False)
+    splits = _splits(triton.cdiv(m, 64) * triton.cdiv(n, 128), k, PROGRAMS)
+    return Tiles(64, 128, splits, 3 if splits == 1 else 4, swaps=False)
+
+
+def _depth(k: int, most: int) -> int:
+    """The largest power of two from ``BLOCK`` to ``most`` that divides k, or ``BLOCK``."""
+    return max(BLOCK, min(most, k & -k))
 
 
 def _splits(programs: int, k: int, wanted: int) -> int:
@@ -85,8 +119,8 @@ def _scaled(sums, x_scale, w_scale):
 @triton.jit(do_not_specialize=["m"])
 def _gemm_kernel(
     X, W, X_SCALE, W_SCALE, OUT, m, n, k, out_row,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SWAPS: tl.constexpr,
-    WHOLE_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
+    SWAPS: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of OUT, BF16 or FP32 [m, n], or of one of SPLITS parts of K, INT32
     [SPLITS, m, n]; bands of 8 tile rows share W in the L2 cache.
@@ -98,16 +132,18 @@ def _gemm_kernel(
     row = band * 8 + tl.program_id(0) % (8 * tiles_n) % height
     row = row * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) % (8 * tiles_n) // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    blocks = tl.cdiv(k, 128)
+    blocks = tl.cdiv(k, DEPTH)
     first = 0
     if SPLITS > 1:
         each = tl.cdiv(blocks, SPLITS)
         first = tl.program_id(1) * each
         blocks = tl.minimum(blocks, first + each)
-    depth = first * 128 + tl.arange(0, 128)
+    depth = first * DEPTH + tl.arange(0, DEPTH)
     x_place = (row % m).to(tl.int64) * k  # rows beyond the matrix repeat others, not stored
     w_place = (column % n).to(tl.int64) * k
     if SWAPS:
+        x_scale = tl.load(X_SCALE + row % m)  # behind the loop they would be waited for
+        w_scale = tl.load(W_SCALE + column % n)
         left, right = W + w_place[:, None] + depth[None, :], X + x_place[None, :] + depth[:, None]
         sums = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
     else:
@@ -118,12 +154,12 @@ def _gemm_kernel(
             a = tl.load(left)
             b = tl.load(right)
         else:
-            rest = k - block * 128
-            a = tl.load(left, mask=tl.arange(0, 128)[None, :] < rest, other=0)
-            b = tl.load(right, mask=tl.arange(0, 128)[:, None] < rest, other=0)
+            rest = k - block * DEPTH
+            a = tl.load(left, mask=tl.arange(0, DEPTH)[None, :] < rest, other=0)
+            b = tl.load(right, mask=tl.arange(0, DEPTH)[:, None] < rest, other=0)
         sums = tl.dot(a, b, sums, out_dtype=tl.int32)
-        left += 128
-        right += 128
+        left += DEPTH
+        right += DEPTH
     if SWAPS:
         sums = tl.trans(sums)
     inside = (row < m)[:, None] & (column < n)[None, :]
@@ -131,9 +167,53 @@ def _gemm_kernel(
     if SPLITS > 1:
         tl.store(place + tl.program_id(1).to(tl.int64) * m * n, sums, mask=inside)
     else:
-        x_scale = tl.load(X_SCALE + row % m)
-        w_scale = tl.load(W_SCALE + column % n)
+        if not SWAPS:
+            x_scale = tl.load(X_SCALE + row % m)
+            w_scale = tl.load(W_SCALE + column % n)
         tl.store(place, _scaled(sums, x_scale[:, None], w_scale[None, :]), mask=inside)
+
+
+@triton.jit
+def _dot4(a, b, c):
+    """Four INT8 products of INT32 a and b, added to INT32 c."""
+    return tl.inline_asm_elementwise(
+        "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["m"])
+def _dots_kernel(
+    X, W, X_SCALE, W_SCALE, OUT, m, n, out_row, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One program ROWS columns of OUT for all of m <= BLOCK_M tokens.  X and W are words of four
+    numbers, K of them a row; the four words that a thread loads at once share a sum.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.arange(0, BLOCK_M)
+    depth = tl.arange(0, WIDTH)[None, None, :]
+    w_place = W + (row % n).to(tl.int64)[:, None, None] * K + depth
+    x_place = X + (token % m)[None, :, None] * K + depth
+    x_scale = tl.load(X_SCALE + token % m)  # behind the loop they would be waited for
+    w_scale = tl.load(W_SCALE + row % n)
+    sums = tl.zeros([ROWS, BLOCK_M, WIDTH // 4], tl.int32)
+    for first in range(0, K, WIDTH):
+        if K % WIDTH:
+            w = tl.load(w_place + first, mask=depth < K - first, other=0)
+            x = tl.load(x_place + first, mask=depth < K - first, other=0)
+        else:
+            w = tl.load(w_place + first)
+            x = tl.load(x_place + first)
+        w1, w2 = tl.split(tl.reshape(w, [ROWS, 1, WIDTH // 4, 2, 2]))
+        x1, x2 = tl.split(tl.reshape(x, [1, BLOCK_M, WIDTH // 4, 2, 2]))
+        w11, w12 = tl.split(w1)
+        w21, w22 = tl.split(w2)
+        x11, x12 = tl.split(x1)
+        x21, x22 = tl.split(x2)
+        sums = _dot4(w22, x22, _dot4(w21, x21, _dot4(w12, x12, _dot4(w11, x11, sums))))
+    made = _scaled(tl.sum(sums, 2), x_scale[None, :], w_scale[:, None])
+    place = OUT + token[None, :].to(tl.int64) * out_row + row[:, None]
+    tl.store(place, made, mask=(row < n)[:, None] & (token < m)[None, :])
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -153,7 +233,7 @@ def _add_splits_kernel(
 
 
 def int8_gemm_nt(
-    x: Int8Rows, weight: Int8Rows, cut: Tiles | None = None, out: torch.Tensor | None = None
+    x: Int8Rows, weight: Int8Rows, cut: Dots | Tiles | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """X [M, K], W [N, K], contiguous -> X W^T, BF16 [M, N]; or in the dtype of ``out`` [M, N],
     whose rows may lie further apart.
@@ -167,14 +247,22 @@ def int8_gemm_nt(
     if not m:
         return out
     cut = cut or tiles(m, n, k)
+    if isinstance(cut, Dots):
+        _dots_kernel[(triton.cdiv(n, cut.rows),)](
+            x.values.view(torch.int32), weight.values.view(torch.int32), x.scales, weight.scales,
+            out, m, n, out.stride(0), k // 4, triton.next_power_of_2(m), cut.rows,
+            min(cut.words, triton.next_power_of_2(k // 4)),
+            num_warps=cut.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+        return out
     sums = out
     if cut.splits > 1:
         sums = torch.empty((cut.splits, m, n), dtype=torch.int32, device=out.device)
     grid = (triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n), cut.splits)
     _gemm_kernel[grid](
         x.values, weight.values, x.scales, weight.scales, sums, m, n, k, sums.stride(-2),
-        cut.block_m, cut.block_n, cut.splits, cut.swaps, k % BLOCK == 0,
-        num_warps=4, num_stages=cut.stages, enable_fp_fusion=False,
+        cut.block_m, cut.block_n, cut.depth, cut.splits, cut.swaps, k % cut.depth == 0,
+        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if cut.splits > 1:
         width = min(_WIDTH, triton.next_power_of_2(n))

@@ -297,8 +297,8 @@ def width_of_row(columns: int) -> int:
 
 
 def warps_of_row(width: int) -> int:
-    """Of a program that holds so many numbers: at most 32 a thread, up to 16384."""
-    return min(16, max(4, width // 1024))
+    """Of a program that holds so many numbers: at most 64 a thread, up to 32768."""
+    return min(16, max(4, width // 2048))
 
 
 def _groups_of_program(columns: int) -> int:

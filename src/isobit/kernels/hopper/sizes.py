@@ -7,8 +7,8 @@ and 4 a row.
                  2 (H + 2 G) D in BF16; and 4 H of log-sum-exps
     attention's  4 H D + 4 G D + 8 H of copies in which every sequence is whole tiles, and
     backward     8 H + 4 G of scales in INT8
-    product      INT8 of few tokens: INT32 sums of up to 8 parts of K, in fewer than twice as many
-                 tiles of 64 x 128 as multiprocessors, or of 64 x 64 as four times as many
+    product      INT8 of 33 tokens or more: INT32 sums of up to 8 parts of K, in fewer than twice
+                 as many tiles of 64 x 128 as multiprocessors
     lm_head      2 C T + 4 V rows scoring, 6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows
                  backward: a part of the logits of about 1 GiB; logits and their gradient of 2 GiB
     score head   6 C T, of a model without lm_head
@@ -45,7 +45,7 @@ _SCALES = 1024  # a lower bound for the bytes of a transposed matrix to one of i
 HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so many
 _TILE = 128
 PROGRAMS = 132  # multiprocessors of a Hopper card
-FEW_ROWS = 64  # up to which an INT8 product takes W as the left operand
+UNSPLIT_ROWS = 32  # up to which an INT8 product reads K in one part
 MOST_SPLITS = 8  # parts of K of an INT8 product
 _SPLIT_SUMS = 4 * 64 * 128 * 2 * PROGRAMS
 CHUNK = 4096  # logits of a row that one program takes, of which it leaves three numbers
@@ -161,10 +161,10 @@ def attention_gradients(shape: AttentionShape, format: Format) -> int:
 
 def product_sums(site: Site, tokens: int) -> int:
     """INT32 sums of the parts of K in INT8, where few tokens leave multiprocessors idle."""
-    if site.forward != "int8":
+    if site.forward != "int8" or tokens <= UNSPLIT_ROWS:
         return 0
     rows = sum(site.parts)
-    if -(-tokens // 64) * -(-rows // 128) >= PROGRAMS and tokens > FEW_ROWS:
+    if -(-tokens // 64) * -(-rows // 128) >= PROGRAMS:
         return 0
     return min(4 * MOST_SPLITS * tokens * rows, _SPLIT_SUMS)
 

@@ -212,13 +212,19 @@ def _checked(base_url: str, scale: Any, pattern: str) -> tuple[float, float]:
     return float(scale[0]), float(scale[1])
 
 
+def rubric_file(rubric: str) -> Path | None:
+    """The file that ``rubric`` names, unless it is the rubric itself."""
+    return None if "\n" in rubric or not rubric.endswith((".md", ".txt")) else Path(rubric)
+
+
 @cache
 def _text(rubric: str) -> str:
-    """A rubric, or the content of the file that it names. Raises RewardError."""
-    if "\n" in rubric or not rubric.endswith((".md", ".txt")):
+    """Raises RewardError for a file that cannot be read."""
+    path = rubric_file(rubric)
+    if path is None:
         return rubric
     try:
-        return Path(rubric).read_text("utf-8").strip()
+        return path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RewardError(f"llm_judge: the rubric {rubric} cannot be read: {error}") from None
 
