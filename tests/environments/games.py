@@ -2,6 +2,7 @@
 tools with and without state, and a game of several turns.
 """
 
+import asyncio
 from typing import Any
 
 import verifiers as vf
@@ -93,6 +94,15 @@ class Guess(vf.MultiTurnEnv):
         return [vf.UserMessage(content=f"Not {messages[-1].content}.")]
 
 
+class Hasty(Guess):
+    """Asks the model twice at once."""
+
+    async def get_prompt_messages(self, state: vf.State) -> vf.Messages:
+        asked = (self.get_model_response(state, state["prompt"]) for _ in range(2))
+        await asyncio.gather(*asked)
+        return state["prompt"]
+
+
 class Forgetful(Guess):
     """Shows the model its last answer alone."""
 
@@ -119,4 +129,5 @@ def group() -> vf.Environment:
 def load_environment(name: str = "sums") -> vf.Environment:
     print("an environment may print")
     made = {"sums": sums, "tools": tools, "counter": counter, "guess": guess, "group": group}
-    return guess(Forgetful) if name == "forgetful" else made[name]()
+    games = {"forgetful": Forgetful, "hasty": Hasty}
+    return guess(games[name]) if name in games else made[name]()

@@ -119,6 +119,10 @@ def test_what_an_environment_raises_is_the_failure_of_its_episode() -> None:
     _, opening = begun(hosted("guess"), answer="broken")
     assert opening["failed"] == "crash"
     assert "no such game" in opening["message"]
+    hasty, _ = begun(hosted("hasty"), answer="7")
+    failure = hasty.answer([said("1")], False)
+    assert failure["failed"] == "crash"
+    assert "asks the model two things at once" in failure["message"]
     episode, _ = begun(hosted("guess"), answer="7")
     with pytest.raises(RuntimeError, match="the game was left"):
         episode.answer([said("I give up")], False)

@@ -338,6 +338,7 @@ class Conversation:
         self._question: tuple[Any, Any] = (), ()
         self._reply: asyncio.Future[Any] = self._loop.create_future()
         """What the rollout waits for."""
+        self._reply.set_result(None)
         self._messages: list[dict[str, Any]] = []
         """Those of the last question."""
         self._turns = 0
@@ -345,6 +346,8 @@ class Conversation:
 
     async def reply(self, prompt: Any, tools: Any) -> Any:
         """What the model says to messages: the next turn."""
+        if not self._reply.done():
+            raise RuntimeError("the environment asks the model two things at once")
         self._question, self._reply = (prompt, tools), self._loop.create_future()
         self._is_asked.set()
         return await self._reply

@@ -127,7 +127,7 @@ def read_tools(
     form = environment.format if schemas else "plain"
     known = tool_format(tokenizer, chat) if form == "auto" else form
     speakers: dict[Speaker, bool] = {"tool": bool(schemas) or not leads, "user": speaks}
-    answered_by = [who for who, does in speakers.items() if does]
+    answered_by: list[Speaker] = [who for who, does in speakers.items() if does]
     made = Continuation(tokenizer, chat, known, schemas, stop_token_ids, answered_by)
     return Tools(schemas, known, made)
 
