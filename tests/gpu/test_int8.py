@@ -30,7 +30,14 @@ from isobit.kernels.hopper.grouped_gemm import (
     grouped_gemm_nt,
     transpose_experts,
 )
-from isobit.kernels.hopper.int8 import Dots, Tiles, int8_gemm_nt, tiles, transposed_weight
+from isobit.kernels.hopper.int8 import (
+    Dots,
+    Persistent,
+    Tiles,
+    cut_up,
+    int8_gemm_nt,
+    transposed_weight,
+)
 from isobit.kernels.hopper.linear import dgrad, linear, linear_input, output_gradient, wgrad
 from isobit.kernels.hopper.publish import publish, publish_head, publish_rows, republish
 from isobit.kernels.hopper.quantise import (
@@ -219,7 +226,7 @@ def test_products_do_not_depend_on_how_they_are_cut_up(n: int, k: int) -> None:
     assert isinstance(weight, Int8Rows)
     for m in (1, 3, 8, 60, 300):
         x = quantise_int8(bf16(m, k))
-        exact = int8_gemm_nt(x, weight, tiles(m, n, k))
+        exact = int8_gemm_nt(x, weight, cut_up(m, n, k))
         for rows in (2, 8):
             assert m > 8 or torch.equal(int8_gemm_nt(x, weight, Dots(rows)), exact)
         for splits in (1, 2, 8):
@@ -227,6 +234,10 @@ def test_products_do_not_depend_on_how_they_are_cut_up(n: int, k: int) -> None:
                 for block_n, depth in ((16, 512), (32, 256), (64, 128)):
                     cut = Tiles(block_m, block_n, splits, 3, swaps=True, depth=depth)
                     assert torch.equal(int8_gemm_nt(x, weight, cut), exact), cut
+            for block_m, block_n in ((64, 64), (64, 128), (128, 128)):
+                assert splits > 1 or torch.equal(
+                    int8_gemm_nt(x, weight, Persistent(block_m, block_n, 3)), exact
+                )
             for block_m in (64, 128):
                 cut = Tiles(block_m, 128, splits, 3, swaps=False)
                 assert torch.equal(int8_gemm_nt(x, weight, cut), exact), cut

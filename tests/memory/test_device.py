@@ -108,7 +108,7 @@ def test_split_products_are_within_what_is_planned(
         taken[m] = live.peak - made.nbytes
         assert taken[m] <= sizes.product_sums(site, m) < 9e6
     assert taken[5000] == sizes.product_sums(site, 5000) == 0
-    assert (max(taken.values()) > 1e6) == (k >= 1024 and n < 16384)
+    assert any(taken.values()) == (k >= 1024 and n < 16384)
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -13,7 +13,7 @@ from isobit.kernels.hopper import int8, quantise
 from isobit.kernels.hopper.dispatch import gather, make_dispatch
 from isobit.kernels.hopper.experts import swiglu_rows
 from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt, transpose_experts
-from isobit.kernels.hopper.int8 import Dots, Tiles, int8_gemm_nt, transposed_weight
+from isobit.kernels.hopper.int8 import Dots, Persistent, Tiles, int8_gemm_nt, transposed_weight
 from isobit.kernels.hopper.linear import linear
 from isobit.kernels.hopper.publish import publish, republish
 from isobit.kernels.hopper.quantise import quantise_int8, rms_norm_int8, swiglu, swiglu_int8
@@ -90,6 +90,7 @@ def check_products(columns: int) -> None:
     if columns % 16 == 0:
         few = Int8Rows(x.values[:3], x.scales[:3])
         assert torch.equal(int8_gemm_nt(few, weight, Dots(8, words=128)), exact[:3])
+        assert torch.equal(int8_gemm_nt(x, weight, Persistent(64, 64, 1)), exact)
 
 
 def check_published(columns: int) -> None:

@@ -99,9 +99,7 @@ SIZES = [
     (64, 24576, 4096),
     (128, 4096, 4096),
     (128, 24576, 4096),
-    (200, 4096, 4096),
-    (8192, 4096, 12288),
-    (8192, 1152, 576),
+    (128, 151936, 4096),
     (5, 1152, 1040),
 ]
 """Every kind of tiles, split and whole, and K that is no multiple of 128."""
@@ -117,7 +115,7 @@ def of_tiles(cut: int8.Dots | int8.Tiles, k: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
 def test_product(m: int, n: int, k: int) -> None:
-    cut = int8.tiles(m, n, k)
+    cut = int8.cut_up(m, n, k)
     assert isinstance(cut, int8.Tiles)
     types = {**dict.fromkeys("XW", "*i8"), "OUT": "*i32" if cut.splits > 1 else "*bf16"}
     made = compiled(
@@ -135,18 +133,47 @@ def test_product(m: int, n: int, k: int) -> None:
 
 
 def test_sizes_take_every_kind_of_tiles() -> None:
-    cuts = [int8.tiles(*size) for size in SIZES]
+    cuts = [int8.cut_up(*size) for size in SIZES]
     kinds = {
         (cut.block_m, cut.splits > 1, cut.swaps) for cut in cuts if isinstance(cut, int8.Tiles)
     }
-    assert kinds >= {(16, False, True), (64, True, True), (64, True, False), (128, False, False)}
+    wanted = {(16, False, True), (64, True, True), (128, True, True), (64, False, False)}
+    assert kinds >= wanted | {(128, False, False)}
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "block_m", "block_n"),
+    [
+        (200, 4096, 4096, 64, 64),
+        (256, 24576, 4096, 64, 128),
+        (512, 6144, 4096, 64, 128),
+        (1024, 4096, 12288, 128, 128),
+        (16384, 4096, 1040, 128, 128),
+    ],
+)
+def test_product_of_many_tokens(m: int, n: int, k: int, block_m: int, block_n: int) -> None:
+    """The copy engine reads, and two programs fit a multiprocessor."""
+    cut = int8.cut_up(m, n, k)
+    assert isinstance(cut, int8.Persistent) and (cut.block_m, cut.block_n) == (block_m, block_n)
+    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BAND": 16}
+    types = {"X": f"tensordesc<i8[{block_m}, 128]>", "W": f"tensordesc<i8[{block_n}, 128]>"}
+    made = compiled(
+        int8._persistent_kernel,
+        constants,
+        4,
+        types=types,
+        multiples=("n", "k", "out_row"),
+        num_stages=cut.stages,
+    )
+    assert made.products == {"s8"} and "cp.async.bulk.tensor.2d" in made.ptx
+    assert made.programs >= 2
 
 
 @pytest.mark.parametrize("m", [1, 2, 4])
 @pytest.mark.parametrize("k", [4096, 12288, 1040])
 def test_product_of_few_tokens(m: int, k: int) -> None:
     """Words stay in the registers that they were loaded to; of shared memory, what joins sums."""
-    cut = int8.tiles(m, 4096, k)
+    cut = int8.cut_up(m, 4096, k)
     assert isinstance(cut, int8.Dots)
     constants = {"K": k // 4, "BLOCK_M": m, "ROWS": cut.rows, "WIDTH": cut.words}
     types = dict.fromkeys("XW", "*i32")
@@ -159,7 +186,7 @@ def test_product_of_few_tokens(m: int, k: int) -> None:
 
 
 def test_rows_without_vectors() -> None:
-    cut = int8.tiles(300, 1001, 200)
+    cut = int8.cut_up(300, 1001, 200)
     assert isinstance(cut, int8.Tiles)
     types = dict.fromkeys("XW", "*i8")
     made = compiled(int8._gemm_kernel, of_tiles(cut, 200), 4, types=types, num_stages=cut.stages)

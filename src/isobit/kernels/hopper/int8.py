@@ -11,9 +11,8 @@ batch.
     up to 128    W's rows are the left operand of the tensor cores, in tiles so small that all
                  multiprocessors read W; from 33 on K is read in several parts at once if they are
                  not enough, which leave their sums to a second kernel
-    more         tiles of 128 x 128 by 4 warps, two programs a multiprocessor, or of 64 x 128
-
-Microseconds on one H200 of 1, 8, 32 and 128 tokens: benchmarks/results/int8_products.json.
+    more         persistent programs, which ask the copy engine for the tiles of their next product
+                 while they scale and store the last
 
 DGrad is in E4M3: a matrix is multiplied by H again (H H = n, by which its scales were divided) and
 quantised in 128x128 blocks, written transposed.
@@ -28,10 +27,17 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isobit.kernels.hopper.device_functions import padded_size, rotated, runs
 from isobit.kernels.hopper.quantise import amax_bits, levels, to_e4m3
-from isobit.kernels.hopper.sizes import MOST_SPLITS, PROGRAMS, UNSPLIT_ROWS
+from isobit.kernels.hopper.sizes import (
+    MOST_SPLIT_ROWS,
+    MOST_SPLITS,
+    PROGRAMS,
+    SPLIT_PROGRAMS,
+    UNSPLIT_ROWS,
+)
 from isobit.precision.quant_tensor import (
     BLOCK,
     E4M3,
@@ -41,10 +47,9 @@ from isobit.precision.quant_tensor import (
     num_blocks,
 )
 
-_SMALL_PROGRAMS = 96  # of 64 rows of W: fewer leave multiprocessors idle
-_ONE_WAVE = 64 * PROGRAMS  # rows of W, a program a multiprocessor
 _BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
 _WIDTH = 1024  # columns of a program that adds splits
+_BAND = 16  # rows of tiles that share W in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Dots:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How another product is cut up."""
+    """How a product of more tokens is cut up."""
 
     block_m: int  # tokens
     block_n: int
@@ -69,45 +74,76 @@ class Tiles:
     warps: int = 4
 
 
-def tiles(m: int, n: int, k: int) -> Dots | Tiles:
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """How a product of many tokens is cut up."""
+
+    block_m: int  # tokens
+    block_n: int
+    stages: int
+
+
+Cut = Dots | Tiles | Persistent
+
+
+def cut_up(m: int, n: int, k: int) -> Cut:
     """By what keeps the multiprocessors busy; no choice changes a bit."""
     if k % 16:  # rows that are not loaded by vectors would not fit the registers of a large tile
         return Tiles(16, 64, 1, 1, swaps=True)
     if m <= 4:
         return Dots(2 if m <= 2 else 4)
-    block_m = max(16, triton.next_power_of_2(m))
     if m <= UNSPLIT_ROWS:
-        if n <= 16 * PROGRAMS:
-            return Tiles(block_m, 16, 1, 6, swaps=True, depth=_depth(k, 512), warps=2)
-        if n <= 32 * PROGRAMS:
-            return Tiles(block_m, 32, 1, 6, swaps=True, depth=_depth(k, 512))
-        return Tiles(block_m, 64, 1, 6, swaps=True, depth=_depth(k, 256 if n <= _ONE_WAVE else 128))
-    if m <= 64 and n > _ONE_WAVE:
-        return Tiles(block_m, 64, 1, 6, swaps=True)
-    if m <= 128 and n <= _ONE_WAVE:
-        splits = _splits(triton.cdiv(n, 64), k, _SMALL_PROGRAMS)
-        if m <= 64:
-            return Tiles(block_m, 64, splits, 4, swaps=True, depth=_depth(k, 256))
-        return Tiles(block_m, 64, splits, 6, swaps=True)
-    if triton.cdiv(m, 128) * triton.cdiv(n, 128) >= (PROGRAMS if m > 128 else 2 * PROGRAMS):
-        return Tiles(128, 128, 1, 3, swaps=False)
-    splits = _splits(triton.cdiv(m, 64) * triton.cdiv(n, 128), k, PROGRAMS)
-    return Tiles(64, 128, splits, 3 if splits == 1 else 4, swaps=False)
+        return _unsplit(m, n, k)
+    return _split(m, n, k) if m <= MOST_SPLIT_ROWS else _persistent(m, n)
+
+
+_ONE_WAVE = 64 * PROGRAMS  # rows of W: a tile of 64 for each multiprocessor
+
+
+def _unsplit(m: int, n: int, k: int) -> Tiles:
+    """The smallest tiles of W that all run at once."""
+    block_m = max(16, triton.next_power_of_2(m))
+    if n <= 16 * PROGRAMS:
+        return Tiles(block_m, 16, 1, 6, swaps=True, depth=_depth(k, 512), warps=2)
+    if n <= 32 * PROGRAMS:
+        return Tiles(block_m, 32, 1, 6, swaps=True, depth=_depth(k, 512))
+    return Tiles(block_m, 64, 1, 6, swaps=True, depth=_depth(k, 256 if n <= _ONE_WAVE else 128))
+
+
+def _split(m: int, n: int, k: int) -> Tiles:
+    """K in parts where tiles of 64 rows of W are few."""
+    if n > _ONE_WAVE and m <= 64:
+        return Tiles(64, 64, 1, 6, swaps=True)
+    if n > _ONE_WAVE:
+        return Tiles(64 if n < 256 * PROGRAMS else 128, 128, 1, 3, swaps=False)
+    splits = 1
+    while 2 * splits <= min(MOST_SPLITS, num_blocks(k) // _BLOCKS_OF_SPLIT):
+        if splits * triton.cdiv(n, 64) >= SPLIT_PROGRAMS:
+            break
+        splits *= 2
+    if m <= 64:
+        return Tiles(64, 64, splits, 4, swaps=True, depth=_depth(k, 256))
+    return Tiles(128, 64, splits, 6, swaps=True)
+
+
+def _persistent(m: int, n: int) -> Persistent:
+    """Large tiles, unless they leave more of the last round of programs idle than smaller ones,
+    which take 0.55 of their time.
+    """
+    slots = 2 * PROGRAMS
+    if triton.cdiv(m, 64) * triton.cdiv(n, 64) <= slots:
+        return Persistent(64, 64, 6)
+    columns = triton.cdiv(n, 128)
+    large, small = (triton.cdiv(m, block) * columns for block in (128, 64))
+    rounds = triton.cdiv(large, slots), 0.55 * triton.cdiv(small, slots)
+    if large > 0.75 * slots and rounds[0] <= rounds[1]:
+        return Persistent(128, 128, 3)
+    return Persistent(64, 128, 4)
 
 
 def _depth(k: int, most: int) -> int:
     """The largest power of two from ``BLOCK`` to ``most`` that divides k, or ``BLOCK``."""
     return max(BLOCK, min(most, k & -k))
-
-
-def _splits(programs: int, k: int, wanted: int) -> int:
-    """The smallest power of two that gives enough programs, within the bounds above."""
-    splits = 1
-    while 2 * splits <= min(MOST_SPLITS, num_blocks(k) // _BLOCKS_OF_SPLIT):
-        if splits * programs >= wanted:
-            break
-        splits *= 2
-    return splits
 
 
 @triton.jit
@@ -173,6 +209,33 @@ def _gemm_kernel(
         tl.store(place, _scaled(sums, x_scale[:, None], w_scale[None, :]), mask=inside)
 
 
+@triton.jit(do_not_specialize=["m"])
+def _persistent_kernel(
+    X, W, X_SCALE, W_SCALE, OUT, m, n, k, out_row,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """X and W are descriptors of [m, k] and [n, k]; beyond them the copy engine gives zeros."""
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        band = tile // (BAND * tiles_n)
+        height = tl.minimum(tiles_m - band * BAND, BAND)
+        first_row = (band * BAND + tile % (BAND * tiles_n) % height) * BLOCK_M
+        first_column = tile % (BAND * tiles_n) // height * BLOCK_N
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+        for block in range(0, tl.cdiv(k, 128)):
+            a = X.load([first_row, block * 128])
+            b = W.load([first_column, block * 128])
+            sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
+        row = first_row + tl.arange(0, BLOCK_M)
+        column = first_column + tl.arange(0, BLOCK_N)
+        x_scale = tl.load(X_SCALE + row % m)
+        w_scale = tl.load(W_SCALE + column % n)
+        place = OUT + row[:, None].to(tl.int64) * out_row + column[None, :]
+        inside = (row < m)[:, None] & (column < n)[None, :]
+        tl.store(place, _scaled(sums, x_scale[:, None], w_scale[None, :]), mask=inside)
+
+
 @triton.jit
 def _dot4(a, b, c):
     """Four INT8 products of INT32 a and b, added to INT32 c."""
@@ -233,7 +296,7 @@ def _add_splits_kernel(
 
 
 def int8_gemm_nt(
-    x: Int8Rows, weight: Int8Rows, cut: Dots | Tiles | None = None, out: torch.Tensor | None = None
+    x: Int8Rows, weight: Int8Rows, cut: Cut | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """X [M, K], W [N, K], contiguous -> X W^T, BF16 [M, N]; or in the dtype of ``out`` [M, N],
     whose rows may lie further apart.
@@ -246,13 +309,22 @@ def int8_gemm_nt(
     assert out.stride(1) == 1
     if not m:
         return out
-    cut = cut or tiles(m, n, k)
+    cut = cut or cut_up(m, n, k)
     if isinstance(cut, Dots):
         _dots_kernel[(triton.cdiv(n, cut.rows),)](
             x.values.view(torch.int32), weight.values.view(torch.int32), x.scales, weight.scales,
             out, m, n, out.stride(0), k // 4, triton.next_power_of_2(m), cut.rows,
             min(cut.words, triton.next_power_of_2(k // 4)),
             num_warps=cut.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+        return out
+    if isinstance(cut, Persistent):
+        tiles = triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n)
+        _persistent_kernel[(min(2 * PROGRAMS, tiles),)](
+            TensorDescriptor(x.values, [m, k], [k, 1], [cut.block_m, BLOCK]),
+            TensorDescriptor(weight.values, [n, k], [k, 1], [cut.block_n, BLOCK]),
+            x.scales, weight.scales, out, m, n, k, out.stride(0), cut.block_m, cut.block_n, _BAND,
+            num_warps=4, num_stages=cut.stages, enable_fp_fusion=False,
         )  # fmt: skip
         return out
     sums = out

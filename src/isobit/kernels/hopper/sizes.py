@@ -7,8 +7,8 @@ and 4 a row.
                  2 (H + 2 G) D in BF16; and 4 H of log-sum-exps
     attention's  4 H D + 4 G D + 8 H of copies in which every sequence is whole tiles, and
     backward     8 H + 4 G of scales in INT8
-    product      INT8 of 33 tokens or more: INT32 sums of up to 8 parts of K, in fewer than twice
-                 as many tiles of 64 x 128 as multiprocessors
+    product      INT8 of 33 to 128 tokens: INT32 sums of up to 8 parts of K, in fewer than twice as
+                 many tiles of 64 columns as ``SPLIT_PROGRAMS``
     lm_head      2 C T + 4 V rows scoring, 6 C T + 4 V rows forward, 6 C T + (6 V + 4 C) rows
                  backward: a part of the logits of about 1 GiB; logits and their gradient of 2 GiB
     score head   6 C T, of a model without lm_head
@@ -46,8 +46,9 @@ HEAD_ROWS = 64  # the fastest products take lm_head's rows in whole tiles of so 
 _TILE = 128
 PROGRAMS = 132  # multiprocessors of a Hopper card
 UNSPLIT_ROWS = 32  # up to which an INT8 product reads K in one part
-MOST_SPLITS = 8  # parts of K of an INT8 product
-_SPLIT_SUMS = 4 * 64 * 128 * 2 * PROGRAMS
+MOST_SPLIT_ROWS = 128  # beyond which it does so again
+MOST_SPLITS = 8  # parts of K between them,
+SPLIT_PROGRAMS = 96  # until so many programs have each a part of 64 columns
 CHUNK = 4096  # logits of a row that one program takes, of which it leaves three numbers
 _SCORED = 48  # ids, positions and figures of a token
 _SCALE: dict[Format, int] = {"e4m3": 1, "int8": 4}
@@ -161,12 +162,11 @@ def attention_gradients(shape: AttentionShape, format: Format) -> int:
 
 def product_sums(site: Site, tokens: int) -> int:
     """INT32 sums of the parts of K in INT8, where few tokens leave multiprocessors idle."""
-    if site.forward != "int8" or tokens <= UNSPLIT_ROWS:
-        return 0
     rows = sum(site.parts)
-    if -(-tokens // 64) * -(-rows // 128) >= PROGRAMS:
+    is_split = UNSPLIT_ROWS < tokens <= MOST_SPLIT_ROWS and rows < 64 * SPLIT_PROGRAMS
+    if site.forward != "int8" or not is_split:
         return 0
-    return min(4 * MOST_SPLITS * tokens * rows, _SPLIT_SUMS)
+    return 4 * tokens * min(MOST_SPLITS * rows, 2 * SPLIT_PROGRAMS * 64)
 
 
 def workspaces(shape: WorkShape) -> Mapping[str, int]:
