@@ -59,6 +59,12 @@ def ask(made: Environments[str], key: str, *calls: Call, **columns: Any) -> None
     made.ask(key, columns, [Turn(calls)])
 
 
+@pytest.mark.parametrize("given", [{}, {"class": "guess", "verifiers": "wordle"}])
+def test_an_environment_is_of_one_kind(given: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="needs either class or verifiers, and not both"):
+        EnvironmentConfig.model_validate(given)
+
+
 def test_each_episode_has_an_instance_that_lives_until_its_end() -> None:
     with environments("Counter", options={"step": 10}) as made:
         names = [one["function"]["name"] for one in made.tools()]

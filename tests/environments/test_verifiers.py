@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from isobit.config.data import EnvironmentConfig, VerifiersData
+from isobit.config.data import ChatConfig, EnvironmentConfig, VerifiersData
 from isobit.data.sources import load_rows
 from isobit.environments.hosted import Call, Conversation, HostedVerifiers, Start, Turn
 from isobit.environments.pool import Environments
-from isobit.util.errors import DataError, ToolError
+from isobit.rollout.episodes import read_tools
+from isobit.starter import starter_folder
+from isobit.util.errors import ConfigError, DataError, ToolError
 
 pytest.importorskip("verifiers", reason="`pip install 'isobit[verifiers]'`")
 
@@ -136,6 +139,13 @@ def test_what_cannot_be_acted_in_is_refused() -> None:
     episode, _ = begun(hosted("forgetful"), answer="7")
     with pytest.raises(ToolError, match="asks the model without what was said before"):
         episode.answer([said("1")], False)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(starter_folder()))
+    config = EnvironmentConfig.model_validate({"verifiers": str(GAMES)})
+    with pytest.raises(ConfigError, match="needs a chat template, but the tokenizer has none"):
+        read_tools(config, ChatConfig(), tokenizer, [1])
 
 
 def test_the_dataset_of_an_environment_is_read_in_another_process() -> None:
