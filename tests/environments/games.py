@@ -5,7 +5,7 @@ tools with and without state, and a game of several turns.
 import asyncio
 from typing import Any
 
-import verifiers as vf
+import verifiers as vf  # pyright: ignore[reportMissingImports]  # an extra
 from datasets import Dataset
 
 
