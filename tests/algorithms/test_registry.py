@@ -127,6 +127,18 @@ def test_what_cannot_be_loaded_is_refused_in_a_line(tmp_path: Path) -> None:
     refused(CustomConfig(source="mine.py"), "expected 'path/to/file.py:Class' or 'module:Class'")
 
 
+def test_credit_by_turn_is_refused_to_one_that_needs_more_than_rewards(tmp_path: Path) -> None:
+    rewards_alone = WHOLE.replace("needs_greedy = True", "needs_greedy = False")
+    values = rewards_alone.replace("needs_values = False", "needs_values = True")
+    for text, is_refused in ((WHOLE, True), (values, True), (rewards_alone, False)):
+        config = config_of(tmp_path, text).model_copy(update={"credit": "turn"})
+        if not is_refused:
+            assert not build_algorithm(config).needs_greedy
+            continue
+        with pytest.raises(ConfigError, match=r"credit is 'turn', but .*needs values or a greedy"):
+            build_algorithm(config)
+
+
 def test_the_example_of_the_page_learns_as_it_says(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)

@@ -21,6 +21,8 @@ CALIBRATED = {"calibrate_every": 20}
 CALIBRATED_TWICE = {"algorithm": CALIBRATED, "training": TWICE}
 CLIP_COV = {"covariance": "clip_cov", "covariance_low": 5.0}
 KL_COV = {"covariance": "kl_cov"}
+BY_TURN = {"credit": "turn"}
+ACTING = {"environment": {"class": "calculator"}}
 
 
 def run_config(**tables: Any) -> RunConfig:
@@ -47,6 +49,7 @@ def test_what_contradicts_nothing_passes() -> None:
     check_run(run_config(algorithm={"name": "rloo", "kl_coefficient": 0.1}))
     check_run(run_config(algorithm={"overlong_buffer": 512, "kl_coefficient": 0.1}))
     check_run(run_config(algorithm={"name": "dr_grpo", "loss_constant": 8}))
+    check_run(run_config(algorithm={"turn_gamma": 0.9, **BY_TURN}, **ACTING))
     check_run(run_config(replay={"fraction": 0.5, "max_staleness": 4}, **{"async": {"lag": 3}}))
     check_run(run_config(**CALIBRATED_TWICE))
     check_run(run_config(algorithm=CALIBRATED, training={"updates_per_batch": 2}))
@@ -67,6 +70,16 @@ def test_what_contradicts_nothing_passes() -> None:
     [
         ({"training": THREE_UPDATES}, "training.updates_per_batch is 3, but a step has 2 prompts"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature is 0"),
+        ({"algorithm": {"turn_gamma": 0.9}}, "algorithm.turn_gamma is 0.9, but algorithm.credit"),
+        ({"algorithm": BY_TURN}, "without [environment] a completion has one turn"),
+        (
+            {"algorithm": BY_TURN, **ACTING, "replay": {"fraction": 0.5}},
+            "algorithm.credit is 'turn', and replay.fraction 0.5",
+        ),
+        *(
+            ({"algorithm": {"name": name, **BY_TURN}, **ACTING}, f"but algorithm '{name}' has")
+            for name in ("ppo", "reinforce_pp", "gspo", "remax")
+        ),
         (
             {"evaluation": {"samples": 2}},
             "evaluation.samples is 2, but evaluation.temperature is 0",

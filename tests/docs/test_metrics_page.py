@@ -33,6 +33,8 @@ OF_CALIBRATION = {"clip/low", "clip/high"}  # (tests/training/test_calibration.p
 OF_EPISODES = {
     "episode/turns",
     "episode/calls",
+    "episode/turn_rewards",
+    "episode/turn_reward/NAME",
     "episode/results/NAME",
     "episode/ended/NAME",
     "episode/failed/NAME",

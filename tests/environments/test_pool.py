@@ -83,10 +83,30 @@ def test_each_episode_has_an_instance_that_lives_until_its_end() -> None:
         made.ask("a", {}, [Turn([call("add", 1)])], wants_reward=True)
         again = answers(made)["a"]
         assert texts(again) == ["total 125"]
+        assert (made.has_turn_reward, again.turn_reward) == (False, None)
         assert again.reward == 125.0
         made.end("a")
         ask(made, "a", call("add", 1))
         assert texts(answers(made)["a"]) == ["total 10"]
+
+
+def test_each_turn_has_a_reward_also_one_without_calls_or_that_was_answered_elsewhere() -> None:
+    with environments("Paced") as made:
+        assert [one["function"]["name"] for one in made.tools()] == ["add", "later", "meet"]
+        assert made.has_turn_reward
+        ask(made, "a", call("add", 1), call("add", 2), start=100)
+        made.ask("b", {}, [Turn([call("add", 1)]), Turn([call("add", 3)])])
+        found = answers(made)
+        assert (found["a"].turn_reward, found["b"].turn_reward) == (0.375, 0.375)
+        ask(made, "a")
+        without_calls = answers(made)["a"]
+        assert (without_calls.results, without_calls.turn_reward) == ((), 0.0)
+        made.ask("a", {}, [], wants_reward=True)
+        assert answers(made)["a"].reward == 103.0
+        ask(made, "b", call("add", 2000))
+        failure = answers(made)["b"].failure
+        assert failure is not None
+        assert (failure.kind, failure.message) == ("ValueError", "ValueError: too large")
 
 
 def test_turns_that_were_answered_elsewhere_are_made_up_for() -> None:

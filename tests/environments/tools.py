@@ -48,6 +48,20 @@ class Counter:
         return float(self.total)
 
 
+class Paced(Counter):
+    """Rewards a turn by what it has added, and refuses to for a large total."""
+
+    def reset(self, start: int = 0, **_: object) -> None:
+        super().reset(start)
+        self._seen = start
+
+    async def get_turn_reward(self) -> float:
+        gained, self._seen = self.total - self._seen, self.total
+        if self.total > 1000:
+            raise ValueError("too large")
+        return gained / 8
+
+
 class Hostile:
     def hang(self) -> str:
         """Sleep, with a child that does too."""
@@ -136,6 +150,9 @@ class Moody:
     def now(self) -> str:
         """The time."""
         return str(time.monotonic_ns() % 1000)
+
+    def get_turn_reward(self) -> float:
+        return time.monotonic_ns() % 1_000_000 / 1e6
 
 
 class Undocumented:

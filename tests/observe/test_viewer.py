@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -20,8 +20,12 @@ from isobit.algorithms.advantages import group_advantages
 from isobit.config.recipes import RunConfig
 from isobit.observe.console import silent
 from isobit.observe.report.chart import number_text
+from isobit.observe.training_log import write_completions
 from isobit.observe.viewer import HEADERS, Viewer
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion, Episode
 from isobit.run.loop import train
+from tests.sequences import group_of
 from tests.tiny import json_lines
 from tools.browser import Page, browser, find_chromium
 
@@ -70,6 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
             {"role": "assistant", "content": f'{EVIL}<tool_call>{{"name": "add"}}</tool_call>'},
             {"role": "tool", "content": "the total is 7"},
         ],
+        "turn_rewards": [-0.25],
         "group_rewards": [one + 2.0 for one in samples[-1]["group_rewards"]],
     }
     write(folder / "other" / "completions.jsonl", samples)
@@ -231,6 +236,30 @@ def test_every_kept_completion_has_its_tokens_parts_and_advantage(
     assert any("advantage is not recorded here" in one for one in sampled["missing"])
 
 
+def test_tokens_of_turns_have_their_own_advantages_and_turns_their_rewards(
+    runs: Path, tmp_path: Path
+) -> None:
+    """What credit by turn gives reaches the page by token, as PPO's does."""
+    shutil.copytree(runs / "real", tmp_path / "acting")
+    sequence = TokenSequence.of_answer([5], [1, 2, 9, 3], given=[(3, 4)]).with_columns(
+        advantages=(0.5, 0.5, -1.0), turn_rewards=(0.0, 0.25, 0.0)
+    )
+    said = Episode(("add(3)", "7"), ((("ok", "total 3"),),), reward=1.0)
+    group = group_of([Completion(sequence, "7", "stop", said)], [1.0])
+    group = replace(group, advantages=[0.0])
+    path = tmp_path / "acting" / "completions" / "step_000003.parquet"
+    write_completions(path, 3, {"train": [group]}, "all")
+    with serving(tmp_path) as served:
+        listed = served.api("completions", run="acting", kept=1, source="train", order="newest")
+        place = listed["rows"][0]["place"]
+        one = served.api("completion", run="acting", kept=1, place=place)
+    assert one["step"] == 3 and len(one["token_texts"]) == 3
+    assert one["advantages"] == [0.5, 0.5, -1.0]
+    assert one["turn_rewards"] == [0.25, 0.0]
+    turns = [message for message in one["messages"] if message["role"] == "assistant"]
+    assert len(turns) == len(one["turn_rewards"])
+
+
 def test_runs_are_paired_step_by_step_and_prompt_by_prompt(served: Served, runs: Path) -> None:
     overlay = served.api("compare", run=["real", "other"])["html"]
     paired = served.api("compare", run=["real", "other"], paired=1)["html"]
@@ -318,6 +347,8 @@ def test_the_page_in_chromium_wide_and_narrow_light_and_dark(runs: Path, tmp_pat
         assert "<img src=x" in page.run("document.querySelector('.turn').innerText")
         assert "[U+202E]" in page.run("document.querySelector('.turn').innerText")
         assert page.run("document.images.length") == 0
+        title = page.run("document.querySelector('.turn b').textContent")
+        assert title == "turn 1, the model, reward \u22120.25"
         page.run("document.querySelector('.tokens .t').focus()")
         page.press("ArrowRight")
         assert page.run("document.activeElement === document.querySelectorAll('.tokens .t')[1]")

@@ -70,6 +70,18 @@ CASES: dict[str, tuple[str, list[Group]]] = {
     ),
     "no reward": ("rewards", with_rewards(lambda group: group.rewards.__setitem__(2, None))),
     "a part": ("rewards", with_rewards(lambda group: group.reward_parts.update(form=[1.0]))),
+    "a turn's reward": (
+        "rewards",
+        with_rewards(
+            lambda group: group.completions.__setitem__(
+                0,
+                replace(
+                    group.completions[0],
+                    sequence=group.completions[0].sequence.with_columns(turn_rewards=(0, 0.1)),
+                ),
+            )
+        ),
+    ),
     "a baseline": ("rewards", with_rewards(lambda group: setattr(group, "baseline", 0.5))),
 }
 

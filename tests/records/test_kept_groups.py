@@ -29,12 +29,13 @@ def completion(text: str, reason: FinishReason, **columns: object) -> Completion
 def groups() -> list[Group]:
     cut = {"truncated_log_probs": np.array([0.0, 0.0, -0.125, 0.0, -0.5], np.float32)}
     routed = {"routings": np.array([0, 0, -(1 << 62), 5, (1 << 62) + 1])}
+    turns = replace(TURNS, turn_rewards=np.array([0, 0.1, 0, 0, 0, np.nan]))
     empty = Completion(TokenSequence.of_answer((5, 6), ()), "", "aborted")
     first = [completion("ä🙂\n", "stop", **cut), completion("", "length", **routed), empty]
     parts = {"format": [1.0, None, 0.1], "answer": [0.0, 1 / 3, None]}
     return [
         Group(PROMPTS["a/1"], 3, first, [1.0, None, 0.1], parts),
-        Group(PROMPTS["a/0"], 0, [Completion(TURNS, "x", "stop")], [0.5], {}, baseline=-0.75),
+        Group(PROMPTS["a/0"], 0, [Completion(turns, "x", "stop")], [0.5], {}, baseline=-0.75),
     ]
 
 

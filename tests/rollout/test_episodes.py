@@ -71,7 +71,7 @@ def requests(samples: int = 3, new: int = 100, **sampling: Any) -> list[Request]
 class Told:
     """An environment in this process, which answers after some polls and out of order."""
 
-    has_reward = leads = False
+    has_reward = has_turn_reward = leads = False
 
     def __init__(
         self,
@@ -392,10 +392,42 @@ def test_a_malformed_call_is_answered_without_the_environment(
     assert set(results) == {(("malformed", "error: no call"),)}
 
 
-def test_recorded_answers_are_given_again_without_asking() -> None:
+def test_turns_have_their_rewards_at_their_last_tokens_and_nan_where_one_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def say(key: Handle, turn: int) -> Answer:
+        if key.sample == 1 and turn == 2:
+            return Answer(failure=Failure("ValueError", "no reward"))
+        return Answer(said(key, turn).results, turn_reward=turn / 8)
+
+    monkeypatch.setattr(Told, "has_turn_reward", True)
+    made, *_ = play(policy_of("fp8"), requests(), say, max_turns=4)
+    failed = 0
+    for one in (one for group in made for one in group):
+        assert one.episode is not None
+        sequence, answered = one.sequence, len(one.episode.results)
+        is_last = sequence.loss_mask & ~np.append(sequence.loss_mask[1:], False)
+        (places,) = np.nonzero(is_last)
+        column = np.zeros(sequence.length)
+        column[places[:answered]] = np.arange(1, answered + 1) / 8
+        if one.finish_reason == "failed":
+            column[places[answered]] = np.nan
+            failed += 1
+        assert len(places) == len(one.episode.turns)
+        assert sequence.turn_rewards is not None
+        assert np.array_equal(sequence.turn_rewards, column, equal_nan=True)
+    assert failed
+
+
+def test_recorded_answers_are_given_again_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Told, "has_turn_reward", True)
     policy, record = policy_of("fp8"), AnswerRecord(lambda _: None)
     numbers = iter(range(10**6))
-    random = lambda key, turn: Answer((Result("ok", str(next(numbers))),))  # noqa: E731
+
+    def random(key: Handle, turn: int) -> Answer:
+        number = next(numbers)
+        return Answer((Result("ok", str(number)),), turn_reward=number / 7)
+
     first, *_ = play(policy, requests(), random, delays(3), record)
     lines = list(record._unwritten)
     assert len(lines) == 1

@@ -3,11 +3,15 @@
 import json
 import math
 import string
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import groupby, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig
@@ -81,8 +85,10 @@ def test_a_run_compares_all_turns_and_evaluates_as_eval_does(
 def test_a_run_killed_in_the_middle_of_episodes_is_resumed_to_equal_bytes(
     acting_config: MakeConfig, tmp_path: Path
 ) -> None:
-    whole = acting_config()
+    credit = {"credit": "turn", "turn_gamma": 0.5, "normalise_by_std": False}
+    whole = acting_config("Paced", algorithm=credit, tracking={"completions": "all"})
     train(whole, silent())
+    check_credit_by_turn(whole.output)
     killed = whole.model_copy(update={"output": tmp_path / "killed"})
     file = tmp_path / "config.json"
     file.write_text(killed.model_dump_json(by_alias=True))
@@ -98,6 +104,50 @@ def test_a_run_killed_in_the_middle_of_episodes_is_resumed_to_equal_bytes(
     found = compare(RunDirectory(whole.output), RunDirectory(killed.output))
     assert not found.differences
     assert any("environment.jsonl" in line for line in found.equal)
+
+
+def check_credit_by_turn(output: Path) -> None:
+    """Advantages of all tokens from what was written of texts and rewards alone."""
+    groups = defaultdict[tuple[str, int], list[dict[str, Any]]](list)
+    for row in parquet.read_table(output / "completions" / "step_000001.parquet").to_pylist():
+        groups[row["prompt_id"], row["visit"]].append(row)
+    several = 0
+    for rows in groups.values():
+        returns = [returns_of(row) for row in rows]
+        for row, own in zip(rows, returns, strict=True):
+            others = [[one[min(turn, len(one) - 1)] for one in returns] for turn in range(len(own))]
+            expected = [one - fmean(all_) for one, all_ in zip(own, others, strict=True)]
+            found = row["advantages"] or [row["advantage"]] * row["tokens"]
+            assert len(found) == row["tokens"]
+            distinct = [one for one, _ in groupby(found)]
+            assert distinct == pytest.approx([one for one, _ in groupby(expected)], rel=1e-6)
+            several += len(distinct) > 1
+    assert several
+    (figures,) = (
+        one for one in json_lines(output / "metrics.jsonl") if one["step"] == 1 and "loss" in one
+    )
+    every = [row for rows in groups.values() for row in rows]
+    assert figures["episode/turn_rewards"] == pytest.approx(
+        fmean(sum(row["turn_rewards"]) for row in every)
+    )
+    first = [row["turn_rewards"][0] for row in every if len(row["turn_rewards"]) > 1]
+    assert figures["episode/turn_reward/1"] == pytest.approx(fmean(first))
+
+
+def returns_of(row: dict[str, Any]) -> list[float]:
+    """From each turn on, with half of what comes later; ``Paced`` gives an eighth of the count."""
+    messages = json.loads(row["messages"])
+    told = [one["content"] for one in messages if one["role"] == "tool"]
+    totals = [0, *(int(text.removeprefix("total ")) for text in told)]
+    gains = [(after - before) / 8 for before, after in pairwise(totals)]
+    # the last turn has called nothing, or its result found no room
+    gains += [0.0] * (len(messages) - len(told) - len(gains))
+    assert row["turn_rewards"] == gains
+    found, following = list[float](), row["reward"]
+    for gain in reversed(gains):
+        found.append(gain + following)
+        following = 0.5 * found[-1]
+    return found[::-1]
 
 
 def test_a_replay_from_the_record_asks_no_environment(

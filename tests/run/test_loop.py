@@ -3,6 +3,7 @@ elsewhere.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,13 @@ import isobit.run.loop
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import Preset
 from isobit.models.folder import load_model
+from isobit.records.sequence import TokenSequence
+from isobit.records.text import Completion
 from isobit.run.loop import train
 from isobit.run.setup import RlRun
 from isobit.store.state import StateDigest, state_digest
 from isobit.util.errors import MismatchError, RewardError
+from tests.sequences import group_of
 from tests.tiny import json_lines as lines
 
 MakeConfig = Callable[..., RunConfig]
@@ -42,6 +46,18 @@ def test_every_preset_trains(
     )
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_baseline_of_a_greedy_episode_has_the_rewards_of_its_turns() -> None:
+    for turns, reward, expected in [
+        (None, 0.5, 0.5),
+        ((0.25, 0.0), 0.5, 0.75),
+        ((0.25, 0.0), None, None),
+        ((math.nan, 0.0), 0.5, None),
+    ]:
+        sequence = TokenSequence.of_answer([5], [7, 9, 7], given=[(2, 3)])
+        one = Completion(sequence.with_columns(turn_rewards=turns), "", "stop")
+        assert isobit.run.loop._baseline(group_of([one], [reward])) == expected
 
 
 def test_the_directory_holds_what_the_run_did(

@@ -25,7 +25,7 @@ from isobit.config.algorithm import (
 from isobit.models.frozen import FrozenPolicy
 from isobit.records.batch import TokenScores
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import UNTAUGHT, Group, describe_untaught
+from isobit.records.text import UNTAUGHT, Completion, Group, describe_untaught
 from isobit.training.judge import Judge, sequences_learnt_from
 from isobit.training.step import has_signal
 from isobit.training.trainer import Trainer
@@ -263,8 +263,18 @@ def by_rewards(config: AlgorithmConfig, **more: Any) -> Judge:
 def judged(judge: Judge, groups: Sequence[Group]) -> list[Group]:
     """As ``Judge.judged`` does, without a forward and corrections."""
     rewarded = judge.rewarded(groups)
-    credit = judge.algorithm.credit(rewarded)
+    credit = judge.credit(rewarded, [])
     return [judge.learnt(*pair) for pair in zip(rewarded, credit, strict=True)]
+
+
+def acted(*episodes: tuple[float, float, float]) -> Group:
+    """Episodes of two turns by the reward of each turn and that at the end."""
+    sequence = TokenSequence.of_answer([5], [7, 9, 7], given=[(2, 3)])
+    completions = [
+        Completion(sequence.with_columns(turn_rewards=rewards), "", "stop")
+        for *rewards, _ in episodes
+    ]
+    return group_of(completions, [reward for *_, reward in episodes])
 
 
 STOP, CUT = "stop", "length"
@@ -287,6 +297,16 @@ WHY: list[tuple[AlgorithmConfig, Group, dict[str, int]]] = [
     (ReMaxConfig(), graded([(0.0, 3, STOP)] * 2, baseline=0.0), {"zero": 2}),
     (ReMaxConfig(), graded([(1.0, 3, STOP)] * 2), {"no_baseline": 2}),
     (RlooConfig(), graded([(1.0, 3, STOP), (0.0, 3, STOP)]), {}),
+    (GrpoConfig(), acted((0.0, np.nan, 1.0), (0.0, 0.0, 0.0)), {"failed": 1, "alone": 1}),
+    (
+        GrpoConfig(credit="turn"),
+        acted((0.0, 0.0, 0.0), (np.nan, 0.0, 1.0)),
+        {"failed": 1, "alone": 1},
+    ),
+    (GrpoConfig(), acted((0.5, 0.0, 0.0), (0.5, 0.0, 0.0)), {"level": 2}),
+    (GrpoConfig(), acted((0.5, 0.0, 0.0), (0.0, 0.0, 0.5)), {"level": 2}),
+    (GrpoConfig(), acted((0.5, 0.0, 0.0), (0.0, 0.0, 0.0)), {}),
+    (GrpoConfig(credit="turn"), acted((0.5, 0.0, 0.0), (0.0, 0.0, 0.5)), {}),
 ]
 
 

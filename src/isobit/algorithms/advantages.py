@@ -18,6 +18,17 @@ V the value before each token and 0 behind the last:
     delta_t = r_t + gamma * V_{t+1} - V_t
     A_t     = delta_t + gamma * lam * A_{t+1}        the value head learns A_t + V_t
 
+An environment may give rewards to the turns of an episode.  They are part of the return of the
+whole episode, or with ``algorithm.credit = "turn"`` each turn has a return of its own.  With r_t
+the reward of turn t of n, less its penalties, and the episode's reward in that of the last turn:
+
+    R_t = r_t + gamma * R_{t+1}     the return from turn t on (GTPO, arXiv 2511.14846)
+    A_t                             the algorithm's advantage of R_t among the group's at turn t
+
+An episode that has ended before turn t counts there with the return of its last turn, so that every
+baseline is over all episodes of the group.  With gamma 1 and a reward at the end alone, each turn
+has the advantage that the whole episode would have.
+
 The soft punishment of completions that near the length limit (DAPO, arXiv 2503.14476, equation
 13).
 
@@ -31,6 +42,7 @@ times a factor.  It is added to the reward.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from isobit.algorithms.objective import Columns
@@ -115,13 +127,18 @@ def group_credit(groups: Sequence[Group], normalise_by_std: bool) -> list[list[C
 
 
 def penalised(group: Group) -> list[float | None]:
-    """Each completion's reward less the sum of its penalties for the divergence from the
-    reference.
+    """Each completion's reward and those of its turns, less the sum of its penalties for the
+    divergence from the reference.
     """
     return [
-        None if reward is None else reward - math.fsum(_penalties(completion.sequence))
+        None if reward is None else reward - math.fsum(_taken(completion.sequence))
         for completion, reward in zip(group.completions, group.rewards, strict=True)
     ]
+
+
+def _taken(sequence: TokenSequence) -> list[float]:
+    """What is taken from the reward of a completion: penalties, and rewards of turns negated."""
+    return [*_penalties(sequence), *(-one for one in _turn_rewards(sequence) if one)]
 
 
 def _penalties(sequence: TokenSequence) -> list[float]:
@@ -130,12 +147,119 @@ def _penalties(sequence: TokenSequence) -> list[float]:
     return [] if kl is None else sequence.of_response(kl).tolist()
 
 
+def _turn_rewards(sequence: TokenSequence) -> list[float]:
+    """One for each response token, 0 at all but the last of a turn; empty where turns have none."""
+    given = sequence.turn_rewards
+    return [] if given is None else sequence.of_response(given).tolist()
+
+
 def token_rewards(sequence: TokenSequence, reward: float) -> list[float]:
-    """The reward of each of its n response tokens, at least one."""
-    kl = _penalties(sequence) or [0.0] * sequence.response_length
-    rewards = [-one if one else 0.0 for one in kl]
+    """The reward of each of its n response tokens, at least one: of a turn at its last, of the
+    completion at the last of all.
+    """
+    nothing = [0.0] * sequence.response_length
+    kl, turns = _penalties(sequence) or nothing, _turn_rewards(sequence) or nothing
+    rewards = [turn - one if one else turn for one, turn in zip(kl, turns, strict=True)]
     rewards[-1] += reward
     return rewards
+
+
+def turn_credit(
+    groups: Sequence[Group],
+    credit: Callable[[Sequence[Group]], list[list[Columns | None]]],
+    gamma: float,
+) -> list[list[Columns | None]]:
+    """What an algorithm's ``credit``, one advantage for all tokens, gives for the returns of each
+    turn, at the tokens of that turn; the formula is at the top of this file.
+    """
+    returns = [_returns_of(group, gamma) for group in groups]
+    plain = [_without(group, "kl_penalties", "turn_rewards") for group in groups]
+    last = max((len(one) for group in returns for one in group if one is not None), default=1)
+    by_turn = [
+        credit(
+            [
+                replace(group, rewards=[_at(one, turn) for one in found])
+                for group, found in zip(plain, returns, strict=True)
+            ]
+        )
+        for turn in range(last)
+    ]
+    return [
+        [
+            _spread(completion.sequence, [turn[place][index] for turn in by_turn])
+            for index, completion in enumerate(group.completions)
+        ]
+        for place, group in enumerate(groups)
+    ]
+
+
+def is_level(group: Group, gamma: float | None = None) -> bool:
+    """Whether no two of its completions with a reward have different returns, or with ``gamma``
+    different ones from any turn on, before penalties: then the group teaches nothing.
+    """
+    plain = _without(group, "kl_penalties")
+    whole = [None if one is None else [one] for one in penalised(plain)]
+    returns = whole if gamma is None else _returns_of(plain, gamma)
+    found = [one for one in returns if one is not None]
+    last = max(map(len, found), default=0)
+    return all(len({_at(one, turn) for one in found}) == 1 for turn in range(last))
+
+
+def _returns_of(group: Group, gamma: float) -> list[list[float] | None]:
+    """The returns of each completion with a reward."""
+    return [
+        None if reward is None else _returns(completion.sequence, reward, gamma)
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
+    ]
+
+
+def _returns(sequence: TokenSequence, reward: float, gamma: float) -> list[float]:
+    """R_1 .. R_n of n turns, at least one.  Each sum is rounded once, so that the order of rewards
+    does not matter where nothing is discounted.
+    """
+    kl, turns, begin = _penalties(sequence), _turn_rewards(sequence), 0
+    rewards = list[float]()
+    for length in sequence.turn_lengths or [0]:
+        span = slice(begin, begin + length)
+        rewards.append(math.fsum(turns[span]) - math.fsum(kl[span]))
+        begin += length
+    rewards[-1] += reward
+    return [
+        math.fsum(gamma**later * one for later, one in enumerate(rewards[turn:]))
+        for turn in range(len(rewards))
+    ]
+
+
+def _at(returns: Sequence[float] | None, turn: int) -> float | None:
+    """The return from turn number ``turn`` on, from 0; after the last turn that of the last."""
+    return None if returns is None else returns[min(turn, len(returns) - 1)]
+
+
+def _without(group: Group, *columns: str) -> Group:
+    """The group without columns of its sequences."""
+    nothing = dict.fromkeys(columns)
+    completions = [
+        replace(one, sequence=one.sequence.with_columns(**nothing)) for one in group.completions
+    ]
+    return replace(group, completions=completions)
+
+
+def _spread(sequence: TokenSequence, by_turn: Sequence[Columns | None]) -> Columns | None:
+    """The advantages of the turns that a completion has, at their tokens; None where one is None,
+    and one number where all are equal.
+    """
+    lengths = sequence.turn_lengths or [0]
+    found = list[float]()
+    for columns in by_turn[: len(lengths)]:
+        if columns is None:
+            return None
+        advantage = columns["advantages"]
+        assert isinstance(advantage, int | float), "an algorithm by turn gives one advantage"
+        found.append(advantage)
+    if len(set(found)) == 1:
+        return {"advantages": found[0]}
+    pairs = zip(found, lengths, strict=True)
+    return {"advantages": [advantage for advantage, length in pairs for _ in range(length)]}
 
 
 def advantages_and_returns(

@@ -86,7 +86,8 @@ class Algorithm(Objective, Protocol):
         it out.
 
         A reward of None excludes a completion.  Sequences have ``kl_penalties``, which are taken
-        from the reward token by token, and ``values``, where there are any; a group has its
-        ``baseline`` where ``needs_greedy`` asks for one.
+        from the reward token by token, ``turn_rewards``, which are added to it, and ``values``,
+        where there are any; a group has its ``baseline`` where ``needs_greedy`` asks for one.
+        With ``algorithm.credit = "turn"`` it is asked once for each turn (``turn_credit``).
         """
         ...

@@ -137,10 +137,17 @@ def build_algorithm(config: AlgorithmConfig, max_new_tokens: int | None = None) 
     """The algorithm that ``config`` describes; ``max_new_tokens`` is the constant of a mean by a
     constant which has none.
 
-    Raises ConfigError for one's own that cannot be loaded.
+    Raises ConfigError for one's own that cannot be loaded, or that has values or a greedy baseline
+    where ``credit`` is by turn.
     """
     if isinstance(config, CustomConfig):
-        return load_algorithm(config)
+        found = load_algorithm(config)
+        if config.credit == "turn" and (found.needs_values or found.needs_greedy):
+            raise ConfigError(
+                f"algorithm.credit is 'turn', but {config.source} needs values or a greedy "
+                "completion, which are not by turn; leave credit out"
+            )
+        return found
     if config.loss_mean == "constant" and config.loss_constant is None:
         config = config.model_copy(update={"loss_constant": max_new_tokens})
     return ALGORITHMS[config.name](config)

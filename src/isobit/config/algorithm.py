@@ -55,6 +55,12 @@ class StepConfig(Strict):
     kl_estimator: KlEstimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: a differentiated term of the loss; reward: subtracted from the reward."""
+    credit: Literal["episode", "turn"] = "episode"
+    """What the tokens of an episode's turn are learnt from, with ``environment``: the return of the
+    whole episode, or the one from that turn on, compared with the group's at the same turn.
+    """
+    turn_gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of the rewards of later turns, for each turn, with ``credit = turn``."""
 
 
 class LossConfig(StepConfig):

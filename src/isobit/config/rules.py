@@ -126,13 +126,54 @@ def check_layout(config: RunConfig) -> None:
 
 
 def check_environment(config: RunConfig) -> None:
-    """Refuse an environment in a run of several processes."""
+    """Refuse an environment in a run of several processes, and credit by turn without turns or
+    where it would count for nothing.
+    """
     cluster = config.cluster
     if config.environment is not None and cluster.is_launched:
         raise ConfigError(
             f"cluster.processes is {cluster.processes} and cluster.launcher {cluster.launcher!r}, "
             "but an environment's episodes are drawn by one process; leave cluster or environment "
             "out"
+        )
+    check_credit(config)
+
+
+_OF_TOKENS = "has returns of tokens, in which a turn's reward counts from its last token back"
+_NOT_BY_TURN = {
+    "ppo": _OF_TOKENS,
+    "reinforce_pp": _OF_TOKENS,
+    "gspo": "has one ratio a sequence, in whose gradient only the mean of its advantages counts",
+    "remax": "has one greedy completion as its baseline, whose turns are others",
+}
+"""Why algorithms have no advantage for each turn."""
+
+
+def check_credit(config: RunConfig) -> None:
+    """Refuse credit by turn where there is one turn, or where it would count for nothing."""
+    algorithm = config.algorithm
+    if algorithm.credit == "episode":
+        if algorithm.turn_gamma != 1:
+            raise ConfigError(
+                f"algorithm.turn_gamma is {algorithm.turn_gamma:g}, but algorithm.credit is "
+                "'episode', which discounts nothing; set credit to 'turn', or leave turn_gamma out"
+            )
+        return
+    if config.environment is None:
+        raise ConfigError(
+            "algorithm.credit is 'turn', but without [environment] a completion has one turn; "
+            "leave credit out"
+        )
+    if algorithm.name in _NOT_BY_TURN:
+        raise ConfigError(
+            f"algorithm.credit is 'turn', but algorithm {algorithm.name!r} "
+            f"{_NOT_BY_TURN[algorithm.name]}; leave credit out, or take 'grpo', 'dr_grpo', 'dapo', "
+            "'rloo', 'reinforce_pp_baseline' or 'cispo'"
+        )
+    if config.replay.fraction > 0:
+        raise ConfigError(
+            f"algorithm.credit is 'turn', and replay.fraction {config.replay.fraction:g}: a "
+            "replayed completion keeps one advantage for all its turns; leave one of them out"
         )
 
 

@@ -24,7 +24,7 @@ from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 from isobit.util.errors import ToolError
 from isobit.util.user_code import describe_missing, run_file
 
-_NOT_TOOLS = ("reset", "get_reward")
+_NOT_TOOLS = ("reset", "get_reward", "get_turn_reward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def load_class(place: str) -> type:
 
 
 def tools_of(cls: type) -> dict[str, Callable[..., Any]]:
-    """The public methods, by name, but for ``reset`` and ``get_reward``."""
+    """The public methods, by name, but for ``reset`` and those that give rewards."""
     members = inspect.getmembers(cls, inspect.isroutine)
     return {
         name: found
@@ -127,8 +127,9 @@ class HostedClass:
     def ready(self) -> dict[str, Any]:
         reset = getattr(self._class, "reset", None)
         opens = reset is not None and _may_speak(reset)
-        has_reward = hasattr(self._class, "get_reward")
-        return {"ready": schemas_of(self._class), "has_reward": has_reward, "opens": opens}
+        rewards = ("reward", "turn_reward")
+        gives = {f"has_{name}": hasattr(self._class, f"get_{name}") for name in rewards}
+        return {"ready": schemas_of(self._class), **gives, "opens": opens}
 
     def open(self) -> "Instance":
         return Instance(self._class, self._start)
@@ -158,9 +159,12 @@ class Instance:
         return {"opening": _text_of(said)[: self._most]}
 
     def answer(self, turns: Sequence[Turn], wants_reward: bool) -> dict[str, Any]:
-        results = [self._results(turn.calls) for turn in turns]
-        answer: dict[str, Any] = {"results": results[-1] if results else []}
-        return answer | (self._reward() if wants_reward else {})
+        answer: dict[str, Any] = {"results": []}
+        for turn in turns:
+            answer = {"results": self._results(turn.calls)}
+            if hasattr(self._class, "get_turn_reward"):
+                answer |= self._reward("turn_reward", self._instance.get_turn_reward)
+        return answer | (self._reward("reward", self._instance.get_reward) if wants_reward else {})
 
     def _results(self, calls: Sequence[Call]) -> list[list[str]]:
         """In the order of the calls; of tools that are coroutines, those in a row run at once."""
@@ -204,21 +208,21 @@ class Instance:
             raise ToolError(f"{call.name}: {error}") from error
         return tool(*bound.args, **bound.kwargs)
 
-    def _reward(self) -> dict[str, Any]:
+    def _reward(self, name: str, get: Callable[[], Any]) -> dict[str, Any]:
         try:
-            outcome = outcome_of(_awaited(self._instance.get_reward()))
+            outcome = outcome_of(_awaited(get()))
         except (MemoryError, SystemExit):
             raise
         except BaseException as error:
             outcome = failure_of(error)
-        return rewarded(outcome)
+        return rewarded(outcome, name)
 
 
-def rewarded(outcome: Outcome) -> dict[str, Any]:
+def rewarded(outcome: Outcome, name: str = "reward") -> dict[str, Any]:
     """A reward, or why there is none, for an answer."""
     if isinstance(outcome, Failure):
         return {"failed": outcome.kind, "message": outcome.message}
-    return {"reward": outcome}
+    return {name: outcome}
 
 
 def told(value: Any, most: int) -> list[str]:
@@ -261,9 +265,6 @@ def _text_of(value: Any) -> str:
     """Text as it is, without halves of characters; anything else as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return str.encode(text, "utf-8", "replace").decode()
-
-
-# An environment of verifiers.
 
 
 def load_verifiers(place: str, options: Mapping[str, Any]) -> Any:
@@ -359,9 +360,8 @@ class Conversation:
         self._rollout = self._loop.create_task(rollout)
         if not self._runs_on():
             return self._over()
-        given = importlib.import_module("verifiers.utils.message_utils").normalize_messages(
-            columns["prompt"]
-        )
+        utils = importlib.import_module("verifiers.utils.message_utils")
+        given = utils.normalize_messages(columns["prompt"])
         return {} if self._messages == [*map(_plain, given)] else {"opening": self._messages}
 
     def answer(self, turns: Sequence[Turn], wants_reward: bool) -> dict[str, Any]:
@@ -432,7 +432,7 @@ class Conversation:
         return types.Response(id=f"turn_{self._turns}", created=0, model="isobit", message=message)
 
     def _named(self, call: Call) -> dict[str, Any]:
-        """The arguments by name; those that only have a place, by the tool's parameters."""
+        """The arguments by name, or by the places of the tool's parameters."""
         names: Any = self._tools.get(call.name, {}).get("properties", {})
         return {**dict(zip(names, call.positional, strict=False)), **call.arguments}
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
 from isobit.environments.hosted import Start, Turn
@@ -62,6 +62,8 @@ class Answer:
     """Of an episode that is new: text for the end of the prompt, or messages in its place."""
     reward: float | None = None
     """By ``get_reward``, where it was asked for."""
+    turn_reward: float | None = None
+    """By ``get_turn_reward``, where the class has it."""
     failure: Failure | None = None
     """``deadline``, ``crash``, ``memory``, ``flood`` or ``reset``: the process is no more; or why
     there is no reward.
@@ -78,6 +80,7 @@ class Answer:
             **({"over": True} if self.is_over else {}),
             "results": [[one.kind, one.text] for one in self.results],
             "reward": self.reward,
+            **({} if self.turn_reward is None else {"turn_reward": self.turn_reward}),
             "failure": None if failure is None else [failure.kind, failure.message],
         }
 
@@ -89,9 +92,30 @@ class Answer:
             tuple(Result(kind, text) for kind, text in content["results"]),
             content.get("opening"),
             content["reward"],
+            content.get("turn_reward"),
             None if failure is None else Failure(*failure),
             is_over=content.get("over", False),
         )
+
+
+class KnownAnswers(Protocol):
+    """What environments have said (``isobit.store.reward_record``)."""
+
+    def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
+        """The answers of a rollout of these prompts, by their visits, come next."""
+        ...
+
+    def find(self, key: Sequence[Any]) -> Mapping[str, Any] | None:
+        """What was recorded under ``key`` for this rollout."""
+        ...
+
+    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None:
+        """An answer of this rollout."""
+        ...
+
+    def end(self) -> None:
+        """All episodes of the rollout have ended."""
+        ...
 
 
 class Environments(Generic[Key]):
@@ -129,6 +153,8 @@ class Environments(Generic[Key]):
         """Whether it decides after each turn what comes next, and answers all of them."""
         self.speaks = False
         """Whether it may answer as the user does."""
+        self.has_turn_reward = False
+        """Likewise of ``get_turn_reward``."""
         self._open()
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -232,6 +258,7 @@ class Environments(Generic[Key]):
             case {"ready": list(tools), **rest}:
                 self._tools, self._is_ready = tools, True
                 self.has_reward, self.opens = bool(rest.get("has_reward")), bool(rest.get("opens"))
+                self.has_turn_reward = bool(rest.get("has_turn_reward"))
                 self.leads, self.speaks = bool(rest.get("leads")), bool(rest.get("speaks"))
             case {"refused": str(text)} | {"failed": "fatal", "message": str(text)}:
                 raise ToolError(text)
@@ -278,12 +305,12 @@ def _answer_of(content: Mapping[str, Any]) -> Answer:
     found = [_result_of(one) for one in results] if isinstance(results, list) else [None]
     if None in found:
         return Answer(failure=Failure("flood", "it wrote no answer"), seconds=took)
-    reward, opening = content.get("reward"), content.get("opening")
-    is_number = isinstance(reward, float) and math.isfinite(reward) and abs(reward) <= LARGEST
+    opening = content.get("opening")
     return Answer(
         tuple(one for one in found if one is not None),
         opening if isinstance(opening, str) or _are_messages(opening) else None,
-        reward if is_number else None,
+        _number_of(content.get("reward")),
+        _number_of(content.get("turn_reward")),
         seconds=took,
         is_over=content.get("over") is True,
     )
@@ -293,6 +320,11 @@ def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(one, dict) and isinstance(one.get("role"), str) for one in value
     )
+
+
+def _number_of(value: Any) -> float | None:
+    is_number = isinstance(value, float) and math.isfinite(value) and abs(value) <= LARGEST
+    return value if is_number else None
 
 
 def _result_of(value: Any) -> Result | None:

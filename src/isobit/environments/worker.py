@@ -10,13 +10,14 @@ tool leaves in globals is not seen by another episode.
 
 To the host: ``Start``, then ``("ask", episode, columns, turns, wants_reward)``, which begins the
 episode if it is new, runs the calls of all ``turns`` and answers those of the last; and
-``("end", episode)``.  From the host, as JSON:
+``("end", episode)``.  ``get_turn_reward``, where the class has it, is asked behind the calls of
+each turn.  From the host, as JSON:
 
     {"ready": [schemas of the tools], ..} or {"refused": message} or {"fatal": message}
     {"episode": 7, "results": [["ok", text], ["error", text], ["cut", text]], "seconds": 0.1}
     {"episode": 7, "opening": text, ...} for the prompt, of an episode that is new; or messages
     {"episode": 7, "over": true, ...} where the environment has ended the episode
-    {"episode": 7, "reward": 1.0, ...} where one was asked for
+    {"episode": 7, "reward": 1.0, "turn_reward": 0.5, ...} where one was asked for
     {"episode": 7, "failed": kind, "message": text, ..}: ``deadline``, ``crash``, ``memory``,
         ``flood`` or ``reset``; the episode is no more
 

@@ -25,6 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Self
@@ -120,7 +121,7 @@ def length_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 def episode_metrics(groups: Sequence[Group]) -> Metrics:
-    """Turns, calls and ends of the episodes; empty without an environment."""
+    """Turns, calls, rewards of turns and ends of the episodes; empty without an environment."""
     completions = [completion for group in groups for completion in group.completions]
     episodes = [one.episode for one in completions if one.episode is not None]
     if not episodes:
@@ -136,6 +137,32 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         **{f"episode/results/{kind}": kinds[kind] for kind in ("error", "malformed", "cut")},
         **{f"episode/ended/{reason}": ends[reason] for reason in CUT},
         **{f"episode/failed/{kind}": count for kind, count in sorted(failures.items())},
+        **_turn_rewards(completions),
+    }
+
+
+_TURNS_SHOWN = 8
+
+
+def _turn_rewards(completions: Sequence[Completion]) -> Metrics:
+    """Rewards of turns that called tools: the mean over episodes of their sum, and over those of
+    each of the first turns; empty without any.
+    """
+    given = [
+        one.sequence.rewards_of_turns[: len(one.episode.results)]
+        for one in completions
+        if one.episode is not None and one.sequence.rewards_of_turns is not None
+    ]
+    known = [[reward for reward in rewards if reward is not None] for rewards in given]
+    if not known:
+        return {}
+    by_turn = list(zip_longest(*known))[:_TURNS_SHOWN]
+    return {
+        "episode/turn_rewards": fmean(map(math.fsum, known)),
+        **{
+            f"episode/turn_reward/{turn}": fmean(one for one in rewards if one is not None)
+            for turn, rewards in enumerate(by_turn, 1)
+        },
     }
 
 

@@ -343,6 +343,7 @@ def write_completions(
     lists |= dict.fromkeys(("log_probs", "advantages"), pa.list_(pa.float32()))
     types = {"step": pa.int64(), "visit": pa.int64(), "sample": pa.int32(), "tokens": pa.int32()}
     types |= {"reward": pa.float64(), "advantage": pa.float64()} | lists
+    types |= {"turn_rewards": pa.list_(pa.float64())}
     types |= {"reward_parts": pa.map_(pa.string(), pa.float64())}
     schema = pa.schema([(name, types.get(name, pa.string())) for name in ROW_COLUMNS])
     unfinished = path.with_name(f".{path.name}")
@@ -355,7 +356,7 @@ def write_completions(
 ROW_COLUMNS = (
     *("step", "source", "prompt_id", "visit", "sample", "prompt", "completion", "answer"),
     *("reward", "reward_parts", "finish_reason", "tokens", "token_ids", "log_probs"),
-    *("advantage", "advantages", "messages"),
+    *("advantage", "advantages", "messages", "turn_rewards"),
 )
 """Columns of a Parquet file of completions."""
 
@@ -364,7 +365,7 @@ def completion_rows(step: int, source: str, groups: Sequence[Group]) -> Iterator
     """Every completion, with its place in its group as ``sample`` and the values of
     ``ROW_COLUMNS``; of a failed reward None.  ``advantage`` is the mean over its tokens, None where
     it is not learnt from, and ``advantages`` has one of each token where they differ.  ``messages``
-    are the turns of an episode as JSON.
+    are the turns of an episode as JSON, ``turn_rewards`` their rewards by the environment.
     """
     for group in groups:
         answer = reference_of(group)
@@ -389,6 +390,7 @@ def completion_rows(step: int, source: str, groups: Sequence[Group]) -> Iterator
                 "messages": None
                 if completion.episode is None
                 else json.dumps(completion.episode.messages),
+                "turn_rewards": completion.sequence.rewards_of_turns,
             }
 
 
@@ -413,9 +415,8 @@ def completion_line(
     first tokens, and the digests of their experts; beside it the rewards of the whole group, and
     the dataset's own answer where there is one.
     """
-    completion = group.completions[place]
-    answer = reference_of(group)
-    shown = slice(TOKENS_KEPT)
+    completion, answer = group.completions[place], reference_of(group)
+    turn_rewards, shown = completion.sequence.rewards_of_turns, slice(TOKENS_KEPT)
     return {
         "step": step,
         "source": source,
@@ -427,6 +428,7 @@ def completion_line(
         **({} if answer is None else {"answer": answer}),
         "finish_reason": completion.finish_reason,
         **({} if completion.episode is None else {"messages": completion.episode.messages}),
+        **({} if turn_rewards is None else {"turn_rewards": turn_rewards}),
         "tokens": completion.length,
         "token_texts": [tokenizer.decode([token_id]) for token_id in completion.token_ids[shown]],
         "log_probs": [

@@ -188,7 +188,7 @@ def group_digests(groups: Sequence[Group]) -> dict[str, str]:
                  log-probabilities of the full distribution, and of the truncated one and of the
                  experts where there are any
     rewards      of each group as JSON, whose decimals keep every bit: rewards, those of several
-                 parts, and the baseline
+                 parts, the baseline, and those of turns where there are any
 
     Numbers are little-endian and end to end, completion by completion, in the order of the groups.
     """
@@ -201,8 +201,16 @@ def group_digests(groups: Sequence[Group]) -> dict[str, str]:
 
 def rewards_digest(groups: Sequence[Group]) -> str:
     """Of what the groups have been given."""
-    given = [[group.rewards, group.reward_parts, group.baseline] for group in groups]
+    given = [
+        [group.rewards, group.reward_parts, group.baseline, *_turn_rewards(group)]
+        for group in groups
+    ]
     return hashlib.sha256(json.dumps(given).encode()).hexdigest()
+
+
+def _turn_rewards(group: Group) -> list[list[tuple[float | None, ...] | None]]:
+    found = [one.sequence.rewards_of_turns for one in group.completions]
+    return [found] if any(one is not None for one in found) else []
 
 
 def _tokens(groups: Sequence[Group]) -> str:

@@ -117,9 +117,9 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
         Metric("reward/counted", "completions",
                "those in which a [grader](graders.md) met something unusual (out of bounds or "
                "time, no code), once for each reward that counted it",
-               "near 0; a rise means that the policy looks for gaps in the grader", "sum"),
+               "near 0; a rise: the policy looks for gaps in the grader", "sum"),
         Metric("reward/level_groups", "groups",
-               "zero-variance groups: no two valid rewards differ; excluded ones do not count",
+               "zero-variance groups: no two valid rewards, with those of turns, differ",
                "well below `prompts_per_step`", "sum"),
         Metric("reward/level_share", "share", "their share of the step's groups",
                "below 0.5; else the data is too easy or too hard", chart="Zero-variance groups"),
@@ -135,6 +135,11 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "below `environment.max_turns`", chart="Turns and calls"),
         Metric("episode/calls", "calls", "mean of its answered calls of tools", "",
                chart="Turns and calls", label="calls"),
+        Metric("episode/turn_rewards", "reward",
+               "mean sum of an episode's turn rewards, which are no part of `reward/mean`",
+               "does not rise alone", chart="Reward", label="of turns"),
+        Metric("episode/turn_reward/NAME", "reward",
+               "mean reward of turn NAME, up to 8", "", chart="Reward by turn"),
         Metric("episode/results/NAME", "calls",
                "calls whose result was an error, `malformed` or cut", "near 0", "sum"),
         Metric("episode/ended/NAME", "episodes",
@@ -142,9 +147,8 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
         Metric("episode/failed/NAME", "episodes",
                "those whose environment failed, by kind", "0", "sum"),
         Metric("rollout/refills", "times",
-               "how often prompts were sampled to replace zero-variance groups "
-               "(`algorithm.dynamic_sampling`)", "below `algorithm.max_refills`", "sum",
-               chart="Refills"),
+               "further prompts for zero-variance groups (`algorithm.dynamic_sampling`)",
+               "below `algorithm.max_refills`", "sum", chart="Refills"),
         Metric("rollout/dropped_groups", "groups", "zero-variance groups that were replaced", "few",
                "sum", chart="Refills", label="groups replaced"),
     ),
@@ -190,7 +194,7 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
         Metric("no_signal/NAME", "completions",
                "completions that teach nothing in a step without signal, by reason", "none", "sum"),
         Metric("updates/skipped", "updates",
-               "those not taken because loss or gradient norm was not finite",
+               "those whose loss or gradient norm was not finite",
                "0; `training.max_skipped_updates` in a row stop the run", "sum", runs=_ALL),
         Metric("response_tokens", "tokens", "completion tokens learnt from", "steady", "sum",
                runs=_SFT),
@@ -200,7 +204,7 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "1; exactly 1 in the first update of an exact flow without replay", chart="Ratio"),
         Metric("ratio/max", "-", "the largest r", "below 2", "max", chart="Ratio", label="largest"),
         Metric("ratio/min", "-", "the smallest r",
-               "above 0.5; with replay near 0 for tokens that were unlearnt", "min", chart="Ratio",
+               "above 0.5; with replay near 0 for unlearnt tokens", "min", chart="Ratio",
                label="smallest"),
         Metric("clip_fraction/low", "share",
                "tokens with r < 1 - clip_low and A < 0, whose gradient the clip removed (`cispo`: "
@@ -220,7 +224,7 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "0 at the first update and after a refresh, then near `kl/k3`",
                chart="KL to the reference"),
         Metric("kl/k3", "nats", "mean of exp(-x) - 1 + x: never negative",
-               "0 at first, then levels off below 0.1; a steep rise is drift (raise "
+               "0 at first, then below 0.1; a steep rise is drift (raise "
                "`algorithm.kl_coefficient`)", chart="KL to the reference"),
     ),
     "Value head": (
@@ -313,7 +317,7 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                chart="Replay buffer"),
         Metric("replay/mib", "MiB", "their memory", "at most `replay.max_mib`", "last"),
         Metric("staleness/mean", "updates",
-               "mean number of updates since the weights that drew a response token",
+               "mean updates since the weights that drew a response token",
                "0 without replay and lag", chart="Staleness"),
     ),
     "Speed": (

@@ -18,6 +18,7 @@ sampled, where tuples would take some 90, and a step with millions of tokens tak
 without looking at each.  Nothing here imports torch; rewards and data import this file.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
@@ -46,9 +47,10 @@ class Column:
     name: str
     """The field of ``TokenSequence``."""
     dtype: type[np.generic]
-    writer: Literal["rollout", "judge"]
-    """``rollout`` records it as it draws, an entry for each token drawn; ``judge`` adds it before a
-    step learns from the sequence (``isobit.training.judge``).
+    writer: Literal["rollout", "environment", "judge"]
+    """``rollout`` records it as it draws, an entry for each token drawn; ``environment`` gives it
+    to an episode; ``judge`` adds it before a step learns from the sequence
+    (``isobit.training.judge``).
     """
     sent: bool
     """Whether it goes to other ranks, and into the checkpoint of a batch that waits for its step
@@ -79,6 +81,7 @@ COLUMNS = (
            fill=GIVEN, optional=False),
     Column("truncated_log_probs", np.float32, "rollout", True,  False, None),
     Column("routings",            np.int64,   "rollout", True,  False, "recorded_routings"),
+    Column("turn_rewards",        np.float64, "environment", True, True, None),
     Column("advantages",          np.float32, "judge",   False, False, "advantages",
            optional=False),
     Column("old_log_probs",       np.float32, "judge",   False, False, "old_log_probs",
@@ -122,6 +125,10 @@ class TokenSequence:
     routings: Digests | None = None
     """Digests of the experts at the row that each token was drawn from, recorded at the draw
     (``isobit.models.layers``); None where a model without experts drew.
+    """
+    turn_rewards: NDArray[np.float64] | None = None
+    """By an environment: the reward of each turn at its last token, NaN where the environment
+    failed, and 0 at all others; None where it gives turns none.
     """
     old_log_probs: Numbers | None = None
     """By the trainer's forward before it learnt from the sequence; None where the recorded ones are
@@ -224,6 +231,23 @@ class TokenSequence:
         copy.
         """
         return column[self.loss_mask]
+
+    @property
+    def turn_lengths(self) -> list[int]:
+        """The tokens of each turn: of each run of tokens in the loss mask."""
+        edges = np.flatnonzero(np.diff(self.loss_mask, prepend=False, append=False))
+        return np.diff(edges)[::2].tolist()
+
+    @property
+    def rewards_of_turns(self) -> tuple[float | None, ...] | None:
+        """``turn_rewards`` as one number for each turn: None where the environment failed, and 0
+        for the last turn, which calls no tool.
+        """
+        if self.turn_rewards is None:
+            return None
+        lasts = np.cumsum(self.turn_lengths) - 1
+        found = self.of_response(self.turn_rewards)[lasts].tolist()
+        return tuple(None if math.isnan(one) else one for one in found)
 
     def given_from(self, first: int) -> list[tuple[int, int]]:
         """Begin and end of each run of tokens outside of the loss mask, from ``first`` on."""

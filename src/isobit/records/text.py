@@ -153,7 +153,7 @@ class Episode:
     failure: str = ""
     """The kind of the environment's failure, where there was one."""
     reward: float | None = None
-    """By the environment's own ``get_reward``."""
+    """By the environment's own ``get_reward``; those of turns are in the sequence."""
     seconds: float = 0.0
     """Of all calls."""
     prompt: str = ""
@@ -201,12 +201,6 @@ class Group:
     """The mean over each completion's tokens, once a step has judged the group; None for one that
     is not learnt from.
     """
-
-    @property
-    def is_level(self) -> bool:
-        """Whether no two of its valid rewards differ: then the group teaches nothing."""
-        valid = [reward for reward in self.rewards if reward is not None]
-        return not valid or min(valid) == max(valid)
 
 
 UNTAUGHT: Mapping[str, tuple[str, str]] = {

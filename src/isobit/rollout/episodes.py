@@ -28,16 +28,19 @@ A turn without calls, or such an environment, ends the episode with ``stop``.  E
     time      a process passed its deadline, or all calls ``environment.episode_s``
     failed    a process died, flooded, or its ``reset`` raised
 
-What an environment says is recorded, so that a step can be done again without asking it.
+A class with ``get_turn_reward`` is asked for the reward of a turn once its calls have run.  What an
+environment says is recorded, so that a step can be done again without asking it.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig, EnvironmentConfig, ToolFormat
@@ -54,7 +57,7 @@ from isobit.data.tool_calls import (
     tool_format,
 )
 from isobit.environments.hosted import Call, Turn
-from isobit.environments.pool import Answer, Environments, Opening, Result
+from isobit.environments.pool import Answer, Environments, KnownAnswers, Opening, Result
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason
 from isobit.rewards.outcome import Failure
@@ -72,26 +75,6 @@ from isobit.util.errors import ConfigError
 _TICK_S = 0.1
 """Of a rollout that only waits for tools."""
 _CUT = " [cut]"
-
-
-class KnownAnswers(Protocol):
-    """What environments have said (``isobit.store.reward_record``)."""
-
-    def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
-        """The answers of a rollout of these prompts, by their visits, come next."""
-        ...
-
-    def find(self, key: Sequence[Any]) -> Mapping[str, Any] | None:
-        """What was recorded under ``key`` for this rollout."""
-        ...
-
-    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None:
-        """An answer of this rollout."""
-        ...
-
-    def end(self) -> None:
-        """All episodes of the rollout have ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +150,8 @@ class _Open:
     sent: int = 0
     """Those that the episode's process has been given."""
     results: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
+    """Of the turns that called tools; None where the environment failed."""
     failure: str = ""
     reward: float | None = None
     seconds: float = 0.0
@@ -319,7 +304,7 @@ class Episodes:
         else:
             calls = _runnable(episode.parsed)
             episode.said.append(Turn(calls))
-            if calls:
+            if calls or self._environments.has_turn_reward:
                 self._ask(handle)
             else:
                 self._answered_at_once.append((handle, Answer()))
@@ -364,6 +349,8 @@ class Episodes:
             episode.failure = episode.failure or (answer.failure.kind if answer.failure else "")
             self._close(handle)
             return
+        if not episode.is_opening:
+            episode.turn_rewards.append(answer.turn_reward)
         if answer.failure is not None:
             episode.failure = answer.failure.kind
             self._finish(handle, "time" if answer.failure.kind == "deadline" else "failed")
@@ -377,7 +364,7 @@ class Episodes:
             else self._told(episode.parsed, answer.results)
         )
         if results is None:
-            episode.failure = "flood"
+            episode.failure, episode.turn_rewards[-1] = "flood", None
             self._finish(handle, "failed")
             return
         episode.results.append(tuple((one.kind, one.text) for one in results))
@@ -463,9 +450,18 @@ class Episodes:
             episode.seconds,
             episode.prompt,
         )
-        self._ended[handle] = Completion(
-            episode.sequence, episode.text, episode.finish_reason, record
-        )
+        sequence = episode.sequence
+        if self._environments.has_turn_reward:
+            sequence = _with_turn_rewards(sequence, episode.turn_rewards)
+        self._ended[handle] = Completion(sequence, episode.text, episode.finish_reason, record)
+
+
+def _with_turn_rewards(sequence: TokenSequence, rewards: Sequence[float | None]) -> TokenSequence:
+    """The sequence with rewards of its first turns; the others have 0."""
+    found = np.zeros(sequence.response_length)
+    lasts = np.cumsum(sequence.turn_lengths) - 1
+    found[lasts[: len(rewards)]] = [math.nan if one is None else one for one in rewards]
+    return sequence.with_columns(turn_rewards=found)
 
 
 def _handles(engine: RolloutEngine, requests: Sequence[Request]) -> list[list[Handle]]:

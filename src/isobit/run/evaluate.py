@@ -376,7 +376,8 @@ def _with_temperature(rollout: RolloutConfig, samples: int) -> RolloutConfig:
 
 def completion_lines(group: Group) -> Iterator[bytes]:
     """A JSON object, as a line, a completion: its prompt and columns, text, tokens and their
-    log-probabilities, and with an environment its turns and results as messages.
+    log-probabilities, and with an environment its turns and results as messages and the rewards of
+    turns.
     """
     for sample, completion in enumerate(group.completions):
         record: dict[str, Any] = {
@@ -391,6 +392,8 @@ def completion_lines(group: Group) -> Iterator[bytes]:
         }
         if completion.episode is not None:
             record["messages"] = completion.episode.messages
+        if completion.sequence.turn_rewards is not None:
+            record["turn_rewards"] = completion.sequence.rewards_of_turns
         if completion.routings is not None:
             record["routings"] = completion.routings
         yield json_line(record, default=str)

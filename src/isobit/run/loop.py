@@ -31,6 +31,7 @@ such groups fill the rest.  Where the algorithm wants a baseline from it (ReMax)
 also completed once greedily; that completion is graded and not learnt from.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -179,7 +180,8 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
     with run.clock("grading"), run.console.busy("grading"):
         grades = run.grading(groups, homes)
     for group, alone in zip(groups[:count], groups[count:], strict=False):
-        group.baseline, group.baseline_length = alone.rewards[0], alone.completions[0].length
+        group.baseline = _baseline(alone)
+        group.baseline_length = alone.completions[0].length
     return GradedBatch(groups[:count], grades, stats)
 
 
@@ -187,6 +189,15 @@ def _greedy(request: Request) -> Request:
     """The same prompt completed greedily; the visit, which keys no noise here, is another name."""
     sampling = replace(request.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return Request(request.prompt, ~request.visit, 1, sampling)
+
+
+def _baseline(greedy: Group) -> float | None:
+    """The greedy completion's reward and those of its turns; None where one is missing."""
+    reward, turns = greedy.rewards[0], greedy.completions[0].sequence.rewards_of_turns
+    if reward is None or turns is None:
+        return reward
+    found = [one for one in turns if one is not None]
+    return reward + math.fsum(found) if len(found) == len(turns) else None
 
 
 def next_batch(run: RlRun) -> GradedBatch:

@@ -109,9 +109,9 @@ COMPARED = 16
 """Completions of a batch that are compared, or all where it has no more."""
 
 
-TOKEN_BYTES, COMPLETION_BYTES = 40, 1024
-"""Upper bounds of what waits: a token with its log-probability, version, experts and text; and what
-a completion has whatever its length.
+TOKEN_BYTES, COMPLETION_BYTES = 48, 1024
+"""Upper bounds of what waits: a token with its log-probability, version, experts, reward and text;
+and what a completion has whatever its length.
 """
 
 

@@ -11,9 +11,10 @@
 ``environment.jsonl``, of a run with an environment: what tools have said, a line a rollout
 
     {"weights_version": 3, "prompts": [["train/7", 0], ..], "answers": [[KEY, {"results":
-    [["ok", "12"], ..], "reward": null, "failure": null}], ..]}
+    [["ok", "12"], ..], "reward": null, "turn_reward": 0.5, "failure": null}], ..]}
 
-where KEY is a prompt, its visit, the sample, the turn, and a digest of the tokens up to there.
+where KEY is a prompt, its visit, the sample, the turn, and a digest of the tokens up to there, and
+``turn_reward`` is present where the environment gives one.
 
 A run is a pure function of its configuration, its data and these files, while a reward function (a
 judge, a clock) or a tool need not be.  A resumed run therefore takes what repeated steps were given
@@ -193,8 +194,8 @@ class KnownRewards(RewardRecord):
 
 
 class AnswerRecord(LineRecord):
-    """What tools have said (``isobit.rollout.episodes.KnownAnswers``): a line a rollout, sorted, as
-    answers come in any order.
+    """What tools have said (``isobit.environments.pool.KnownAnswers``): a line a rollout, sorted,
+    as answers come in any order.
     """
 
     _dropped = (

@@ -8,8 +8,8 @@ that a loss reads.
     reference    log-probabilities of the reference model, over the same batches; while its bytes
                  are the policy's, the policy's own stand in
     penalties    the KL coefficient times the divergence, where it is taken from the reward
-    advantages   the algorithm's ``credit``, over all groups of the step at once; returns with them
-                 where there are values
+    advantages   the algorithm's ``credit``, over all groups of the step at once, for each turn
+                 where ``algorithm.credit`` asks for it; returns with them where there are values
     importance   the corrections' weights, from old and recorded log-probabilities
 
 A completion that the length limit cut is learnt from, judged but not learnt from, or neither
@@ -29,7 +29,12 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from isobit.algorithms.advantages import columns_of, overlong_punishment
+from isobit.algorithms.advantages import (
+    columns_of,
+    is_level,
+    overlong_punishment,
+    turn_credit,
+)
 from isobit.algorithms.family import correction_weights
 from isobit.algorithms.objective import Algorithm, Columns
 from isobit.algorithms.policy_gradient import token_kl
@@ -160,21 +165,24 @@ class Judge:
         ]
 
     def counted(self, groups: Sequence[Group]) -> list[Group]:
-        """Graded groups in which what the length limit cut has no reward, where that excludes
-        it.
+        """Graded groups in which what the length limit cut has no reward, where that excludes it,
+        nor an episode whose environment failed to give one to a turn.
         """
-        if self.config.truncated != "exclude":
-            return list(groups)
+        excludes = self.config.truncated == "exclude"
         return [
             replace(
                 group,
                 rewards=[
-                    None if completion.is_cut else reward
-                    for completion, reward in zip(group.completions, group.rewards, strict=True)
+                    None if (excludes and one.is_cut) or _lacks_turn_reward(one) else reward
+                    for one, reward in zip(group.completions, group.rewards, strict=True)
                 ],
             )
             for group in groups
         ]
+
+    def is_level(self, group: Group) -> bool:
+        """Whether a group of ``counted`` teaches nothing."""
+        return is_level(group, self.config.turn_gamma if self.config.credit == "turn" else None)
 
     def telling(self, groups: Sequence[Group]) -> list[bool]:
         """Whether the rewards of each graded group give any completion that is learnt from an
@@ -184,8 +192,8 @@ class Judge:
         """
         counted = self.counted(groups)
         if self.algorithm.needs_values:
-            return [not group.is_level for group in counted]
-        credit = self.algorithm.credit(counted)
+            return [not self.is_level(group) for group in counted]
+        credit = self._credit(counted)
         return [
             any(
                 columns is not None and self._is_learnt(completion) and _is_nonzero(columns)
@@ -207,7 +215,7 @@ class Judge:
 
     def _why_untaught(self, graded: Group, judged: Group, place: int) -> str | None:
         completion = judged.completions[place]
-        if graded.rewards[place] is None:
+        if graded.rewards[place] is None or _lacks_turn_reward(completion):
             return "failed"
         if completion.is_cut and self.config.truncated != "keep":
             return {"exclude": "excluded", "mask": "masked"}[self.config.truncated]
@@ -228,10 +236,13 @@ class Judge:
         return "alone" if valid < 2 else "left_out"
 
     def _why_no_advantage(self, judged: Group) -> str:
-        is_zero = not any(judged.rewards)
+        turns = (one.sequence.turn_rewards for one in judged.completions)
+        is_zero = not any(judged.rewards) and not any(
+            one is not None and one.any() for one in turns
+        )
         if self.algorithm.needs_greedy:
             return "zero" if is_zero else "as_greedy"
-        if not judged.is_level:
+        if not self.is_level(judged):
             return "no_advantage"
         if any(len({*part} - {None}) > 1 for part in judged.reward_parts.values()):
             return "cancelled"
@@ -259,7 +270,12 @@ class Judge:
         if self.algorithm.needs_values:
             return self.algorithm.credit([*fresh, *replayed])
         kept = columns_of([group.advantages for group in replayed])
-        return [*self.algorithm.credit(fresh), *kept]
+        return [*self._credit(fresh), *kept]
+
+    def _credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
+        if self.config.credit == "episode":
+            return self.algorithm.credit(groups)
+        return turn_credit(groups, self.algorithm.credit, self.config.turn_gamma)
 
     def learnt(self, group: Group, credit: Sequence[Columns | None]) -> Group:
         """The scored group with the columns and the mean advantage of what is learnt from; None for
@@ -400,6 +416,10 @@ def _changed(
         )
         for group, chosen in zip(groups, wanted, strict=True)
     ]
+
+
+def _lacks_turn_reward(completion: Completion) -> bool:
+    return None in (completion.sequence.rewards_of_turns or ())
 
 
 def _is_nonzero(columns: Columns) -> bool:

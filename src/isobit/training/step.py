@@ -149,7 +149,7 @@ class Learner:
             comparison, mismatch = updates[0].comparison, updates[0].mismatch
         else:
             comparison, mismatch = compared.comparison(), compared.mismatch()
-        level = sum(group.is_level for group in self.judge.counted(groups))
+        level = sum(map(self.judge.is_level, self.judge.counted(groups)))
         untaught = {} if any(signals) else self.judge.untaught(groups, fresh)
         return StepMetrics(
             metrics={

@@ -424,12 +424,13 @@ function turnText(text) {
     (/^(<tool_call>|\[TOOL_CALLS\])/.test(part) ? el("span.call", {}, part) : part));
 }
 
-function turnsOf(messages) {
+function turnsOf(messages, rewards) {
   let count = 0;
   return messages.filter((one) => one && typeof one === "object").map((one) => {
     const isModel = one.role === "assistant";
     if (isModel) count += 1;
-    const title = isModel ? `turn ${count}, the model` : one.role === "tool" ? "answer of a tool" : one.role;
+    const reward = isModel && Array.isArray(rewards) ? `, reward ${number(rewards[count - 1])}` : "";
+    const title = isModel ? `turn ${count}, the model${reward}` : one.role === "tool" ? "answer of a tool" : one.role;
     const calls = Array.isArray(one.tool_calls) ? one.tool_calls.map((call) => el("span.call", {}, JSON.stringify(call))) : [];
     return el(`div.turn.${isModel ? "assistant" : "tool"}`, {}, el("b", {}, title), el("div.text.mono", { tabindex: 0, role: "group", "aria-label": title }, turnText(one.content), calls));
   });
@@ -465,7 +466,7 @@ async function viewCompletion(values) {
     el("h1", {}, `${said.prompt_id}, step ${number(said.step)}`),
     el("dl.card.facts", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), ...beside,
     el("h2", {}, "Prompt"), el("div.card.text.mono", { tabindex: 0, role: "group", "aria-label": "prompt" }, said.prompt ?? ""),
-    ...(Array.isArray(said.messages) ? [el("h2", {}, "Turns"), el("div.card", {}, turnsOf(said.messages))] : [el("h2", {}, "Completion"), el("div.card.text.mono", { tabindex: 0, role: "group", "aria-label": "completion" }, said.completion ?? "")]),
+    ...(Array.isArray(said.messages) ? [el("h2", {}, "Turns"), el("div.card", {}, turnsOf(said.messages, said.turn_rewards))] : [el("h2", {}, "Completion"), el("div.card.text.mono", { tabindex: 0, role: "group", "aria-label": "completion" }, said.completion ?? "")]),
     ...(hasTokens ? [el("h2", {}, "Tokens"), el("div.card", {}, el("div.controls", { role: "group", "aria-label": "shade tokens" }, choices), holder)] : []), ...missing);
   if (hasTokens) draw("log-probability");
 }

@@ -470,8 +470,13 @@ def format_score(prompt: Prompt, completion: Completion, pattern: str = THINK_AN
 
 
 def environment_reward(prompt: Prompt, completion: Completion) -> float:
-    """What ``get_reward`` of the environment gave the episode."""
+    """What ``get_reward`` of the environment gave the episode; 0 where its class has only
+    ``get_turn_reward``.
+    """
     episode = completion.episode
+    has_turn_rewards = completion.sequence.turn_rewards is not None
+    if episode is not None and episode.reward is None and not episode.failure and has_turn_rewards:
+        return 0.0
     if episode is None or episode.reward is None:
         why = "there is no environment" if episode is None else episode.failure or "no get_reward"
         raise ValueError(f"the environment gave no reward: {why}")
