@@ -143,7 +143,7 @@ def test_every_setting_is_listed_once_with_what_it_takes():
 
 def test_a_choice_of_models_is_merged_under_one_path_and_free_names_show_as_name():
     keys = {key.path: key for key in all_keys(RunConfig)}
-    kinds = "reasoning_gym | jsonl | csv | parquet | hf | hub | rows"
+    kinds = "reasoning_gym | jsonl | csv | parquet | hf | hub | verifiers | rows"
     assert keys["data.train.type"].kind == f"{kinds} | mixture"
     assert keys["data.train.sources.NAME.type"].kind == kinds
     assert keys["data.train.path"].kind == "path | list of path"

@@ -17,7 +17,10 @@ from isobit.config.schema import RECIPES, all_keys, fields_by_key
 from isobit.util.errors import ConfigError
 
 CHOICES = {
-    "data": ("type", ("reasoning_gym", "jsonl", "csv", "parquet", "hf", "hub", "rows", "mixture")),
+    "data": (
+        "type",
+        ("reasoning_gym", "jsonl", "csv", "parquet", "hf", "hub", "verifiers", "rows", "mixture"),
+    ),
     "algorithm": ("name", (*ALGORITHMS, "custom")),
     "corrections[]": ("type", ("tis", "mis", "icepop", "k3", "normalise")),
 }

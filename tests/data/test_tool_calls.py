@@ -197,6 +197,26 @@ def test_a_template_that_removes_thoughts_is_refused_with_what_differs() -> None
         continuation("qwen3", enable_thinking=False)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_a_turn_goes_on_with_what_the_user_says(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    stops = [tokenizer.get_vocab()[end] for end in ENDS if end in tokenizer.get_vocab()]
+    chat = ChatConfig(date=datetime(2025, 3, 7))
+    if family in {*REFUSED, "qwen3"}:  # which removes the thoughts of a turn that the user answers
+        with pytest.raises(ConfigError, match=r"cannot be continued|ends an answer with none"):
+            Continuation(tokenizer, chat, "plain", [], stops, ["user"])
+        return
+    made = Continuation(tokenizer, chat, "plain", [], stops, [])
+    messages = [{"role": "user", "content": "Guess."}, {"role": "assistant", "content": "3"}]
+    more = [*messages, {"role": "user", "content": "No."}]
+    whole = str(tokenizer.apply_chat_template(more, tokenize=False, add_generation_prompt=True))
+    assert whole.endswith(str(tokenizer.decode(made.token_ids([], stops[0], ["No."]))))
+    spelt = "".join(tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer))))
+    special = special_token_ids(tokenizer)
+    found = [made.token_ids([], stops[0], [text]) for text in ("No.", spelt)]
+    assert len({tuple(one for one in ids if one in special) for ids in found}) == 1
+
+
 def test_a_template_with_another_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="calls of tools in a format that Isobit does not read"):
         tool_format(tokenizer_of("gpt_oss"), ChatConfig())

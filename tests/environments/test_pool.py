@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
+from isobit.environments.hosted import Call, Turn
 from isobit.environments.pool import Answer, Environments, Result
-from isobit.environments.worker import Call
 from isobit.rewards.worker import descendants
 from isobit.util.errors import ToolError
 
@@ -55,7 +56,13 @@ def texts(answer: Answer) -> list[str]:
 
 
 def ask(made: Environments[str], key: str, *calls: Call, **columns: Any) -> None:
-    made.ask(key, columns, [calls])
+    made.ask(key, columns, [Turn(calls)])
+
+
+@pytest.mark.parametrize("given", [{}, {"class": "guess", "verifiers": "wordle"}])
+def test_an_environment_is_of_one_kind(given: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="needs either class or verifiers, and not both"):
+        EnvironmentConfig.model_validate(given)
 
 
 def test_each_episode_has_an_instance_that_lives_until_its_end() -> None:
@@ -73,7 +80,7 @@ def test_each_episode_has_an_instance_that_lives_until_its_end() -> None:
         told = texts(answers(made)["b"])
         assert told[:3] == ["2", "1", "total 30"]
         assert told[3].startswith("meet: too many positional arguments")
-        made.ask("a", {}, [[call("add", 1)]], wants_reward=True)
+        made.ask("a", {}, [Turn([call("add", 1)])], wants_reward=True)
         again = answers(made)["a"]
         assert texts(again) == ["total 125"]
         assert (made.has_turn_reward, again.turn_reward) == (False, None)
@@ -88,7 +95,7 @@ def test_each_turn_has_a_reward_also_one_without_calls_or_that_was_answered_else
         assert [one["function"]["name"] for one in made.tools()] == ["add", "later", "meet"]
         assert made.has_turn_reward
         ask(made, "a", call("add", 1), call("add", 2), start=100)
-        made.ask("b", {}, [[call("add", 1)], [call("add", 3)]])
+        made.ask("b", {}, [Turn([call("add", 1)]), Turn([call("add", 3)])])
         found = answers(made)
         assert (found["a"].turn_reward, found["b"].turn_reward) == (0.375, 0.375)
         ask(made, "a")
@@ -104,7 +111,9 @@ def test_each_turn_has_a_reward_also_one_without_calls_or_that_was_answered_else
 
 def test_turns_that_were_answered_elsewhere_are_made_up_for() -> None:
     with environments("Counter") as made:
-        made.ask("a", {"start": 5}, [[call("add", 1), call("add", 2)], [call("add", 3)]])
+        made.ask(
+            "a", {"start": 5}, [Turn([call("add", 1), call("add", 2)]), Turn([call("add", 3)])]
+        )
         assert texts(answers(made)["a"]) == ["total 11"]
 
 
@@ -192,10 +201,21 @@ def test_a_reset_that_raises_fails_the_episode() -> None:
         assert (failure.kind, failure.message) == ("reset", "KeyError: 'nothing'")
 
 
-def test_a_reset_that_says_something_is_refused() -> None:
+def test_what_reset_returns_is_for_the_prompt_and_told_once() -> None:
     with environments("Speaks") as made:
+        assert made.opens
+        made.ask("a", {"name": "<eos>"}, [])
+        assert answers(made)["a"] == Answer(opening="hello <eos>", seconds=ANY)
         ask(made, "a", call("act"))
-        with pytest.raises(ToolError, match=r"reset\(\) of Speaks returned 'hello'"):
+        assert answers(made)["a"] == Answer((Result("ok", "1"),), seconds=ANY)
+    with environments("Counter") as made:
+        assert not made.opens  # its reset is annotated to return None
+
+
+def test_a_reset_that_returns_text_against_its_annotation_is_refused() -> None:
+    with environments("Contradicts") as made:
+        ask(made, "a", call("act"))
+        with pytest.raises(ToolError, match=r"reset\(\) of Contradicts returned 'hello'"):
             answers(made)
 
 

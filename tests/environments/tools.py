@@ -62,17 +62,6 @@ class Paced(Counter):
         return gained / 8
 
 
-class Clock:
-    """Never says the same twice."""
-
-    def now(self) -> str:
-        """The time."""
-        return str(time.monotonic_ns() % 1_000_000)
-
-    def get_turn_reward(self) -> float:
-        return time.monotonic_ns() % 1_000_000 / 1e6
-
-
 class Hostile:
     def hang(self) -> str:
         """Sleep, with a child that does too."""
@@ -132,12 +121,38 @@ class Hostile:
 
 
 class Speaks:
-    def reset(self) -> str:
-        return "hello"
+    """Each instance says something else at its beginning, in TRL's form."""
 
-    def act(self) -> str:
+    def reset(self, name: str = "", **_: object) -> str | None:
+        self.calls = 0
+        return f"hello {name}"
+
+    def act(self) -> int:
         """Act."""
-        return ""
+        self.calls += 1
+        return self.calls
+
+
+class Contradicts(Speaks):
+    def reset(self, name: str = "", **_: object) -> None:
+        return "hello"  # type: ignore[return-value]
+
+
+class Moody:
+    """Says something else to each process, fails in some, and says nothing in others."""
+
+    def reset(self, **_: object) -> str | None:
+        mood = time.monotonic_ns() // 1000 % 5
+        if mood == 0:
+            raise KeyError("nothing")
+        return None if mood == 1 else f" {mood}" * mood
+
+    def now(self) -> str:
+        """The time."""
+        return str(time.monotonic_ns() % 1000)
+
+    def get_turn_reward(self) -> float:
+        return time.monotonic_ns() % 1_000_000 / 1e6
 
 
 class Undocumented:

@@ -71,12 +71,15 @@ def requests(samples: int = 3, new: int = 100, **sampling: Any) -> list[Request]
 class Told:
     """An environment in this process, which answers after some polls and out of order."""
 
-    has_reward = has_turn_reward = False
+    has_reward = has_turn_reward = leads = False
 
     def __init__(
-        self, say: Callable[[Handle, int], Answer], delay: Callable[[Handle], int]
+        self,
+        say: Callable[[Handle, int], Answer],
+        delay: Callable[[Handle], int],
+        opens: bool = False,
     ) -> None:
-        self._say, self._delay = say, delay
+        self._say, self._delay, self.opens = say, delay, opens
         self._waiting: list[list[Any]] = []
         self.asked: list[tuple[Handle, int]] = []
 
@@ -127,11 +130,12 @@ def play(
     record: AnswerRecord | None = None,
     kind: type[Episodes] = Episodes,
     sizes: dict[str, Any] = SIZES,
+    opens: bool = False,
     **settings: Any,
 ) -> Made:
     config = EnvironmentConfig.model_validate({"class": "a:B", "max_turns": 20, **settings})
     continuation = Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS)
-    told: Any = Told(say, delay)
+    told: Any = Told(say, delay, opens)
     tools = Tools([], "plain", continuation)
     record = record or AnswerRecord(lambda _: None)
     episodes = kind(config, tools, told, record, tokenizer(), CONTEXT)
@@ -228,6 +232,83 @@ def test_an_environment_that_is_slow_does_not_hold_up_other_episodes() -> None:
     episodes.generate(engine, 1, requests(), complete=lambda place, _: ended.append(place))
     assert ended[-1] == 0
     assert sorted(ended) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sizes", [SIZES, TIGHT])
+def test_each_sample_draws_behind_its_own_opening(sizes: dict[str, Any]) -> None:
+    policy, record = policy_of("fp8"), AnswerRecord(lambda _: None)
+
+    def say(key: Handle, turn: int) -> Answer:
+        opening = f" {key.sample}<eos>" * key.sample
+        return said(key, turn) if turn > 1 else Answer(opening=opening or None)
+
+    made, _, told = play(policy, requests(), say, delays(3), record, sizes=sizes, opens=True)
+    for request, group in zip(requests(), made, strict=True):
+        assert len({one.sequence.token_ids.tobytes() for one in group}) == len(group)
+        for sample, one in enumerate(group):
+            opened = request.prompt.text + f" {sample}<eos>" * sample
+            begin = int(np.flatnonzero(one.sequence.loss_mask)[0])
+            text = str(tokenizer().decode(one.sequence.token_ids[:begin]))
+            assert text.removeprefix("<bos>") == opened
+            assert tokenizer().eos_token_id not in one.sequence.token_ids[:begin]
+            assert one.episode is not None
+            assert one.episode.prompt == (opened if sample else "")
+            assert one.sequence.length <= request.max_length(CONTEXT)
+    assert {turns for _, turns in told.asked} == {0, 1}
+    drawn = sequences(made)
+    assert differing(policy, drawn) == (0, sum(one.response_length for one in drawn))
+    lines = AnswerRecord(print, list(record._unwritten))
+    again, _, asked = play(policy, requests(), record=lines, opens=True)
+    assert sequences(again) == drawn
+    assert not asked.asked
+
+
+class Leads(Told):
+    """Answers each turn as the user, and ends the episode at its fourth turn or when it is told to;
+    the reward tells which turns it has seen.
+    """
+
+    has_reward = leads = True
+
+    def ask(
+        self, key: Handle, columns: Any, turns: Sequence[Any], wants_reward: bool = False
+    ) -> None:
+        assert [one["role"] for one in columns.pop("prompt")] == ["user"]
+        super().ask(key, columns, turns, wants_reward)
+        seen = sum(count for one, count in self.asked if one == key)
+        reward = float(10 * seen + wants_reward)
+        answer = Answer((Result("user", f"{key.sample} {seen}<eos>"),))
+        if seen == 4 or turns[-1:] == [] or wants_reward:
+            answer = Answer(reward=reward, is_over=seen == 4)
+        self._waiting[-1][2] = answer
+
+
+@pytest.mark.parametrize(("limit", "ends"), [(20, {"stop"}), (4, {"stop"}), (2, {"turns"})])
+def test_an_environment_may_lead_the_conversation(limit: int, ends: set[str]) -> None:
+    policy = policy_of("fp8")
+    config = EnvironmentConfig.model_validate({"verifiers": "game", "max_turns": limit})
+    tools = Tools([], "plain", Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS))
+    told: Any = Leads(said, delays(5))
+    record = AnswerRecord(lambda _: None)
+    episodes = Episodes(config, tools, told, record, tokenizer(), CONTEXT)
+    engine = NativeEngine(policy, RolloutConfig(**TIGHT), tokenizer(), seed=0)
+    made, _ = episodes.generate(engine, policy.version, requests(samples=2, new=120))
+    found = [one for group in made for one in group]
+    assert ends <= {one.finish_reason for one in found} <= {*ends, "length"}
+    for one in found:
+        assert one.episode is not None
+        turns, over = len(one.episode.turns), one.finish_reason == "stop"
+        assert one.episode.reward == 10 * turns + (not over or turns == limit)
+        assert [kind for ((kind, _),) in one.episode.results] == ["user"] * len(one.episode.results)
+        assert {line["role"] for line in one.episode.messages[1::2]} <= {"user"}
+    drawn = sequences(made)
+    assert differing(policy, drawn) == (0, sum(one.response_length for one in drawn))
+    lines = AnswerRecord(print, list(record._unwritten))
+    again = Episodes(config, tools, told, lines, tokenizer(), CONTEXT)
+    told.asked.clear()
+    repeated, _ = again.generate(engine, policy.version, requests(samples=2, new=120))
+    assert repeated == made
+    assert not told.asked
 
 
 class Retokenising(Episodes):

@@ -158,8 +158,8 @@ def test_a_replay_from_the_record_asks_no_environment(
         "plain",
         lambda text: [tool_calls.ToolCall("now", {})] if len(text) % 3 else [],
     )
-    config = acting_config("Clock", "isobit.starter.tasks:correct_answer")
-    train(config, silent())
+    config = acting_config("Moody", "isobit.starter.tasks:correct_answer")
+    assert train(config, silent()).tokens_differing == 0
     anew = replay(config.output, say=lambda _: None)
     assert anew.differences  # it never says the same twice
 

@@ -127,6 +127,18 @@ class RowsData(ColumnsData):
     """Digest of all rows in order."""
 
 
+class VerifiersData(ColumnsData):
+    """The dataset of an environment of the package ``verifiers``."""
+
+    type: Literal["verifiers"] = "verifiers"
+    environment: HomeName
+    """As ``environment.verifiers``."""
+    options: dict[str, Any] = Field(default={})
+    """As ``environment.options``."""
+    split: Literal["train", "eval"] = "train"
+    """``eval`` is its set for evaluation, or the same where it has no other."""
+
+
 Weight = Annotated[float, Field(gt=0, le=MAX_FACTOR)]
 
 
@@ -161,7 +173,14 @@ class Mixture(Strict, Generic[SourceOfRows]):
 
 
 OneSource = Annotated[
-    ReasoningGymData | JsonlData | CsvData | ParquetData | HfData | HubData | RowsData,
+    ReasoningGymData
+    | JsonlData
+    | CsvData
+    | ParquetData
+    | HfData
+    | HubData
+    | VerifiersData
+    | RowsData,
     Field(discriminator="type"),
 ]
 
@@ -177,6 +196,7 @@ DataSource = Annotated[
     | ParquetData
     | HfData
     | HubData
+    | VerifiersData
     | RowsData
     | MixtureData,
     Field(discriminator="type"),
@@ -412,14 +432,18 @@ ENVIRONMENTS = ("calculator", "guess", "python", "search")
 class EnvironmentConfig(Strict):
     """The tools of an episode: a completion of several turns, with results of tools between."""
 
-    factory: HomeName = Field(alias="class")
+    factory: HomeName | None = Field(default=None, alias="class")
     """``path/to/file.py:Class`` or ``module:Class``, whose public methods are the tools, as in
     TRL's ``environment_factory``; or one that ships with Isobit: ``calculator``, ``guess``,
     ``python``, ``search``.
     """
+    verifiers: HomeName | None = None
+    """In place of ``class`` an environment of the package ``verifiers``: the name of an installed
+    one, or a file with ``load_environment``.
+    """
     options: dict[str, Any] = Field(default={})
-    """Keyword arguments of the class; "env:NAME" is an environment variable's value and is not
-    written anywhere.
+    """Keyword arguments of the class or of ``load_environment``; "env:NAME" is an environment
+    variable's value and is not written anywhere.
     """
     format: Literal["auto", "hermes", "llama3", "mistral", "plain"] = "auto"
     """How the model writes calls; auto asks the chat template, and takes plain without one."""
@@ -434,6 +458,18 @@ class EnvironmentConfig(Strict):
     episode_s: float = Field(default=60.0, gt=0, le=MAX_WAIT_S)
     """Seconds for all calls of an episode."""
     memory_mib: int = Field(default=1024, ge=64, le=MAX_COUNT)
-    """Memory of an episode's process and of each process that it starts, with imports."""
+    """Memory of an episode's process beyond that of the imports, and of each that it starts."""
     at_once: int = Field(default=32, gt=0, le=4096)
     """Episodes whose calls run at once."""
+
+    @property
+    def place(self) -> str:
+        """Where it is: ``class`` or ``verifiers``."""
+        return self.factory or self.verifiers or ""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.factory is None) == (self.verifiers is None):
+            reason = "needs either class or verifiers, and not both"
+            raise PydanticCustomError("environment", "{reason}", {"reason": reason})
+        return self

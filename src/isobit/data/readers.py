@@ -1,5 +1,6 @@
 """What rows are read from: JSONL, CSV and Parquet files, which may be compressed and named by
-patterns, and reasoning-gym's procedural tasks. Errors name the file and the line, or what exists.
+patterns, reasoning-gym's procedural tasks, and environments of verifiers. Errors name the file and
+the line, or what exists.
 """
 
 import bz2
@@ -9,6 +10,8 @@ import gzip
 import io
 import json
 import lzma
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from isobit.util.errors import DataError
+from isobit.util.secrets import from_environment
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -264,3 +268,26 @@ def _specs(parts: Sequence[Mapping[str, Any]]) -> list[Any]:
         DatasetSpec(part["name"], part.get("weight", 1.0), dict(part.get("config", {})))
         for part in parts
     ]
+
+
+_PRINTS = """
+import json, sys
+from isobit.environments.hosted import print_rows
+print_rows(*json.load(sys.stdin))
+"""
+
+
+def read_verifiers(
+    place: str, options: Mapping[str, Any], split: str
+) -> Iterator[Mapping[str, Any]]:
+    """The dataset of an environment of verifiers, which another process loads.  Raises
+    ``DataError``.
+    """
+    given = json.dumps([place, from_environment(options, "environment"), split])
+    command = [sys.executable, "-c", _PRINTS]
+    found = subprocess.run(command, input=given, capture_output=True, text=True, check=False)  # noqa: S603
+    if found.returncode:
+        said = found.stderr.strip().rpartition("\n")[2]
+        raise DataError(f"the dataset of the environment {place!r} cannot be read: {said}")
+    for line in found.stdout.splitlines():
+        yield json.loads(line)

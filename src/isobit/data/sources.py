@@ -1,5 +1,5 @@
 """Rows of a dataset: JSONL, CSV and Parquet files, Hugging Face datasets on disk and of the hub,
-reasoning-gym tasks, and rows passed from Python.
+reasoning-gym tasks, environments of verifiers, and rows passed from Python.
 
 Every source gives the same ``Row``. Errors name the file and the line or row. Nothing is unpickled,
 and only datasets of the hub are downloaded. Of rows passed from Python the configuration holds the
@@ -30,6 +30,7 @@ from isobit.config.data import (
     ParquetData,
     ReasoningGymData,
     RowsData,
+    VerifiersData,
 )
 from isobit.data.hugging_face import dataset_folder, read_hugging_face
 from isobit.data.readers import (
@@ -38,6 +39,7 @@ from isobit.data.readers import (
     read_csv,
     read_jsonl,
     read_parquet,
+    read_verifiers,
     source_files,
 )
 from isobit.records.text import (
@@ -209,17 +211,23 @@ def _records(source: ColumnsData) -> Iterator[tuple[str, Mapping[str, Any]]]:
             for index, record in enumerate(read_parquet(path)):
                 yield f"{path}, row {index}", record
         return
-    match source:
-        case HfData(path=path, split=split, limit=limit):
-            name, rows = f"{path} [{split}]", read_hugging_face(path, split, limit)
-        case HubData(dataset=dataset, split=split, limit=limit):
-            folder = dataset_folder(source)
-            name, rows = f"{dataset} [{split}]", read_hugging_face(folder, split, limit)
-        case _:
-            assert isinstance(source, RowsData)
-            name, rows = "the rows given", iter(given_rows(source.sha256, source.count))
+    name, rows = _named(source)
     for index, record in enumerate(rows):
         yield f"{name}, row {index}", record
+
+
+def _named(source: ColumnsData) -> tuple[str, Iterator[Mapping[str, Any]]]:
+    """The rows of a source without files of rows, and its name."""
+    match source:
+        case HfData(path=path, split=split, limit=limit):
+            return f"{path} [{split}]", read_hugging_face(path, split, limit)
+        case HubData(dataset=dataset, split=split, limit=limit):
+            return f"{dataset} [{split}]", read_hugging_face(dataset_folder(source), split, limit)
+        case VerifiersData(environment=place, split=split):
+            return f"{place} [{split}]", read_verifiers(place, source.options, split)
+        case _:
+            assert isinstance(source, RowsData)
+            return "the rows given", iter(given_rows(source.sha256, source.count))
 
 
 def _describe(source: DataSource) -> str:
@@ -228,6 +236,8 @@ def _describe(source: DataSource) -> str:
             return f"reasoning-gym task {task!r}"
         case HubData(dataset=name):
             return f"dataset {name} of the hub"
+        case VerifiersData(environment=place):
+            return f"the dataset of {place}"
         case RowsData():
             return "the list of rows"
         case MixtureData():
@@ -239,7 +249,7 @@ def _describe(source: DataSource) -> str:
 def _row(record: Mapping[str, Any], source: ColumnsData, place: str) -> Row:
     column = source.prompt
     _check_column(column, record, place)
-    if isinstance(source, ParquetData | HfData | HubData):
+    if isinstance(source, ParquetData | HfData | HubData | VerifiersData):
         # Arrow knows no missing key: each struct has the keys of all, and null for most
         read = {column, source.tools, VARIABLES_COLUMN}
         record = {name: _without_nulls(v) if name in read else v for name, v in record.items()}

@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
-from isobit.environments.worker import Call, Start
+from isobit.environments.hosted import Start, Turn
+from isobit.records.text import Message
 from isobit.rewards.outcome import LARGEST, Failure, frame
 from isobit.rewards.pool import START_DEADLINE_S, GraderProcess
 from isobit.util.errors import ToolError
@@ -36,8 +37,11 @@ _BARREN_ENDS = 8
 _MODULE = "isobit.environments.worker"
 
 Key = TypeVar("Key", bound=Hashable)
-ResultKind = Literal["ok", "error", "cut", "malformed"]
-"""``malformed`` is of a call that could not be read, which no process sees."""
+Opening: TypeAlias = str | Sequence[Message] | None
+ResultKind = Literal["ok", "error", "cut", "malformed", "user"]
+"""``malformed`` is of a call that could not be read, which no process sees; ``user`` of what an
+environment says as the user.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class Answer:
 
     results: tuple[Result, ...] = ()
     """In the order of the calls."""
+    opening: Opening = None
+    """Of an episode that is new: text for the end of the prompt, or messages in its place."""
     reward: float | None = None
     """By ``get_reward``, where it was asked for."""
     turn_reward: float | None = None
@@ -63,6 +69,53 @@ class Answer:
     there is no reward.
     """
     seconds: float = 0.0
+    is_over: bool = False
+    """Whether the environment has ended the episode."""
+
+    def recorded(self) -> dict[str, Any]:
+        """As JSON."""
+        failure = self.failure
+        return {
+            **({} if self.opening is None else {"opening": self.opening}),
+            **({"over": True} if self.is_over else {}),
+            "results": [[one.kind, one.text] for one in self.results],
+            "reward": self.reward,
+            **({} if self.turn_reward is None else {"turn_reward": self.turn_reward}),
+            "failure": None if failure is None else [failure.kind, failure.message],
+        }
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "Answer":
+        """Undo ``recorded``."""
+        failure = content["failure"]
+        return cls(
+            tuple(Result(kind, text) for kind, text in content["results"]),
+            content.get("opening"),
+            content["reward"],
+            content.get("turn_reward"),
+            None if failure is None else Failure(*failure),
+            is_over=content.get("over", False),
+        )
+
+
+class KnownAnswers(Protocol):
+    """What environments have said (``isobit.store.reward_record``)."""
+
+    def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
+        """The answers of a rollout of these prompts, by their visits, come next."""
+        ...
+
+    def find(self, key: Sequence[Any]) -> Mapping[str, Any] | None:
+        """What was recorded under ``key`` for this rollout."""
+        ...
+
+    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None:
+        """An answer of this rollout."""
+        ...
+
+    def end(self) -> None:
+        """All episodes of the rollout have ended."""
+        ...
 
 
 class Environments(Generic[Key]):
@@ -71,7 +124,8 @@ class Environments(Generic[Key]):
     def __init__(self, config: EnvironmentConfig, most_characters: int) -> None:
         """Start the host; results have at most so many characters."""
         self._start = Start(
-            PLACES.get(config.factory, config.factory),
+            "class" if config.verifiers is None else "verifiers",
+            PLACES.get(config.place, config.place),
             from_environment(config.options, "environment"),
             config.deadline_s,
             config.memory_mib << 20,
@@ -93,6 +147,12 @@ class Environments(Generic[Key]):
         self._tools: Sequence[Mapping[str, Any]] | None = None
         self.has_reward = False
         """Whether the class has ``get_reward``; known with ``tools``."""
+        self.opens = False
+        """Whether an episode is asked for its opening before the model draws; likewise."""
+        self.leads = False
+        """Whether it decides after each turn what comes next, and answers all of them."""
+        self.speaks = False
+        """Whether it may answer as the user does."""
         self.has_turn_reward = False
         """Likewise of ``get_turn_reward``."""
         self._open()
@@ -116,11 +176,11 @@ class Environments(Generic[Key]):
         self,
         key: Key,
         columns: Mapping[str, Any],
-        turns: Sequence[Sequence[Call]],
+        turns: Sequence[Turn],
         wants_reward: bool = False,
     ) -> None:
         """Run the calls of ``turns`` and answer those of the last; ``columns`` are for ``reset`` of
-        an episode that is new.
+        an episode that is new, and without turns nothing else is done.
         """
         if key in self._lost:
             self._failed.append((key, Answer(failure=Failure("crash", self._lost.pop(key)))))
@@ -197,8 +257,9 @@ class Environments(Generic[Key]):
         match message:
             case {"ready": list(tools), **rest}:
                 self._tools, self._is_ready = tools, True
-                self.has_reward = bool(rest.get("has_reward"))
+                self.has_reward, self.opens = bool(rest.get("has_reward")), bool(rest.get("opens"))
                 self.has_turn_reward = bool(rest.get("has_turn_reward"))
+                self.leads, self.speaks = bool(rest.get("leads")), bool(rest.get("speaks"))
             case {"refused": str(text)} | {"failed": "fatal", "message": str(text)}:
                 raise ToolError(text)
             case {"episode": int(number), **content} if number in self._keys:
@@ -244,11 +305,20 @@ def _answer_of(content: Mapping[str, Any]) -> Answer:
     found = [_result_of(one) for one in results] if isinstance(results, list) else [None]
     if None in found:
         return Answer(failure=Failure("flood", "it wrote no answer"), seconds=took)
+    opening = content.get("opening")
     return Answer(
         tuple(one for one in found if one is not None),
+        opening if isinstance(opening, str) or _are_messages(opening) else None,
         _number_of(content.get("reward")),
         _number_of(content.get("turn_reward")),
         seconds=took,
+        is_over=content.get("over") is True,
+    )
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) for one in value
     )
 
 
@@ -259,6 +329,6 @@ def _number_of(value: Any) -> float | None:
 
 def _result_of(value: Any) -> Result | None:
     match value:
-        case [("ok" | "error" | "cut") as kind, str(text)]:
+        case [("ok" | "error" | "cut" | "user") as kind, str(text)]:
             return Result(kind, text.encode("utf-8", "replace").decode())
     return None

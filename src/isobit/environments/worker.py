@@ -15,6 +15,8 @@ each turn.  From the host, as JSON:
 
     {"ready": [schemas of the tools], ..} or {"refused": message} or {"fatal": message}
     {"episode": 7, "results": [["ok", text], ["error", text], ["cut", text]], "seconds": 0.1}
+    {"episode": 7, "opening": text, ...} for the prompt, of an episode that is new; or messages
+    {"episode": 7, "over": true, ...} where the environment has ended the episode
     {"episode": 7, "reward": 1.0, "turn_reward": 0.5, ...} where one was asked for
     {"episode": 7, "failed": kind, "message": text, ..}: ``deadline``, ``crash``, ``memory``,
         ``flood`` or ``reset``; the episode is no more
@@ -24,27 +26,24 @@ one: with the options, once, for what all episodes share and none changes.  It e
 takes longer than the deadline with all processes below it.
 """
 
-import importlib
-import inspect
 import json
 import os
+import re
 import resource
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from time import monotonic, sleep
-from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from isobit.rewards.outcome import Failure, failure_of, frame, outcome_of, read_frame, write_all
+from isobit.environments.hosted import HostedClass, HostedVerifiers, Start, Turn
+from isobit.rewards.outcome import failure_of, frame, read_frame, write_all
 from isobit.rewards.worker import descendants, leave_to_trainer, limit_memory, supervised
 from isobit.util.errors import ToolError
-from isobit.util.user_code import describe_missing, run_file
 
 _END_S = 0.3
 """How long a process that closed its pipe is given to end, so that its exit code can be told."""
@@ -52,111 +51,56 @@ _GLANCE_S = 0.2
 """Seconds between looks for episodes that ended or took too long."""
 _FORM = 6
 """Bytes that JSON takes for a character, at most."""
-_NOT_TOOLS = ("reset", "get_reward", "get_turn_reward")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    name: str
-    positional: Sequence[Any]
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The first message to a host."""
-
-    place: str
-    options: Mapping[str, Any]
-    deadline_s: float
-    """For the calls of a turn, with ``reset`` before the first."""
-    memory_bytes: int
-    most_characters: int
-    """Of a result; the rest is cut off."""
-
-
-def load_class(place: str) -> type:
-    """The class ``path/to/file.py:Class`` or ``module:Class``.  Raises ToolError."""
-    source, _, name = place.rpartition(":")
-    try:
-        if source.endswith(".py"):
-            if not Path(source).is_file():
-                raise ToolError(
-                    f"there is no file {source} of an environment (looked in "
-                    f"{Path(source).absolute().parent})"
-                )
-            module = run_file(Path(source), f"isobit_environment_{Path(source).stem}")
-        else:
-            module = importlib.import_module(source or place)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ToolError):
-            raise
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ToolError(f"the environment {place!r} fails on import: {what}") from error
-    found = getattr(module, name, None)
-    if not inspect.isclass(found):
-        classes = describe_missing(module, name, inspect.isclass)
-        raise ToolError(f"{source} has no class {name!r}; its classes are {classes}")
-    return found
-
-
-def tools_of(cls: type) -> dict[str, Callable[..., Any]]:
-    """The public methods, by name, but for ``reset`` and those that give rewards."""
-    members = inspect.getmembers(cls, inspect.isroutine)
-    return {
-        name: found
-        for name, found in members
-        if not name.startswith("_") and name not in _NOT_TOOLS
-    }
-
-
-def schemas_of(cls: type) -> list[dict[str, Any]]:
-    """JSON schemas of the tools, from types and docstrings.  Raises ToolError."""
-    from transformers.utils.chat_template_utils import get_json_schema
-
-    found = []
-    for name, function in tools_of(cls).items():
-        bound = MethodType(function, cls) if inspect.isfunction(function) else function
-        if isinstance(inspect.getattr_static(cls, name), staticmethod):
-            bound = function
-        try:
-            found.append(get_json_schema(bound))
-        except Exception as error:  # of docstrings and types
-            raise ToolError(
-                f"the tool {name!r} of {cls.__name__} has no schema: {error}; a tool has types for "
-                "its parameters and a docstring with a line for each under 'Args:'; a method that "
-                "is no tool begins with an underscore"
-            ) from error
-    if not found:
-        raise ToolError(f"{cls.__name__} has no public method that could be a tool")
-    return found
 
 
 # The process of an episode.
 
 
-class EpisodeProcess:
-    """Makes one instance and answers requests until its pipe ends."""
+class Session(Protocol):
+    """One episode in its process.  Where a method raises ToolError, the run ends."""
 
-    def __init__(self, cls: type, start: Start, requests: int, replies: int) -> None:
-        self._class, self._start = cls, start
-        self._requests, self._replies = requests, replies
-        self._instance: Any = None
+    def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin with the columns of the row; what is said of the prompt."""
+        ...
+
+    def answer(self, turns: Sequence[Turn], wants_reward: bool) -> dict[str, Any]:
+        """Take ``turns``; what is said of the last, with the reward where it is wanted."""
+        ...
+
+
+class Hosted(Protocol):
+    """What a host has loaded."""
+
+    def ready(self) -> dict[str, Any]:
+        """The message to the trainer."""
+        ...
+
+    def open(self) -> Session:
+        """An episode, in its own process."""
+        ...
+
+
+def load(start: Start) -> Hosted:
+    """What a host is to run.  Raises ToolError, and what user's code raises."""
+    return HostedVerifiers(start) if start.kind == "verifiers" else HostedClass(start)
+
+
+class EpisodeProcess:
+    """Answers requests until its pipe ends."""
+
+    def __init__(self, hosted: Hosted, requests: int, replies: int) -> None:
+        self._hosted, self._requests, self._replies = hosted, requests, replies
 
     def run(self) -> NoReturn:
         try:
             columns, *rest = read_frame(self._requests)
-            self._begin(columns)
+            session, answer = self._begin(columns)
             while True:
                 turns, wants_reward = rest
-                answer: dict[str, Any] = {"results": []}
-                for calls in turns:
-                    answer = {"results": self._results(calls)}
-                    if hasattr(self._class, "get_turn_reward"):
-                        answer |= self._reward("turn_reward", self._instance.get_turn_reward)
-                if wants_reward:
-                    answer |= self._reward("reward", self._instance.get_reward)
-                self._reply(answer)
+                if turns or wants_reward:
+                    answer |= session.answer(turns, wants_reward)
+                self._reply({"results": [], **answer})
+                answer = {}
                 _, *rest = read_frame(self._requests)
         except EOFError:
             os._exit(0)
@@ -164,83 +108,19 @@ class EpisodeProcess:
             self._fail("memory", "it took more than environment.memory_mib allows")
         except SystemExit as error:
             self._fail("crash", f"it called sys.exit({error.code!r:.40})")
+        except ToolError as error:
+            self._fail("fatal", str(error))
         except BaseException as error:  # of a tool's destructors, or a closed descriptor
             self._fail("crash", failure_of(error).message)
 
-    def _begin(self, columns: Mapping[str, Any]) -> None:
+    def _begin(self, columns: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
         try:
-            self._instance = self._class(**self._start.options)
-            reset = getattr(self._instance, "reset", None)
-            said = _awaited(reset(**_taken(reset, columns))) if reset is not None else None
-        except (MemoryError, SystemExit):
+            session = self._hosted.open()
+            return session, session.begin(columns)
+        except (MemoryError, SystemExit, ToolError):
             raise
         except BaseException as error:
             self._fail("reset", failure_of(error).message)
-        if said:
-            self._fail(
-                "fatal",
-                f"reset() of {self._class.__name__} returned {said!r:.60}, which no prompt shows; "
-                "return None, and write into the prompts what the model is to know",
-            )
-
-    def _results(self, calls: Sequence[Call]) -> list[list[str]]:
-        """In the order of the calls; of tools that are coroutines, those in a row run at once."""
-        found: list[list[str]] = []
-        for is_async, some in groupby(calls, self._is_async):
-            if is_async:
-                found += _awaited(self._at_once(list(some)))
-            else:
-                found += map(self._result, some)
-        return found
-
-    def _is_async(self, call: Call) -> bool:
-        return inspect.iscoroutinefunction(tools_of(self._class).get(call.name))
-
-    async def _at_once(self, calls: Sequence[Call]) -> list[list[str]]:
-        import asyncio
-
-        async def result(call: Call) -> list[str]:
-            try:
-                return self._told(await self._called(call))
-            except BaseException as error:
-                return _error_of(error)
-
-        return await asyncio.gather(*map(result, calls))
-
-    def _result(self, call: Call) -> list[str]:
-        try:
-            return self._told(_awaited(self._called(call)))
-        except BaseException as error:
-            return _error_of(error)
-
-    def _called(self, call: Call) -> Any:
-        """What the tool returns, which may be awaitable.  Raises ToolError for an impossible
-        call.
-        """
-        tools = tools_of(self._class)
-        if call.name not in tools:
-            raise ToolError(f"there is no tool {call.name!r:.60}; the tools are {', '.join(tools)}")
-        tool = getattr(self._instance, call.name)
-        try:
-            bound = inspect.signature(tool).bind(*call.positional, **call.arguments)
-        except TypeError as error:
-            raise ToolError(f"{call.name}: {error}") from error
-        return tool(*bound.args, **bound.kwargs)
-
-    def _told(self, value: Any) -> list[str]:
-        text, most = _text_of(value), self._start.most_characters
-        return ["cut", text[:most]] if len(text) > most else ["ok", text]
-
-    def _reward(self, name: str, get: Callable[[], Any]) -> dict[str, Any]:
-        try:
-            outcome = outcome_of(_awaited(get()))
-        except (MemoryError, SystemExit):
-            raise
-        except BaseException as error:
-            outcome = failure_of(error)
-        if isinstance(outcome, Failure):
-            return {"failed": outcome.kind, "message": outcome.message}
-        return {name: outcome}
 
     def _fail(self, kind: str, message: str) -> NoReturn:
         with suppress(OSError):
@@ -249,37 +129,6 @@ class EpisodeProcess:
 
     def _reply(self, content: Mapping[str, Any]) -> None:
         write_all(self._replies, (json.dumps(content, allow_nan=False) + "\n").encode())
-
-
-def _taken(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that ``reset`` takes."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return dict(columns)
-    names = {one.name for one in parameters}
-    return {name: value for name, value in columns.items() if name in names}
-
-
-def _awaited(value: Any) -> Any:
-    import asyncio
-
-    async def result() -> Any:
-        return await value
-
-    return asyncio.run(result()) if inspect.isawaitable(value) else value
-
-
-def _error_of(error: BaseException) -> list[str]:
-    """What the model is told of an error; raises one that ends the process."""
-    if isinstance(error, MemoryError | SystemExit):
-        raise error
-    return ["error", str(error) if isinstance(error, ToolError) else failure_of(error).message]
-
-
-def _text_of(value: Any) -> str:
-    """Text as it is, without halves of characters; anything else as JSON."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return str.encode(text, "utf-8", "replace").decode()
 
 
 # The host.
@@ -305,7 +154,9 @@ class Host:
         try:
             self._start: Start = read_frame(self._requests)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            self._class = self._load()
+            _allow_pipes()
+            self._hosted = self._load()
+            self._imports = _private_bytes()
             while True:
                 self._serve()
         except EOFError:
@@ -315,16 +166,10 @@ class Host:
             sys.stderr.flush()
             os._exit(1)
 
-    def _load(self) -> type:
+    def _load(self) -> Hosted:
         try:
-            found = load_class(self._start.place)
-            if hasattr(found, "_prepare"):
-                found._prepare(**self._start.options)
-            gives = {
-                "has_reward": hasattr(found, "get_reward"),
-                "has_turn_reward": hasattr(found, "get_turn_reward"),
-            }
-            self._say({"ready": schemas_of(found), **gives})
+            found = load(self._start)
+            self._say(found.ready())
             return found
         except ToolError as error:
             self._say({"refused": str(error)})
@@ -373,8 +218,8 @@ class Host:
         others = [fd for one in self._episodes.values() for fd in (one.requests, one.replies)]
         for descriptor in (self._requests, self._replies, requests, replies, *others):
             os.close(descriptor)
-        limit_memory(self._start.memory_bytes)
-        EpisodeProcess(self._class, self._start, to_read, to_write).run()
+        limit_memory(self._imports + self._start.memory_bytes)
+        EpisodeProcess(self._hosted, to_read, to_write).run()
 
     def _hear(self, key: int) -> None:
         episode = self._episodes[key]
@@ -445,6 +290,22 @@ class Host:
 
     def _say(self, content: Mapping[str, Any]) -> None:
         write_all(self._replies, (json.dumps(content) + "\n").encode())
+
+
+def _allow_pipes() -> None:
+    """Each episode takes two descriptors of the host, and hundreds may be open."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _private_bytes() -> int:
+    """What this process has mapped for itself, which its episodes begin with; 0 where the system
+    does not tell.
+    """
+    with suppress(OSError):
+        found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found[1]) << 10 if found else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -126,7 +126,8 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
     episodes = [one.episode for one in completions if one.episode is not None]
     if not episodes:
         return {}
-    calls = [[kind for told in one.results for kind, _ in told] for one in episodes]
+    told = [[kind for behind in one.results for kind, _ in behind] for one in episodes]
+    calls = [[kind for kind in kinds if kind != "user"] for kinds in told]
     kinds = Counter(kind for kinds in calls for kind in kinds)
     ends = Counter(one.finish_reason for one in completions if one.is_cut)
     failures = Counter(one.failure for one in episodes if one.failure)

@@ -149,15 +149,15 @@ class Episode:
     turns: tuple[str, ...]
     """What the model wrote, with special tokens, but for those that ended a turn."""
     results: tuple[tuple[tuple[str, str], ...], ...]
-    """Behind each turn that was answered, for each call its kind (``ok``, ``error``, ``cut``,
-    ``malformed``) and the text that the model was told.
-    """
+    """Behind each turn, for each call its kind (``ResultKind``) and what the model was told."""
     failure: str = ""
     """The kind of the environment's failure, where there was one."""
     reward: float | None = None
     """By the environment's own ``get_reward``; those of turns are in the sequence."""
     seconds: float = 0.0
     """Of all calls."""
+    prompt: str = ""
+    """As it was rendered, where the environment has said something for it."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any] | None) -> "Episode | None":
@@ -176,7 +176,8 @@ class Episode:
         for place, turn in enumerate(self.turns):
             found.append({"role": "assistant", "content": turn})
             behind = self.results[place] if place < len(self.results) else ()
-            found += [{"role": "tool", "content": text} for _, text in behind]
+            roles = {"user": "user"}  # all other kinds are of tools
+            found += [{"role": roles.get(kind, "tool"), "content": text} for kind, text in behind]
         return found
 
 

@@ -8,13 +8,20 @@ say.
     here          appends the results as tokens, outside of the loss mask
     engine        takes the sample on again (``admit``) and draws the next turn
 
+An environment may say something before the first turn, such as the text that ``reset`` returns,
+which stands in the prompt.  Each sample then has a prompt of its own; what was added counts in the
+length limit as results do.
+
 An episode is one sequence.  What was drawn is never decoded and encoded again: the text of a turn
 is only read.  While its tools run, an episode holds no pages of the KV cache; its K and V are
 computed again when it goes on, as after a preemption, with the bits that they had.  The noise is
 keyed by the sample and the position, so neither the order of the answers nor their time changes a
 token.
 
-A turn without calls ends the episode with ``stop``.  Otherwise it ends with
+An environment of verifiers leads the conversation: it is told of every turn, and answers with what
+tools or a user say, or with the end of the episode and its reward.
+
+A turn without calls, or such an environment, ends the episode with ``stop``.  Else it ends with
 
     length    no room is left for the results, or the length limit ended a turn
     turns     the last of ``environment.max_turns`` still calls tools
@@ -29,9 +36,9 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -39,14 +46,18 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.data import ChatConfig, EnvironmentConfig, ToolFormat
 from isobit.data.tokenizer import most_characters, token_ids
 from isobit.data.tool_calls import (
+    MARKS,
     Continuation,
     MalformedCall,
     Parsed,
+    Speaker,
+    calls_begin,
+    messages_of,
     parse_tool_calls,
     tool_format,
 )
-from isobit.environments.pool import Answer, Environments, Result
-from isobit.environments.worker import Call
+from isobit.environments.hosted import Call, Turn
+from isobit.environments.pool import Answer, Environments, KnownAnswers, Opening, Result
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason
 from isobit.rewards.outcome import Failure
@@ -59,30 +70,11 @@ from isobit.rollout.engine import (
     check_is_free,
 )
 from isobit.rollout.sequence import cut, decode
+from isobit.util.errors import ConfigError
 
 _TICK_S = 0.1
 """Of a rollout that only waits for tools."""
 _CUT = " [cut]"
-
-
-class KnownAnswers(Protocol):
-    """What environments have said (``isobit.store.reward_record``)."""
-
-    def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
-        """The answers of a rollout of these prompts, by their visits, come next."""
-        ...
-
-    def find(self, key: Sequence[Any]) -> Mapping[str, Any] | None:
-        """What was recorded under ``key`` for this rollout."""
-        ...
-
-    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None:
-        """An answer of this rollout."""
-        ...
-
-    def end(self) -> None:
-        """All episodes of the rollout have ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +87,8 @@ class Tools:
 
     def describe(self) -> str:
         """A line for the start of a run."""
-        names = ", ".join(schema["function"]["name"] for schema in self.schemas)
+        names = ", ".join(schema["function"]["name"] for schema in self.schemas) or "none"
         return f"tools: {names}; calls in the format {self.form} (environment.format)"
-
-
-class Unrecorded:
-    """The ``KnownAnswers`` of completions that nobody repeats."""
-
-    def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None: ...
-
-    def find(self, key: Sequence[Any]) -> None: ...
-
-    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None: ...
-
-    def end(self) -> None: ...
 
 
 def read_tools(
@@ -122,11 +102,17 @@ def read_tools(
     Raises ToolError for a class that cannot be loaded, and ConfigError for a chat template that
     cannot be continued.
     """
-    form = environment.format
-    known = tool_format(tokenizer, chat) if form == "auto" else form
     with open_environments(environment, tokenizer) as environments:
-        schemas = environments.tools()
-    return Tools(schemas, known, Continuation(tokenizer, chat, known, schemas, stop_token_ids))
+        schemas, leads, speaks = environments.tools(), environments.leads, environments.speaks
+    if leads and not (chat.chat and tokenizer.chat_template):
+        why = "data.chat is false" if tokenizer.chat_template else "the tokenizer has none"
+        raise ConfigError(f"an environment of verifiers needs a chat template, but {why}")
+    form = environment.format if schemas else "plain"
+    known = tool_format(tokenizer, chat) if form == "auto" else form
+    speakers: dict[Speaker, bool] = {"tool": bool(schemas) or not leads, "user": speaks}
+    answered_by: list[Speaker] = [who for who, does in speakers.items() if does]
+    made = Continuation(tokenizer, chat, known, schemas, stop_token_ids, answered_by)
+    return Tools(schemas, known, made)
 
 
 @contextmanager
@@ -149,16 +135,20 @@ class _Open:
 
     request: Request
     sequence: TokenSequence
+    is_opening: bool
+    """Whether the environment has yet to say what it has for the prompt."""
+    prompt: str = ""
+    """As the environment has changed it."""
     finish_reason: FinishReason = "stop"
     """Of the last turn; once the environment is asked for its reward, of the episode."""
     text: str = ""
     turns: list[str] = field(default_factory=list)
     parsed: list[Parsed] = field(default_factory=list)
     """Of the last turn."""
-    calls: list[list[Call]] = field(default_factory=list)
-    """Of all turns, those that can be run."""
+    said: list[Turn] = field(default_factory=list)
+    """All turns, with the calls that can be run."""
     sent: int = 0
-    """Turns whose calls the episode's process has been given."""
+    """Those that the episode's process has been given."""
     results: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
     """Of the turns that called tools; None where the environment failed."""
@@ -210,14 +200,17 @@ class Episodes:
         engine.take_weights()
         self._answers.begin(weights_version, [(one.prompt.id, one.visit) for one in requests])
         began, periods = perf_counter(), _Periods(engine)
-        handles = engine.submit(requests)
+        opens = self._environments.opens
+        handles = _handles(engine, requests) if opens else engine.submit(requests)
         periods.note()
         for request, group in zip(requests, handles, strict=True):
             prompt = TokenSequence.of_answer(request.prompt.token_ids, ())
-            self._open.update((handle, _Open(request, prompt)) for handle in group)
+            self._open.update((handle, _Open(request, prompt, opens)) for handle in group)
         waiting = dict(enumerate(handles))
         total = len(self._open)
         try:
+            for handle in self._open if opens else ():
+                self._ask(handle)
             while self._open:
                 for event in engine.step():
                     if event.completion is not None:
@@ -276,7 +269,7 @@ class Episodes:
         if answer.failure is None and not episode.is_over and episode.seconds > most:
             message = f"all calls took longer than environment.episode_s = {most:g}"
             answer = Answer(failure=Failure("deadline", message))
-        self._answers.keep(self._key(handle), _recorded(answer))
+        self._answers.keep(self._key(handle), answer.recorded())
         return answer
 
     def _key(self, handle: Handle) -> list[Any]:
@@ -297,6 +290,9 @@ class Episodes:
         turn = cut(decode(self._tokenizer, spoken, special=True), stops)
         episode.text = cut(decode(self._tokenizer, spoken, shown), stops)
         episode.turns.append(turn)
+        if self._environments.leads and completion.finish_reason in ("stop", "length"):
+            self._follow(handle, turn, completion.finish_reason == "length")
+            return
         if completion.finish_reason != "stop":
             self._finish(handle, completion.finish_reason)
             return
@@ -306,12 +302,25 @@ class Episodes:
         elif len(episode.turns) >= self._config.max_turns:
             self._finish(handle, "turns")
         else:
-            calls = [one for one in episode.parsed if not isinstance(one, MalformedCall)]
-            episode.calls.append([Call(one.name, one.positional, one.arguments) for one in calls])
+            calls = _runnable(episode.parsed)
+            episode.said.append(Turn(calls))
             if calls or self._environments.has_turn_reward:
                 self._ask(handle)
             else:
                 self._answered_at_once.append((handle, Answer()))
+
+    def _follow(self, handle: Handle, turn: str, is_cut: bool) -> None:
+        """Tell an environment that leads of a turn, whose calls all can be read or are text."""
+        episode, form = self._open[handle], self._tools.form
+        parsed = parse_tool_calls(turn, form) if self._tools.schemas else []
+        calls = _runnable(parsed)
+        calls = calls if len(calls) == len(parsed) else []
+        cut_at = calls_begin(turn, form, is_start=True) if calls and form in MARKS else None
+        text = episode.text if cut_at is None else turn[:cut_at]
+        episode.said.append(Turn(calls, text, is_cut))
+        episode.is_over = is_cut or len(episode.turns) >= self._config.max_turns
+        episode.finish_reason = "length" if is_cut else "turns" if episode.is_over else "stop"
+        self._ask(handle, wants_reward=episode.is_over)
 
     def _ask(self, handle: Handle, wants_reward: bool = False) -> None:
         """Ask the record, or the environment, which is also told of turns that the record
@@ -321,39 +330,79 @@ class Episodes:
         recorded = self._answers.find(self._key(handle))
         if recorded is not None:
             self._answers.keep(self._key(handle), recorded)
-            self._answered_at_once.append((handle, _answer_of(recorded)))
+            self._answered_at_once.append((handle, Answer.of(recorded)))
             return
-        turns, episode.sent = episode.calls[episode.sent :], len(episode.calls)
-        self._environments.ask(handle, episode.request.prompt.row, turns, wants_reward)
+        turns, episode.sent = episode.said[episode.sent :], len(episode.said)
+        prompt = episode.request.prompt
+        columns = prompt.row
+        if self._environments.leads:
+            columns = {**columns, "prompt": [*map(dict, messages_of(prompt))]}
+        self._environments.ask(handle, columns, turns, wants_reward)
 
     def _go_on(self, engine: RolloutEngine, handle: Handle, answer: Answer) -> None:
         """Give the model the results, or end the episode."""
         episode = self._open[handle]
-        if episode.is_over:
+        if episode.is_over or answer.is_over:
+            if answer.is_over and episode.finish_reason == "turns":
+                episode.finish_reason = "stop"
             episode.reward = answer.reward
             episode.failure = episode.failure or (answer.failure.kind if answer.failure else "")
             self._close(handle)
             return
-        episode.turn_rewards.append(answer.turn_reward)
+        if not episode.is_opening:
+            episode.turn_rewards.append(answer.turn_reward)
         if answer.failure is not None:
             episode.failure = answer.failure.kind
             self._finish(handle, "time" if answer.failure.kind == "deadline" else "failed")
             return
-        results = self._told(episode.parsed, answer.results)
+        if episode.is_opening:
+            self._begin(engine, handle, answer.opening)
+            return
+        results = (
+            [*map(self._fitted, answer.results)]
+            if self._environments.leads
+            else self._told(episode.parsed, answer.results)
+        )
         if results is None:
             episode.failure, episode.turn_rewards[-1] = "flood", None
             self._finish(handle, "failed")
             return
         episode.results.append(tuple((one.kind, one.text) for one in results))
-        texts = [one.text for one in results]
+        texts = [one.text for one in results if one.kind != "user"]
+        spoken = [one.text for one in results if one.kind == "user"]
         last = int(episode.sequence.token_ids[-1])
-        given = self._tools.continuation.token_ids(texts, last)
+        given = self._tools.continuation.token_ids(texts, last, spoken)
         sequence = episode.sequence.with_given(given)
         if sequence.length >= episode.request.max_length(self._context):
             self._finish(handle, "length")
             return
         episode.sequence = sequence
-        engine.admit([episode.request], {handle: Completion(sequence, "", "aborted")})
+        self._draw(engine, handle)
+
+    def _begin(self, engine: RolloutEngine, handle: Handle, opening: Opening) -> None:
+        """Draw the first turn, behind the prompt with what the environment has said for it."""
+        episode = self._open[handle]
+        episode.is_opening = False
+        request = episode.request
+        if opening:
+            if isinstance(opening, str):
+                opening = self._fitted(Result("ok", opening)).text
+            prompt = self._tools.continuation.opened(request.prompt, opening)
+            episode.prompt = prompt.text
+            left = request.max_length(self._context) - len(prompt.token_ids)
+            if left <= 0:
+                self._finish(handle, "length")
+                return
+            sampling = replace(request.sampling, max_new_tokens=left)
+            episode.request = replace(request, prompt=prompt, sampling=sampling)
+            episode.sequence = TokenSequence.of_answer(prompt.token_ids, ())
+        self._draw(engine, handle)
+
+    def _draw(self, engine: RolloutEngine, handle: Handle) -> None:
+        """The next turn, behind what the sequence has."""
+        episode = self._open[handle]
+        begun = Completion(episode.sequence, "", "aborted")
+        engine.admit([episode.request], {handle: begun})
 
     def _told(self, parsed: Sequence[Parsed], answered: Sequence[Result]) -> list[Result] | None:
         """What the model is told of each call; None where the environment answered others."""
@@ -399,6 +448,7 @@ class Episodes:
             episode.failure,
             episode.reward,
             episode.seconds,
+            episode.prompt,
         )
         sequence = episode.sequence
         if self._environments.has_turn_reward:
@@ -414,6 +464,20 @@ def _with_turn_rewards(sequence: TokenSequence, rewards: Sequence[float | None])
     return sequence.with_columns(turn_rewards=found)
 
 
+def _handles(engine: RolloutEngine, requests: Sequence[Request]) -> list[list[Handle]]:
+    """As ``engine.submit`` gives and refuses them, of samples that begin later."""
+    engine.check(requests)
+    return [
+        [Handle(one.prompt.id, one.visit, sample) for sample in range(one.samples)]
+        for one in requests
+    ]
+
+
+def _runnable(parsed: Sequence[Parsed]) -> list[Call]:
+    calls = [one for one in parsed if not isinstance(one, MalformedCall)]
+    return [Call(one.name, one.positional, one.arguments) for one in calls]
+
+
 class _Periods:
     """The counts of an engine, which begins a new record when it has had nothing to do."""
 
@@ -427,25 +491,3 @@ class _Periods:
 
     def total(self) -> EngineStats:
         return sum(self._records, EngineStats())
-
-
-def _recorded(answer: Answer) -> dict[str, Any]:
-    """An answer as JSON."""
-    failure = answer.failure
-    return {
-        "results": [[one.kind, one.text] for one in answer.results],
-        "reward": answer.reward,
-        **({} if answer.turn_reward is None else {"turn_reward": answer.turn_reward}),
-        "failure": None if failure is None else [failure.kind, failure.message],
-    }
-
-
-def _answer_of(content: Mapping[str, Any]) -> Answer:
-    """The answer of ``_recorded``."""
-    failure = content["failure"]
-    return Answer(
-        tuple(Result(kind, text) for kind, text in content["results"]),
-        content["reward"],
-        content.get("turn_reward"),
-        None if failure is None else Failure(*failure),
-    )

@@ -377,10 +377,9 @@ class NativeEngine:
         return half_done
 
     def admit(self, requests: Sequence[Request], half_done: Mapping[Handle, Completion]) -> None:
-        """Take on half-done samples of another engine.  They share the pages of their prompt with
-        those who wait for it.
+        """As the protocol says.  They share the pages of their prompt with those who wait for it.
 
-        Raises RequestError as the protocol says; then none of them is taken on.
+        Raises RequestError as it says; then none of them is taken on.
         """
         asked = requests_of(half_done, requests, self._live)
         check_limits(list(asked.values()), self._limits)
@@ -391,7 +390,8 @@ class NativeEngine:
         for handle, completion in half_done.items():
             name = handle.prompt_id, handle.visit
             own = SharedPrompt(asked[name], self._limits.max_pages)
-            prompt = prompts.setdefault(name, own)
+            if (prompt := prompts.setdefault(name, own)).tokens != own.tokens:
+                prompt = own  # an environment has opened it
             sample = self._make_sample(prompt, handle.sample)
             sample.take_up(completion)
             made.append(sample)

@@ -42,7 +42,7 @@ from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group, Prompt, json_line
 from isobit.rewards.grading import Graders, GradeStats, Grading, check_references
 from isobit.rollout.engine import EngineStats, Progress, Request, RolloutEngine, generate
-from isobit.rollout.episodes import Episodes, Unrecorded, open_environments, read_tools
+from isobit.rollout.episodes import Episodes, open_environments, read_tools
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
 from isobit.run.data import evaluation_limit, rendering_notes, with_date
@@ -202,6 +202,18 @@ def _check_acting(environment: EnvironmentConfig | None, world: World) -> None:
         )
 
 
+class _Unrecorded:
+    """The ``KnownAnswers`` of completions that nobody repeats."""
+
+    def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None: ...
+
+    def find(self, key: Sequence[Any]) -> None: ...
+
+    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None: ...
+
+    def end(self) -> None: ...
+
+
 @contextmanager
 def _acting(
     environment: EnvironmentConfig | None,
@@ -218,7 +230,7 @@ def _acting(
     tools = read_tools(environment, chat, tokenizer, stops)
     say(f"isobit: {tools.describe()}")
     with open_environments(environment, tokenizer) as opened:
-        episodes = Episodes(environment, tools, opened, Unrecorded(), tokenizer, model.context)
+        episodes = Episodes(environment, tools, opened, _Unrecorded(), tokenizer, model.context)
 
         def act(
             requests: Sequence[Request],

@@ -194,8 +194,8 @@ class KnownRewards(RewardRecord):
 
 
 class AnswerRecord(LineRecord):
-    """What tools have said (``isobit.rollout.episodes.KnownAnswers``): a line a rollout, sorted, as
-    answers come in any order.
+    """What tools have said (``isobit.environments.pool.KnownAnswers``): a line a rollout, sorted,
+    as answers come in any order.
     """
 
     _dropped = (
