@@ -14,7 +14,8 @@ A duration is taken to be a sum over what a phase does,
 and the seconds that each of these takes are the ones that fit the rows best. Decode steps, forwards
 without a backward (prompts, and models that only score) and forwards with a backward have
 coefficients of their own.  INT8 counts as FP8 times what its own rows, which are few, took longer.
-Whole steps of reinforcement learning, which nothing is fitted to, say how far an estimate is off (``MeasuredSpeed.error``).
+Whole steps of reinforcement learning, which nothing is fitted to, say how far an estimate is off
+(``MeasuredSpeed.error``).
 """
 
 import json

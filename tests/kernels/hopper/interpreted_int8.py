@@ -37,7 +37,7 @@ def _four_sigmoids(x):
 @triton.jit
 def _dot4(a, b, c):
     """The four products of two words, one by one."""
-    for byte in tl.static_range(4):
+    for byte in range(4):
         left = (a << (24 - 8 * byte)) >> 24
         c += left * ((b << (24 - 8 * byte)) >> 24)
     return c
