@@ -73,6 +73,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
         "messages": [
             {"role": "assistant", "content": f'{EVIL}<tool_call>{{"name": "add"}}</tool_call>'},
             {"role": "tool", "content": "the total is 7"},
+            {"role": "assistant", "content": "so [add(3, 4)]"},
+            {"role": "tool", "content": "7"},
+            {"role": "assistant", "content": '{"name": "add", "parameters": {"a": 3}}'},
+            {"role": "tool", "content": "error"},
+            {"role": "assistant", "content": "[add(3, 4)] is 7"},
         ],
         "turn_rewards": [-0.25],
         "group_rewards": [one + 2.0 for one in samples[-1]["group_rewards"]],
@@ -347,6 +352,9 @@ def test_the_page_in_chromium_wide_and_narrow_light_and_dark(runs: Path, tmp_pat
         assert "<img src=x" in page.run("document.querySelector('.turn').innerText")
         assert "[U+202E]" in page.run("document.querySelector('.turn').innerText")
         assert page.run("document.images.length") == 0
+        calls = page.run("[...document.querySelectorAll('.call')].map((one) => one.textContent)")
+        called = '<tool_call>{"name": "add"}</tool_call>', "[add(3, 4)]"
+        assert calls == [*called, '{"name": "add", "parameters": {"a": 3}}']
         title = page.run("document.querySelector('.turn b').textContent")
         assert title == "turn 1, the model, reward \u22120.25"
         page.run("document.querySelector('.tokens .t').focus()")

@@ -418,21 +418,24 @@ function legend(by) {
   return el("ul.shades", { "aria-label": "shades" }, entries.map(([kind, text]) => entry(kind, text)));
 }
 
-// A turn's text, with calls of tools in blocks of their own, where they stand between tags.
-function turnText(text) {
-  return String(text).split(/(<tool_call>[\s\S]*?(?:<\/tool_call>|$)|\[TOOL_CALLS\][^\n]*)/).map((part) =>
-    (/^(<tool_call>|\[TOOL_CALLS\])/.test(part) ? el("span.call", {}, part) : part));
+const MARKED = /(<tool_call>[\s\S]*?(?:<\/tool_call>|$)|\[TOOL_CALLS\][^\n]*)/;
+const BARE = /(^\s*\{[\s\S]*\}\s*$|\[\w+\([^\n]*\)\])/;
+
+// A turn's text, with calls of tools in blocks of their own: between tags, or without where a tool has answered.
+function turnText(text, isAnswered) {
+  const form = isAnswered && !MARKED.test(text) ? BARE : MARKED;
+  return String(text).split(form).map((part, place) => (place % 2 ? el("span.call", {}, part) : part));
 }
 
 function turnsOf(messages, rewards) {
   let count = 0;
-  return messages.filter((one) => one && typeof one === "object").map((one) => {
+  return messages.filter((one) => one && typeof one === "object").map((one, place, all) => {
     const isModel = one.role === "assistant";
     if (isModel) count += 1;
     const reward = isModel && Array.isArray(rewards) ? `, reward ${number(rewards[count - 1])}` : "";
     const title = isModel ? `turn ${count}, the model${reward}` : one.role === "tool" ? "answer of a tool" : one.role;
     const calls = Array.isArray(one.tool_calls) ? one.tool_calls.map((call) => el("span.call", {}, JSON.stringify(call))) : [];
-    return el(`div.turn.${isModel ? "assistant" : "tool"}`, {}, el("b", {}, title), el("div.text.mono", { tabindex: 0, role: "group", "aria-label": title }, turnText(one.content), calls));
+    return el(`div.turn.${isModel ? "assistant" : "tool"}`, {}, el("b", {}, title), el("div.text.mono", { tabindex: 0, role: "group", "aria-label": title }, turnText(one.content, isModel && all[place + 1]?.role === "tool"), calls));
   });
 }
 
