@@ -19,7 +19,7 @@ from isobit.models.safetensors import Slice
 from isobit.records.metrics import Metrics
 from isobit.run import log, loop, run
 from isobit.run.loop import train
-from isobit.run.setup import Reference, RlRun, prepare_rl
+from isobit.run.setup import RlRun, prepare_rl
 from isobit.store.checkpoint import (
     FORMAT,
     Snapshot,
@@ -27,6 +27,7 @@ from isobit.store.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
+from isobit.training.reference import Reference
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError, Interrupted, StoppedAtOnce
 

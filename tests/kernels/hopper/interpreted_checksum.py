@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from isobit.kernels.hopper import checksum as ours
+from isobit.kernels.hopper import optimiser as ours
 from isobit.kernels.noise import CHUNK, Rows
 from isobit.kernels.spec import optimiser as specification
 
@@ -93,6 +93,6 @@ def main() -> None:
     torch.manual_seed(0)
     check_real_chunks()
     specification.CHUNK = ours.CHUNK = SHORT_CHUNK
-    ours._WIDTH, ours._RUN = SHORT_WIDTH, SHORT_RUN
+    ours._CHECKED_WIDTH, ours._CHECKED_RUN = SHORT_WIDTH, SHORT_RUN
     for one in (check_sizes, check_dtypes, check_alignment, check_ranks, check_flips, check_many):
         one()

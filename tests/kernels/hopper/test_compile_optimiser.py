@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import checksum, head, optimiser
+from isobit.kernels.hopper import head, optimiser
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {
@@ -105,11 +105,17 @@ def test_gradient_of_the_logits(size: int, of_entropies: bool) -> None:
 
 
 def test_checksum() -> None:
-    constants = {"CHUNK": checksum.CHUNK, "WIDTH": checksum._WIDTH, "RUN": checksum._RUN}
+    constants = {
+        "CHUNK": optimiser.CHUNK,
+        "WIDTH": optimiser._CHECKED_WIDTH,
+        "RUN": optimiser._CHECKED_RUN,
+    }
     types: dict[str, str] = dict.fromkeys(("TABLE", "OWNER", "SUMS"), "*i64")
-    made = compile_for_hopper(checksum._sums_kernel, types, constants, checksum._WARPS, fuses=True)
+    made = compile_for_hopper(
+        optimiser._sums_kernel, types, constants, optimiser._CHECKED_WARPS, fuses=True
+    )
     assert made.stack == 0
     assert made.programs >= 4
     at_once = max(len(re.findall(r"LDG\.E\.128", block)) for block in made.sass.split("BRA"))
-    words_of_a_thread = checksum._WIDTH // (checksum._WARPS * 32)
+    words_of_a_thread = optimiser._CHECKED_WIDTH // (optimiser._CHECKED_WARPS * 32)
     assert at_once >= 4 * words_of_a_thread // 4, "the loop over chunks is unrolled"

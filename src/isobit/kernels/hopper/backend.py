@@ -13,7 +13,6 @@ from isobit.kernels.hopper.attend import (
     PagedAttention,
 )
 from isobit.kernels.hopper.attention import PART
-from isobit.kernels.hopper.checksum import checksum
 from isobit.kernels.hopper.experts import (
     experts,
     experts_backward,
@@ -45,7 +44,7 @@ from isobit.kernels.hopper.memory import (
     synchronize,
     to_device,
 )
-from isobit.kernels.hopper.optimiser import adamw_step, add_in_order, gradient_squares
+from isobit.kernels.hopper.optimiser import adamw_step, add_in_order, checksum, gradient_squares
 from isobit.kernels.hopper.pointwise import (
     add_rms_norm,
     embedding_backward,
