@@ -1,5 +1,6 @@
 """The estimate against the tensors that it estimates."""
 
+import gc
 import math
 from dataclasses import replace
 from typing import get_args
@@ -84,6 +85,7 @@ def pass_bytes(policy: Policy, tokens: int, length: int, recompute: Recompute) -
     with LiveBytes() as live:
         scored = ScoredPass(policy, batch, recompute)
         scores = scored.forward()
+        gc.collect()  # what cycles alone hold is not kept, whenever Python would find it
         kept = live.now
         d_values = None if scores.values is None else torch.ones_like(scores.values)
         d_log_probs = None if policy.decoder.head is None else torch.ones_like(scores.log_probs)
