@@ -3,6 +3,7 @@ an environment says, and whenever.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -261,6 +262,29 @@ def test_each_sample_draws_behind_its_own_opening(sizes: dict[str, Any]) -> None
     again, _, asked = play(policy, requests(), record=lines, opens=True)
     assert sequences(again) == drawn
     assert not asked.asked
+
+
+def test_an_episode_that_fails_before_its_first_turn_has_no_rewards_of_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Told, "has_turn_reward", True)
+    failed = Answer(failure=Failure("reset", "no luck"))
+
+    def say(key: Handle, turn: int) -> Answer:
+        if key.sample == 0:
+            return failed
+        return replace(said(key, turn), turn_reward=0.5) if turn > 1 else Answer()
+
+    made, _, _ = play(policy_of("fp8"), requests(), say, opens=True)
+    for first, *others in made:
+        assert (first.finish_reason, first.length) == ("failed", 0)
+        assert first.sequence.rewards_of_turns == ()
+        for one in others:
+            assert one.episode is not None
+            given = one.sequence.rewards_of_turns
+            assert given is not None and set(given[:-1]) <= {0.5}
+            assert len(given) == len(one.episode.turns)
+    assert max(len(one.episode.turns) for group in made for one in group if one.episode) > 2
 
 
 class Leads(Told):

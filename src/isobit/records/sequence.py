@@ -239,14 +239,20 @@ class TokenSequence:
         return np.diff(edges)[::2].tolist()
 
     @property
+    def turn_ends(self) -> NDArray[np.int64]:
+        """The place of each turn's last token among all response tokens; none where none was
+        drawn.
+        """
+        return np.cumsum(self.turn_lengths, dtype=np.int64) - 1
+
+    @property
     def rewards_of_turns(self) -> tuple[float | None, ...] | None:
         """``turn_rewards`` as one number for each turn: None where the environment failed, and 0
         for the last turn, which calls no tool.
         """
         if self.turn_rewards is None:
             return None
-        lasts = np.cumsum(self.turn_lengths) - 1
-        found = self.of_response(self.turn_rewards)[lasts].tolist()
+        found = self.of_response(self.turn_rewards)[self.turn_ends].tolist()
         return tuple(None if math.isnan(one) else one for one in found)
 
     def given_from(self, first: int) -> list[tuple[int, int]]:

@@ -459,8 +459,9 @@ class Episodes:
 def _with_turn_rewards(sequence: TokenSequence, rewards: Sequence[float | None]) -> TokenSequence:
     """The sequence with rewards of its first turns; the others have 0."""
     found = np.zeros(sequence.response_length)
-    lasts = np.cumsum(sequence.turn_lengths) - 1
-    found[lasts[: len(rewards)]] = [math.nan if one is None else one for one in rewards]
+    found[sequence.turn_ends[: len(rewards)]] = [
+        math.nan if one is None else one for one in rewards
+    ]
     return sequence.with_columns(turn_rewards=found)
 
 
