@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from isobit.config.tables import PrecisionConfig
+from benchmarks.cases import precision_of
 from isobit.kernels.backend import DeviceMemory, backend_of, support
 from isobit.memory.device import DevicePlanner
 from isobit.models.config import ModelConfig
@@ -94,7 +94,7 @@ def allocate_in_pages() -> None:
 
 def card_planner(config: ModelConfig, precision: str, total: int | None = None) -> DevicePlanner:
     """Plans ``total`` bytes of the card, by default all that this process can have now."""
-    flow = build_flow(PrecisionConfig.model_validate(precision), decoder_shape(config))
+    flow = build_flow(precision_of(precision), decoder_shape(config))
     total = card_memory().available() if total is None else total
     return DevicePlanner(config, flow, support(CARD).sizes, total)
 

@@ -10,7 +10,7 @@ options = { strict = true }           [reward.parts.helpful]
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator, Field, NaiveDatetime, model_validator
 from pydantic_core import PydanticCustomError
@@ -172,24 +172,7 @@ class Mixture(Strict, Generic[SourceOfRows]):
         return self
 
 
-OneSource = Annotated[
-    ReasoningGymData
-    | JsonlData
-    | CsvData
-    | ParquetData
-    | HfData
-    | HubData
-    | VerifiersData
-    | RowsData,
-    Field(discriminator="type"),
-]
-
-
-class MixtureData(Mixture[OneSource]):
-    """Several sources of prompts in one."""
-
-
-DataSource = Annotated[
+_Source: TypeAlias = (
     ReasoningGymData
     | JsonlData
     | CsvData
@@ -198,9 +181,15 @@ DataSource = Annotated[
     | HubData
     | VerifiersData
     | RowsData
-    | MixtureData,
-    Field(discriminator="type"),
-]
+)
+OneSource = Annotated[_Source, Field(discriminator="type")]
+
+
+class MixtureData(Mixture[OneSource]):
+    """Several sources of prompts in one."""
+
+
+DataSource = Annotated[_Source | MixtureData, Field(discriminator="type")]
 
 
 COMPRESSED = (".gz", ".bz2", ".xz")
