@@ -6,11 +6,11 @@ lm_head's product stays in FP32.  The sum is an INT32, which is exact in any ord
 133,000, so tiles and splits of K may depend on M: a row has the specification's bits in every
 batch.
 
-    up to 4      by the multiprocessors' own products of four numbers: a warp reads 512 or 1,024
-                 neighbouring bytes of a row of W, and W arrives at 4.1 TB/s where tiles have 3.1
-    up to 128    W's rows are the left operand of the tensor cores, in tiles so small that all
-                 multiprocessors read W; from 33 on K is read in several parts at once if they are
-                 not enough, which leave their sums to a second kernel
+    up to 4      by the multiprocessors' own products of four numbers, whose warps read 512
+                 neighbouring bytes of a row of W at once: faster than any tiles
+    up to 128    in tiles so small that all multiprocessors read W, whose rows are the left operand
+                 of the tensor cores, unless tokens and rows are many; from 33 on K is read in
+                 several parts at once if tiles are too few, whose sums a second kernel adds
     more         persistent programs, which ask the copy engine for the tiles of their next product
                  while they scale and store the last
 
@@ -49,6 +49,7 @@ from isobit.precision.quant_tensor import (
 
 _BLOCKS_OF_SPLIT = 4  # of 128 along K, at least: fewer would not fill the pipeline
 _WIDTH = 1024  # columns of a program that adds splits
+_ONE_WAVE = 64 * PROGRAMS  # rows of W: a tile of 64 for each multiprocessor
 _BAND = 16  # rows of tiles that share W in the L2 cache
 
 
@@ -95,9 +96,6 @@ def cut_up(m: int, n: int, k: int) -> Cut:
     if m <= UNSPLIT_ROWS:
         return _unsplit(m, n, k)
     return _split(m, n, k) if m <= MOST_SPLIT_ROWS else _persistent(m, n)
-
-
-_ONE_WAVE = 64 * PROGRAMS  # rows of W: a tile of 64 for each multiprocessor
 
 
 def _unsplit(m: int, n: int, k: int) -> Tiles:
