@@ -53,6 +53,7 @@ def check_run(config: RunConfig) -> None:
     check_calibration(config)
     check_asynchrony(config)
     check_layout(config)
+    check_engine(config)
     check_environment(config)
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, _graded_figures(sets, config.evaluation))
@@ -123,6 +124,32 @@ def check_layout(config: RunConfig) -> None:
             "trainers would wait for each other; set async.lag = 1, or rollouters = 0"
         )
     check_own_engine(cluster)
+
+
+def check_engine(config: RunConfig) -> None:
+    """Refuse another engine where it would have to be shared, and options of one that is not
+    there.
+    """
+    rollout, cluster = config.rollout, config.cluster
+    if rollout.engine == "native":
+        if rollout.engine_options:
+            raise ConfigError(
+                f"rollout.engine_options are arguments of vllm.LLM, and rollout.engine is "
+                f"{rollout.engine!r}; leave them out, or set rollout.engine = 'vllm'"
+            )
+        return
+    if cluster.is_launched or cluster.rollouters:
+        raise ConfigError(
+            f"rollout.engine is {rollout.engine!r}, which runs in the process of a run that has "
+            f"one, and cluster has processes = {cluster.processes}, rollouters = "
+            f"{cluster.rollouters} and launcher = {cluster.launcher!r}; leave cluster out, or set "
+            "rollout.engine = 'native'"
+        )
+    if config.training.old_log_probs == "recorded":
+        raise ConfigError(
+            f"training.old_log_probs is 'recorded', and rollout.engine = {rollout.engine!r} "
+            "records those of another function than the trainer's; leave it out"
+        )
 
 
 def check_environment(config: RunConfig) -> None:

@@ -139,7 +139,7 @@ def stored_contents(config: ModelConfig, tensors: Tensors) -> Contents:
 def _in_fp8(
     config: ModelConfig, matrices: Set[str], made: Callable[[str], QuantTensor], tensors: Tensors
 ) -> Contents:
-    whole = _whole_blocks(config, matrices)
+    whole = whole_blocks(config, matrices)
     layout: dict[str, torch.Tensor] = {}
     for name, tensor in bf16_contents(config, tensors).layout.items():
         if name not in whole:
@@ -255,7 +255,16 @@ def publish_part(site: Site, values: torch.Tensor) -> QuantisedWeight:
     return made
 
 
-def _whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
+def quantisation_of(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a folder with the matrices that the flow's rollout has in
+    E4M3; None where there is none of whole blocks.
+    """
+    whole = whole_blocks(config, quantised_sites(config, flow).keys())
+    layout = {name: _meta(shape, E4M3) for name, shape in checkpoint_shapes(config).items()}
+    return fp8_config(_kept_modules(layout, whole)) if whole else None
+
+
+def whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
     """Those of the matrices whose masters have only parts of whole blocks."""
     return {
         part

@@ -27,7 +27,7 @@ would have drawn.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from isobit.kernels.noise import sample_key
 from isobit.models.policy_share import LogProbFunction
@@ -63,6 +63,8 @@ class EngineStats:
     """
     forwards: int = 0
     seconds: float = 0.0
+    update_s: float = 0.0
+    """Of these, in which new weights were on their way to an engine with weights of its own."""
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
         """Of two calls together."""
@@ -238,6 +240,14 @@ class RolloutEngine(Protocol):
     @property
     def has_room(self) -> bool:
         """Whether a further sample would soon have a place and memory, beside those that wait."""
+        ...
+
+    def figures(self) -> dict[str, Any]:
+        """Its sizes, for a run's manifest."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Lines for a run's console on what happened since the last call."""
         ...
 
     def check(self, requests: Sequence[Request]) -> None:

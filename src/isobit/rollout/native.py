@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobit.config.tables import RolloutConfig
 from isobit.memory.cache_size import (
@@ -288,6 +288,15 @@ class NativeEngine:
         them back, whether nobody waits for them.
         """
         return not self._live if self._works is None else self._works.has_room
+
+    def figures(self) -> dict[str, Any]:
+        """The pages of the cache and their tokens."""
+        limits = self._limits
+        return {"kv_pages": limits.num_pages, "page_tokens": limits.page_tokens}
+
+    def notes(self) -> list[str]:
+        """None: it reads what is published where it is."""
+        return []
 
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse, with a RequestError, what can never be served, and what is live already."""

@@ -228,7 +228,8 @@ def _step_work(
         assert isinstance(plan.data, SftData)
         tokens = sum(one.tokens for one in plan.data.train.values())
         return replace(work, length=tokens / len(plan.data.train))
-    if config.training.old_log_probs != "recorded" and not flow.exact:
+    is_one_function = flow.exact and config.rollout.engine == "native"
+    if config.training.old_log_probs != "recorded" and not is_one_function:
         work = replace(work, scored=(*scored, model))
     if cluster.rollouters:
         here = cluster.processes
