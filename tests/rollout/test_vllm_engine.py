@@ -95,7 +95,7 @@ def test_matrices_that_are_no_whole_blocks_go_in_bf16() -> None:
 def test_new_weights_are_sent_and_live_samples_go_on() -> None:
     policy = random_policy(tiny_model(), PrecisionConfig(preset="bf16"), seed=1)
     engine = engine_of(policy)
-    ((handle,),) = engine.submit([replace(requests()[0], samples=1)], follow="tokens")
+    ((handle,),) = engine.submit([replace(requests()[0], samples=1)])
     for _ in range(5):
         engine.step()
     before = policy.version
@@ -104,7 +104,6 @@ def test_new_weights_are_sent_and_live_samples_go_on() -> None:
     completion = events[-1].completion
     assert completion is not None
     assert completion.weights_versions == (before,) * 5 + (policy.version,) * 15
-    assert sum(len(event.token_ids) for event in events) == 15
     assert engine.stats.weight_changes == 1
     assert engine.stats.recomputed_tokens == 5
     notes = engine.notes()
@@ -227,7 +226,8 @@ def test_a_run_says_what_samples_and_corrects_for_it(
     rows = [row for row in steps if "mismatch/k3" in row]
     assert len(rows) == 2
     assert all(0 < row["log_prob_diff/mean"] < 0.05 for row in rows)
-    assert all(row["time/update_s"] > 0 for row in rows)
+    assert rows[0]["time/update_s"] == 0  # the first evaluation had these weights sent
+    assert rows[1]["time/update_s"] > 0
     manifest = json.loads((config.output / "run.json").read_text())
     assert manifest["precision"]["exact"] is False
     assert manifest["engine"]["engine"] == "vllm 0.25.1"

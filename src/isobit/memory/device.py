@@ -45,7 +45,7 @@ from isobit.memory.activations import (
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
 from isobit.memory.host import Share, microbatch_tokens, share_of
 from isobit.models.config import ModelConfig
-from isobit.parallel.slots import Slots
+from isobit.parallel.gradient_sum import Slots
 from isobit.precision.flow import PrecisionFlow
 from isobit.training.optimiser import moment_bytes, smaller_moments
 from isobit.util.errors import ConfigError

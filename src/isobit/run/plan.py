@@ -46,7 +46,7 @@ from isobit.models.folder import (
 )
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import quantised_sites, whole_blocks
-from isobit.parallel.slots import ONE_SLOT, Slots
+from isobit.parallel.gradient_sum import ONE_SLOT, Slots
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import BLOCK

@@ -47,7 +47,7 @@ from isobit.observe.console import Console, silent
 from isobit.observe.model_card import write_card
 from isobit.observe.report.source import read_run
 from isobit.observe.training_log import TrainingLog
-from isobit.parallel.slots import Slots
+from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World, raised_on_all, run_on_all
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import RolloutEngine
@@ -68,8 +68,8 @@ from isobit.store.state import Boundary, take_boundary
 from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError
 from isobit.util.files import disk_errors
-from isobit.util.secrets import secret_notes
 from isobit.util.terminal import Clock
+from isobit.util.user_code import secret_notes
 
 Config = TypeVar("Config", RunConfig, SftConfig)
 Data = TypeVar("Data", RlData, SftData)
