@@ -293,9 +293,7 @@ class RlLog(TrainingLog[EvalResult]):
         self._untaught.update(trained.untaught)
         self._watch.count(trained.has_signal, trained.untaught)
         self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
-        self._console.notes(
-            [*_notes(grades, trained, self._watch.steps), *self._run.engine.notes()]
-        )
+        self._console.notes(_notes(grades, trained, self._watch.steps))
         return metrics
 
     def note_hidden(self, groups: Sequence[Group]) -> None:

@@ -35,8 +35,8 @@ backward is kept until they next agree: the others wait for this rank's gradient
 what it has, which then counts for nothing.
 
 With several slots (``isobit.parallel.gradient_sum``) the ranks of a host compute the rounds of a
-slot, and agree with the other hosts at its end.  Then every micro-batch is computed, even after a loss that
-is not finite: which ones had been by then would depend on the number of ranks and hosts.
+slot, and agree with the other hosts at its end.  Then every micro-batch is computed, even after a
+loss that is not finite: which ones had been by then would depend on the number of ranks and hosts.
 
 Tokens a micro-batch, by update: the setting, unless an out-of-memory has lowered it for the rest
 of the run.
