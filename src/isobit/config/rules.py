@@ -192,6 +192,11 @@ def check_sft(config: SftConfig) -> None:
             "completions; set it to 0"
         )
     check_own_engine(config.cluster)
+    if config.precision.kv_scales == "per_tensor":
+        raise ConfigError(
+            'precision.kv_scales is "per_tensor", but fine-tuning samples nothing whose KV cache '
+            "would be calibrated; leave kv_scales out"
+        )
     check_schedule(config.training)
     sets, figures = config.data.eval, [f"eval/{name}/loss" for name in config.data.eval]
     if config.objective == "preference":

@@ -63,11 +63,16 @@ class EngineStats:
     """
     forwards: int = 0
     seconds: float = 0.0
+    kv_ratio: float = 0.0
+    """The largest magnitude of Q, K and V over the largest that its scale holds; 0 with scales a
+    token.
+    """
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
         """Of two calls together."""
-        names = [field.name for field in fields(self)]
-        return EngineStats(*(getattr(self, name) + getattr(other, name) for name in names))
+        names = [field.name for field in fields(self) if field.name != "kv_ratio"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return EngineStats(**sums, kv_ratio=max(self.kv_ratio, other.kv_ratio))
 
 
 @dataclass(frozen=True, slots=True)

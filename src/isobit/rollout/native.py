@@ -232,6 +232,7 @@ class NativeEngine:
         self.stats = EngineStats()
         self._started_at = perf_counter()
         self._policy = policy
+        self._kv_scales = policy.weights("rollout").kv_scales
         self._max_sequences = config.max_sequences
         self._batched_tokens = batched_tokens(config, policy.backend.sizes)
         self._tokenizer = tokenizer
@@ -297,10 +298,15 @@ class NativeEngine:
         """Take on requests; a handle for each sample, in their order.  Nothing runs before a step.
 
         Raises:
-            RequestError: as ``check`` does, and where text is to be followed without a tokenizer;
-                then none of them is taken on.
+            RequestError: as ``check`` does, and where text is to be followed without a tokenizer,
+                or scales of Q, K and V a tensor were never set; then none of them is taken on.
         """
         self.check(requests)
+        if self._kv_scales is not None and not self._kv_scales.is_set:
+            raise RequestError(
+                'precision.kv_scales is "per_tensor", and no scale was set yet: call '
+                "isobit.calibrate_kv_scales(policy, prompts, tokens_per_batch) first"
+            )
         if follow == "text" and self._tokenizer is None:
             raise RequestError(
                 "the text of samples cannot be followed: this engine has no tokenizer; follow "
@@ -333,6 +339,8 @@ class NativeEngine:
                 works.step()
                 self._collect(works)
             self.stats.seconds = perf_counter() - self._started_at
+            if self._kv_scales is not None and not self._live:
+                self.stats.kv_ratio = self._kv_scales.largest_ratio()
         events, self._events = self._events, []
         return events
 
@@ -456,6 +464,8 @@ class NativeEngine:
 
     def _begin_period(self) -> None:
         self.stats, self._started_at = EngineStats(), perf_counter()
+        if self._kv_scales is not None:
+            self._kv_scales.forget_sampled()
         if self._works is not None:
             self._works.count_into(self.stats)
 
