@@ -232,9 +232,10 @@ class FrozenPolicy:
         return self._held if self._places is None else self._places
 
     def _fits(self, policy: Policy) -> bool:
-        return self.config == without_value_head(
-            policy.config
-        ) and self.flow.training == policy.flow.frozen(SIDE).training
+        return (
+            self.config == without_value_head(policy.config)
+            and self.flow.training == policy.flow.frozen(SIDE).training
+        )
 
     def _remember(self, policy: Policy, equal: bool) -> None:
         self._compared = weakref.ref(policy), policy.version, equal

@@ -1,5 +1,5 @@
-"""Scales of Q, K and V a tensor, calibrated at every step: the published recipe for an FP8 KV cache,
-beside the scales a token and head that are the default (``precision.kv_scales``).
+"""Scales of Q, K and V a tensor, calibrated at every step: the published recipe for an FP8 KV
+cache, beside the scales a token and head that are the default (``precision.kv_scales``).
 
 A layer has one scale for Q, one for K and one for V, in E4M3:
 

@@ -281,8 +281,9 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
         Metric("mismatch/effective_sample_size", "share", "(sum w)^2 / (n sum w^2)", "above 0.9",
                chart="Effective sample size", label="of the ratios", exact=1),
         Metric("kv_scales/largest_ratio", "-",
-               "largest magnitude of Q, K and V in the rollout / the largest that its scale a tensor "
-               "holds", "up to 1: above, values are cut off", "max", chart="Q, K and V by scale"),
+               "largest magnitude of Q, K and V in the rollout / the largest that "
+               '`kv_scales = "per_tensor"` holds', "up to 1: above, values are cut off", "max",
+               chart="Q, K and V by scale"),
         Metric("correction/mean", "-",
                "mean of the weight c that [corrections](algorithms.md#corrections) give a token",
                "near 1; far below, add `normalise` or widen the band", chart="Correction"),

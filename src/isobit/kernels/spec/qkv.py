@@ -38,9 +38,9 @@ power of two except in INT8:
     bf16    values are BF16 (fp32: FP32) of magnitude below 2 on a grid of 2^-22, the scale is
             2^floor(log2 amax), at least 2^-60;  heads larger than 128: a grid of 2^-21
 
-A scale that is not given depends on one token's vector alone: nothing has to be calibrated, and a token's entry
-never changes when others are added.  The last form drops what lies more than 22 bits below the
-vector's largest number, which makes the products of attention exact
+A scale that is not given depends on one token's vector alone: nothing has to be calibrated, and a
+token's entry never changes when others are added.  The last form drops what lies more than 22 bits
+below the vector's largest number, which makes the products of attention exact
 (``isobit.kernels.spec.quantise``): a sum of 256 products of integers up to 2^22 is at most 2^52,
 where 2^23 would give 2^54.  A vector that is not finite has the byte 255 or the scale NaN.
 """
@@ -84,9 +84,7 @@ class Heads:
     scales: torch.Tensor
 
     @classmethod
-    def encode(
-        cls, x: torch.Tensor, format: Format, fixed: torch.Tensor | None = None
-    ) -> "Heads":
+    def encode(cls, x: torch.Tensor, format: Format, fixed: torch.Tensor | None = None) -> "Heads":
         """[..., D], BF16 or FP32; ``fixed`` as ``quantise_heads`` takes it, for E4M3."""
         if format == "e4m3":
             return cls(*quantise_heads(x, fixed))
