@@ -152,11 +152,13 @@ def test_both_sides_have_the_scales_however_far_they_reach(preset: Preset) -> No
         differing(policy, engine)
     calibrate_kv_scales(policy, PROMPTS, 100)
     assert any(differing(policy, engine)) == (preset == "fp8-rollout") != policy.flow.exact
-    roomy = engine.stats.kv_ratio
+    scales = policy.kv_scales
+    assert scales is not None
+    roomy = scales.largest_ratio()
     assert 0 < roomy < 1
-    scales_of(policy).sub_(4)
+    scales.bytes.sub_(4)
     assert any(differing(policy, engine)) == (preset == "fp8-rollout")
-    assert engine.stats.kv_ratio > 8 * roomy
+    assert scales.largest_ratio() > 8 * roomy
 
 
 def test_a_frozen_model_has_scales_a_token() -> None:

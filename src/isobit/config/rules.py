@@ -193,10 +193,7 @@ def check_sft(config: SftConfig) -> None:
         )
     check_own_engine(config.cluster)
     if config.precision.kv_scales == "per_tensor":
-        raise ConfigError(
-            'precision.kv_scales is "per_tensor", but fine-tuning samples nothing whose KV cache '
-            "would be calibrated; leave kv_scales out"
-        )
+        raise ConfigError("precision.kv_scales = 'per_tensor' is for isobit train; leave it out")
     check_schedule(config.training)
     sets, figures = config.data.eval, [f"eval/{name}/loss" for name in config.data.eval]
     if config.objective == "preference":

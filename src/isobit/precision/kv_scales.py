@@ -81,7 +81,8 @@ class KvScales:
         """
         self.is_due = True
         """Whether a forward of prompts is to set the scales before anything is sampled."""
-        self._is_set = False
+        self.is_set = False
+        """Whether there are scales yet."""
 
     @classmethod
     def of(cls, flow: PrecisionFlow, device: torch.device) -> "KvScales | None":
@@ -91,11 +92,6 @@ class KvScales:
             return None
         layers = frozenset(filter(graph.has_tensor_scales, range(graph.num_layers)))
         return cls(graph.num_layers, layers, flow.kv_calibration, device)
-
-    @property
-    def is_set(self) -> bool:
-        """Whether there are scales yet."""
-        return self._is_set
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -124,6 +120,7 @@ class KvScales:
         self._set(maxima, DIVISORS_OF_UPDATES)
 
     def forget_sampled(self) -> None:
+        """Begin again with the maxima of what is sampled."""
         self.sampled.zero_()
 
     def forget_learnt(self) -> None:
@@ -156,4 +153,4 @@ class KvScales:
 
     def _write(self, rows: Sequence[Sequence[int]]) -> None:
         self.bytes.copy_(torch.tensor(rows, dtype=torch.uint8))
-        self._is_set = any(map(any, rows))
+        self.is_set = any(map(any, rows))

@@ -31,6 +31,7 @@ from typing import Literal, Protocol
 
 from isobit.kernels.noise import sample_key
 from isobit.models.policy_share import LogProbFunction
+from isobit.precision.kv_scales import KvScales
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.util.errors import RequestError
 
@@ -91,6 +92,15 @@ class Progress:
     def tokens_per_second(self) -> float:
         """Generated tokens over the time since the start."""
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+def check_calibrated(scales: KvScales | None) -> None:
+    """Raises RequestError where a flow has scales of Q, K and V a tensor and none are set yet."""
+    if scales is not None and not scales.is_set:
+        raise RequestError(
+            'precision.kv_scales is "per_tensor", and no scale is set yet: call '
+            "isobit.calibrate_kv_scales(policy, prompts, tokens_per_batch) first"
+        )
 
 
 SMALLEST_TEMPERATURE = 1e-6

@@ -17,10 +17,7 @@ the version with that of the pages, and recomputes those if they differ.
 
 Everything that can be known to fail is refused before it is taken on, with the numbers: every
 sequence of an accepted request can run to its full length alone in the cache, which is why the
-scheduler never gets stuck.
-
-What an engine makes, gives back and makes again: a runner with its cache, and the books of who
-has which part of it.
+scheduler never gets stuck.  A runner, its cache and their books can be given back and made again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +42,7 @@ from isobit.rollout.engine import (
     Handle,
     Request,
     SampleEvent,
+    check_calibrated,
     check_requests,
     requests_of,
 )
@@ -232,7 +230,6 @@ class NativeEngine:
         self.stats = EngineStats()
         self._started_at = perf_counter()
         self._policy = policy
-        self._kv_scales = policy.weights("rollout").kv_scales
         self._max_sequences = config.max_sequences
         self._batched_tokens = batched_tokens(config, policy.backend.sizes)
         self._tokenizer = tokenizer
@@ -298,15 +295,11 @@ class NativeEngine:
         """Take on requests; a handle for each sample, in their order.  Nothing runs before a step.
 
         Raises:
-            RequestError: as ``check`` does, and where text is to be followed without a tokenizer,
-                or scales of Q, K and V a tensor were never set; then none of them is taken on.
+            RequestError: as ``check`` and ``check_calibrated`` do, and where text is to be followed
+                without a tokenizer; then none of them is taken on.
         """
         self.check(requests)
-        if self._kv_scales is not None and not self._kv_scales.is_set:
-            raise RequestError(
-                'precision.kv_scales is "per_tensor", and no scale was set yet: call '
-                "isobit.calibrate_kv_scales(policy, prompts, tokens_per_batch) first"
-            )
+        check_calibrated(self._policy.weights("rollout").kv_scales)
         if follow == "text" and self._tokenizer is None:
             raise RequestError(
                 "the text of samples cannot be followed: this engine has no tokenizer; follow "
@@ -339,8 +332,6 @@ class NativeEngine:
                 works.step()
                 self._collect(works)
             self.stats.seconds = perf_counter() - self._started_at
-            if self._kv_scales is not None and not self._live:
-                self.stats.kv_ratio = self._kv_scales.largest_ratio()
         events, self._events = self._events, []
         return events
 
@@ -464,8 +455,6 @@ class NativeEngine:
 
     def _begin_period(self) -> None:
         self.stats, self._started_at = EngineStats(), perf_counter()
-        if self._kv_scales is not None:
-            self._kv_scales.forget_sampled()
         if self._works is not None:
             self._works.count_into(self.stats)
 

@@ -169,6 +169,20 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         complete: Callable[[int, list[Completion]], None] | None = None,
     ) -> tuple[list[list[Completion]], list[int], EngineStats]:
         """What ``generate_shared`` gives, with an environment by episodes."""
+        scales = self.model.policy.kv_scales
+        if scales is None:
+            return self._generate(requests, progress, complete)
+        scales.forget_sampled()
+        made, homes, stats = self._generate(requests, progress, complete)
+        stats.kv_ratio = max(self.world.all_gather(scales.largest_ratio()))
+        return made, homes, stats
+
+    def _generate(
+        self,
+        requests: Sequence[Request],
+        progress: Callable[[Progress], None] | None,
+        complete: Callable[[int, list[Completion]], None] | None,
+    ) -> tuple[list[list[Completion]], list[int], EngineStats]:
         if self._episodes is None:
             return generate_shared(self.world, self.engine, requests, progress, complete)
         version = self.model.policy.version

@@ -163,6 +163,7 @@ def check_tensor_scales(layout: tuple[int, int, int]) -> None:
         assert one is not None
         theirs = factors(other.scales) if one.dtype == torch.float32 else other.scales
         assert torch.equal(one.nan_to_num(), theirs.nan_to_num())
+    assert ours.maxima is not None and exact.maxima is not None
     assert torch.equal(ours.maxima, exact.maxima) and exact.maxima.isfinite().all()
 
     plain = replace(transform, hadamard=False, maxima=torch.zeros(3))
