@@ -29,7 +29,7 @@ def work(world: World, case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("calibration", "lag", "rollouters", "stops"),
-    [("trainer", 0, 0, [3]), ("engine", 1, 1, [2, 3])],
+    [("trainer", 0, 0, [3]), ("never", 0, 0, [3]), ("engine", 1, 1, [2, 3])],
 )
 def test_interruptions_and_processes_change_no_byte(
     calibration: KvCalibration, lag: int, rollouters: int, stops: list[int], tmp_path: Path

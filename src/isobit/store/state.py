@@ -216,7 +216,7 @@ def restore(checkpoint: Checkpoint, run: TrainingRun, other_prompts: bool = Fals
 
     masters, moments = run_on_all(policy.world, open_tensors)
     policy.restore(share.own_masters(masters), state["weights_version"])
-    if policy.kv_scales is not None:
+    if policy.kv_scales is not None and "kv_scales" in state:  # not after another flow
         policy.kv_scales.restore(state["kv_scales"])
     run.trainer.restore(state["trainer"], share.own_moments(moments))
     run.trainer.budget.changes = [BudgetChange(**change) for change in state["budget"]]
