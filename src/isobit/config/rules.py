@@ -214,6 +214,8 @@ def check_sft(config: SftConfig) -> None:
             "completions; set it to 0"
         )
     check_own_engine(config.cluster)
+    if config.precision.kv_scales == "per_tensor":
+        raise ConfigError("precision.kv_scales = 'per_tensor' is for isobit train; leave it out")
     check_schedule(config.training)
     sets, figures = config.data.eval, [f"eval/{name}/loss" for name in config.data.eval]
     if config.objective == "preference":

@@ -280,6 +280,10 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                chart="Importance ratio", label="largest", exact=1),
         Metric("mismatch/effective_sample_size", "share", "(sum w)^2 / (n sum w^2)", "above 0.9",
                chart="Effective sample size", label="of the ratios", exact=1),
+        Metric("kv_scales/largest_ratio", "-",
+               "largest magnitude of Q, K and V in the rollout / the largest that "
+               '`kv_scales = "per_tensor"` holds', "up to 1: above, values are cut off", "max",
+               chart="Q, K and V by scale"),
         Metric("correction/mean", "-",
                "mean of the weight c that [corrections](algorithms.md#corrections) give a token",
                "near 1; far below, add `normalise` or widen the band", chart="Correction"),
@@ -331,6 +335,8 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "near 0; else give the rollouters more GPUs", chart="Time a step", label="waiting"),
         Metric("time/training_s", "s", "wall clock of judging, packing, updates and publishing",
                runs=_ALL, chart="Time a step", label="training"),
+        Metric("time/calibration_s", "s",
+               'wall clock of the forward that sets `kv_scales = "per_tensor"`', "small"),
         Metric("time/evaluation_s", "s", "wall clock of an evaluation", runs=_ALL),
         Metric("time/offload_s", "s",
                "the part of `time/training_s` in which moments travel to the GPU and back "
