@@ -13,7 +13,7 @@ ones stay, also through its sleep, which would make them 1.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -28,6 +28,7 @@ from isobit.memory.cache_size import batched_tokens
 from isobit.models.policy import Policy
 from isobit.models.safetensors import SCALES_SUFFIX
 from isobit.models.saving import published_tensors, quantisation_of
+from isobit.precision.quant_tensor import BLOCK
 from isobit.util.errors import ConfigError, MismatchError, shown
 from isobit.util.terminal import gib
 
@@ -213,8 +214,10 @@ def _is_fp8(flow: Any, layer: int) -> bool:
 def check_delivered(
     policy: Policy, sent: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]
 ) -> None:
-    """Compare each tensor of vLLM's model with what was sent of the policy, bit for bit.  Raises
-    MismatchError that names the first one that differs.
+    """Compare each tensor of vLLM's model with what was sent of the policy.  Bits are equal, or the
+    numbers that E4M3 stands for: for DeepGEMM vLLM quantises matrices again, which halves the scale
+    of a block whose largest byte is 224, and doubles its bytes.  Raises MismatchError that names
+    the first tensor that differs.
     """
     for name, master in policy.decoder.masters().items():
         parts = list(master.parts)
@@ -224,20 +227,58 @@ def check_delivered(
             own = f"{module}.{'.'.join(name.split('.')[-2:])}"
         if own not in there and own == "lm_head.weight":
             continue  # tied
-        for suffix in ("", SCALES_SUFFIX):
-            if suffix and parts[0] + suffix not in sent:
-                continue
-            expected = torch.cat([sent[part + suffix] for part in parts])
-            found = there.get(own + suffix)
-            if found is None:
-                raise MismatchError(f"vLLM's model has no tensor {own + suffix}")
-            found = found[: len(expected)]
-            if found.shape != expected.shape or not torch.equal(_bits(found), _bits(expected)):
-                raise MismatchError(
-                    f"vLLM's {own + suffix} {tuple(found.shape)} {found.dtype} is not what is "
-                    f"published, {tuple(expected.shape)} {expected.dtype}: the update did not "
-                    "reach it"
-                )
+        wanted, found = _Stored.of(sent, parts), _Stored.of(there, [own])
+        if not found.holds(wanted):
+            raise MismatchError(
+                f"vLLM's {own} {found} is not what is published, {wanted}: the update did not "
+                "reach it"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor, and the scales of its blocks if it is in E4M3."""
+
+    values: torch.Tensor | None
+    scales: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> "_Stored":
+        """The rows of several behind each other."""
+
+        def joined(suffix: str) -> torch.Tensor | None:
+            found = [tensors[name + suffix] for name in names if name + suffix in tensors]
+            return torch.cat(found) if found else None
+
+        return cls(joined(""), joined(SCALES_SUFFIX))
+
+    def __str__(self) -> str:
+        if self.values is None:
+            return "(none)"
+        return f"{tuple(self.values.shape)} {self.values.dtype}"
+
+    def holds(self, other: "_Stored") -> bool:
+        """Whether the first rows are those of another."""
+        if self.values is None or other.values is None:
+            return False
+        mine = self.values[: len(other.values)]
+        if mine.shape != other.values.shape or mine.dtype != other.values.dtype:
+            return False
+        if self.scales is None or other.scales is None:
+            return self.scales is other.scales and torch.equal(_bits(mine), _bits(other.values))
+        if self.scales.shape != other.scales.shape:
+            return False
+        return all(
+            torch.equal(one, two)
+            for one, two in zip(self._numbers(), other._numbers(), strict=True)
+        )
+
+    def _numbers(self) -> Iterator[torch.Tensor]:
+        """A band of blocks after the other, FP32 [128, K]."""
+        assert self.values is not None
+        assert self.scales is not None
+        for values, scales in zip(self.values.split(BLOCK), self.scales, strict=True):
+            yield values.float() * scales.float().repeat_interleave(BLOCK)[: values.shape[1]]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
