@@ -24,9 +24,9 @@ from isobit.run.loop import train
 from isobit.run.redo import replay
 from isobit.store.directory import RunDirectory
 from isobit.util.errors import ConfigError, ToolError
-from tests.forked import called
 from tests.run import acting
 from tests.tiny import json_lines
+from tests.worlds import in_world
 
 MakeConfig = Callable[..., RunConfig]
 TOOLS = Path(__file__).parents[1] / "environments" / "tools.py"
@@ -85,25 +85,27 @@ def test_a_run_compares_all_turns_and_evaluates_as_eval_does(
 def test_a_run_killed_in_the_middle_of_episodes_is_resumed_to_equal_bytes(
     acting_config: MakeConfig, tmp_path: Path
 ) -> None:
+    """By any number of processes: two of them die in the rollout of the second step, one of a run
+    alone after more of it, and two end it.
+    """
     credit = {"credit": "turn", "turn_gamma": 0.5, "normalise_by_std": False}
     whole = acting_config("Paced", algorithm=credit, tracking={"completions": "all"})
     train(whole, silent())
     check_credit_by_turn(whole.output)
     killed = whole.model_copy(update={"output": tmp_path / "killed"})
-    file = tmp_path / "config.json"
-    file.write_text(killed.model_dump_json(by_alias=True))
+    case: dict[str, Any] = {"config": killed.model_dump(mode="json", by_alias=True)}
     counts = [len(line["answers"]) for line in json_lines(whole.output / "environment.jsonl")]
-    # in the rollout of the first step, after the first evaluation; in that of the second
-    moments = [counts[0] + 5, counts[0] + counts[1] + 5]
-    for moment in moments:
-        log = tmp_path / "log"
-        process = called("tests.run.acting:resume_and_die", log, file, moment)
-        process.join(timeout=120)
-        assert process.exitcode == -9, log.read_text()
-    train(killed, silent(), resume=True)
+    before = counts[0] + counts[1]
+    for size, moment in ((2, before + 4), (1, 8)):
+        dies = {**case, "dies_at": moment, "counter": str(tmp_path / str(moment))}
+        with pytest.raises(AssertionError, match="exit -9"):
+            in_world(size, "tests.run.acting:resume", dies)
+    shares = in_world(2, "tests.run.acting:resume", case)
+    assert all(sum(counts) for counts in shares)
     found = compare(RunDirectory(whole.output), RunDirectory(killed.output))
     assert not found.differences
     assert any("environment.jsonl" in line for line in found.equal)
+    assert json_lines(killed.output / "environment.jsonl")
 
 
 def check_credit_by_turn(output: Path) -> None:
@@ -200,8 +202,6 @@ def test_a_run_goes_on_with_tools_that_fail(
 def test_what_cannot_be_acted_in_is_refused(acting_config: MakeConfig) -> None:
     with pytest.raises(ToolError, match="has no class 'Contuer'"):
         train(acting_config("Contuer"), silent())
-    with pytest.raises(ConfigError, match=r"cluster\.processes is 2"):
-        train(acting_config(cluster={"processes": 2}), silent())
 
 
 def test_completions_of_a_folder_call_tools(tiny_folder: Path, acting_config: MakeConfig) -> None:

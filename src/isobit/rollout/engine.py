@@ -27,6 +27,7 @@ would have drawn.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from time import perf_counter
 from typing import Literal, Protocol
 
 from isobit.kernels.noise import sample_key
@@ -349,6 +350,28 @@ def generate(
         engine.abort(handle for group in handles for handle in group)
         raise
     return [[found[handle] for handle in group] for group in handles]
+
+
+class Periods:
+    """What an engine has done since this was made, which it counts in a new record each time that
+    it had nothing to do.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Of an engine without live samples."""
+        self._engine, self._began = engine, perf_counter()
+        self._records = [engine.stats]
+        """The first is of what was done before."""
+        self.total = EngineStats()
+
+    def note(self) -> None:
+        """Bring ``total`` up to date, which stays the same object."""
+        if self._records[-1] is not self._engine.stats:
+            self._records.append(self._engine.stats)
+        found = sum(self._records[1:], EngineStats())
+        for field in fields(EngineStats):
+            setattr(self.total, field.name, getattr(found, field.name))
+        self.total.seconds = perf_counter() - self._began
 
 
 def check_is_free(engine: RolloutEngine) -> None:

@@ -34,15 +34,24 @@ from isobit.data.prompts import (
     prompts_of_rows,
 )
 from isobit.data.sources import load_rows, row_of
-from isobit.data.tokenizer import describe_end_of_turn
+from isobit.data.tokenizer import describe_end_of_turn, most_characters
+from isobit.data.tool_calls import Continuation, Speaker, tool_format
+from isobit.environments.pool import Environments
 from isobit.models.folder import DescribedModel, SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.evaluation import EvalResult, describe_hidden, result_of
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group, Prompt, json_line
 from isobit.rewards.grading import Graders, GradeStats, Grading, check_references
-from isobit.rollout.engine import EngineStats, Progress, Request, RolloutEngine, generate
-from isobit.rollout.episodes import Episodes, open_environments, read_tools
+from isobit.rollout.engine import (
+    EngineStats,
+    Handle,
+    Progress,
+    Request,
+    RolloutEngine,
+    generate,
+)
+from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
 from isobit.run.data import evaluation_limit, rendering_notes, with_date
@@ -209,9 +218,45 @@ class _Unrecorded:
 
     def find(self, key: Sequence[Any]) -> None: ...
 
-    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None: ...
+    def end(self, answers: Sequence[Any]) -> None: ...
 
-    def end(self) -> None: ...
+
+def read_tools(
+    environment: EnvironmentConfig,
+    chat: ChatConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+) -> Tools:
+    """The tools of an environment, which is loaded by a process for it.
+
+    Raises ToolError for a class that cannot be loaded, and ConfigError for a chat template that
+    cannot be continued.
+    """
+    with open_environments(environment, tokenizer) as environments:
+        schemas, leads, speaks = environments.tools(), environments.leads, environments.speaks
+    if leads and not (chat.chat and tokenizer.chat_template):
+        why = "data.chat is false" if tokenizer.chat_template else "the tokenizer has none"
+        raise ConfigError(f"an environment of verifiers needs a chat template, but {why}")
+    form = environment.format if schemas else "plain"
+    known = tool_format(tokenizer, chat) if form == "auto" else form
+    speakers: dict[Speaker, bool] = {"tool": bool(schemas) or not leads, "user": speaks}
+    answered_by: list[Speaker] = [who for who, does in speakers.items() if does]
+    made = Continuation(tokenizer, chat, known, schemas, stop_token_ids, answered_by)
+    return Tools(schemas, known, made)
+
+
+@contextmanager
+def open_environments(
+    config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Environments[Handle]]:
+    """A block with the environment's processes."""
+    most = most_characters(config.max_result_tokens, tokenizer)
+    environments = Environments[Handle](config, most)
+    try:
+        environments.tools()
+        yield environments
+    finally:
+        environments.close()
 
 
 @contextmanager
@@ -230,18 +275,10 @@ def _acting(
     tools = read_tools(environment, chat, tokenizer, stops)
     say(f"isobit: {tools.describe()}")
     with open_environments(environment, tokenizer) as opened:
-        episodes = Episodes(environment, tools, opened, _Unrecorded(), tokenizer, model.context)
-
-        def act(
-            requests: Sequence[Request],
-            progress: OnProgress | None = None,
-            complete: Callable[[int, list[Completion]], None] | None = None,
-        ) -> tuple[list[list[Completion]], list[int], EngineStats]:
-            version = model.policy.version
-            made, stats = episodes.generate(engine, version, requests, progress, complete)
-            return made, [0] * len(requests), stats
-
-        yield tools.schemas, act
+        episodes = Episodes(
+            environment, tools, opened, _Unrecorded(), tokenizer, model.context, engine
+        )
+        yield tools.schemas, partial(episodes.generate, ALONE, model.policy.version)
 
 
 def read_sets(

@@ -24,14 +24,20 @@ from isobit.models.policy_share import is_one_function
 from isobit.observe.console import describe_policy
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import check_package, check_tracking
-from isobit.parallel.world import ALONE, World, raised_on_all
+from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout.engine import EngineStats, Progress, Request
-from isobit.rollout.episodes import Episodes, Tools, open_environments, read_tools
+from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.shared import generate_shared
 from isobit.run.data import RlData, load_prompts
-from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
+from isobit.run.evaluate import (
+    Evaluation,
+    OnProgress,
+    evaluation_requests,
+    open_environments,
+    read_tools,
+)
 from isobit.run.grading import RecordedGrading
 from isobit.run.log import RlLog
 from isobit.run.pending import Pending, Rollouters, pending_bytes
@@ -45,7 +51,6 @@ from isobit.training.judge import Judge
 from isobit.training.reference import checkpoint_bytes, describe_reference, load_reference
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Learner
-from isobit.util.errors import ConfigError
 
 VALUE_HEAD_RATE = 10.0
 """Of a value head over the policy's, where the recipe does not say: it starts from nothing."""
@@ -86,8 +91,6 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         self._tools = plan.tools
         self._episodes: Episodes | None = None
         if plan.tools is not None:
-            if world.size > 1:
-                raise raised_on_all(ConfigError("an environment needs a run of one process"))
             assert self.evaluator is not None, "reinforcement learning always generates"
             self.evaluator = replace(self.evaluator, generate=self.generate)
         if rollouters is not None:
@@ -156,9 +159,9 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         if self._episodes is None:
             return generate_shared(self.world, self.engine, requests, progress, complete)
         version = self.model.policy.version
-        made, stats = self._episodes.generate(self.engine, version, requests, progress, complete)
+        found = self._episodes.generate(self.world, version, requests, progress, complete)
         self._write_answers()
-        return made, [self.world.rank] * len(requests), stats
+        return found
 
     @contextmanager
     def acting(self, start: Start) -> Iterator[None]:
@@ -169,7 +172,13 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             return
         with open_environments(config, tokenizer) as environments:
             self._episodes = Episodes(
-                config, self._tools, environments, start.answers, tokenizer, self.model.context
+                config,
+                self._tools,
+                environments,
+                start.answers,
+                tokenizer,
+                self.model.context,
+                self.engine,
             )
             self._write_answers = partial(start.writer.write_on_first, start.answers.write)
             yield

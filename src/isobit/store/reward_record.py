@@ -207,13 +207,11 @@ class AnswerRecord(LineRecord):
         super().__init__(say, lines, position)
         self._identity: dict[str, Any] = {}
         self._known: dict[str, Mapping[str, Any]] = {}
-        self._kept: dict[str, tuple[list[Any], Mapping[str, Any]]] = {}
 
     def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
         """A rollout by weights of this version, of prompts with their visits."""
         names = [list(name) for name in prompts]
         self._identity = {"weights_version": weights_version, "prompts": names}
-        self._kept = {}
         recorded = self._look_up(self._identity)
         answers = recorded["answers"] if recorded is not None else []
         self._known = {json.dumps(key): content for key, content in answers}
@@ -221,13 +219,10 @@ class AnswerRecord(LineRecord):
     def find(self, key: Sequence[Any]) -> Mapping[str, Any] | None:
         return self._known.get(json.dumps(list(key)))
 
-    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None:
-        self._kept[json.dumps(list(key))] = list(key), content
-
-    def end(self) -> None:
+    def end(self, answers: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """The rollout's line is repeated, or new."""
-        answers = sorted(self._kept.values(), key=lambda one: one[0])
-        line = (json.dumps({**self._identity, "answers": answers}) + "\n").encode()
+        found = sorted(answers, key=lambda one: list(one[0]))
+        line = (json.dumps({**self._identity, "answers": found}) + "\n").encode()
         if self._lines and self._lines[0] == line:
             self._size += len(self._lines.popleft())
             return
