@@ -23,7 +23,7 @@ from isobit.run.evaluate import completion_lines, evaluate_folder, rollout_folde
 from isobit.run.loop import train
 from isobit.run.redo import replay
 from isobit.store.directory import RunDirectory
-from isobit.util.errors import ConfigError, ToolError
+from isobit.util.errors import ToolError
 from tests.run import acting
 from tests.tiny import json_lines
 from tests.worlds import in_world

@@ -222,18 +222,17 @@ class _Unrecorded:
 
 
 def read_tools(
+    environments: Environments[Handle],
     environment: EnvironmentConfig,
     chat: ChatConfig,
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
 ) -> Tools:
-    """The tools of an environment, which is loaded by a process for it.
+    """The tools of an environment whose processes are open.
 
-    Raises ToolError for a class that cannot be loaded, and ConfigError for a chat template that
-    cannot be continued.
+    Raises ConfigError for a chat template that cannot be continued.
     """
-    with open_environments(environment, tokenizer) as environments:
-        schemas, leads, speaks = environments.tools(), environments.leads, environments.speaks
+    schemas, leads, speaks = environments.tools(), environments.leads, environments.speaks
     if leads and not (chat.chat and tokenizer.chat_template):
         why = "data.chat is false" if tokenizer.chat_template else "the tokenizer has none"
         raise ConfigError(f"an environment of verifiers needs a chat template, but {why}")
@@ -249,7 +248,9 @@ def read_tools(
 def open_environments(
     config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Environments[Handle]]:
-    """A block with the environment's processes."""
+    """A block with the environment's processes.  Raises ToolError for a class that cannot be
+    loaded.
+    """
     most = most_characters(config.max_result_tokens, tokenizer)
     environments = Environments[Handle](config, most)
     try:
@@ -267,14 +268,14 @@ def _acting(
     rollout: RolloutConfig,
     engine: RolloutEngine,
 ) -> Iterator[Acting]:
-    """A block with the environment's processes.  Raises as ``read_tools`` does."""
+    """A block with the environment's processes.  Raises as they and ``read_tools`` do."""
     if environment is None:
         yield (), None
         return
     tokenizer, stops = model.tokenizer, model.sampling(rollout).stop_token_ids
-    tools = read_tools(environment, chat, tokenizer, stops)
-    say(f"isobit: {tools.describe()}")
     with open_environments(environment, tokenizer) as opened:
+        tools = read_tools(opened, environment, chat, tokenizer, stops)
+        say(f"isobit: {tools.describe()}")
         episodes = Episodes(
             environment, tools, opened, _Unrecorded(), tokenizer, model.context, engine
         )
