@@ -8,9 +8,10 @@ from typing import Any
 from isobit.config.recipes import RunConfig
 from isobit.data import tool_calls
 from isobit.data.tool_calls import Parsed, ToolCall
+from isobit.environments.pool import Environments
 from isobit.parallel.world import World
 from isobit.rollout.episodes import Episodes
-from isobit.run.loop import train
+from isobit.run.loop import train_by_ranks
 
 
 def parse(text: str) -> list[Parsed]:
@@ -18,9 +19,11 @@ def parse(text: str) -> list[Parsed]:
     return [] if len(text) % 5 == 4 else [ToolCall("add", {"count": len(text)})]
 
 
-def die_at(moment: int, counter: Path) -> None:
-    """Kill the process in which answer number ``moment`` of all ranks has come."""
-    go_on = Episodes._go_on
+def die_at(moment: int, recorded: int, counter: Path) -> None:
+    """Kill the process in which answer number ``moment`` of all ranks has come; the first ones are
+    recorded, and none may ask for them.
+    """
+    go_on, ask = Episodes._go_on, Environments.ask
 
     def dying(*arguments: Any) -> None:
         with counter.open("ab") as file:
@@ -29,26 +32,19 @@ def die_at(moment: int, counter: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         go_on(*arguments)
 
+    def asking(*arguments: Any, **more: Any) -> None:
+        if recorded and (not counter.exists() or counter.stat().st_size < recorded):
+            os._exit(77)
+        ask(*arguments, **more)
+
     episodes: Any = Episodes
-    episodes._go_on = dying
+    environments: Any = Environments
+    episodes._go_on, environments.ask = dying, asking
 
 
-def resume(world: World, case: dict[str, Any]) -> list[int]:
-    """In a process of its own, killed where the case says so; -> how many episodes of each rollout
-    had their answers here.
-    """
+def resume(world: World, case: dict[str, Any]) -> None:
+    """By each rank, killed where the case says so."""
     tool_calls._PARSERS["plain"] = parse
-    if "dies_at" in case:
-        die_at(case["dies_at"], Path(case["counter"]))
-    counts = list[int]()
-    generate = Episodes.generate
-
-    def counting(episodes: Any, *arguments: Any) -> Any:
-        made = generate(episodes, *arguments)
-        counts.append(len({tuple(key[:3]) for key, _ in episodes._said}))
-        return made
-
-    changed: Any = Episodes
-    changed.generate = counting
-    train(RunConfig.model_validate(case["config"]), resume=True, world=world)
-    return counts
+    if "dies" in case:
+        die_at(*case["dies"], Path(case["counter"]))
+    train_by_ranks(RunConfig.model_validate(case["config"]), resume=True, world=world)

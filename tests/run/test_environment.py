@@ -85,27 +85,28 @@ def test_a_run_compares_all_turns_and_evaluates_as_eval_does(
 def test_a_run_killed_in_the_middle_of_episodes_is_resumed_to_equal_bytes(
     acting_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """By any number of processes: two of them die in the rollout of the second step, one of a run
-    alone after more of it, and two end it.
+    """By whatever processes: one trains and one samples until the second batch, two do both until
+    the last evaluation, which the first layout does again.
     """
     credit = {"credit": "turn", "turn_gamma": 0.5, "normalise_by_std": False}
-    whole = acting_config("Paced", algorithm=credit, tracking={"completions": "all"})
+    lag = {"async": {"lag": 1}}
+    whole = acting_config("Paced", algorithm=credit, tracking={"completions": "all"}, **lag)
     train(whole, silent())
     check_credit_by_turn(whole.output)
-    killed = whole.model_copy(update={"output": tmp_path / "killed"})
-    case: dict[str, Any] = {"config": killed.model_dump(mode="json", by_alias=True)}
     counts = [len(line["answers"]) for line in json_lines(whole.output / "environment.jsonl")]
-    before = counts[0] + counts[1]
-    for size, moment in ((2, before + 4), (1, 8)):
-        dies = {**case, "dies_at": moment, "counter": str(tmp_path / str(moment))}
-        with pytest.raises(AssertionError, match="exit -9"):
-            in_world(size, "tests.run.acting:resume", dies)
-    shares = in_world(2, "tests.run.acting:resume", case)
-    assert all(sum(counts) for counts in shares)
-    found = compare(RunDirectory(whole.output), RunDirectory(killed.output))
+    assert len(counts) == 4, "an evaluation, two batches, an evaluation"
+    killed = tmp_path / "killed"
+    config = whole.model_dump(mode="json", by_alias=True) | {"output": str(killed)}
+    deaths = {1: (sum(counts[:2]) + 4, 0), 0: (sum(counts[:3]) + 2, sum(counts[:2]))}
+    for rollouters, dies in deaths.items():
+        case = {"config": config | {"cluster": {"rollouters": rollouters}}, "dies": dies}
+        with pytest.raises(AssertionError, match="exit -9") as died:
+            in_world(2, "tests.run.acting:resume", case | {"counter": f"{killed}-{rollouters}"})
+        assert "exit 77" not in str(died.value)
+    in_world(2, "tests.run.acting:resume", {"config": config | {"cluster": {"rollouters": 1}}})
+    found = compare(RunDirectory(whole.output), RunDirectory(killed))
     assert not found.differences
     assert any("environment.jsonl" in line for line in found.equal)
-    assert json_lines(killed.output / "environment.jsonl")
 
 
 def check_credit_by_turn(output: Path) -> None:
