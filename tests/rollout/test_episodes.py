@@ -236,6 +236,34 @@ def test_an_environment_that_is_slow_does_not_hold_up_other_episodes() -> None:
     assert sorted(ended) == [0, 1, 2]
 
 
+def test_episodes_go_on_elsewhere_until_their_environment_has_been_asked() -> None:
+    policy, wanted = policy_of("fp8"), requests()
+    engines = [NativeEngine(policy, RolloutConfig(**SIZES), tokenizer(), seed=0) for _ in "ab"]
+    config = EnvironmentConfig.model_validate({"class": "a:B", "max_turns": 20})
+    tools = Tools([], "plain", Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS))
+    told: list[Any] = [Told(said, delays(seed)) for seed in (1, 2)]
+    first, second = (
+        Episodes(config, tools, one, AnswerRecord(print), tokenizer(), CONTEXT, engine)
+        for one, engine in zip(told, engines, strict=True)
+    )
+    handles = [one for group in first.submit(wanted) for one in group]
+    while len({key for key, _ in told[0].asked}) < 4:
+        first.step()
+    stay = {key for key, _ in told[0].asked}
+    assert all(first.num_drawn(one) > 0 for one in handles)
+    moved = first.withdraw(handles)
+    assert moved.keys() == set(handles) - stay
+    second.admit(wanted, moved)
+    ended: dict[Handle, Completion] = {}
+    while first.num_live or second.num_live:
+        events = [*first.step(), *second.step()]
+        ended |= {one.handle: one.completion for one in events if one.completion is not None}
+    expected, stats, _ = play(policy, wanted)
+    assert [ended[one] for one in handles] == [one for group in expected for one in group]
+    assert first.stats.generated_tokens + second.stats.generated_tokens == stats.generated_tokens
+    assert first.withdraw(handles) == {}
+
+
 @pytest.mark.parametrize("sizes", [SIZES, TIGHT])
 def test_each_sample_draws_behind_its_own_opening(sizes: dict[str, Any]) -> None:
     policy, record = policy_of("fp8"), AnswerRecord(lambda _: None)

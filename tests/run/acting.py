@@ -20,16 +20,19 @@ def parse(text: str) -> list[Parsed]:
 
 
 def die_at(moment: int, recorded: int, counter: Path) -> None:
-    """Kill the process in which answer number ``moment`` of all ranks has come; the first ones are
+    """Kill all ranks when answer number ``moment`` has come to any of them; the first ones are
     recorded, and none may ask for them.
     """
     go_on, ask = Episodes._go_on, Environments.ask
+    ranks = counter.with_suffix(".ranks")
+    _write(ranks, f"{os.getpid()} ")
 
     def dying(*arguments: Any) -> None:
-        with counter.open("ab") as file:
-            file.write(b".")
+        _write(counter, ".")
         if counter.stat().st_size >= moment:
-            os.kill(os.getpid(), signal.SIGKILL)
+            others = {*map(int, ranks.read_text().split())} - {os.getpid()}
+            for rank in [*others, os.getpid()]:
+                os.kill(rank, signal.SIGKILL)
         go_on(*arguments)
 
     def asking(*arguments: Any, **more: Any) -> None:
@@ -42,9 +45,15 @@ def die_at(moment: int, recorded: int, counter: Path) -> None:
     episodes._go_on, environments.ask = dying, asking
 
 
+def _write(file: Path, text: str) -> None:
+    with file.open("a") as opened:
+        opened.write(text)
+
+
 def resume(world: World, case: dict[str, Any]) -> None:
     """By each rank, killed where the case says so."""
     tool_calls._PARSERS["plain"] = parse
     if "dies" in case:
-        die_at(*case["dies"], Path(case["counter"]))
+        moment, recorded = case["dies"]
+        die_at(moment, recorded, Path(case["counter"]))
     train_by_ranks(RunConfig.model_validate(case["config"]), resume=True, world=world)
