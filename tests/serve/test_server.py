@@ -113,10 +113,13 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[int, Any]:
     """Text, tokens and log-probabilities of each choice of a stream."""
     found: dict[int, Any] = {}
     for choice in (one for chunk in chunks for one in chunk["choices"]):
-        kept = found.setdefault(choice["index"], {"text": "", "ids": [], "log_probs": []})
+        kept = found.setdefault(
+            choice["index"], {"text": "", "ids": [], "log_probs": [], "top": []}
+        )
         kept["text"] += choice["text"]
         kept["ids"] += choice.get("token_ids", [])
         kept["log_probs"] += (choice["logprobs"] or {}).get("token_logprobs", [])
+        kept["top"] += (choice["logprobs"] or {}).get("top_logprobs", [])
         kept["finish_reason"] = choice["finish_reason"]
     return found
 
@@ -137,8 +140,30 @@ def test_a_stream_adds_up_to_the_answer(server: Running) -> None:
                 "text": one["text"],
                 "ids": one["token_ids"],
                 "log_probs": one["logprobs"]["token_logprobs"],
+                "top": one["logprobs"]["top_logprobs"],
                 "finish_reason": one["finish_reason"],
             }
+
+
+def test_choices_are_streamed_side_by_side_with_their_alternatives(client: openai.OpenAI) -> None:
+    def ask(**how: Any) -> Any:
+        return client.chat.completions.create(
+            model="chatty", messages=[{"role": "user", "content": "3+8+2+9="}], seed=3, n=3,
+            max_tokens=30, logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True}, **how,
+        )  # fmt: skip
+
+    whole = ask()
+    chunks = [chunk.choices[0] for chunk in ask(stream=True)]
+    order = [one.index for one in chunks if one.logprobs is not None]
+    assert order != sorted(order)
+    for choice in whole.choices:
+        pieces = [one for one in chunks if one.index == choice.index]
+        assert [one.delta.role for one in pieces if one.delta.role] == ["assistant"]
+        assert "".join(one.delta.content or "" for one in pieces) == choice.message.content
+        scored = [one.logprobs.content for one in pieces if one.logprobs is not None]
+        assert [one for piece in scored for one in piece] == choice.logprobs.content
+        assert [len(piece) for piece in scored] == [8, 8, 8, 6]
+        assert [one.finish_reason for one in pieces[-2:]] == [None, "length"]
 
 
 def test_alternatives_hold_the_drawn_token_with_its_own_bits(server: Running) -> None:
