@@ -54,7 +54,7 @@ from isobit.rollout.engine import (
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
-from isobit.run.data import evaluation_limit, rendering_notes, with_date
+from isobit.run.data import evaluation_limit, rendering_notes, with_date, with_date_of
 from isobit.run.reward_models import ModelRewards
 from isobit.util.errors import ConfigError
 from isobit.util.terminal import say
@@ -159,10 +159,9 @@ def _evaluate_folder(
 ) -> dict[str, EvalResult]:
     model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
-    data = with_date(config.data, [folder], world)
-    config = config.model_copy(update={"data": data})
-    with _acting(config.environment, data, model, config.rollout, engine) as (schemas, acts):
-        _, sets = read_sets(config, folder, model.tokenizer, model.context, world, tools=schemas)
+    config = with_date_of(config, folder, world)
+    with _acting(config.environment, config.data, model, config.rollout, engine) as (schemas, acts):
+        sets = read_sets(config, model.tokenizer, model.context, world, tools=schemas)
         requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
         evaluator = Evaluator(engine, requests, generate=acts)
         return _evaluate(evaluator, config, model, progress, graders, world)
@@ -284,18 +283,16 @@ def _acting(
 
 def read_sets(
     config: RunConfig,
-    folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
     world: World = ALONE,
     graded: bool = True,
     tools: Sequence[Mapping[str, Any]] = (),
-) -> tuple[RunConfig, dict[str, list[Prompt]]]:
-    """The configuration with its date, and the prompts of each evaluation set for the model of
-    ``folder``, by name; says what stands out.  Raises as ``build_prompts`` and ``check_references``
-    do.
+) -> dict[str, list[Prompt]]:
+    """The prompts of each evaluation set by name, of a configuration with its date; says what
+    stands out.  Raises as ``build_prompts`` and ``check_references`` do.
     """
-    data = with_date(config.data, [folder], world)
+    data = config.data
     noticed = {name: Noticed() for name in data.eval}
     # an answer may end at the context's end, unless prompts that leave less room are not wanted
     longest = evaluation_limit(config.evaluation, config.rollout)
@@ -320,7 +317,7 @@ def read_sets(
     if graded:
         _say_notes(check_references(config.reward, sets), world)
     _say_notes(rendering_notes(data, tokenizer, noticed), world)
-    return config.model_copy(update={"data": data}), sets
+    return sets
 
 
 def _say_notes(notes: Sequence[str], world: World) -> None:
