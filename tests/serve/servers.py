@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,14 @@ class Running:
         _, _, content = self.ask("/metrics")
         pairs = (line.rsplit(" ", 1) for line in content.decode().splitlines() if line[0] != "#")
         return {name: float(value) for name, value in pairs}
+
+    def wait_for(self, name: str, least: int) -> None:
+        """Until a figure has grown; a client that asks without a pause takes the engine's core."""
+        for _ in range(6000):
+            if self.metrics()[f"isobit_{name}"] >= least:
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"{name} stays below {least}")
 
     def end(self) -> int:
         """SIGTERM; the exit code."""

@@ -82,11 +82,11 @@ def test_ids_are_taken_as_they_are(server: Running, model: LoadedModel) -> None:
 def test_a_request_among_others_is_the_request_alone(server: Running, stream: bool) -> None:
     """Sixteen others come before it, with it and while it runs; pages are too few for all."""
     others = [
-        {"model": "chatty", "prompt": f"{i}+{i}=" * (1 + i % 9), "seed": i % 3, "max_tokens": 60,
+        {"model": "chatty", "prompt": f"{i}+{i}=" * (1 + i % 9), "seed": i % 3, "max_tokens": 40,
          "ignore_eos": i % 2 == 0, "temperature": 0.5 + i / 8, "n": 1 + i % 2}
         for i in range(16)
     ]  # fmt: skip
-    body = ASKED | {"ignore_eos": True, "max_tokens": 100}
+    body = ASKED | {"ignore_eos": True, "max_tokens": 60}
     if stream:
         body |= {"stream": True, "logprobs": 0}
 
@@ -250,7 +250,8 @@ def test_chat(client: openai.OpenAI, server: Running, model: LoadedModel) -> Non
 
 
 def test_a_chat_without_a_limit_may_fill_the_context(server: Running) -> None:
-    body = {"model": "chatty", "messages": [{"role": "user", "content": "1"}], "ignore_eos": True}
+    messages = [{"role": "user", "content": "1" * 440}]
+    body = {"model": "chatty", "messages": messages, "ignore_eos": True}
     made = server.answer(body, "/v1/chat/completions")
     assert made["usage"]["total_tokens"] == 512
     assert choices(made)[0]["finish_reason"] == "length"
@@ -267,11 +268,10 @@ def test_keys(server: Running) -> None:
 def test_places_are_limited_and_a_request_that_never_fits_is_refused(server: Running) -> None:
     status, _, body = server.ask("/v1/completions", ASKED | {"n": 60, "prompt": "1"})
     assert status == 400 and b"takes at most 48 at once" in body
-    full = ASKED | {"n": 48, "prompt": "1", "max_tokens": 90, "ignore_eos": True, "logprobs": None}
+    full = ASKED | {"n": 48, "prompt": "1", "max_tokens": 50, "ignore_eos": True, "logprobs": None}
     holder = threading.Thread(target=server.ask, args=("/v1/completions", full))
     holder.start()
-    while server.metrics()["isobit_samples_in_place"] < 48:
-        pass
+    server.wait_for("samples_in_place", 48)
     status, headers, body = server.ask("/v1/completions", ASKED)
     assert status == 429 and int(headers["retry-after"]) >= 1
     assert json.loads(body)["error"]["type"] == "rate_limit_error"
