@@ -28,9 +28,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from isobit.kernels.noise import sample_key
+from isobit.memory.cache_size import pages_for
 from isobit.models.policy_share import LogProbFunction
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.util.errors import RequestError
@@ -64,6 +65,8 @@ class EngineStats:
     """
     forwards: int = 0
     seconds: float = 0.0
+    update_s: float = 0.0
+    """Of these, in which new weights were on their way to an engine with weights of its own."""
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
         """Of two calls together."""
@@ -190,6 +193,72 @@ def _check_sampling(request: Request) -> None:
             raise RequestError(f"prompt {request.prompt.id!r}: {message}")
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the cache can take: positions, vocabulary entries, pages and their tokens;
+    and whether text can be decoded.
+    """
+
+    context: int
+    vocab_size: int
+    num_pages: int
+    page_tokens: int
+    has_tokenizer: bool
+
+    @property
+    def max_pages(self) -> int:
+        """The most pages that one sequence can hold."""
+        return min(pages_for(self.context, self.page_tokens), self.num_pages)
+
+
+def check_limits(
+    requests: Sequence[Request], limits: Limits, live: Collection[Handle] = ()
+) -> None:
+    """Refuse the batch if ``check_requests`` does, or if any request of it can never be served.
+
+    Raises:
+        RequestError: naming the prompt, what it asks for and what there is.
+    """
+    check_requests(requests, live)
+    for request in requests:
+        _check_prompt(request, limits)
+        if request.sampling.stop_strings and not limits.has_tokenizer:
+            raise RequestError(
+                f"prompt {request.prompt.id!r} asks for stop strings, which need a tokenizer; this "
+                "engine has none"
+            )
+
+
+def _check_prompt(request: Request, limits: Limits) -> None:
+    prompt = request.prompt
+    num_tokens = len(prompt.token_ids)
+    if num_tokens == 0:
+        raise RequestError(f"prompt {prompt.id!r} has no tokens: there is nothing to continue")
+    if num_tokens >= limits.context:
+        raise RequestError(
+            f"prompt {prompt.id!r} has {num_tokens} tokens; the model's context holds "
+            f"{limits.context}, and a new token must fit: "
+            "shorten or drop the prompt"
+        )
+    if not (min(prompt.token_ids) >= 0 and max(prompt.token_ids) < limits.vocab_size):
+        raise RequestError(
+            f"prompt {prompt.id!r} holds token ids from {min(prompt.token_ids)} to "
+            f"{max(prompt.token_ids)}; the model knows 0 to "
+            f"{limits.vocab_size - 1}: the tokenizer belongs to another model"
+        )
+    max_length = request.max_length(limits.context)
+    # the last token of all is sampled, but never read back
+    needed = pages_for(max_length - 1, limits.page_tokens)
+    if needed > limits.num_pages:
+        raise RequestError(
+            f"prompt {prompt.id!r} can grow to {max_length} tokens ({num_tokens} of the prompt, at "
+            f"most {request.sampling.max_new_tokens} "
+            f"new, context {limits.context}): {needed} pages of {limits.page_tokens} tokens, and "
+            f"the KV cache has {limits.num_pages}; "
+            "raise rollout.kv_pages or rollout.kv_memory_gib, or lower rollout.max_new_tokens"
+        )
+
+
 Follow = Literal["end", "tokens", "text"]
 """What is told of a sample: its end alone; its tokens as they are drawn; their text as well, which
 takes the time of decoding twice.
@@ -213,13 +282,8 @@ class SampleEvent:
     """Set when the sample has ended: there is no later event of it."""
 
 
-class RolloutEngine(Protocol):
-    """Draws samples from a policy."""
-
-    @property
-    def function(self) -> LogProbFunction:
-        """What the recorded log-probabilities are values of."""
-        ...
+class Sampler(Protocol):
+    """What gives samples when it is asked for them: an engine, or episodes around one."""
 
     @property
     def stats(self) -> EngineStats:
@@ -305,6 +369,23 @@ class RolloutEngine(Protocol):
         """
         ...
 
+
+class RolloutEngine(Sampler, Protocol):
+    """Draws samples from a policy."""
+
+    @property
+    def function(self) -> LogProbFunction:
+        """What the recorded log-probabilities are values of."""
+        ...
+
+    def figures(self) -> dict[str, Any]:
+        """Its sizes, for a run's manifest."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Lines for a run's console on what happened since the last call."""
+        ...
+
     def release(self) -> None:
         """Give all memory but that of the weights back to the device until the next step.
 
@@ -314,7 +395,7 @@ class RolloutEngine(Protocol):
 
 
 def generate(
-    engine: RolloutEngine,
+    engine: Sampler,
     requests: Sequence[Request],
     progress: Callable[[Progress], None] | None = None,
     complete: Callable[[int, list[Completion]], None] | None = None,
@@ -326,7 +407,7 @@ def generate(
     raises aborts all samples and passes through.
 
     Raises:
-        RequestError: where a sample is live; and what ``RolloutEngine.submit`` and ``step`` raise.
+        RequestError: where a sample is live; and what ``Sampler.submit`` and ``step`` raise.
     """
     check_is_free(engine)
     engine.take_weights()
@@ -357,7 +438,7 @@ class Periods:
     it had nothing to do.
     """
 
-    def __init__(self, engine: RolloutEngine) -> None:
+    def __init__(self, engine: Sampler) -> None:
         """Of an engine without live samples."""
         self._engine, self._began = engine, perf_counter()
         self._records = [engine.stats]
@@ -374,7 +455,7 @@ class Periods:
         self.total.seconds = perf_counter() - self._began
 
 
-def check_is_free(engine: RolloutEngine) -> None:
+def check_is_free(engine: Sampler) -> None:
     """Raises RequestError where a sample is live."""
     if engine.num_live:
         raise RequestError(
@@ -383,6 +464,6 @@ def check_is_free(engine: RolloutEngine) -> None:
         )
 
 
-def _moment(engine: RolloutEngine, finished: int, total: int) -> Progress:
+def _moment(engine: Sampler, finished: int, total: int) -> Progress:
     stats = engine.stats
     return Progress(finished, engine.num_running, total, stats.generated_tokens, stats.seconds)

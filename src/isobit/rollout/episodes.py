@@ -31,7 +31,7 @@ A turn without calls, or such an environment, ends the episode with ``stop``.  E
 A class with ``get_turn_reward`` is asked for the reward of a turn once its calls have run.  What an
 environment says is recorded, so that a step can be done again without asking it.
 
-``Episodes`` is an engine, so several ranks share episodes out as they do samples
+``Episodes`` is a ``Sampler``, so several ranks share episodes out as they do samples
 (``isobit.rollout.shared``).  Each rank has environments of its own: an episode can move to another
 rank during its first turn, and stays where it is once its environment has been asked.
 """
@@ -57,7 +57,6 @@ from isobit.data.tool_calls import (
 )
 from isobit.environments.hosted import Call, Turn
 from isobit.environments.pool import Answer, Environments, KnownAnswers, Opening, Result
-from isobit.models.policy_share import LogProbFunction
 from isobit.parallel.world import World
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason
@@ -127,7 +126,7 @@ class _Open:
 
 
 class Episodes:
-    """An engine (``isobit.rollout.engine.RolloutEngine``) whose samples are episodes.
+    """A ``isobit.rollout.engine.Sampler`` whose samples are episodes.
 
     Args:
         engine: draws the turns, and has nothing else to do.
@@ -173,11 +172,7 @@ class Episodes:
         self._answers.end([one for part in said for one in json.loads(part)])
         return found
 
-    # What an engine is asked.
-
-    @property
-    def function(self) -> LogProbFunction:
-        return self._engine.function
+    # What a sampler is asked.
 
     @property
     def stats(self) -> EngineStats:
@@ -270,9 +265,6 @@ class Episodes:
 
     def take_weights(self) -> None:
         self._engine.take_weights()
-
-    def release(self) -> None:
-        self._engine.release()
 
     # How an episode goes on.
 

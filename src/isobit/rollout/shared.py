@@ -45,8 +45,8 @@ from isobit.rollout.engine import (
     Periods,
     Progress,
     Request,
-    RolloutEngine,
     SampleEvent,
+    Sampler,
     check_is_free,
     generate,
 )
@@ -180,7 +180,7 @@ _ASKED_AT_ONCE = 8
 
 def generate_shared(
     world: World,
-    engine: RolloutEngine,
+    engine: Sampler,
     requests: Sequence[Request],
     progress: Callable[[Progress], None] | None = None,
     complete: Callable[[int, list[Completion]], None] | None = None,
@@ -194,7 +194,7 @@ def generate_shared(
     completions.  An error that either raises, or the engine, ends the call on all ranks.
 
     Raises:
-        RequestError: where a sample is live; and what ``RolloutEngine.check`` and ``step`` raise.
+        RequestError: where a sample is live; and what ``Sampler.check`` and ``step`` raise.
     """
     if world.size == 1:
         made = generate(engine, requests, progress, complete)
@@ -226,7 +226,7 @@ class _Share:
         self,
         world: World,
         queue: WorkQueue,
-        engine: RolloutEngine,
+        engine: Sampler,
         requests: Sequence[Request],
         progress: Callable[[Progress], None] | None,
         complete: Callable[[int, list[Completion]], None] | None,
