@@ -40,7 +40,7 @@ def bodies(has_template: bool) -> list[tuple[str, dict[str, Any]]]:
     for seed in range(12):
         prompt, tokens = "12+3=" * (1 + 3 * (seed % 5)), 8 + 9 * seed
         body = STEP | {"seed": seed, "max_tokens": tokens, "ignore_eos": seed % 2 == 0}
-        body |= {"prompt": prompt, "stream": seed % 3 == 0, "n": 1 + seed % 3}
+        body |= {"prompt": prompt, "stream": seed % 3 == 0, "n": 1 + seed // 3 % 3}
         body |= {"logprobs": 2} if seed % 4 == 0 else {}
         body |= {"echo": True, "logprobs": 1, "stream": False} if seed % 6 == 5 else {}
         made.append((TEXT, body))

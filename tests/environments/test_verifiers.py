@@ -12,7 +12,7 @@ from isobit.config.data import ChatConfig, EnvironmentConfig, VerifiersData
 from isobit.data.sources import load_rows
 from isobit.environments.hosted import Call, Conversation, HostedVerifiers, Start, Turn
 from isobit.environments.pool import Environments
-from isobit.rollout.episodes import read_tools
+from isobit.run.evaluate import open_environments, read_tools
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError, DataError, ToolError
 
@@ -144,8 +144,9 @@ def test_what_cannot_be_acted_in_is_refused() -> None:
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(starter_folder()))
     config = EnvironmentConfig.model_validate({"verifiers": str(GAMES)})
-    with pytest.raises(ConfigError, match="needs a chat template, but the tokenizer has none"):
-        read_tools(config, ChatConfig(), tokenizer, [1])
+    refused = pytest.raises(ConfigError, match="needs a chat template, but the tokenizer has none")
+    with open_environments(config, tokenizer) as opened, refused:
+        read_tools(opened, config, ChatConfig(), tokenizer, [1])
 
 
 def test_the_dataset_of_an_environment_is_read_in_another_process() -> None:

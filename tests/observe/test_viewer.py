@@ -265,6 +265,41 @@ def test_tokens_of_turns_have_their_own_advantages_and_turns_their_rewards(
     assert len(turns) == len(one["turn_rewards"])
 
 
+def test_kept_completions_show_their_turns_as_messages(runs: Path, tmp_path: Path) -> None:
+    """In the order in which they were said, whoever answered; they are counted and searched."""
+    shutil.copytree(runs / "real", tmp_path / "acting")
+    answers = ((("ok", "total 3"), ("malformed", EVIL)), (("user", "And\nthen? \ud800"),))
+    said = Episode(("[add(3)] [x(", "3", "Bye"), answers, reward=1.0)
+    sequence = TokenSequence.of_answer([5], [1, 2, 9, 3], given=[(3, 4)])
+    made = [Completion(sequence, "Bye", "stop", one) for one in (said, None, Episode(("7",), ()))]
+    path = tmp_path / "acting" / "completions" / "step_000003.parquet"
+    write_completions(path, 3, {"train": [group_of(made, [1.0, 0.0, 0.0])]}, "all")
+
+    def find(**values: Any) -> list[dict[str, Any]]:
+        how = {"run": "acting", "kept": 1, "source": "train", "order": "newest"} | values
+        rows = served.api("completions", **how)["rows"]
+        return [row for row in rows if row["step"] == 3]
+
+    with serving(tmp_path) as served:
+        rows = sorted(find(), key=lambda row: row["place"])
+        shown = [served.api("completion", run="acting", kept=1, place=r["place"]) for r in rows]
+        found = [[r["place"] for r in find(text=text)] for text in ("TOTAL 3", "u202e", "[x(")]
+    assert [row["turns"] for row in rows] == [3, None, 1]
+    assert [one["messages"] for one in shown] == [
+        [
+            {"role": "assistant", "content": "[add(3)] [x("},
+            {"role": "tool", "content": "total 3"},
+            {"role": "tool", "content": EVIL},
+            {"role": "assistant", "content": "3"},
+            {"role": "user", "content": "And\nthen? ?"},
+            {"role": "assistant", "content": "Bye"},
+        ],
+        None,
+        [{"role": "assistant", "content": "7"}],
+    ]
+    assert found == [[rows[0]["place"]], [], [rows[0]["place"]]]
+
+
 def test_runs_are_paired_step_by_step_and_prompt_by_prompt(served: Served, runs: Path) -> None:
     overlay = served.api("compare", run=["real", "other"])["html"]
     paired = served.api("compare", run=["real", "other"], paired=1)["html"]

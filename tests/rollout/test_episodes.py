@@ -19,6 +19,7 @@ from isobit.data.tool_calls import Continuation, MalformedCall, Parsed, ToolCall
 from isobit.environments.pool import Answer, Result
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.policy import Policy, random_policy
+from isobit.parallel.world import ALONE
 from isobit.records.batch import lay_end_to_end
 from isobit.records.sequence import COLUMNS, GIVEN, TokenSequence
 from isobit.records.text import Completion, Prompt, SamplingParams
@@ -139,9 +140,9 @@ def play(
     told: Any = Told(say, delay, opens)
     tools = Tools([], "plain", continuation)
     record = record or AnswerRecord(lambda _: None)
-    episodes = kind(config, tools, told, record, tokenizer(), CONTEXT)
     engine = NativeEngine(policy, RolloutConfig(**sizes), tokenizer(), seed=0)
-    made, stats = episodes.generate(engine, policy.version, wanted)
+    episodes = kind(config, tools, told, record, tokenizer(), CONTEXT, engine)
+    made, _, stats = episodes.generate(ALONE, policy.version, wanted)
     return made, stats, told
 
 
@@ -228,11 +229,39 @@ def test_an_environment_that_is_slow_does_not_hold_up_other_episodes() -> None:
     tools = Tools([], "plain", Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS))
     told: Any = Told(said, lambda key: 300 if key in slow else 0)
     record = AnswerRecord(lambda _: None)
-    episodes = Episodes(config, tools, told, record, tokenizer(), CONTEXT)
     engine = NativeEngine(policy_of("fp8"), RolloutConfig(**SIZES), tokenizer(), seed=0)
-    episodes.generate(engine, 1, requests(), complete=lambda place, _: ended.append(place))
+    episodes = Episodes(config, tools, told, record, tokenizer(), CONTEXT, engine)
+    episodes.generate(ALONE, 1, requests(), complete=lambda place, _: ended.append(place))
     assert ended[-1] == 0
     assert sorted(ended) == [0, 1, 2]
+
+
+def test_episodes_go_on_elsewhere_until_their_environment_has_been_asked() -> None:
+    policy, wanted = policy_of("fp8"), requests()
+    engines = [NativeEngine(policy, RolloutConfig(**SIZES), tokenizer(), seed=0) for _ in "ab"]
+    config = EnvironmentConfig.model_validate({"class": "a:B", "max_turns": 20})
+    tools = Tools([], "plain", Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS))
+    told: list[Any] = [Told(said, delays(seed)) for seed in (1, 2)]
+    first, second = (
+        Episodes(config, tools, one, AnswerRecord(print), tokenizer(), CONTEXT, engine)
+        for one, engine in zip(told, engines, strict=True)
+    )
+    handles = [one for group in first.submit(wanted) for one in group]
+    while len({key for key, _ in told[0].asked}) < 4:
+        first.step()
+    stay = {key for key, _ in told[0].asked}
+    assert all(first.num_drawn(one) > 0 for one in handles)
+    moved = first.withdraw(handles)
+    assert moved.keys() == set(handles) - stay
+    second.admit(wanted, moved)
+    ended: dict[Handle, Completion] = {}
+    while first.num_live or second.num_live:
+        events = [*first.step(), *second.step()]
+        ended |= {one.handle: one.completion for one in events if one.completion is not None}
+    expected, stats, _ = play(policy, wanted)
+    assert [ended[one] for one in handles] == [one for group in expected for one in group]
+    assert first.stats.generated_tokens + second.stats.generated_tokens == stats.generated_tokens
+    assert first.withdraw(handles) == {}
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TIGHT])
@@ -314,9 +343,9 @@ def test_an_environment_may_lead_the_conversation(limit: int, ends: set[str]) ->
     tools = Tools([], "plain", Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS))
     told: Any = Leads(said, delays(5))
     record = AnswerRecord(lambda _: None)
-    episodes = Episodes(config, tools, told, record, tokenizer(), CONTEXT)
     engine = NativeEngine(policy, RolloutConfig(**TIGHT), tokenizer(), seed=0)
-    made, _ = episodes.generate(engine, policy.version, requests(samples=2, new=120))
+    episodes = Episodes(config, tools, told, record, tokenizer(), CONTEXT, engine)
+    made, *_ = episodes.generate(ALONE, policy.version, requests(samples=2, new=120))
     found = [one for group in made for one in group]
     assert ends <= {one.finish_reason for one in found} <= {*ends, "length"}
     for one in found:
@@ -328,9 +357,9 @@ def test_an_environment_may_lead_the_conversation(limit: int, ends: set[str]) ->
     drawn = sequences(made)
     assert differing(policy, drawn) == (0, sum(one.response_length for one in drawn))
     lines = AnswerRecord(print, list(record._unwritten))
-    again = Episodes(config, tools, told, lines, tokenizer(), CONTEXT)
+    again = Episodes(config, tools, told, lines, tokenizer(), CONTEXT, engine)
     told.asked.clear()
-    repeated, _ = again.generate(engine, policy.version, requests(samples=2, new=120))
+    repeated, *_ = again.generate(ALONE, policy.version, requests(samples=2, new=120))
     assert repeated == made
     assert not told.asked
 
@@ -340,7 +369,7 @@ class Retokenising(Episodes):
     that have no text, as another tokenizer would merge some.
     """
 
-    def _go_on(self, engine: Any, handle: Handle, answer: Answer) -> None:
+    def _go_on(self, handle: Handle, answer: Answer) -> None:
         sequence = self._open[handle].sequence
         seen = sequence.token_ids < len(tokenizer())
         text = tokenizer().decode(sequence.token_ids)
@@ -352,7 +381,7 @@ class Retokenising(Episodes):
         }
         mask = sequence.loss_mask[seen]
         self._open[handle].sequence = TokenSequence(sequence.token_ids[seen], mask, **columns)
-        super()._go_on(engine, handle, answer)
+        super()._go_on(handle, answer)
 
 
 def test_a_mutant_that_tokenises_again_is_caught() -> None:
@@ -476,11 +505,11 @@ def test_an_error_leaves_engine_and_environment_free() -> None:
     tools = Tools([], "plain", Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS))
     told: Any = Told(fail, lambda _: 0)
     record = AnswerRecord(lambda _: None)
-    episodes = Episodes(config, tools, told, record, tokenizer(), CONTEXT)
     engine = NativeEngine(policy, RolloutConfig(**SIZES), tokenizer(), seed=0)
+    episodes = Episodes(config, tools, told, record, tokenizer(), CONTEXT, engine)
     with pytest.raises(RuntimeError, match="stop here"):
-        episodes.generate(engine, 1, requests())
+        episodes.generate(ALONE, 1, requests())
     assert engine.num_live == 0
     told._say, told.asked = said, []
-    made, _ = episodes.generate(engine, 1, requests())
+    made, *_ = episodes.generate(ALONE, 1, requests())
     assert sequences(made) == sequences(play(policy, requests(), max_turns=8)[0])

@@ -1,6 +1,5 @@
 """A run with an environment whose random model calls tools, and which kills itself."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import Any
 from isobit.config.recipes import RunConfig
 from isobit.data import tool_calls
 from isobit.data.tool_calls import Parsed, ToolCall
+from isobit.environments.pool import Environments
+from isobit.parallel.world import World
 from isobit.rollout.episodes import Episodes
-from isobit.run.loop import train
+from isobit.run.loop import train_by_ranks
 
 
 def parse(text: str) -> list[Parsed]:
@@ -18,22 +19,41 @@ def parse(text: str) -> list[Parsed]:
     return [] if len(text) % 5 == 4 else [ToolCall("add", {"count": len(text)})]
 
 
-def die_at(moment: int) -> None:
-    count = iter(range(10**9))
-    go_on = Episodes._go_on
+def die_at(moment: int, recorded: int, counter: Path) -> None:
+    """Kill all ranks when answer number ``moment`` has come to any of them; the first ones are
+    recorded, and none may ask for them.
+    """
+    go_on, ask = Episodes._go_on, Environments.ask
+    ranks = counter.with_suffix(".ranks")
+    _write(ranks, f"{os.getpid()} ")
 
     def dying(*arguments: Any) -> None:
-        if next(count) == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
+        _write(counter, ".")
+        if counter.stat().st_size >= moment:
+            others = {*map(int, ranks.read_text().split())} - {os.getpid()}
+            for rank in [*others, os.getpid()]:
+                os.kill(rank, signal.SIGKILL)
         go_on(*arguments)
 
+    def asking(*arguments: Any, **more: Any) -> None:
+        if recorded and (not counter.exists() or counter.stat().st_size < recorded):
+            os._exit(77)
+        ask(*arguments, **more)
+
     episodes: Any = Episodes
-    episodes._go_on = dying
+    environments: Any = Environments
+    episodes._go_on, environments.ask = dying, asking
 
 
-def resume_and_die(config: Path, moment: int) -> int:
-    """In a process of its own."""
+def _write(file: Path, text: str) -> None:
+    with file.open("a") as opened:
+        opened.write(text)
+
+
+def resume(world: World, case: dict[str, Any]) -> None:
+    """By each rank, killed where the case says so."""
     tool_calls._PARSERS["plain"] = parse
-    die_at(moment)
-    train(RunConfig.model_validate(json.loads(config.read_text())), resume=True)
-    return 0
+    if "dies" in case:
+        moment, recorded = case["dies"]
+        die_at(moment, recorded, Path(case["counter"]))
+    train_by_ranks(RunConfig.model_validate(case["config"]), resume=True, world=world)

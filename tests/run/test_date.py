@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
+from isobit.config.data import RewardConfig
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.tables import RolloutConfig
-from isobit.run import data
+from isobit.run import data, evaluate
 from isobit.run.data import with_date_of_run
 from isobit.run.dry_run import plan_training
 from isobit.run.evaluate import evaluate_folder, rollout_folder
 from isobit.run.loop import train
 from isobit.run.redo import replay
 from isobit.run.setup import read_rl
-from isobit.util.errors import ConfigError
+from isobit.util.errors import ConfigError, ModelError
 from tests.run.test_redo import REWARD, settings
 from tests.tiny import json_lines
 
@@ -114,3 +115,21 @@ def test_outside_of_a_run_the_date_is_todays_and_said(
     )
     evaluate_folder(model, recipe(model, tmp_path / "out", 1))
     assert "2026-02-28 23:59:58" in capsys.readouterr().err
+
+
+def test_a_reward_model_has_one_date_in_an_evaluation_too(
+    tiny_folder: Path, model: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the policy's own template writes none."""
+    reward = RewardConfig(model=str(model))
+    config = recipe(model, tmp_path / "out", 1).model_copy(update={"reward": reward})
+    dates = list[Any]()
+
+    def load(reward: Any, device: Any, date: Any) -> Any:
+        dates.append(date)
+        raise ModelError("seen")
+
+    monkeypatch.setattr(evaluate, "ModelRewards", load)
+    with pytest.raises(ModelError, match="seen"):
+        evaluate_folder(tiny_folder, config)
+    assert dates == [FIRST]

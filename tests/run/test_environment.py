@@ -23,10 +23,10 @@ from isobit.run.evaluate import completion_lines, evaluate_folder, rollout_folde
 from isobit.run.loop import train
 from isobit.run.redo import replay
 from isobit.store.directory import RunDirectory
-from isobit.util.errors import ConfigError, ToolError
-from tests.forked import called
+from isobit.util.errors import ToolError
 from tests.run import acting
 from tests.tiny import json_lines
+from tests.worlds import in_world
 
 MakeConfig = Callable[..., RunConfig]
 TOOLS = Path(__file__).parents[1] / "environments" / "tools.py"
@@ -85,23 +85,26 @@ def test_a_run_compares_all_turns_and_evaluates_as_eval_does(
 def test_a_run_killed_in_the_middle_of_episodes_is_resumed_to_equal_bytes(
     acting_config: MakeConfig, tmp_path: Path
 ) -> None:
+    """By whatever processes: one trains and one samples until the second batch, two do both until
+    the last evaluation, which the first layout does again.
+    """
     credit = {"credit": "turn", "turn_gamma": 0.5, "normalise_by_std": False}
-    whole = acting_config("Paced", algorithm=credit, tracking={"completions": "all"})
+    lag = {"async": {"lag": 1}}
+    whole = acting_config("Paced", algorithm=credit, tracking={"completions": "all"}, **lag)
     train(whole, silent())
     check_credit_by_turn(whole.output)
-    killed = whole.model_copy(update={"output": tmp_path / "killed"})
-    file = tmp_path / "config.json"
-    file.write_text(killed.model_dump_json(by_alias=True))
     counts = [len(line["answers"]) for line in json_lines(whole.output / "environment.jsonl")]
-    # in the rollout of the first step, after the first evaluation; in that of the second
-    moments = [counts[0] + 5, counts[0] + counts[1] + 5]
-    for moment in moments:
-        log = tmp_path / "log"
-        process = called("tests.run.acting:resume_and_die", log, file, moment)
-        process.join(timeout=120)
-        assert process.exitcode == -9, log.read_text()
-    train(killed, silent(), resume=True)
-    found = compare(RunDirectory(whole.output), RunDirectory(killed.output))
+    assert len(counts) == 4, "an evaluation, two batches, an evaluation"
+    killed = tmp_path / "killed"
+    config = whole.model_dump(mode="json", by_alias=True) | {"output": str(killed)}
+    deaths = {1: (sum(counts[:2]) + 4, 0), 0: (sum(counts[:3]) + 2, sum(counts[:2]))}
+    for rollouters, dies in deaths.items():
+        case = {"config": config | {"cluster": {"rollouters": rollouters}}, "dies": dies}
+        with pytest.raises(AssertionError, match="exit -9") as died:
+            in_world(2, "tests.run.acting:resume", case | {"counter": f"{killed}-{rollouters}"})
+        assert "exit 77" not in str(died.value)
+    in_world(2, "tests.run.acting:resume", {"config": config | {"cluster": {"rollouters": 1}}})
+    found = compare(RunDirectory(whole.output), RunDirectory(killed))
     assert not found.differences
     assert any("environment.jsonl" in line for line in found.equal)
 
@@ -200,8 +203,6 @@ def test_a_run_goes_on_with_tools_that_fail(
 def test_what_cannot_be_acted_in_is_refused(acting_config: MakeConfig) -> None:
     with pytest.raises(ToolError, match="has no class 'Contuer'"):
         train(acting_config("Contuer"), silent())
-    with pytest.raises(ConfigError, match=r"cluster\.processes is 2"):
-        train(acting_config(cluster={"processes": 2}), silent())
 
 
 def test_completions_of_a_folder_call_tools(tiny_folder: Path, acting_config: MakeConfig) -> None:

@@ -3,20 +3,19 @@
 import http.client
 import json
 import os
-import queue
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from isobit.starter import starter_folder
+from tests.forked import called
 
 KEY = "open sesame"
 TEMPLATE = (
@@ -58,10 +57,8 @@ def call_text(number: int) -> str:
 
 @dataclass(slots=True)
 class Running:
-    process: subprocess.Popen[str]
+    process: BaseProcess
     port: int
-    lines: "queue.SimpleQueue[str]"
-    """What it prints from now on."""
     log: Path
 
     @property
@@ -98,38 +95,41 @@ class Running:
         pairs = (line.rsplit(" ", 1) for line in content.decode().splitlines() if line[0] != "#")
         return {name: float(value) for name, value in pairs}
 
+    def wait_for(self, name: str, least: int) -> None:
+        """Until a figure has grown; a client that asks without a pause takes the engine's core."""
+        for _ in range(6000):
+            if self.metrics()[f"isobit_{name}"] >= least:
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"{name} stays below {least}")
+
     def end(self) -> int:
         """SIGTERM; the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(600)
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGTERM)
+        self.process.join(600)
+        assert self.process.exitcode is not None, "it has not ended"
+        return self.process.exitcode
 
 
 @contextmanager
 def serving(model: Path | str, place: Path, *arguments: str) -> Iterator[Running]:
-    log = place / "server.log"
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "isobit.cli.main", "serve", str(model), "--port", "0",
-             "--api-key", "env:SERVER_KEY", "--threads", "1", *arguments],
-            stdout=subprocess.PIPE, stderr=errors, text=True,
-            env=os.environ | {"SERVER_KEY": KEY},
-        )  # fmt: skip
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    assert process.stdout is not None
-    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    said, log = place / "server.out", place / "server.log"
+    for file in (said, log):
+        file.write_text("")
+    words = ["serve", str(model), "--port", "0", "--api-key", "env:SERVER_KEY", "--threads", "1"]
+    key, until = {"SERVER_KEY": KEY}, time.monotonic() + 300
+    process = called(
+        "isobit.cli.main:main", said, [*words, *arguments], errors=log, environ=os.environ | key
+    )
     try:
-        while not (found := re.search(r":(\d+)/v1$", line := lines.get(timeout=300).strip())):
-            assert line, log.read_text()
-        yield Running(process, int(found[1]), lines, log)
+        while not (found := re.search(r":(\d+)/v1$", said.read_text(), re.MULTILINE)):
+            assert process.is_alive() and time.monotonic() < until, log.read_text()
+            time.sleep(0.05)
+        yield Running(process, int(found[1]), log)
     finally:
         process.kill()
-        process.wait()
-
-
-def _read(stream: Any, lines: "queue.SimpleQueue[str]") -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put("")
+        process.join()
 
 
 def choices(answer: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -82,11 +82,11 @@ def test_ids_are_taken_as_they_are(server: Running, model: LoadedModel) -> None:
 def test_a_request_among_others_is_the_request_alone(server: Running, stream: bool) -> None:
     """Sixteen others come before it, with it and while it runs; pages are too few for all."""
     others = [
-        {"model": "chatty", "prompt": f"{i}+{i}=" * (1 + i % 9), "seed": i % 3, "max_tokens": 60,
+        {"model": "chatty", "prompt": f"{i}+{i}=" * (1 + i % 9), "seed": i % 3, "max_tokens": 40,
          "ignore_eos": i % 2 == 0, "temperature": 0.5 + i / 8, "n": 1 + i % 2}
         for i in range(16)
     ]  # fmt: skip
-    body = ASKED | {"ignore_eos": True, "max_tokens": 100}
+    body = ASKED | {"ignore_eos": True, "max_tokens": 60}
     if stream:
         body |= {"stream": True, "logprobs": 0}
 
@@ -113,10 +113,13 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[int, Any]:
     """Text, tokens and log-probabilities of each choice of a stream."""
     found: dict[int, Any] = {}
     for choice in (one for chunk in chunks for one in chunk["choices"]):
-        kept = found.setdefault(choice["index"], {"text": "", "ids": [], "log_probs": []})
+        kept = found.setdefault(
+            choice["index"], {"text": "", "ids": [], "log_probs": [], "top": []}
+        )
         kept["text"] += choice["text"]
         kept["ids"] += choice.get("token_ids", [])
         kept["log_probs"] += (choice["logprobs"] or {}).get("token_logprobs", [])
+        kept["top"] += (choice["logprobs"] or {}).get("top_logprobs", [])
         kept["finish_reason"] = choice["finish_reason"]
     return found
 
@@ -137,8 +140,30 @@ def test_a_stream_adds_up_to_the_answer(server: Running) -> None:
                 "text": one["text"],
                 "ids": one["token_ids"],
                 "log_probs": one["logprobs"]["token_logprobs"],
+                "top": one["logprobs"]["top_logprobs"],
                 "finish_reason": one["finish_reason"],
             }
+
+
+def test_choices_are_streamed_side_by_side_with_their_alternatives(client: openai.OpenAI) -> None:
+    def ask(**how: Any) -> Any:
+        return client.chat.completions.create(
+            model="chatty", messages=[{"role": "user", "content": "3+8+2+9="}], seed=3, n=3,
+            max_tokens=30, logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True}, **how,
+        )  # fmt: skip
+
+    whole = ask()
+    chunks = [chunk.choices[0] for chunk in ask(stream=True)]
+    order = [one.index for one in chunks if one.logprobs is not None]
+    assert order != sorted(order)
+    for choice in whole.choices:
+        pieces = [one for one in chunks if one.index == choice.index]
+        assert [one.delta.role for one in pieces if one.delta.role] == ["assistant"]
+        assert "".join(one.delta.content or "" for one in pieces) == choice.message.content
+        scored = [one.logprobs.content for one in pieces if one.logprobs is not None]
+        assert [one for piece in scored for one in piece] == choice.logprobs.content
+        assert [len(piece) for piece in scored] == [8, 8, 8, 6]
+        assert [one.finish_reason for one in pieces[-2:]] == [None, "length"]
 
 
 def test_alternatives_hold_the_drawn_token_with_its_own_bits(server: Running) -> None:
@@ -225,7 +250,8 @@ def test_chat(client: openai.OpenAI, server: Running, model: LoadedModel) -> Non
 
 
 def test_a_chat_without_a_limit_may_fill_the_context(server: Running) -> None:
-    body = {"model": "chatty", "messages": [{"role": "user", "content": "1"}], "ignore_eos": True}
+    messages = [{"role": "user", "content": "1" * 440}]
+    body = {"model": "chatty", "messages": messages, "ignore_eos": True}
     made = server.answer(body, "/v1/chat/completions")
     assert made["usage"]["total_tokens"] == 512
     assert choices(made)[0]["finish_reason"] == "length"
@@ -242,11 +268,10 @@ def test_keys(server: Running) -> None:
 def test_places_are_limited_and_a_request_that_never_fits_is_refused(server: Running) -> None:
     status, _, body = server.ask("/v1/completions", ASKED | {"n": 60, "prompt": "1"})
     assert status == 400 and b"takes at most 48 at once" in body
-    full = ASKED | {"n": 48, "prompt": "1", "max_tokens": 90, "ignore_eos": True, "logprobs": None}
+    full = ASKED | {"n": 48, "prompt": "1", "max_tokens": 50, "ignore_eos": True, "logprobs": None}
     holder = threading.Thread(target=server.ask, args=("/v1/completions", full))
     holder.start()
-    while server.metrics()["isobit_samples_in_place"] < 48:
-        pass
+    server.wait_for("samples_in_place", 48)
     status, headers, body = server.ask("/v1/completions", ASKED)
     assert status == 429 and int(headers["retry-after"]) >= 1
     assert json.loads(body)["error"]["type"] == "rate_limit_error"

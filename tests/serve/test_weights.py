@@ -104,8 +104,7 @@ def test_a_pause_ends_what_is_in_flight_and_lets_others_wait(server: Running) ->
     found: list[tuple[int, dict[str, str], bytes]] = []
     long = threading.Thread(target=lambda: found.append(server.ask("/v1/completions", LONG)))
     long.start()
-    while server.metrics()["isobit_samples_live"] < 1:
-        pass
+    server.wait_for("samples_live", 1)
     assert post(server, "/pause") == {"status": "paused"}
     long.join()
     status, headers, content = found.pop()
@@ -115,8 +114,7 @@ def test_a_pause_ends_what_is_in_flight_and_lets_others_wait(server: Running) ->
     short = LONG | {"max_tokens": 1}
     later = threading.Thread(target=lambda: found.append(server.ask("/v1/completions", short)))
     later.start()
-    while server.metrics()["isobit_samples_in_place"] < 1:
-        pass
+    server.wait_for("samples_in_place", 1)
     assert server.metrics()["isobit_samples_live"] == 0 and not found
     assert post(server, "/resume") == {"status": "resumed"}
     later.join()

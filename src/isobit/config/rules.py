@@ -51,7 +51,7 @@ def check_run(config: RunConfig) -> None:
     check_asynchrony(config)
     check_layout(config)
     check_engine(config)
-    check_environment(config)
+    check_credit(config)
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, _graded_figures(sets, config.evaluation))
 
@@ -143,20 +143,6 @@ def check_engine(config: RunConfig) -> None:
             f"training.old_log_probs is 'recorded', and rollout.engine = {rollout.engine!r} "
             "records those of another function than the trainer's; leave it out"
         )
-
-
-def check_environment(config: RunConfig) -> None:
-    """Refuse an environment in a run of several processes, and credit by turn without turns or
-    where it would count for nothing.
-    """
-    cluster = config.cluster
-    if config.environment is not None and cluster.is_launched:
-        raise ConfigError(
-            f"cluster.processes is {cluster.processes} and cluster.launcher {cluster.launcher!r}, "
-            "but an environment's episodes are drawn by one process; leave cluster or environment "
-            "out"
-        )
-    check_credit(config)
 
 
 _OF_TOKENS = "has returns of tokens, in which a turn's reward counts from its last token back"

@@ -86,25 +86,25 @@ def load_class(place: str) -> type:
 
 def tools_of(cls: type) -> dict[str, Callable[..., Any]]:
     """The public methods, by name, but for ``reset`` and those that give rewards."""
-    members = inspect.getmembers(cls, inspect.isroutine)
     return {
         name: found
-        for name, found in members
+        for name, found in inspect.getmembers(cls, inspect.isroutine)
         if not name.startswith("_") and name not in _NOT_TOOLS
     }
 
 
 def schemas_of(cls: type) -> list[dict[str, Any]]:
     """JSON schemas of the tools, from types and docstrings.  Raises ToolError."""
-    from transformers.utils.chat_template_utils import get_json_schema
+    from transformers.utils import chat_template_utils as utils
 
+    utils.__dict__["is_torch_available"] = lambda: "torch" in sys.modules  # it imports slowly
     found = []
     for name, function in tools_of(cls).items():
         bound = MethodType(function, cls) if inspect.isfunction(function) else function
         if isinstance(inspect.getattr_static(cls, name), staticmethod):
             bound = function
         try:
-            found.append(get_json_schema(bound))
+            found.append(utils.get_json_schema(bound))
         except Exception as error:  # of docstrings and types
             raise ToolError(
                 f"the tool {name!r} of {cls.__name__} has no schema: {error}; a tool has types for "

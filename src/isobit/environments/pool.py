@@ -109,12 +109,8 @@ class KnownAnswers(Protocol):
         """What was recorded under ``key`` for this rollout."""
         ...
 
-    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None:
-        """An answer of this rollout."""
-        ...
-
-    def end(self) -> None:
-        """All episodes of the rollout have ended."""
+    def end(self, answers: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
+        """All answers of this rollout, in any order, with their keys."""
         ...
 
 

@@ -140,7 +140,7 @@ class Viewer:
 
         def answer(request: Request) -> Response:
             with self._lock:
-                return JSONResponse(_finite(made(request.query_params)), headers=HEADERS)
+                return JSONResponse(_sendable(made(request.query_params)), headers=HEADERS)
 
         return answer
 
@@ -358,13 +358,15 @@ def _failed(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": text}, status, HEADERS)
 
 
-def _finite(value: Any) -> Any:
-    """The value as JSON can hold it: None for a number that is not finite."""
+def _sendable(value: Any) -> Any:
+    """As JSON in UTF-8 can hold it: None for what is not finite, ? for half of a character."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
-        return {str(key): _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
+        return {_sendable(str(key)): _sendable(one) for key, one in value.items()}
+    return [_sendable(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _number(asked: QueryParams, name: str, kind: type[int] | type[float]) -> Any:

@@ -255,6 +255,15 @@ class TokenSequence:
         found = self.of_response(self.turn_rewards)[self.turn_ends].tolist()
         return tuple(None if math.isnan(one) else one for one in found)
 
+    def with_turn_rewards(self, rewards: Sequence[float | None]) -> Self:
+        """The sequence with ``turn_rewards`` of its first turns, of which None has failed; the
+        others have 0.
+        """
+        found = np.zeros(self.response_length)
+        given = [math.nan if one is None else one for one in rewards]
+        found[self.turn_ends[: len(rewards)]] = given
+        return self.with_columns(turn_rewards=found)
+
     def given_from(self, first: int) -> list[tuple[int, int]]:
         """Begin and end of each run of tokens outside of the loss mask, from ``first`` on."""
         outside = ~self.loss_mask[first:]

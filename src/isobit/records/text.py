@@ -154,8 +154,6 @@ class Episode:
     """The kind of the environment's failure, where there was one."""
     reward: float | None = None
     """By the environment's own ``get_reward``; those of turns are in the sequence."""
-    seconds: float = 0.0
-    """Of all calls."""
     prompt: str = ""
     """As it was rendered, where the environment has said something for it."""
 
@@ -167,7 +165,13 @@ class Episode:
         results = tuple(
             tuple((kind, text) for kind, text in behind) for behind in content["results"]
         )
-        return cls(**{**content, "turns": tuple(content["turns"]), "results": results})
+        return cls(
+            tuple(content["turns"]),
+            results,
+            content["failure"],
+            content["reward"],
+            content["prompt"],
+        )
 
     @property
     def messages(self) -> list[dict[str, str]]:

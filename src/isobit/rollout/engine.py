@@ -27,6 +27,7 @@ would have drawn.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from time import perf_counter
 from typing import Any, Literal, Protocol
 
 from isobit.kernels.noise import sample_key
@@ -296,13 +297,8 @@ class SampleEvent:
     """Set when the sample has ended: there is no later event of it."""
 
 
-class RolloutEngine(Protocol):
-    """Draws samples from a policy."""
-
-    @property
-    def function(self) -> LogProbFunction:
-        """What the recorded log-probabilities are values of."""
-        ...
+class Sampler(Protocol):
+    """What gives samples when it is asked for them: an engine, or episodes around one."""
 
     @property
     def stats(self) -> EngineStats:
@@ -322,14 +318,6 @@ class RolloutEngine(Protocol):
     @property
     def has_room(self) -> bool:
         """Whether a further sample would soon have a place and memory, beside those that wait."""
-        ...
-
-    def figures(self) -> dict[str, Any]:
-        """Its sizes, for a run's manifest."""
-        ...
-
-    def notes(self) -> list[str]:
-        """Lines for a run's console on what happened since the last call."""
         ...
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -396,6 +384,23 @@ class RolloutEngine(Protocol):
         """
         ...
 
+
+class RolloutEngine(Sampler, Protocol):
+    """Draws samples from a policy."""
+
+    @property
+    def function(self) -> LogProbFunction:
+        """What the recorded log-probabilities are values of."""
+        ...
+
+    def figures(self) -> dict[str, Any]:
+        """Its sizes, for a run's manifest."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Lines for a run's console on what happened since the last call."""
+        ...
+
     def release(self) -> None:
         """Give all memory but that of the weights back to the device until the next step.
 
@@ -405,7 +410,7 @@ class RolloutEngine(Protocol):
 
 
 def generate(
-    engine: RolloutEngine,
+    engine: Sampler,
     requests: Sequence[Request],
     progress: Callable[[Progress], None] | None = None,
     complete: Callable[[int, list[Completion]], None] | None = None,
@@ -417,7 +422,7 @@ def generate(
     raises aborts all samples and passes through.
 
     Raises:
-        RequestError: where a sample is live; and what ``RolloutEngine.submit`` and ``step`` raise.
+        RequestError: where a sample is live; and what ``Sampler.submit`` and ``step`` raise.
     """
     check_is_free(engine)
     engine.take_weights()
@@ -443,7 +448,29 @@ def generate(
     return [[found[handle] for handle in group] for group in handles]
 
 
-def check_is_free(engine: RolloutEngine) -> None:
+class Periods:
+    """What an engine has done since this was made, which it counts in a new record each time that
+    it had nothing to do.
+    """
+
+    def __init__(self, engine: Sampler) -> None:
+        """Of an engine without live samples."""
+        self._engine, self._began = engine, perf_counter()
+        self._records = [engine.stats]
+        """The first is of what was done before."""
+        self.total = EngineStats()
+
+    def note(self) -> None:
+        """Bring ``total`` up to date, which stays the same object."""
+        if self._records[-1] is not self._engine.stats:
+            self._records.append(self._engine.stats)
+        found = sum(self._records[1:], EngineStats())
+        for field in fields(EngineStats):
+            setattr(self.total, field.name, getattr(found, field.name))
+        self.total.seconds = perf_counter() - self._began
+
+
+def check_is_free(engine: Sampler) -> None:
     """Raises RequestError where a sample is live."""
     if engine.num_live:
         raise RequestError(
@@ -452,6 +479,6 @@ def check_is_free(engine: RolloutEngine) -> None:
         )
 
 
-def _moment(engine: RolloutEngine, finished: int, total: int) -> Progress:
+def _moment(engine: Sampler, finished: int, total: int) -> Progress:
     stats = engine.stats
     return Progress(finished, engine.num_running, total, stats.generated_tokens, stats.seconds)

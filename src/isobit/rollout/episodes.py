@@ -30,47 +30,51 @@ A turn without calls, or such an environment, ends the episode with ``stop``.  E
 
 A class with ``get_turn_reward`` is asked for the reward of a turn once its calls have run.  What an
 environment says is recorded, so that a step can be done again without asking it.
+
+``Episodes`` is a ``Sampler``, so several ranks share episodes out as they do samples
+(``isobit.rollout.shared``).  Each rank has environments of its own: an episode can move to another
+rank during its first turn, and stays where it is once its environment has been asked.
 """
 
 import hashlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import ChatConfig, EnvironmentConfig, ToolFormat
+from isobit.config.data import EnvironmentConfig, ToolFormat
 from isobit.data.tokenizer import most_characters, token_ids
 from isobit.data.tool_calls import (
     MARKS,
     Continuation,
     MalformedCall,
     Parsed,
-    Speaker,
     calls_begin,
     messages_of,
     parse_tool_calls,
-    tool_format,
 )
 from isobit.environments.hosted import Call, Turn
 from isobit.environments.pool import Answer, Environments, KnownAnswers, Opening, Result
+from isobit.parallel.world import World
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason
 from isobit.rewards.outcome import Failure
 from isobit.rollout.engine import (
     EngineStats,
+    Follow,
     Handle,
+    Periods,
     Progress,
     Request,
     RolloutEngine,
-    check_is_free,
+    SampleEvent,
+    check_requests,
+    requests_of,
 )
 from isobit.rollout.sequence import cut, decode
-from isobit.util.errors import ConfigError
+from isobit.rollout.shared import generate_shared
 
 _TICK_S = 0.1
 """Of a rollout that only waits for tools."""
@@ -89,44 +93,6 @@ class Tools:
         """A line for the start of a run."""
         names = ", ".join(schema["function"]["name"] for schema in self.schemas) or "none"
         return f"tools: {names}; calls in the format {self.form} (environment.format)"
-
-
-def read_tools(
-    environment: EnvironmentConfig,
-    chat: ChatConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_token_ids: Sequence[int],
-) -> Tools:
-    """The tools of an environment, which is loaded by a process for it.
-
-    Raises ToolError for a class that cannot be loaded, and ConfigError for a chat template that
-    cannot be continued.
-    """
-    with open_environments(environment, tokenizer) as environments:
-        schemas, leads, speaks = environments.tools(), environments.leads, environments.speaks
-    if leads and not (chat.chat and tokenizer.chat_template):
-        why = "data.chat is false" if tokenizer.chat_template else "the tokenizer has none"
-        raise ConfigError(f"an environment of verifiers needs a chat template, but {why}")
-    form = environment.format if schemas else "plain"
-    known = tool_format(tokenizer, chat) if form == "auto" else form
-    speakers: dict[Speaker, bool] = {"tool": bool(schemas) or not leads, "user": speaks}
-    answered_by: list[Speaker] = [who for who, does in speakers.items() if does]
-    made = Continuation(tokenizer, chat, known, schemas, stop_token_ids, answered_by)
-    return Tools(schemas, known, made)
-
-
-@contextmanager
-def open_environments(
-    config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Environments[Handle]]:
-    """A block with the environment's processes."""
-    most = most_characters(config.max_result_tokens, tokenizer)
-    environments = Environments[Handle](config, most)
-    try:
-        environments.tools()
-        yield environments
-    finally:
-        environments.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -160,9 +126,10 @@ class _Open:
 
 
 class Episodes:
-    """Generates with an environment.
+    """A ``isobit.rollout.engine.Sampler`` whose samples are episodes.
 
     Args:
+        engine: draws the turns, and has nothing else to do.
         context: positions of the model.
         answers: the record of what environments have said.
     """
@@ -175,92 +142,148 @@ class Episodes:
         answers: KnownAnswers,
         tokenizer: PreTrainedTokenizerBase,
         context: int,
+        engine: RolloutEngine,
     ) -> None:
         self._config, self._tools, self._environments = config, tools, environments
         self._answers, self._tokenizer, self._context = answers, tokenizer, context
+        self._engine = engine
         self._open: dict[Handle, _Open] = {}
         self._answered_at_once: list[tuple[Handle, Answer]] = []
-        self._ended: dict[Handle, Completion] = {}
+        self._ended: list[SampleEvent] = []
+        self._said: list[tuple[Sequence[Any], Mapping[str, Any]]] = []
+        """What environments have said in this rollout, by key."""
+        self._periods = Periods(engine)
 
     def generate(
         self,
-        engine: RolloutEngine,
+        world: World,
         weights_version: int,
         requests: Sequence[Request],
         progress: Callable[[Progress], None] | None = None,
         complete: Callable[[int, list[Completion]], None] | None = None,
-    ) -> tuple[list[list[Completion]], EngineStats]:
-        """The completions of each request, as ``isobit.rollout.engine.generate`` gives them, and
-        what the engine did.
-
-        Raises:
-            ToolError: where no process of an environment can be had; and what ``generate`` raises.
+    ) -> tuple[list[list[Completion]], list[int], EngineStats]:
+        """What ``generate_shared`` gives and raises, by episodes with answers from the record where
+        it has them.  Raises ToolError where no process of an environment can be had.
         """
-        check_is_free(engine)
-        engine.take_weights()
+        self._said.clear()
         self._answers.begin(weights_version, [(one.prompt.id, one.visit) for one in requests])
-        began, periods = perf_counter(), _Periods(engine)
+        found = generate_shared(world, self, requests, progress, complete)
+        said = world.all_gather(json.dumps(self._said))
+        self._answers.end([one for part in said for one in json.loads(part)])
+        return found
+
+    # What a sampler is asked.
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._periods.total
+
+    @property
+    def num_live(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_running(self) -> int:
+        return self._engine.num_running
+
+    @property
+    def has_room(self) -> bool:
+        """Episodes that wait for their tools take none."""
+        return self._engine.has_room
+
+    def check(self, requests: Sequence[Request]) -> None:
+        check_requests(requests, self._open)
+        self._engine.check(requests)
+
+    def submit(self, requests: Sequence[Request], follow: Follow = "end") -> list[list[Handle]]:
+        """Take on episodes, which are followed to their end alone."""
+        assert follow == "end", "a turn is not told of before it is read"
+        self.check(requests)
+        if not self._open:
+            self._periods = Periods(self._engine)
         opens = self._environments.opens
-        handles = _handles(engine, requests) if opens else engine.submit(requests)
-        periods.note()
+        handles = _handles(requests) if opens else self._engine.submit(requests)
         for request, group in zip(requests, handles, strict=True):
             prompt = TokenSequence.of_answer(request.prompt.token_ids, ())
             self._open.update((handle, _Open(request, prompt, opens)) for handle in group)
-        waiting = dict(enumerate(handles))
-        total = len(self._open)
-        try:
-            for handle in self._open if opens else ():
+            for handle in group if opens else ():
                 self._ask(handle)
-            while self._open:
-                for event in engine.step():
-                    if event.completion is not None:
-                        self._end_turn(event.handle, event.completion)
-                for handle, answer in self._poll(engine):
-                    self._go_on(engine, handle, answer)
-                periods.note()
-                self._tell_of_groups(waiting, complete)
-                if progress is not None:
-                    progress(
-                        Progress(
-                            len(self._ended),
-                            engine.num_running,
-                            total,
-                            periods.total().generated_tokens,
-                            perf_counter() - began,
-                        )
-                    )
-            made = [[self._ended[handle] for handle in group] for group in handles]
-            self._answers.end()
+        self._periods.note()
+        return handles
+
+    def step(self) -> list[SampleEvent]:
+        """Draw tokens, and go on with the episodes whose environments have answered."""
+        try:
+            for event in self._engine.step():
+                if event.completion is not None:
+                    self._end_turn(event.handle, event.completion)
+            for handle, answer in self._poll():
+                self._go_on(handle, answer)
         except BaseException:
-            engine.abort(handle for group in handles for handle in group)
+            self.abort(list(self._open))
             raise
-        finally:
+        self._periods.note()
+        return self._take_ended()
+
+    def abort(self, handles: Iterable[Handle]) -> list[SampleEvent]:
+        asked = [handle for handle in handles if handle in self._open]
+        for event in self._engine.abort(asked):
+            if event.completion is not None:
+                self._open[event.handle].sequence = event.completion.sequence
+        for handle in asked:
+            self._open[handle].finish_reason = "aborted"
+            self._close(handle)
+        return self._take_ended()
+
+    def num_drawn(self, handle: Handle) -> int:
+        """Tokens of an episode behind its prompt, but for those of a later turn that is being
+        drawn.
+        """
+        episode = self._open[handle]
+        if self._may_move(episode):
+            return self._engine.num_drawn(handle)
+        return episode.sequence.length - len(episode.request.prompt.token_ids)
+
+    def withdraw(self, handles: Iterable[Handle]) -> dict[Handle, Completion]:
+        """Let those of the episodes go that are in their first turn."""
+        movable = [one for one in handles if one in self._open and self._may_move(self._open[one])]
+        half_done = self._engine.withdraw(movable)
+        for handle in half_done:
+            del self._open[handle]
+        return half_done
+
+    def admit(self, requests: Sequence[Request], half_done: Mapping[Handle, Completion]) -> None:
+        asked = requests_of(half_done, requests, self._open)
+        if not self._open:
+            self._periods = Periods(self._engine)
+        self._engine.admit(requests, half_done)
+        for handle in half_done:
+            request = asked[handle.prompt_id, handle.visit]
+            prompt = TokenSequence.of_answer(request.prompt.token_ids, ())
+            self._open[handle] = _Open(request, prompt, False)
+        self._periods.note()
+
+    def take_weights(self) -> None:
+        self._engine.take_weights()
+
+    # How an episode goes on.
+
+    def _may_move(self, episode: _Open) -> bool:
+        return not self._environments.opens and not episode.turns
+
+    def _take_ended(self) -> list[SampleEvent]:
+        if not self._open:
             self._environments.end_all()
-            self._open.clear()
-            self._ended.clear()
             self._answered_at_once.clear()
-        stats = periods.total()
-        stats.seconds = perf_counter() - began
-        return made, stats
+        ended, self._ended = self._ended, []
+        return ended
 
-    def _tell_of_groups(
-        self,
-        waiting: dict[int, list[Handle]],
-        complete: Callable[[int, list[Completion]], None] | None,
-    ) -> None:
-        """Hand on the groups that have all their episodes, which wait no longer."""
-        for place, group in list(waiting.items()):
-            if all(handle in self._ended for handle in group):
-                del waiting[place]
-                if complete is not None:
-                    complete(place, [self._ended[handle] for handle in group])
-
-    def _poll(self, engine: RolloutEngine) -> list[tuple[Handle, Answer]]:
+    def _poll(self) -> list[tuple[Handle, Answer]]:
         """What environments have answered; waited for a little where the engine has no work."""
         known, self._answered_at_once = self._answered_at_once, []
-        idle = not engine.num_live and not known
+        idle = not self._engine.num_live and not known
         found = self._environments.poll(_TICK_S if idle and self._open else 0.0)
-        return known + [(handle, self._noted(handle, answer)) for handle, answer in found]
+        return known + [(one, self._noted(one, answer)) for one, answer in found]
 
     def _noted(self, handle: Handle, answer: Answer) -> Answer:
         """An answer of a process, as it is recorded: a failure where the episode's time is over."""
@@ -269,7 +292,7 @@ class Episodes:
         if answer.failure is None and not episode.is_over and episode.seconds > most:
             message = f"all calls took longer than environment.episode_s = {most:g}"
             answer = Answer(failure=Failure("deadline", message))
-        self._answers.keep(self._key(handle), answer.recorded())
+        self._said.append((self._key(handle), answer.recorded()))
         return answer
 
     def _key(self, handle: Handle) -> list[Any]:
@@ -329,7 +352,7 @@ class Episodes:
         episode = self._open[handle]
         recorded = self._answers.find(self._key(handle))
         if recorded is not None:
-            self._answers.keep(self._key(handle), recorded)
+            self._said.append((self._key(handle), recorded))
             self._answered_at_once.append((handle, Answer.of(recorded)))
             return
         turns, episode.sent = episode.said[episode.sent :], len(episode.said)
@@ -339,7 +362,7 @@ class Episodes:
             columns = {**columns, "prompt": [*map(dict, messages_of(prompt))]}
         self._environments.ask(handle, columns, turns, wants_reward)
 
-    def _go_on(self, engine: RolloutEngine, handle: Handle, answer: Answer) -> None:
+    def _go_on(self, handle: Handle, answer: Answer) -> None:
         """Give the model the results, or end the episode."""
         episode = self._open[handle]
         if episode.is_over or answer.is_over:
@@ -356,7 +379,7 @@ class Episodes:
             self._finish(handle, "time" if answer.failure.kind == "deadline" else "failed")
             return
         if episode.is_opening:
-            self._begin(engine, handle, answer.opening)
+            self._begin(handle, answer.opening)
             return
         results = (
             [*map(self._fitted, answer.results)]
@@ -377,9 +400,9 @@ class Episodes:
             self._finish(handle, "length")
             return
         episode.sequence = sequence
-        self._draw(engine, handle)
+        self._draw(handle)
 
-    def _begin(self, engine: RolloutEngine, handle: Handle, opening: Opening) -> None:
+    def _begin(self, handle: Handle, opening: Opening) -> None:
         """Draw the first turn, behind the prompt with what the environment has said for it."""
         episode = self._open[handle]
         episode.is_opening = False
@@ -396,13 +419,13 @@ class Episodes:
             sampling = replace(request.sampling, max_new_tokens=left)
             episode.request = replace(request, prompt=prompt, sampling=sampling)
             episode.sequence = TokenSequence.of_answer(prompt.token_ids, ())
-        self._draw(engine, handle)
+        self._draw(handle)
 
-    def _draw(self, engine: RolloutEngine, handle: Handle) -> None:
+    def _draw(self, handle: Handle) -> None:
         """The next turn, behind what the sequence has."""
         episode = self._open[handle]
         begun = Completion(episode.sequence, "", "aborted")
-        engine.admit([episode.request], {handle: begun})
+        self._engine.admit([episode.request], {handle: begun})
 
     def _told(self, parsed: Sequence[Parsed], answered: Sequence[Result]) -> list[Result] | None:
         """What the model is told of each call; None where the environment answered others."""
@@ -447,27 +470,17 @@ class Episodes:
             tuple(episode.results),
             episode.failure,
             episode.reward,
-            episode.seconds,
             episode.prompt,
         )
         sequence = episode.sequence
         if self._environments.has_turn_reward:
-            sequence = _with_turn_rewards(sequence, episode.turn_rewards)
-        self._ended[handle] = Completion(sequence, episode.text, episode.finish_reason, record)
+            sequence = sequence.with_turn_rewards(episode.turn_rewards)
+        made = Completion(sequence, episode.text, episode.finish_reason, record)
+        self._ended.append(SampleEvent(handle, completion=made))
 
 
-def _with_turn_rewards(sequence: TokenSequence, rewards: Sequence[float | None]) -> TokenSequence:
-    """The sequence with rewards of its first turns; the others have 0."""
-    found = np.zeros(sequence.response_length)
-    found[sequence.turn_ends[: len(rewards)]] = [
-        math.nan if one is None else one for one in rewards
-    ]
-    return sequence.with_columns(turn_rewards=found)
-
-
-def _handles(engine: RolloutEngine, requests: Sequence[Request]) -> list[list[Handle]]:
-    """As ``engine.submit`` gives and refuses them, of samples that begin later."""
-    engine.check(requests)
+def _handles(requests: Sequence[Request]) -> list[list[Handle]]:
+    """As ``engine.submit`` gives them, of samples that begin later."""
     return [
         [Handle(one.prompt.id, one.visit, sample) for sample in range(one.samples)]
         for one in requests
@@ -477,18 +490,3 @@ def _handles(engine: RolloutEngine, requests: Sequence[Request]) -> list[list[Ha
 def _runnable(parsed: Sequence[Parsed]) -> list[Call]:
     calls = [one for one in parsed if not isinstance(one, MalformedCall)]
     return [Call(one.name, one.positional, one.arguments) for one in calls]
-
-
-class _Periods:
-    """The counts of an engine, which begins a new record when it has had nothing to do."""
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-        self._records: list[EngineStats] = []
-
-    def note(self) -> None:
-        if not any(one is self._engine.stats for one in self._records[-1:]):
-            self._records.append(self._engine.stats)
-
-    def total(self) -> EngineStats:
-        return sum(self._records, EngineStats())

@@ -42,10 +42,11 @@ from isobit.records.text import Completion
 from isobit.rollout.engine import (
     EngineStats,
     Handle,
+    Periods,
     Progress,
     Request,
-    RolloutEngine,
     SampleEvent,
+    Sampler,
     check_is_free,
     generate,
 )
@@ -179,7 +180,7 @@ _ASKED_AT_ONCE = 8
 
 def generate_shared(
     world: World,
-    engine: RolloutEngine,
+    engine: Sampler,
     requests: Sequence[Request],
     progress: Callable[[Progress], None] | None = None,
     complete: Callable[[int, list[Completion]], None] | None = None,
@@ -193,7 +194,7 @@ def generate_shared(
     completions.  An error that either raises, or the engine, ends the call on all ranks.
 
     Raises:
-        RequestError: where a sample is live; and what ``RolloutEngine.check`` and ``step`` raise.
+        RequestError: where a sample is live; and what ``Sampler.check`` and ``step`` raise.
     """
     if world.size == 1:
         made = generate(engine, requests, progress, complete)
@@ -225,7 +226,7 @@ class _Share:
         self,
         world: World,
         queue: WorkQueue,
-        engine: RolloutEngine,
+        engine: Sampler,
         requests: Sequence[Request],
         progress: Callable[[Progress], None] | None,
         complete: Callable[[int, list[Completion]], None] | None,
@@ -245,7 +246,7 @@ class _Share:
         self._finished = 0
         self._done, self._all = Counts(), Counts()
         """What was counted of this rank, and of all, when it looked last."""
-        self._periods: list[EngineStats] = []
+        self._periods = Periods(engine)
         self._handed_out = self._has_asked = self._is_stopped = False
         self._next_look, self._next_other = 0.0, 0
         self._started_at = perf_counter()
@@ -269,11 +270,10 @@ class _Share:
             return {}
         assert not self._parts, "all samples have ended, and come home"
         places = list(self.whole)
-        stats = sum(self._periods, EngineStats())
-        stats.seconds = perf_counter() - self._started_at
+        self._periods.note()
         return {
             "places": places,
-            "stats": asdict(stats),
+            "stats": asdict(self._periods.total),
             **completions_value([one for place in places for one in self.whole[place]]),
         }
 
@@ -310,8 +310,7 @@ class _Share:
 
     def _take_on(self, handles: Sequence[Handle], homes: Sequence[int]) -> None:
         self._live.update(zip(handles, homes, strict=True))
-        if not any(period is self._engine.stats for period in self._periods[-1:]):
-            self._periods.append(self._engine.stats)
+        self._periods.note()
 
     def _note(self, events: Iterable[SampleEvent]) -> None:
         """Samples have ended here."""
@@ -342,11 +341,9 @@ class _Share:
             names = [(place, sample) for place, sample, _ in ended]
             self._queue.send_home(home, _note_of(names, [one for *_, one in ended]))
         self._ended.clear()
-        done = Counts(
-            self._finished,
-            sum(period.generated_tokens for period in self._periods),
-            self._engine.num_running,
-        )
+        self._periods.note()
+        tokens = self._periods.total.generated_tokens
+        done = Counts(self._finished, tokens, self._engine.num_running)
         self._all = self._queue.count(done - self._done)
         self._done = done
         self._is_stopped = self._queue.is_stopped

@@ -258,19 +258,30 @@ def with_date(
     return chat if found is None else chat.model_copy(update={"date": _date(found)})
 
 
+def with_date_of(
+    config: AnyRecipe,
+    model: str | Path,
+    world: World = ALONE,
+    known: Callable[[], datetime | None] = lambda: None,
+    weights: bool = True,
+) -> AnyRecipe:
+    """A recipe with one date for the templates of ``model`` and of its reward models, as
+    ``with_date`` chooses it.  Without ``weights`` those of a hub model are not fetched.
+    """
+    models: list[str | Path] = [model] if config.data.chat else []
+    if config.reward is not None:
+        models += [part.model for part in config.reward.named().values() if part.model is not None]
+    folders = [model_folder(one, weights) for one in models]
+    data = with_date(config.data, folders, world, known)
+    return config if data is config.data else config.model_copy(update={"data": data})
+
+
 def with_date_of_run(
     config: AnyRecipe, resume: bool, world: World = ALONE, *, weights: bool = True
 ) -> AnyRecipe:
-    """A recipe with the date of its run for templates that read the clock: the date when the run
-    began, where it is resumed.  Without ``weights`` those of a hub model are not fetched.
-    """
-    models = [config.model] if config.data.chat else []
-    if config.reward is not None:
-        models += [part.model for part in config.reward.named().values() if part.model is not None]
-    folders = [model_folder(model, weights) for model in models]
+    """A recipe with the date of its run: when that began, where it is resumed."""
     known = partial(_saved_date, RunDirectory(config.output)) if resume else lambda: None
-    data = with_date(config.data, folders, world, known)
-    return config if data is config.data else config.model_copy(update={"data": data})
+    return with_date_of(config, config.model, world, known, weights)
 
 
 def _saved_date(directory: RunDirectory) -> datetime | None:

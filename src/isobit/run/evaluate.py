@@ -34,18 +34,27 @@ from isobit.data.prompts import (
     prompts_of_rows,
 )
 from isobit.data.sources import load_rows, row_of
-from isobit.data.tokenizer import describe_end_of_turn
+from isobit.data.tokenizer import describe_end_of_turn, most_characters
+from isobit.data.tool_calls import Continuation, Speaker, tool_format
+from isobit.environments.pool import Environments
 from isobit.models.folder import DescribedModel, SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.evaluation import EvalResult, describe_hidden, result_of
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group, Prompt, json_line
 from isobit.rewards.grading import Graders, GradeStats, Grading, check_references
-from isobit.rollout.engine import EngineStats, Progress, Request, RolloutEngine, generate
-from isobit.rollout.episodes import Episodes, open_environments, read_tools
+from isobit.rollout.engine import (
+    EngineStats,
+    Handle,
+    Progress,
+    Request,
+    RolloutEngine,
+    generate,
+)
+from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
-from isobit.run.data import evaluation_limit, rendering_notes, with_date
+from isobit.run.data import evaluation_limit, rendering_notes, with_date, with_date_of
 from isobit.run.reward_models import ModelRewards
 from isobit.util.errors import ConfigError
 from isobit.util.terminal import say
@@ -150,10 +159,9 @@ def _evaluate_folder(
 ) -> dict[str, EvalResult]:
     model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
-    data = with_date(config.data, [folder], world)
-    config = config.model_copy(update={"data": data})
-    with _acting(config.environment, data, model, config.rollout, engine) as (schemas, acts):
-        _, sets = read_sets(config, folder, model.tokenizer, model.context, world, tools=schemas)
+    config = with_date_of(config, folder, world)
+    with _acting(config.environment, config.data, model, config.rollout, engine) as (schemas, acts):
+        sets = read_sets(config, model.tokenizer, model.context, world, tools=schemas)
         requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
         evaluator = Evaluator(engine, requests, generate=acts)
         return _evaluate(evaluator, config, model, progress, graders, world)
@@ -209,9 +217,46 @@ class _Unrecorded:
 
     def find(self, key: Sequence[Any]) -> None: ...
 
-    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None: ...
+    def end(self, answers: Sequence[Any]) -> None: ...
 
-    def end(self) -> None: ...
+
+def read_tools(
+    environments: Environments[Handle],
+    environment: EnvironmentConfig,
+    chat: ChatConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+) -> Tools:
+    """The tools of an environment whose processes are open.
+
+    Raises ConfigError for a chat template that cannot be continued.
+    """
+    schemas, leads, speaks = environments.tools(), environments.leads, environments.speaks
+    if leads and not (chat.chat and tokenizer.chat_template):
+        why = "data.chat is false" if tokenizer.chat_template else "the tokenizer has none"
+        raise ConfigError(f"an environment of verifiers needs a chat template, but {why}")
+    form = environment.format if schemas else "plain"
+    known = tool_format(tokenizer, chat) if form == "auto" else form
+    speakers: dict[Speaker, bool] = {"tool": bool(schemas) or not leads, "user": speaks}
+    answered_by: list[Speaker] = [who for who, does in speakers.items() if does]
+    made = Continuation(tokenizer, chat, known, schemas, stop_token_ids, answered_by)
+    return Tools(schemas, known, made)
+
+
+@contextmanager
+def open_environments(
+    config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Environments[Handle]]:
+    """A block with the environment's processes.  Raises ToolError for a class that cannot be
+    loaded.
+    """
+    most = most_characters(config.max_result_tokens, tokenizer)
+    environments = Environments[Handle](config, most)
+    try:
+        environments.tools()
+        yield environments
+    finally:
+        environments.close()
 
 
 @contextmanager
@@ -222,42 +267,32 @@ def _acting(
     rollout: RolloutConfig,
     engine: RolloutEngine,
 ) -> Iterator[Acting]:
-    """A block with the environment's processes.  Raises as ``read_tools`` does."""
+    """A block with the environment's processes.  Raises as they and ``read_tools`` do."""
     if environment is None:
         yield (), None
         return
     tokenizer, stops = model.tokenizer, model.sampling(rollout).stop_token_ids
-    tools = read_tools(environment, chat, tokenizer, stops)
-    say(f"isobit: {tools.describe()}")
     with open_environments(environment, tokenizer) as opened:
-        episodes = Episodes(environment, tools, opened, _Unrecorded(), tokenizer, model.context)
-
-        def act(
-            requests: Sequence[Request],
-            progress: OnProgress | None = None,
-            complete: Callable[[int, list[Completion]], None] | None = None,
-        ) -> tuple[list[list[Completion]], list[int], EngineStats]:
-            version = model.policy.version
-            made, stats = episodes.generate(engine, version, requests, progress, complete)
-            return made, [0] * len(requests), stats
-
-        yield tools.schemas, act
+        tools = read_tools(opened, environment, chat, tokenizer, stops)
+        say(f"isobit: {tools.describe()}")
+        episodes = Episodes(
+            environment, tools, opened, _Unrecorded(), tokenizer, model.context, engine
+        )
+        yield tools.schemas, partial(episodes.generate, ALONE, model.policy.version)
 
 
 def read_sets(
     config: RunConfig,
-    folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
     world: World = ALONE,
     graded: bool = True,
     tools: Sequence[Mapping[str, Any]] = (),
-) -> tuple[RunConfig, dict[str, list[Prompt]]]:
-    """The configuration with its date, and the prompts of each evaluation set for the model of
-    ``folder``, by name; says what stands out.  Raises as ``build_prompts`` and ``check_references``
-    do.
+) -> dict[str, list[Prompt]]:
+    """The prompts of each evaluation set by name, of a configuration with its date; says what
+    stands out.  Raises as ``build_prompts`` and ``check_references`` do.
     """
-    data = with_date(config.data, [folder], world)
+    data = config.data
     noticed = {name: Noticed() for name in data.eval}
     # an answer may end at the context's end, unless prompts that leave less room are not wanted
     longest = evaluation_limit(config.evaluation, config.rollout)
@@ -282,7 +317,7 @@ def read_sets(
     if graded:
         _say_notes(check_references(config.reward, sets), world)
     _say_notes(rendering_notes(data, tokenizer, noticed), world)
-    return config.model_copy(update={"data": data}), sets
+    return sets
 
 
 def _say_notes(notes: Sequence[str], world: World) -> None:

@@ -70,6 +70,7 @@ from isobit.records.text import Group
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
+from isobit.run.data import with_date_of
 from isobit.run.evaluate import evaluation_requests, read_sets
 from isobit.run.reward_models import ModelRewards
 from isobit.util.errors import ConfigError, DataError, NonFiniteError
@@ -321,9 +322,8 @@ def compare_flows(
         graded = "reward" in config.model_fields_set
         if graded:
             check_reward(config.reward)
-        config, sets = read_sets(
-            config, described.folder, described.tokenizer, shape.max_positions, graded=graded
-        )
+        config = with_date_of(config, described.folder)
+        sets = read_sets(config, described.tokenizer, shape.max_positions, graded=graded)
         asked = evaluation_requests(sets, config.evaluation, config.rollout, described)
         requests = [one for every in asked.values() for one in every]
         with Graders(config.reward) if graded else nullcontext() as graders:

@@ -32,7 +32,7 @@ also completed once greedily; that completion is graded and not learnt from.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import compress
@@ -44,6 +44,7 @@ from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
 from isobit.records.kept_groups import groups_value
 from isobit.records.text import Completion, Group
+from isobit.rewards.grading import Graders
 from isobit.rollout.engine import EngineStats, Progress, Request
 from isobit.run.data import settled, with_date_of_run
 from isobit.run.grading import Interruption
@@ -51,15 +52,13 @@ from isobit.run.log import RlSummary
 from isobit.run.pending import (
     GradedBatch,
     Rollouters,
-    append_lines,
     batch_value,
     check_parts,
     compared,
-    lines_ahead,
 )
 from isobit.run.run import begin_run, open_graders, start_run
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl, read_rl
-from isobit.store.reward_record import SentRecord
+from isobit.store.reward_record import SentAnswers, SentRecord
 from isobit.store.state import StepDigests, state_digest
 from isobit.training.step import StepMetrics
 
@@ -280,19 +279,19 @@ def request_batch(run: RlRun) -> None:
     """Have the rollouters sample the next batch, by the weights as they are now."""
     assert run.rollouters is not None
     run.rollouters.update_weights(run.model.policy)
-    state, ahead = run.sampler.state(), lines_ahead(run.grading)
-    run.rollouters.send_command({"do": "sample", "sampler": state, "record": ahead})
+    state, ahead = run.sampler.state(), run.given.ahead()
+    run.rollouters.send_command({"do": "sample", "sampler": state, "ahead": ahead})
 
 
 def receive_batch(run: RlRun) -> GradedBatch:
-    """Wait for the batch, and take over the order of prompts and the record of rewards."""
+    """Wait for the batch, and take over the order of prompts and what the run was given."""
     assert run.rollouters is not None
     with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
         value = run.rollouters.receive_result()
     for name, seconds in value["seconds"].items():
         run.clock.add(name, seconds)
     run.sampler.restore(value["sampler"])
-    append_lines(run.grading, value["gradings"])
+    run.given.append(value["given"])
     return replace(run.pending.batch_of(value["batch"]), engine=EngineStats(**value["engine"]))
 
 
@@ -305,22 +304,36 @@ def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
         run = prepare_rl(config, rollouters.mine, data=data, learns=False)
         if graders is not None:
             graders.describe()
-        with Interruption(rollouters.mine) as interruption:
+        with run.environments(), Interruption(rollouters.mine) as interruption:
             while (command := rollouters.receive_command(interruption.check))["do"] != "end":
                 if command["do"] == "take weights":
                     rollouters.transfer_weights(run.model.policy)
                     continue
-                # the record begins where the trainers' stands; a signal waits for the command's
-                # end, since the run's own interruption hears none
-                record = SentRecord(lambda _: None, [line.encode() for line in command["record"]])
-                run.grade_by(graders, record)
+                # a signal waits for the command's end, since the run's own interruption hears none
                 serve = _serve_batch if command["do"] == "sample" else _serve_evaluation
                 rollouters.send_result(
-                    lambda serve=serve, record=record, command=command: {
-                        **serve(run, command),
-                        "gradings": [line.decode() for line in record.gradings],
-                    }
+                    lambda serve=serve, command=command: _served(serve, run, graders, command)
                 )
+
+
+def _served(
+    serve: Callable[[RlRun, Mapping[str, Any]], dict[str, Any]],
+    run: RlRun,
+    graders: Graders | None,
+    command: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The result of a command, with what the run was given for it; the records begin where the
+    trainers' stand.
+    """
+    ahead = {name: [line.encode() for line in lines] for name, lines in command["ahead"].items()}
+    rewards = SentRecord(lambda _: None, ahead["gradings"])
+    answers = SentAnswers(lambda _: None, ahead["answers"])
+    run.grade_by(graders, rewards)
+    run.answer_by(answers)
+    result = serve(run, command)
+    sent = {"gradings": rewards.gradings, "answers": answers.sent}
+    given = {name: [line.decode() for line in lines] for name, lines in sent.items()}
+    return {**result, "given": given}
 
 
 def _serve_batch(run: RlRun, command: Mapping[str, Any]) -> dict[str, Any]:

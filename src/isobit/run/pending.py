@@ -74,6 +74,7 @@ from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.evaluate import Evaluation, Evaluator
 from isobit.run.grading import RecordedGrading
+from isobit.store.reward_record import AnswerRecord
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.judge import scores_by_policy, with_old_columns
 from isobit.training.trainer import Trainer
@@ -336,32 +337,48 @@ class Rollouters:
         return self.mine.size == 1 or is_raised_on_all(error)
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a run is given from outside, in records that go to the rollouters and come back with
+    more (``isobit.store.reward_record``).
+    """
+
+    grading: RecordedGrading
+    answers: AnswerRecord
+    write_answers: Callable[[], None]
+
+    def ahead(self) -> dict[str, list[str]]:
+        """What the records of an interrupted run still have of rollouts to come."""
+        records = {"gradings": self.grading.record, "answers": self.answers}
+        return {
+            name: [line.decode() for line in record.lines_ahead] for name, record in records.items()
+        }
+
+    def append(self, found: Mapping[str, Sequence[str]]) -> None:
+        """What the rollouters were given, repeated or new.  All ranks together."""
+        self.grading.append([line.encode() for line in found["gradings"]])
+        self.answers.append([line.encode() for line in found["answers"]])
+        self.write_answers()
+
+
 def evaluate(
-    rollouters: Rollouters, policy: Policy, evaluator: Evaluator, grading: RecordedGrading
+    rollouters: Rollouters, policy: Policy, evaluator: Evaluator, given: Given
 ) -> Evaluation[EvalResult]:
     """Trainers: every evaluation set under the current policy, sampled by the rollouters."""
     rollouters.update_weights(policy)
-    rollouters.send_command({"do": "evaluate", "record": lines_ahead(grading)})
+    rollouters.send_command({"do": "evaluate", "ahead": given.ahead()})
     value = rollouters.receive_result()
-    append_lines(grading, value["gradings"])
+    given.append(value["given"])
     found: dict[str, tuple[EvalResult, list[Group]]] = {}
-    gradings = [json.loads(line) for line in value["gradings"]]  # one of each set, in their order
+    gradings = [
+        json.loads(line) for line in value["given"]["gradings"]
+    ]  # one of each set, in their order
     for (name, requests), graded in zip(evaluator.requests.items(), gradings, strict=True):
         prompts = {request.prompt.id: request.prompt for request in requests}
         groups = groups_of(value["sets"][name], prompts.__getitem__)
         stats = GradeStats(0, 0, graded["failures"], None, graded.get("counts", {}))
         found[name] = result_of(groups, requests[0].samples, stats.all_counts()), groups
     return found
-
-
-def lines_ahead(grading: RecordedGrading) -> list[str]:
-    """What the record of an interrupted run still has of gradings to come."""
-    return [line.decode() for line in grading.record.lines_ahead]
-
-
-def append_lines(grading: RecordedGrading, lines: Sequence[str]) -> None:
-    """Record gradings that the rollouters have made."""
-    grading.append([line.encode() for line in lines])
 
 
 def check_parts(config: RunConfig, world: World) -> None:

@@ -19,6 +19,7 @@ from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_run
 from isobit.data.sampler import Mapped
 from isobit.data.tokenizer import describe_end_of_turn
+from isobit.environments.pool import Environments
 from isobit.memory.cache_size import batched_tokens
 from isobit.models.config import ModelConfig
 from isobit.models.policy_share import is_one_function
@@ -26,28 +27,34 @@ from isobit.models.scorer import calibrate_kv_scales
 from isobit.observe.console import describe_policy
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import check_package, check_tracking
-from isobit.parallel.world import ALONE, World, raised_on_all
+from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.records.text import Completion, SamplingParams
-from isobit.rollout.engine import EngineStats, Progress, Request
-from isobit.rollout.episodes import Episodes, Tools, open_environments, read_tools
+from isobit.rollout.engine import EngineStats, Handle, Progress, Request
+from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.shared import generate_shared
 from isobit.run.data import RlData, load_prompts
-from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
+from isobit.run.evaluate import (
+    Evaluation,
+    OnProgress,
+    evaluation_requests,
+    open_environments,
+    read_tools,
+)
 from isobit.run.grading import RecordedGrading
 from isobit.run.log import RlLog
-from isobit.run.pending import Pending, Rollouters, pending_bytes
+from isobit.run.pending import Given, Pending, Rollouters, pending_bytes
 from isobit.run.pending import evaluate as evaluate_by_rollouters
 from isobit.run.plan import Plan, describe_source
 from isobit.run.reward_models import plan_reward_models
 from isobit.run.run import Run
 from isobit.store.resume import Start
+from isobit.store.reward_record import AnswerRecord
 from isobit.training.calibration import build_calibration, describe_shadow
 from isobit.training.judge import Judge
 from isobit.training.reference import checkpoint_bytes, describe_reference, load_reference
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Learner
-from isobit.util.errors import ConfigError
 
 VALUE_HEAD_RATE = 10.0
 """Of a value head over the policy's, where the recipe does not say: it starts from nothing."""
@@ -86,10 +93,9 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         super().__init__(plan, world, learns)
         self.algorithm, self.sampling, self.rollouters = plan.algorithm, plan.sampling, rollouters
         self._tools = plan.tools
+        self._environments: Environments[Handle] | None = None
         self._episodes: Episodes | None = None
         if plan.tools is not None:
-            if world.size > 1:
-                raise raised_on_all(ConfigError("an environment needs a run of one process"))
             assert self.evaluator is not None, "reinforcement learning always generates"
             self.evaluator = replace(self.evaluator, generate=self.generate)
         if rollouters is not None:
@@ -198,23 +204,50 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         if self._episodes is None:
             return generate_shared(self.world, self.engine, requests, progress, complete)
         version = self.model.policy.version
-        made, stats = self._episodes.generate(self.engine, version, requests, progress, complete)
+        found = self._episodes.generate(self.world, version, requests, progress, complete)
         self._write_answers()
-        return made, [self.world.rank] * len(requests), stats
+        return found
 
     @contextmanager
     def acting(self, start: Start) -> Iterator[None]:
-        """The environment's processes, and the record of what they have said."""
-        config, tokenizer = self.config.environment, self.model.tokenizer
-        if config is None or self._tools is None:
+        write = partial(start.writer.write_on_first, start.answers.write)
+        with self.environments():
+            self.answer_by(start.answers, write)
+            yield
+
+    @contextmanager
+    def environments(self) -> Iterator[None]:
+        """A block with the processes of an environment, where this rank samples with one."""
+        config = self.config.environment
+        if config is None or self.rollouters is not None:
             yield
             return
-        with open_environments(config, tokenizer) as environments:
-            self._episodes = Episodes(
-                config, self._tools, environments, start.answers, tokenizer, self.model.context
-            )
-            self._write_answers = partial(start.writer.write_on_first, start.answers.write)
+        with open_environments(config, self.model.tokenizer) as self._environments:
             yield
+
+    def answer_by(self, answers: AnswerRecord, write: Callable[[], None] = lambda: None) -> None:
+        """Take what tools say from ``answers`` where it still has some, else from the environment;
+        ``write`` is called once a rollout has been recorded.
+        """
+        self.answers, self._write_answers = answers, write
+        if self._environments is None:
+            return
+        assert self.config.environment is not None
+        assert self._tools is not None
+        self._episodes = Episodes(
+            self.config.environment,
+            self._tools,
+            self._environments,
+            answers,
+            self.model.tokenizer,
+            self.model.context,
+            self.engine,
+        )
+
+    @property
+    def given(self) -> Given:
+        """The records of what the run is given from outside."""
+        return Given(self.grading, self.answers, self._write_answers)
 
     def evaluate(self, progress: OnProgress, grading: RecordedGrading) -> Evaluation[EvalResult]:
         """Every evaluation set under the current policy."""
@@ -222,7 +255,9 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         self.calibrate_if_due()  # before the first step
         if self.rollouters is None:
             return self.evaluator.run(progress, grading)
-        return evaluate_by_rollouters(self.rollouters, self.model.policy, self.evaluator, grading)
+        return evaluate_by_rollouters(
+            self.rollouters, self.model.policy, self.evaluator, self.given
+        )
 
     def open_log(self, start: Start) -> RlLog:
         return RlLog(self, start, self.console, self.clock)
@@ -256,8 +291,14 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
     sampling = model.sampling(config.rollout)
     tools = None
     if config.environment is not None:
-        stops = sampling.stop_token_ids
-        tools = read_tools(config.environment, config.data, model.tokenizer, stops)
+        with open_environments(config.environment, model.tokenizer) as opened:
+            tools = read_tools(
+                opened,
+                config.environment,
+                config.data,
+                model.tokenizer,
+                sampling.stop_token_ids,
+            )
     data = data or load_prompts(config, model, tools.schemas if tools is not None else ())
     evaluation = evaluation_requests(data.sets, config.evaluation, config.rollout, model)
     rollouts = Mapped(data.prompts, lambda prompt: Request(prompt, 0, 1, sampling))

@@ -157,6 +157,7 @@ class Start:
         write_on_first(self.world, lambda: self._open(run))
         if not self.writes:
             self.rewards.follow()
+            self.answers.follow()
 
     def _open(self, run: TrainingRun) -> None:
         root = self.directory.root

@@ -89,6 +89,16 @@ class LineRecord:
         """Drop the recorded lines that have not been repeated: others will be given."""
         self._lines.clear()
 
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Lines that were made elsewhere, in their order: repeated or new."""
+        for line in lines:
+            if self._lines and self._lines[0] == line:
+                self._size += len(self._lines.popleft())
+                continue
+            if self._lines:
+                self._drop()
+            self._add(line)
+
     @property
     def position(self) -> int:
         """Bytes of the record up to the end of the last line."""
@@ -125,16 +135,6 @@ class RewardRecord(LineRecord):
         "the completions of this step are not those that were graded before the interruption: "
         "they are graded anew"
     )
-
-    def append(self, lines: Sequence[bytes]) -> None:
-        """Gradings that other ranks made, in their order: repeated or new."""
-        for line in lines:
-            if self._lines and self._lines[0] == line:
-                self._size += len(self._lines.popleft())
-                continue
-            if self._lines:
-                self._drop()
-            self._add(line)
 
     def grade(self, groups: Sequence[Group], grading: Grading) -> GradeStats:
         """Fill the rewards of groups, from the record where it has these completions, else by
@@ -207,13 +207,11 @@ class AnswerRecord(LineRecord):
         super().__init__(say, lines, position)
         self._identity: dict[str, Any] = {}
         self._known: dict[str, Mapping[str, Any]] = {}
-        self._kept: dict[str, tuple[list[Any], Mapping[str, Any]]] = {}
 
     def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
         """A rollout by weights of this version, of prompts with their visits."""
         names = [list(name) for name in prompts]
         self._identity = {"weights_version": weights_version, "prompts": names}
-        self._kept = {}
         recorded = self._look_up(self._identity)
         answers = recorded["answers"] if recorded is not None else []
         self._known = {json.dumps(key): content for key, content in answers}
@@ -221,25 +219,29 @@ class AnswerRecord(LineRecord):
     def find(self, key: Sequence[Any]) -> Mapping[str, Any] | None:
         return self._known.get(json.dumps(list(key)))
 
-    def keep(self, key: Sequence[Any], content: Mapping[str, Any]) -> None:
-        self._kept[json.dumps(list(key))] = list(key), content
-
-    def end(self) -> None:
+    def end(self, answers: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """The rollout's line is repeated, or new."""
-        answers = sorted(self._kept.values(), key=lambda one: one[0])
-        line = (json.dumps({**self._identity, "answers": answers}) + "\n").encode()
-        if self._lines and self._lines[0] == line:
-            self._size += len(self._lines.popleft())
-            return
-        if self._lines:
-            self._drop()
-        self._add(line)
+        found = sorted(answers, key=lambda one: list(one[0]))
+        line = (json.dumps({**self._identity, "answers": found}) + "\n").encode()
+        self.append([line])
 
     def _look_up(self, identity: dict[str, Any]) -> dict[str, Any] | None:
         recorded = json.loads(self._lines[0]) if self._lines else None
         if recorded is None or any(recorded[name] != value for name, value in identity.items()):
             return None
         return recorded
+
+
+class SentAnswers(AnswerRecord):
+    """A record whose lines are sent to the ranks that write it."""
+
+    def __init__(self, say: Say, lines: Sequence[bytes]) -> None:
+        super().__init__(say, lines)
+        self.sent: list[bytes] = []  # those made or repeated since the start
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        super().append(lines)
+        self.sent += lines
 
 
 class KnownAnswers(AnswerRecord):
