@@ -1,10 +1,11 @@
-"""What a host loads, and an episode's process runs (``isobit.environments.worker``).
+"""What a host loads, and an episode's process runs (``isobit.environments.worker``):
 
     class       in the form of TRL's ``environment_factory``: its public methods are the tools
     verifiers   an environment of the package ``verifiers``, which leads the conversation itself
+    openenv     an OpenEnv server (``isobit.environments.openenv``)
 
-The second is given a client for a model, whose answers are the turns that the engine draws.  It
-asks with all messages up to there; those that are new are what it says behind the last turn.
+The second has a client for a model whose answers are the turns that the engine draws.  It asks with
+all messages up to there; those that are new are what it says behind the last turn.
 """
 
 import asyncio
@@ -33,6 +34,11 @@ class Call:
     positional: Sequence[Any]
     arguments: Mapping[str, Any]
 
+    def by_name(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments, where those without a name have those of ``schema`` in turn."""
+        names = schema.get("properties") or {}
+        return {**dict(zip(names, self.positional, strict=False)), **self.arguments}
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -49,7 +55,7 @@ class Turn:
 class Start:
     """The first message to a host."""
 
-    kind: Literal["class", "verifiers"]
+    kind: Literal["class", "verifiers", "openenv"]
     place: str
     options: Mapping[str, Any]
     deadline_s: float
@@ -145,10 +151,8 @@ class Instance:
     def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What ``reset`` returns is text for the prompt."""
         reset = getattr(self._instance, "reset", None)
-        if reset is None:
-            return {}
-        said = _awaited(reset(**_taken(reset, columns)))
-        if said is None or said == "":
+        said = None if reset is None else _awaited(reset(**_taken(reset, columns)))
+        if reset is None or said is None or said == "":
             return {}
         if not isinstance(said, str) or not _may_speak(reset):
             raise ToolError(
@@ -418,7 +422,7 @@ class Conversation:
             types.ToolCall(
                 id=f"call_{self._turns}_{place}",
                 name=call.name,
-                arguments=json.dumps(self._named(call)),
+                arguments=json.dumps(call.by_name(self._tools.get(call.name, {}))),
             )
             for place, call in enumerate(turn.calls)
         ]
@@ -430,11 +434,6 @@ class Conversation:
             is_truncated=turn.is_cut,
         )
         return types.Response(id=f"turn_{self._turns}", created=0, model="isobit", message=message)
-
-    def _named(self, call: Call) -> dict[str, Any]:
-        """The arguments by name, or by the places of the tool's parameters."""
-        names: Any = self._tools.get(call.name, {}).get("properties", {})
-        return {**dict(zip(names, call.positional, strict=False)), **call.arguments}
 
     def _said_behind(self, before: list[dict[str, Any]]) -> list[list[str]]:
         said = self._messages[len(before) :]
