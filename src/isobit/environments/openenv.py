@@ -257,7 +257,7 @@ class OpenEnvEpisode:
         said = told(seen.observation, self._start.most_characters)[1]
         return {"opening": said} if seen.observation else {}
 
-    def answer(self, turns: Sequence[Turn], _: bool) -> dict[str, Any]:
+    def answer(self, turns: Sequence[Turn], wants_reward: bool) -> dict[str, Any]:
         answer: dict[str, Any] = {"results": []}
         for turn in turns:
             if self._is_over:

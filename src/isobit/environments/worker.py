@@ -42,6 +42,7 @@ from typing import Any, NoReturn, Protocol
 
 from isobit.environments.hosted import HostedClass, HostedVerifiers, Start, Turn
 from isobit.environments.openenv import HostedOpenEnv, LostEpisodeError
+from isobit.environments.tasksets import HostedTaskset, is_classic
 from isobit.rewards.outcome import failure_of, frame, read_frame, write_all
 from isobit.rewards.worker import descendants, leave_to_trainer, limit_memory, supervised
 from isobit.util.errors import ToolError
@@ -83,8 +84,9 @@ class Hosted(Protocol):
 
 def load(start: Start) -> Hosted:
     """What a host is to run.  Raises ToolError, and what user's code raises."""
-    kinds = {"class": HostedClass, "verifiers": HostedVerifiers, "openenv": HostedOpenEnv}
-    return kinds[start.kind](start)
+    if start.kind == "verifiers":
+        return HostedVerifiers(start) if is_classic() else HostedTaskset(start)
+    return HostedOpenEnv(start) if start.kind == "openenv" else HostedClass(start)
 
 
 class EpisodeProcess:

@@ -46,7 +46,7 @@ from isobit.rollout.episodes import Episodes, open_environments, read_tools
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
 from isobit.run.data import evaluation_limit, rendering_notes, with_date
-from isobit.run.reward_models import ModelRewards
+from isobit.run.frozen_models import ModelRewards
 from isobit.util.errors import ConfigError
 from isobit.util.terminal import say
 

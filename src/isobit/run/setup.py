@@ -32,17 +32,21 @@ from isobit.rollout.episodes import Episodes, Tools, open_environments, read_too
 from isobit.rollout.shared import generate_shared
 from isobit.run.data import RlData, load_prompts
 from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
+from isobit.run.frozen_models import (
+    checkpoint_bytes,
+    describe_reference,
+    load_reference,
+    plan_reward_models,
+)
 from isobit.run.grading import RecordedGrading
 from isobit.run.log import RlLog
 from isobit.run.pending import Pending, Rollouters, pending_bytes
 from isobit.run.pending import evaluate as evaluate_by_rollouters
 from isobit.run.plan import Plan, describe_source
-from isobit.run.reward_models import plan_reward_models
 from isobit.run.run import Run
 from isobit.store.resume import Start
 from isobit.training.calibration import build_calibration, describe_shadow
 from isobit.training.judge import Judge
-from isobit.training.reference import checkpoint_bytes, describe_reference, load_reference
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Learner
 from isobit.util.errors import ConfigError
