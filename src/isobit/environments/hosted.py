@@ -2,6 +2,7 @@
 
     class       in the form of TRL's ``environment_factory``: its public methods are the tools
     verifiers   an environment of the package ``verifiers``, which leads the conversation itself
+                (of its version 0.4: ``isobit.environments.tasksets``)
     openenv     an OpenEnv server (``isobit.environments.openenv``)
 
 The second has a client for a model whose answers are the turns that the engine draws.  It asks with
