@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.models.policy_share import is_one_function as is_one_function
     from isobit.models.saving import save_policy as save_policy
     from isobit.models.scorer import Scorer as Scorer
+    from isobit.models.scorer import calibrate_kv_scales as calibrate_kv_scales
     from isobit.observe.report.page import report as report
     from isobit.precision.flow import PrecisionFlow as PrecisionFlow
     from isobit.precision.flow import build_flow as build_flow
@@ -104,7 +105,7 @@ _HOMES = {
         "random_policy",
     ),
     "models.saving": ("save_policy",),
-    "models.scorer": ("Scorer",),
+    "models.scorer": ("Scorer", "calibrate_kv_scales"),
     "observe.report.page": ("report",),
     "precision.flow": (
         "PrecisionFlow",

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,11 +86,14 @@ def shapes() -> Mapping[str, ModelConfig]:
 @pytest.fixture
 def make_policy() -> Callable[..., Policy]:
     def make(
-        shape: str, preset: Preset, scales: ScaleKind = "power_of_two", trainable: bool = True
+        shape: str,
+        preset: Preset,
+        scales: ScaleKind = "power_of_two",
+        trainable: bool = True,
+        **options: Any,
     ) -> Policy:
-        precision = PrecisionConfig(
-            preset=preset, scales=scales, last_layers_bf16=1 if shape == "llama" else 0
-        )
+        last = 1 if shape == "llama" else 0
+        precision = PrecisionConfig(preset=preset, scales=scales, last_layers_bf16=last, **options)
         return random_policy(SHAPES[shape], precision, 0, "cuda", trainable)
 
     return make

@@ -44,6 +44,13 @@ def test_fp32_scales_are_exact_too(make_policy: MakePolicy) -> None:
     assert check(make_policy("qwen3", "fp8", scales="fp32")).exit_code == 0
 
 
+@pytest.mark.parametrize("shape", ["qwen3", "moe"])
+def test_scales_a_tensor_are_exact_too(shape: str, make_policy: MakePolicy) -> None:
+    policy = make_policy(shape, "fp8", kv_scales="per_tensor", kv_calibration="engine")
+    assert check(policy).exit_code == 0
+    assert policy.kv_scales is not None and policy.kv_scales.bytes.all()
+
+
 def test_a_flow_with_two_functions_differs(make_policy: MakePolicy) -> None:
     result = check(make_policy("qwen3", "fp8-rollout"))
     assert result.comparison.tokens_differing > result.comparison.tokens_compared // 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isobit.kernels.operands import QkvTransform, RopeTable
-from isobit.kernels.spec.qkv import Heads, transform_qkv
+from isobit.kernels.spec.qkv import Heads, fixed_bytes, transform_qkv
 from isobit.kernels.spec.quantise import scale_of_byte
 from isobit.precision.quant_tensor import DTYPES, E4M3, E8M0_BIAS, Format
 from isobit.util.errors import ConfigError
@@ -260,6 +260,44 @@ def test_slots_in_any_order_and_nothing_else_is_written(tokens: int, format: For
         if target is not None and source is not None:
             target[slots[written].cuda()] = source[written.cuda()]
     assert same_keys(gathered(pages, torch.arange(count), count * TILE), expected)
+
+
+@pytest.mark.parametrize("tokens", [40, MANY])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_given_scales_and_maxima_are_those_of_the_specification(
+    layout: tuple[int, int, int], tokens: int
+) -> None:
+    case = Case(tokens, *layout, norms=False)
+    case.qkv.view(tokens, -1, layout[2])[3, 0, 5] = torch.nan
+    given = torch.tensor([124, 0, 127], dtype=torch.uint8)
+    on_cpu = replace(case.on_cpu, hadamard=True, scale_bytes=given, maxima=torch.zeros(3))
+    made = transform_qkv(0, case.qkv, on_cpu, case.rope.rows(case.positions))
+    exact = [
+        Heads.encode(x, "e4m3", byte) for x, byte in zip(made, fixed_bytes(on_cpu), strict=True)
+    ]
+    assert sum(int((raw(one.values) & 0x7F == 0x7E).sum()) for one in exact) > 10  # saturated
+
+    def on_gpu(hadamard: bool = True) -> QkvTransform:
+        return replace(
+            case.on_gpu,
+            hadamard=hadamard,
+            scale_bytes=given.cuda(),
+            maxima=torch.zeros(3).cuda(),
+        )
+
+    qkv, positions = case.qkv.cuda(), case.positions.cuda()
+    packed, plain, paged = on_gpu(), on_gpu(hadamard=False), on_gpu()
+    queries, keys = encode_packed(qkv, packed, positions, "e4m3")
+    for ours, theirs in zip(heads_of(queries, keys, "e4m3"), exact, strict=True):
+        assert same(ours.values, theirs.values) and torch.equal(ours.scales, theirs.scales)
+    encode_packed(qkv, plain, positions, "bf16")
+    count = -(-tokens // TILE)
+    pages, slots = case.pages(count, "e4m3"), torch.arange(tokens).cuda()
+    again = encode_paged(qkv, paged, positions, slots, pages)
+    assert same_queries(again, queries)
+    assert same_keys(gathered(pages, torch.arange(count), tokens), keys)
+    for one in (packed, plain, paged):
+        assert same(one.maxima, on_cpu.maxima)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

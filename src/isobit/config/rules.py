@@ -124,9 +124,7 @@ def check_layout(config: RunConfig) -> None:
 
 
 def check_engine(config: RunConfig) -> None:
-    """Refuse another engine where it would have to be shared, and options of one that is not
-    there.
-    """
+    """Refuse another engine where it would be shared, and options of one that is not there."""
     rollout, cluster = config.rollout, config.cluster
     if rollout.engine == "native":
         if rollout.engine_options:
@@ -214,6 +212,8 @@ def check_sft(config: SftConfig) -> None:
             "completions; set it to 0"
         )
     check_own_engine(config.cluster)
+    if config.precision.kv_scales == "per_tensor":
+        raise ConfigError("precision.kv_scales = 'per_tensor' is for isobit train; leave it out")
     check_schedule(config.training)
     sets, figures = config.data.eval, [f"eval/{name}/loss" for name in config.data.eval]
     if config.objective == "preference":

@@ -178,6 +178,9 @@ Preset = Literal[
 ]
 
 
+KvCalibration = Literal["trainer", "engine", "never"]
+
+
 class PrecisionConfig(Strict):
     """The precision flow of both sides: a preset and changes to it. ``precision = "fp8"`` names a
     preset alone.
@@ -203,6 +206,14 @@ class PrecisionConfig(Strict):
     scales: Literal["power_of_two", "fp32"] = "power_of_two"
     """Scales of the linears' FP8 operands; those of Q, K and V are powers of two in FP8, and
     scales of INT8 are FP32.
+    """
+    kv_scales: Literal["per_token", "per_tensor"] = "per_token"
+    """Scales of Q, K and V: per_token has one a token and head; per_tensor one a layer for each,
+    which `isobit train` calibrates, in the presets fp8 and fp8-rollout.
+    """
+    kv_calibration: KvCalibration = "trainer"
+    """Where scales a tensor come from: trainer, the forward of the last update; engine, a forward
+    of the next prompts after each update; never, the latter once before the first step.
     """
 
     @model_validator(mode="before")

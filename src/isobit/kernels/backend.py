@@ -448,7 +448,7 @@ class ModelNeeds:
 
 
 class Support(Protocol):
-    """What a back end says about itself (its ``support.py``), which loads on every machine."""
+    """What a back end says about itself, in a module that loads on every machine."""
 
     sizes: Sizes
     has_own_memory: bool  # whether its memory is separate from the host's
@@ -479,11 +479,12 @@ class Support(Protocol):
 
 _BACK_ENDS = {"cuda": "hopper", "cpu": "spec"}
 """torch's type of a device -> folder; the preferred comes first."""
+_SUPPORT = {"cuda": "hopper.support", "cpu": "spec"}
 
 
 def support(device_type: str) -> Support:
     """The ``Support`` of a device, without its kernels."""
-    return import_module(f"isobit.kernels.{_BACK_ENDS[device_type]}.support")  # pyright: ignore[reportReturnType]
+    return import_module(f"isobit.kernels.{_SUPPORT[device_type]}")  # pyright: ignore[reportReturnType]
 
 
 @cache

@@ -184,6 +184,14 @@ class QkvTransform:
     window: int | None = None
     """A query at position p sees the keys p - window + 1 .. p; None, all up to p."""
     hadamard: bool = False  # whether attention reads 8 bits (``isobit.kernels.spec.qkv``)
+    scale_bytes: torch.Tensor | None = None
+    """uint8 [3]: fixed E8M0 scales of Q, K and V in E4M3; one that is 0, or None, is computed from
+    each vector.
+    """
+    maxima: torch.Tensor | None = None
+    """FP32 [3], raised to the largest magnitudes of Q and K, behind the Hadamard matrix even where
+    ``hadamard`` is off, and of V; vectors that are not finite are left out.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,7 @@ class Attention:
 
     def _transform(self, weights: Weights) -> QkvTransform:
         config, plain, path = self._config, weights.plain, f"layers.{self._layer}"
+        scale_bytes, maxima = self._tensor_scales(weights)
         return QkvTransform(
             config.num_heads // weights.tensor_parallel.size,
             config.num_kv_heads // weights.tensor_parallel.size,
@@ -172,8 +173,18 @@ class Attention:
             plain[f"{path}.k_norm.weight"] if config.qk_norm else None,
             weights.linears[self._qkv.path].bias,
             config.window(self._layer),
-            hadamard=weights.graph.attention_format(self._layer) in EIGHT_BITS,
+            weights.graph.attention_format(self._layer) in EIGHT_BITS,
+            scale_bytes,
+            maxima,
         )
+
+    def _tensor_scales(self, weights: Weights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The layer's scales of Q, K and V, and the maxima to raise, where the flow has them."""
+        scales, maxima, layer = weights.kv_scales, weights.kv_maxima, self._layer
+        if scales is None or layer not in scales.layers:
+            return None, None
+        has_own = weights.graph.has_tensor_scales(layer)
+        return scales.bytes[layer] if has_own else None, None if maxima is None else maxima[layer]
 
     def _gradients(self, gradient: Gradient) -> QkvGradients:
         path, config = f"layers.{self._layer}", self._config

@@ -260,10 +260,18 @@ def load_sampling_model(
     name: str | Path, precision: PrecisionConfig, wanted: Device, world: World = ALONE
 ) -> SamplingModel:
     """``load_model`` without masters, for sampling only, on the wanted device; each of several
-    ranks loads its share. Also raises ConfigError as ``choose_device`` does, and for a model that
+    ranks loads its share. A folder holds no calibrated scales of Q, K and V, so that they are a
+    token's; a line says so. Also raises ConfigError as ``choose_device`` does, and for a model that
     cannot be cut.
     """
     folder = model_folder(name)
+    if precision.kv_scales == "per_tensor":
+        say(
+            'isobit: precision.kv_scales is "per_tensor", which `isobit train` calibrates and a '
+            "model folder does not hold: Q, K and V have a scale a token and head here"
+        )
+        own = {"kv_scales": "per_token", "kv_calibration": "trainer"}
+        precision = precision.model_copy(update=own)
     config = read_config(folder)
     device = world.own_device(choose_device(wanted, config, precision))
     if world.size == 1:

@@ -26,7 +26,7 @@ from isobit.models.layers import Weights
 from isobit.models.policy import Policy
 from isobit.models.quantised_checkpoint import MasterValues
 from isobit.models.scorer import Scorer
-from isobit.precision.flow import PrecisionFlow, build_flow
+from isobit.precision.flow import Graph, PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import QuantisedWeight, Side
 from isobit.records.batch import PackedBatch, first_fit_decreasing
 from isobit.util.errors import CheckpointError, ModelError
@@ -69,7 +69,7 @@ class FrozenPolicy:
         device: torch.device | str = "cpu",
     ) -> "FrozenPolicy":
         """Publish masters one by one, as a ``Policy`` does, keeping none of them."""
-        flow = build_flow(precision, decoder_shape(config)).one_sided(SIDE)
+        flow = build_flow(precision, decoder_shape(config)).frozen(SIDE)
         made = Policy(config, flow, masters, device, trainable=False)
         return cls(config, flow, made.backend, made.weights(SIDE))
 
@@ -87,9 +87,10 @@ class FrozenPolicy:
     def of(cls, policy: Policy) -> "FrozenPolicy":
         """A copy of what a policy's training side reads now, except for a value head."""
         config = without_value_head(policy.config)
-        weights = _copy(policy.weights(SIDE), build_decoder(config))
-        made = cls(config, policy.flow.one_sided(SIDE), policy.backend, weights)
-        made._remember(policy, True)
+        flow = policy.flow.frozen(SIDE)
+        weights = _copy(policy.weights(SIDE), build_decoder(config), flow.training)
+        made = cls(config, flow, policy.backend, weights)
+        made._remember(policy, flow.training == policy.flow.training)
         return made
 
     def weights(self, side: Side) -> Weights:
@@ -130,20 +131,23 @@ class FrozenPolicy:
             _bytes(mine).copy_(_bytes(tensor), non_blocking=True)
         self.backend.synchronize()
         self._digest = None
-        self._remember(policy, True)
+        self._remember(policy, self.flow.training == policy.flow.training)
 
     @torch.no_grad()
     def is_equal_to(self, policy: Policy) -> bool:
         """Whether all published bytes are those of the policy's training side, so that its
         log-probabilities are the same bits and need not be computed. They are compared once per
-        version of the policy.
+        version of the policy. With scales of Q, K and V a tensor, which only the policy has, it is
+        another function.
         """
         if self._compared is not None:
             known, version, equal = self._compared
             if known() is policy and version == policy.version:
                 return equal
-        equal = self._fits(policy) and _same_bytes(
-            self.tensors(), _named(policy.weights(SIDE), self.decoder)
+        equal = (
+            self._fits(policy)
+            and self.flow.training == policy.flow.training
+            and _same_bytes(self.tensors(), _named(policy.weights(SIDE), self.decoder))
         )
         self._remember(policy, equal)
         return equal
@@ -228,9 +232,10 @@ class FrozenPolicy:
         return self._held if self._places is None else self._places
 
     def _fits(self, policy: Policy) -> bool:
-        return self.config == without_value_head(
-            policy.config
-        ) and self.flow.training == policy.flow.graph(SIDE)
+        return (
+            self.config == without_value_head(policy.config)
+            and self.flow.training == policy.flow.frozen(SIDE).training
+        )
 
     def _remember(self, policy: Policy, equal: bool) -> None:
         self._compared = weakref.ref(policy), policy.version, equal
@@ -260,8 +265,8 @@ def _held(weights: Weights, decoder: Decoder) -> list[torch.Tensor]:
     return tensors
 
 
-def _copy(weights: Weights, decoder: Decoder) -> Weights:
-    """A copy of all tensors that a decoder reads; shared tensors stay shared."""
+def _copy(weights: Weights, decoder: Decoder, graph: Graph) -> Weights:
+    """A copy of all tensors that a decoder reads, for ``graph``; shared tensors stay shared."""
     copies = {id(tensor): tensor.clone() for tensor in _held(weights, decoder)}
 
     def copied(matrix: Operand) -> Operand:
@@ -280,7 +285,7 @@ def _copy(weights: Weights, decoder: Decoder) -> Weights:
     plain = {name: copies[id(x)] for name, x in weights.plain.items() if id(x) in copies}
     rope = RopeTable(copies[id(weights.rope.cos)], copies[id(weights.rope.sin)])
     head = None if weights.head is None else weights.head.map(lambda tensor: copies[id(tensor)])
-    return Weights(weights.backend, rope, weights.graph, linears, plain, head)
+    return Weights(weights.backend, rope, graph, linears, plain, head)
 
 
 def _same_bytes(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:

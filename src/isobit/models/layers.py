@@ -26,6 +26,7 @@ from isobit.kernels.operands import (
 from isobit.models.quantised_checkpoint import MasterValues, master_of
 from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
 from isobit.precision.flow import Graph, LinearShape, SiteShape
+from isobit.precision.kv_scales import KvScales
 from isobit.records.batch import RouterScores
 
 
@@ -42,6 +43,8 @@ class Weights:
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     head: HeadWeight | None = None  # None in a reward model
     tensor_parallel: TensorParallel = WHOLE  # which part of each linear these are
+    kv_scales: KvScales | None = None  # of both sides, where they have scales a tensor
+    kv_maxima: torch.Tensor | None = None  # those of ``kv_scales`` that these weights raise
 
     @property
     def lm_head(self) -> HeadWeight:

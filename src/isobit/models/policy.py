@@ -37,6 +37,7 @@ from isobit.parallel.gradient_sum import (
 )
 from isobit.parallel.world import ALONE, World, raised_on_all
 from isobit.precision.flow import PrecisionFlow, Site, build_flow
+from isobit.precision.kv_scales import KvScales
 from isobit.precision.quant_tensor import DTYPES, QuantisedWeight, QuantTensor, Side
 from isobit.util.errors import MismatchError
 from isobit.util.terminal import say
@@ -87,6 +88,11 @@ class Published:
         self.conversion = ScaleConversion()
         """For a folder's FP8 with scales that the flow does not have."""
         self.reads_folder = False  # whether matrices are a folder's FP8, unchanged
+        self.kv_scales = KvScales.of(flow, backend.device)
+        for weights in self.sides.values():
+            weights.kv_scales = self.kv_scales
+        if self.kv_scales is not None:
+            self.sides["rollout"].kv_maxima = self.kv_scales.sampled
         self._decoder, self._flow, self._backend = decoder, flow, backend
         self._described = decoder.masters()
 
@@ -300,6 +306,11 @@ class Policy:
     def conversion(self) -> ScaleConversion:
         return self._published.conversion
 
+    @property
+    def kv_scales(self) -> KvScales | None:
+        """Scales of Q, K and V a tensor, which belong to the published weights; None without."""
+        return self._published.kv_scales
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """This rank's rows of the masters, in the order of the forward."""
         return iter(self.masters.values())
@@ -333,6 +344,10 @@ class Policy:
             if rows.start < rows.stop:
                 self._published.republish(name, master, rows.start, rows.stop, self.change)
         self._published.gather(self.world, self.ownership.cuts, self.ownership.places)
+        if (scales := self.kv_scales) is not None:
+            if scales.calibration == "trainer":
+                scales.take_update(self.world.all_gather(scales.learnt.tolist()))
+            scales.is_due |= scales.calibration == "engine"
         self.version += 1
         if self.world.size > 1:
             self.compare(self.world)
@@ -390,6 +405,8 @@ class Policy:
         without = world.size - owners
         cuts = {name: (*at, *(at[-1:] * without)) for name, at in owned.items()}
         self._published.gather(world, cuts)
+        if self.kv_scales is not None:
+            self.kv_scales.restore(world.all_gather(self.kv_scales.state())[0])
         self.version, _ = self.compare(world)
 
     def compare(self, world: World) -> tuple[int, int]:

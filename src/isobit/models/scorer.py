@@ -16,6 +16,8 @@ stream of each layer. What will be computed again is first computed as in rollou
 copies.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,8 +28,9 @@ from isobit.models.attention import SavedAttention
 from isobit.models.decoder import Layer, Scorable
 from isobit.models.layers import RouterCoefficients, Routes
 from isobit.models.policy import Policy
+from isobit.parallel.world import run_and_gather
 from isobit.precision.quant_tensor import Side
-from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.batch import PackedBatch, TokenScores, first_fit_decreasing
 from isobit.util.errors import ModelError, NonFiniteError
 
 Saved = torch.Tensor | tuple[SavedAttention, Any]
@@ -51,6 +54,8 @@ class PackedPass:
         """
         self._policy, self._decoder = policy, policy.decoder
         self._weights = policy.weights("training")
+        if policy.kv_scales is not None and policy.kv_scales.calibration == "trainer":
+            self._weights = replace(self._weights, kv_maxima=policy.kv_scales.learnt)
         self._token_ids, self._positions, self._recompute = token_ids, positions, recompute
         self._routes = routes
         graph = policy.flow.training
@@ -154,6 +159,34 @@ class Scorer(Generic[Model]):
         token_ids = to_device(batch.token_ids)
         hidden = policy.decoder.hidden_states(policy.weights(side), token_ids, attend, routes)
         return hidden.index_select(0, rows), rows
+
+
+def calibrate_kv_scales(
+    policy: Policy, prompts: Sequence[Sequence[int]], tokens_per_batch: int
+) -> None:
+    """Set a policy's scales of Q, K and V by a forward of its rollout side over ``prompts``, of
+    which each rank of its world takes some; all ranks call it with the same ones, while no engine
+    has a live sample. The scales do not depend on batches and ranks
+    (``isobit.precision.kv_scales``).
+    """
+    scales, world, to_device = policy.kv_scales, policy.world, policy.backend.to_device
+    assert scales is not None, "the flow has scales a token"
+
+    @torch.no_grad()
+    def measure() -> list[list[float]]:
+        mine = prompts[world.rank :: world.size]
+        for members in first_fit_decreasing([len(ids) for ids in mine], tokens_per_batch):
+            lengths = tuple(len(mine[place]) for place in members)
+            token_ids = torch.tensor([token for place in members for token in mine[place]])
+            positions = to_device(torch.cat([torch.arange(length) for length in lengths]))
+            attend = policy.backend.packed_attention(policy.flow.rollout, lengths, positions)
+            weights, routes = policy.weights("rollout"), policy.decoder.routes()
+            policy.decoder.hidden_states(weights, to_device(token_ids), attend, routes)
+        return scales.sampled.tolist()
+
+    with scales.measuring():
+        maxima = run_and_gather(world, measure)
+    scales.take_prompts(maxima)
 
 
 class ScoredPass:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.tables import KvCalibration, PrecisionConfig
 from isobit.precision.quant_tensor import EIGHT_BITS, Format, ScaleKind, Side
 from isobit.util.errors import ConfigError
 
@@ -92,11 +92,13 @@ class Site:
     wgrad: Format | None = None
     parts: tuple[int, ...] = ()
     """Rows of each matrix that a linear fuses, at which blocks begin anew; empty: one matrix."""
+    per_tensor: bool = False
+    """Of attention and KV cache: one scale for each of Q, K and V, not one a token and head."""
 
     @property
-    def forward_formats(self) -> tuple[str, Format, ScaleKind]:
+    def forward_formats(self) -> tuple[str, Format, ScaleKind, bool]:
         """What must be the same on both sides."""
-        return self.name, self.forward, self.scales
+        return self.name, self.forward, self.scales, self.per_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,20 @@ class Graph:
         """The format of Q, K, V and of the layer's KV cache."""
         return self.site(f"layers.{layer}.attention").forward
 
+    def has_tensor_scales(self, layer: int) -> bool:
+        """Whether the layer has one scale for each of Q, K and V."""
+        return self.site(f"layers.{layer}.attention").per_tensor
+
+    @property
+    def num_layers(self) -> int:
+        return sum(site.kind == "attention" for site in self.sites)
+
+    def with_token_scales(self) -> "Graph":
+        """The same, with scales of Q, K and V a token and head everywhere."""
+        return Graph(
+            tuple(replace(site, per_tensor=False) for site in self.sites), self.activations
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PrecisionFlow:
@@ -132,6 +148,8 @@ class PrecisionFlow:
     preset: str
     rollout: Graph
     training: Graph
+    kv_calibration: KvCalibration | None = None
+    """None where no layer has scales a tensor."""
 
     @property
     def exact(self) -> bool:
@@ -146,6 +164,13 @@ class PrecisionFlow:
     def one_sided(self, side: Side) -> "PrecisionFlow":
         """The flow of a model that only one side reads."""
         return replace(self, rollout=self.graph(side), training=self.graph(side))
+
+    def frozen(self, side: Side) -> "PrecisionFlow":
+        """The flow of a model that only scores: nobody calibrates it, and Q, K and V have scales a
+        token.
+        """
+        graph = self.graph(side).with_token_scales()
+        return PrecisionFlow(self.preset, graph, graph)
 
 
 # Formats of (linears, KV cache and attention) on each side.
@@ -165,7 +190,9 @@ def build_flow(config: PrecisionConfig, shape: DecoderShape) -> PrecisionFlow:
     """Resolve a preset and its options for a model. Raises ConfigError if they do not fit it."""
     _check_options(config, shape)
     rollout, training = (_build_graph(config, shape, side) for side in ("rollout", "training"))
-    return PrecisionFlow(config.preset, rollout, training)
+    has_tensor_scales = any(site.per_tensor for site in rollout.sites)
+    calibration = config.kv_calibration if has_tensor_scales else None
+    return PrecisionFlow(config.preset, rollout, training, calibration)
 
 
 def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
@@ -180,6 +207,7 @@ def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
             'precision.head is "int8", but everything is in FP32 in the flow fp32; leave the key '
             "out, or take another preset"
         )
+    _check_kv_scales(config)
     known = {name for site in shape.sites if site.linear is not None for name in site.aliases}
     for module in config.modules_bf16:
         if module not in known:
@@ -189,6 +217,23 @@ def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
                 f"of {', '.join(names)}, "
                 f"alone or as layers.N.NAME with N below {shape.num_layers}"
             )
+
+
+def _check_kv_scales(config: PrecisionConfig) -> None:
+    if config.kv_scales == "per_token":
+        if config.kv_calibration != "trainer":
+            raise ConfigError(
+                f'precision.kv_calibration is "{config.kv_calibration}", but precision.kv_scales '
+                'is "per_token", which needs no calibration; set it to "per_tensor", or leave '
+                "kv_calibration out"
+            )
+        return
+    fitting = [name for name, sides in _PRESETS.items() if sides["rollout"][1] == "e4m3"]
+    if config.preset not in fitting:
+        raise ConfigError(
+            'precision.kv_scales is "per_tensor", which needs Q, K and V in FP8, but the preset is '
+            f"{config.preset!r}; take one of {', '.join(fitting)}, or leave kv_scales out"
+        )
 
 
 def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Graph:
@@ -202,7 +247,9 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
             wanted = base if kept or site.aliases & set(config.modules_bf16) else linears
             sites.append(_linear_site(config, site.name, site.linear, wanted))
         elif site.kind in ("kv_cache", "attention"):
-            sites.append(Site(site.name, site.kind, base if kept else attention))
+            format = base if kept else attention
+            per_tensor = format == "e4m3" and config.kv_scales == "per_tensor"
+            sites.append(Site(site.name, site.kind, format, per_tensor=per_tensor))
         elif site.kind == "head":
             sites.append(Site(site.name, site.kind, _head_format(config, side, base)))
         else:
@@ -291,7 +338,7 @@ def _formats(site: Site) -> str:
     elif site.kind == "head" and site.forward == "int8":
         text += " times Hadamard, a scale a row"
     elif site.kind in ("kv_cache", "attention") and site.forward in EIGHT_BITS:
-        text += ", a scale a token and head"
+        text += ", a scale a tensor" if site.per_tensor else ", a scale a token and head"
     return text
 
 

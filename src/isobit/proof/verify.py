@@ -38,7 +38,7 @@ from isobit.config.tables import PrecisionConfig
 from isobit.models.folder import choose_device, load_policy, model_folder, read_config, read_masters
 from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare
-from isobit.models.scorer import Scorer
+from isobit.models.scorer import Scorer, calibrate_kv_scales
 from isobit.parallel.world import ALONE, World
 from isobit.proof.difference import (
     Checksums,
@@ -255,6 +255,19 @@ def verify_policy(
     return VerifyResult(policy.flow.preset, tuple(results))
 
 
+def _calibrate(policy: Policy, workload: Workload, shared: PolicyShare | None) -> None:
+    """Set scales of Q, K and V a tensor, where the flow has them and none are set yet, by the
+    prompts of the check.
+    """
+    if policy.kv_scales is None or policy.kv_scales.is_set:
+        return
+    prompts = [prompt.token_ids for prompt in workload.prompts]
+    calibrate_kv_scales(policy, prompts, policy.backend.sizes.batched_tokens)
+    others = None if shared is None else shared.weights("rollout").kv_scales
+    if others is not None:
+        others.restore(policy.kv_scales.state())
+
+
 def random_workload(policy: Policy, options: VerifyOptions) -> Workload:
     """The workload for the model of ``policy``.  Raises ConfigError if the model's context is too
     small for the options.
@@ -364,6 +377,7 @@ def sample_and_score(
         plain = replace(scenario, ties_routers=False)
         with tied_routers(scorer.policy, *([shared] if shared else [])):
             return sample_and_score(plain, workload, scorer, seed, keeps, make_packings, shared)
+    _calibrate(scorer.policy, workload, shared)
     engine = NativeEngine(
         shared or scorer.policy,
         scenario.rollout,

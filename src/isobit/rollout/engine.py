@@ -32,6 +32,7 @@ from typing import Any, Literal, Protocol
 from isobit.kernels.noise import sample_key
 from isobit.memory.cache_size import pages_for
 from isobit.models.policy_share import LogProbFunction
+from isobit.precision.kv_scales import KvScales
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.util.errors import RequestError
 
@@ -66,11 +67,16 @@ class EngineStats:
     seconds: float = 0.0
     update_s: float = 0.0
     """Of these, in which new weights were on their way to an engine with weights of its own."""
+    kv_ratio: float = 0.0
+    """The largest magnitude of Q, K and V over the largest that its scale holds; 0 with scales a
+    token.
+    """
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
         """Of two calls together."""
-        names = [field.name for field in fields(self)]
-        return EngineStats(*(getattr(self, name) + getattr(other, name) for name in names))
+        names = [field.name for field in fields(self) if field.name != "kv_ratio"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return EngineStats(**sums, kv_ratio=max(self.kv_ratio, other.kv_ratio))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,15 @@ class Progress:
     def tokens_per_second(self) -> float:
         """Generated tokens over the time since the start."""
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+def check_calibrated(scales: KvScales | None) -> None:
+    """Raises RequestError where a flow has scales of Q, K and V a tensor and none are set yet."""
+    if scales is not None and not scales.is_set:
+        raise RequestError(
+            'precision.kv_scales is "per_tensor", and no scale is set yet: call '
+            "isobit.calibrate_kv_scales(policy, prompts, tokens_per_batch) first"
+        )
 
 
 SMALLEST_TEMPERATURE = 1e-6

@@ -17,10 +17,7 @@ the version with that of the pages, and recomputes those if they differ.
 
 Everything that can be known to fail is refused before it is taken on, with the numbers: every
 sequence of an accepted request can run to its full length alone in the cache, which is why the
-scheduler never gets stuck.
-
-What an engine makes, gives back and makes again: a runner with its cache, and the books of who
-has which part of it.
+scheduler never gets stuck.  A runner, its cache and their books can be given back and made again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +41,7 @@ from isobit.rollout.engine import (
     Limits,
     Request,
     SampleEvent,
+    check_calibrated,
     check_limits,
     requests_of,
 )
@@ -239,10 +237,11 @@ class NativeEngine:
         """Take on requests; a handle for each sample, in their order.  Nothing runs before a step.
 
         Raises:
-            RequestError: as ``check`` does, and where text is to be followed without a tokenizer;
-                then none of them is taken on.
+            RequestError: as ``check`` and ``check_calibrated`` do, and where text is to be followed
+                without a tokenizer; then none of them is taken on.
         """
         self.check(requests)
+        check_calibrated(self._policy.weights("rollout").kv_scales)
         if follow == "text" and self._tokenizer is None:
             raise RequestError(
                 "the text of samples cannot be followed: this engine has no tokenizer; follow "

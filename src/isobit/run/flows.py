@@ -46,7 +46,7 @@ from isobit.models.folder import (
     model_needs,
 )
 from isobit.models.policy import Policy
-from isobit.models.scorer import Scorer
+from isobit.models.scorer import Scorer, calibrate_kv_scales
 from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.console import Console, silent
 from isobit.observe.evaluation import paired_interval, result_of
@@ -186,6 +186,9 @@ class _Bench:
         config = self._config
         policy = load_model(self._model.folder, one.precision, self._device, False).policy
         engine = NativeEngine(policy, config.rollout, self._model.tokenizer, config.seed)
+        if policy.kv_scales is not None:
+            prompts = [request.prompt.token_ids for request in self._requests]
+            calibrate_kv_scales(policy, prompts, policy.backend.sizes.batched_tokens)
         with self._console.generating(one.name) as progress:
             generate(engine, self._requests[:1])  # what compiles or allocates at the first call
             begun = perf_counter()

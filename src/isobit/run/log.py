@@ -444,6 +444,7 @@ def _speed_metrics(
         "rollout/preemptions": engine.preemptions,
         "rollout/shared_pages": engine.shared_pages,
         "rollout/chunks": engine.chunks,
+        **({"kv_scales/largest_ratio": engine.kv_ratio} if engine.kv_ratio else {}),
         **{f"time/{name}_s": value for name, value in seconds.items()},
         **{
             f"tokens_per_s/{phase}": tokens / seconds[phase]

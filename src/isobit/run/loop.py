@@ -107,6 +107,7 @@ def take_step(run: RlRun, step: int) -> StepDigests:
         digests = StepDigests.of(step, batch.groups, state_digest(run))
     for _ in range(requested):
         run.pending.add(receive_batch(run))
+    run.calibrate_if_due()
     run.log.step(step, batch, run.pending.take_engine(), trained, digests, judged)
     run.log.note_hidden(batch.groups)
     run.end_step(step)
@@ -121,6 +122,7 @@ def sample_missing(run: RlRun, step: int) -> int:
 
     -> How many batches the rollouters sample while the step learns.
     """
+    run.calibrate_if_due()  # before the first step, where it was not evaluated
     if run.rollouters is None:
         for _ in run.pending.missing(step):
             run.pending.add(collect(run))

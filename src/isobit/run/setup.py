@@ -19,8 +19,10 @@ from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_run
 from isobit.data.sampler import Mapped
 from isobit.data.tokenizer import describe_end_of_turn
+from isobit.memory.cache_size import batched_tokens
 from isobit.models.config import ModelConfig
 from isobit.models.policy_share import is_one_function
+from isobit.models.scorer import calibrate_kv_scales
 from isobit.observe.console import describe_policy
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import check_package, check_tracking
@@ -162,6 +164,20 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             for prompt, visit in self.sampler.next(count)
         ]
 
+    def calibrate_if_due(self) -> None:
+        """Set the scales of Q, K and V a tensor by the prompts of the next step, where these are to
+        set them for the weights as they are now; all ranks together, while nothing is sampled.
+        """
+        policy, scales = self.model.policy, self.model.policy.kv_scales
+        if scales is None or not scales.is_due:
+            return
+        with self.clock("calibration"), self.console.busy("calibrating"):
+            place = self.sampler.state()
+            prompts = [prompt.token_ids for prompt, _ in self.sampler.next()]
+            self.sampler.restore(place)
+            tokens = batched_tokens(self.config.rollout, policy.backend.sizes)
+            calibrate_kv_scales(policy, prompts, tokens)
+
     def generate(
         self,
         requests: Sequence[Request],
@@ -169,6 +185,20 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         complete: Callable[[int, list[Completion]], None] | None = None,
     ) -> tuple[list[list[Completion]], list[int], EngineStats]:
         """What ``generate_shared`` gives, with an environment by episodes."""
+        scales = self.model.policy.kv_scales
+        if scales is None:
+            return self._generate(requests, progress, complete)
+        scales.forget_sampled()
+        made, homes, stats = self._generate(requests, progress, complete)
+        stats.kv_ratio = max(self.world.all_gather(scales.largest_ratio()))
+        return made, homes, stats
+
+    def _generate(
+        self,
+        requests: Sequence[Request],
+        progress: Callable[[Progress], None] | None,
+        complete: Callable[[int, list[Completion]], None] | None,
+    ) -> tuple[list[list[Completion]], list[int], EngineStats]:
         if self._episodes is None:
             return generate_shared(self.world, self.engine, requests, progress, complete)
         version = self.model.policy.version
@@ -193,6 +223,7 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
     def evaluate(self, progress: OnProgress, grading: RecordedGrading) -> Evaluation[EvalResult]:
         """Every evaluation set under the current policy."""
         assert self.evaluator is not None, "reinforcement learning always generates"
+        self.calibrate_if_due()  # before the first step
         if self.rollouters is None:
             return self.evaluator.run(progress, grading)
         return evaluate_by_rollouters(self.rollouters, self.model.policy, self.evaluator, grading)

@@ -4,7 +4,8 @@ A checkpoint saves and restores:
 
     tensors    FP32 masters, AdamW's moments, and the tensors of extras
                (``isobit.store.manifest.Extra``)
-    counters   the trainer's updates and skipped steps, the version of the weights
+    counters   the trainer's updates and skipped steps, the version of the weights, and the scales
+               of Q, K and V that go with it (``isobit.precision.kv_scales``)
     cursors    the sampler's epoch and place, and the size of every file that grows
                (``isobit.store.directory``)
     budget     the tokens a micro-batch, as far as out-of-memories have lowered them
@@ -152,6 +153,7 @@ def take_boundary(
     state = {
         "step": step,
         "weights_version": run.model.policy.version,
+        **({} if (scales := run.model.policy.kv_scales) is None else {"kv_scales": scales.state()}),
         "trainer": run.trainer.counters(),
         "budget": [asdict(change) for change in run.trainer.budget.changes],
         "sampler": run.sampler.state(),
@@ -214,6 +216,8 @@ def restore(checkpoint: Checkpoint, run: TrainingRun, other_prompts: bool = Fals
 
     masters, moments = run_on_all(policy.world, open_tensors)
     policy.restore(share.own_masters(masters), state["weights_version"])
+    if policy.kv_scales is not None and "kv_scales" in state:  # not after another flow
+        policy.kv_scales.restore(state["kv_scales"])
     run.trainer.restore(state["trainer"], share.own_moments(moments))
     run.trainer.budget.changes = [BudgetChange(**change) for change in state["budget"]]
     run.sampler.restore(state["sampler"], other_prompts)

@@ -386,6 +386,8 @@ class Trainer:
         finally:
             self._optimiser.drop_gradients()
             self.policy.gradient.release()
+            if self.policy.kv_scales is not None:
+                self.policy.kv_scales.forget_learnt()
         self.updates += 1
         self._count_skip(problem)
         return totals.metrics(norm, rate, 0.0 if problem else self.policy.change.share, problem)

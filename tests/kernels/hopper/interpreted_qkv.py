@@ -5,6 +5,8 @@ back are the specification's.  The interpreter cuts numbers off; here it rounds 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # (Triton's types know neither plain numbers for constants nor what a kernel calls)
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import triton
@@ -130,6 +132,64 @@ def check_forward(layout: tuple[int, int, int], format: Format, bad: float | Non
         assert torch.equal(one[-TOKENS:].view(torch.uint8), other.view(torch.uint8))
 
 
+def check_tensor_scales(layout: tuple[int, int, int]) -> None:
+    """Given scales, of which one is 0, and the maxima of packed vectors, of pages, and in BF16."""
+    (heads, keys, dim), slots = layout, torch.arange(TOKENS) + TILE - 3
+    slots[5] = -1
+    given = torch.tensor([124, 0, 126], dtype=torch.uint8)
+    transform = replace(make(layout, "e4m3"), scale_bytes=given)
+    qkv = random_vectors(TOKENS, heads + 2 * keys, dim)
+    qkv[1] *= 2.0**9
+    qkv[3, 1, 7] = torch.nan
+    qkv = qkv.view(TOKENS, -1)
+    positions = torch.randint(0, POSITIONS, (TOKENS,))
+    rows = RopeTable(transform.cos, transform.sin).rows(positions)
+    exact = replace(transform, maxima=torch.zeros(3))
+    made = specification.transform_qkv(0, qkv, exact, rows)
+    expected = [
+        Heads.encode(x, "e4m3", byte)
+        for x, byte in zip(made, specification.fixed_bytes(exact), strict=True)
+    ]
+    assert any((one.values.view(torch.uint8) & 0x7F == 0x7E).sum() > 1 for one in expected)
+    ours = replace(transform, maxima=torch.zeros(3))
+    queries, packed = encode_packed(qkv, ours, positions, "e4m3")
+    found = (queries.values, packed.keys, packed.values.to(E4M3))
+    for one, other in zip(found, expected, strict=True):
+        finite = other.scales < 255  # the sign of a NaN is the interpreter's own
+        assert torch.equal(one.view(torch.uint8)[finite], other.values.view(torch.uint8)[finite])
+        assert one.float()[~finite].isnan().all()
+    scales = (queries.scales, packed.key_scales, packed.value_scales)
+    for one, other in zip(scales, expected, strict=True):
+        assert one is not None
+        theirs = factors(other.scales) if one.dtype == torch.float32 else other.scales
+        assert torch.equal(one.nan_to_num(), theirs.nan_to_num())
+    assert ours.maxima is not None and exact.maxima is not None
+    assert torch.equal(ours.maxima, exact.maxima) and exact.maxima.isfinite().all()
+
+    plain = replace(transform, hadamard=False, maxima=torch.zeros(3))
+    encode_packed(qkv, plain, positions, "bf16")
+    assert torch.equal(plain.maxima, exact.maxima)
+
+    values = torch.zeros(2, 2, keys, TILE * dim, dtype=torch.uint8).unbind()
+    pages = PagedKeys(
+        values[0].view(2, keys, TILE, dim).view(E4M3),
+        torch.zeros(2, keys, TILE, dtype=torch.uint8),
+        values[1].view(2, keys, dim, TILE).view(E4M3),
+        torch.zeros(2, keys, TILE, dtype=torch.uint8),
+    )
+    in_pages = replace(transform, maxima=torch.zeros(3))
+    again = encode_paged(qkv, in_pages, positions, slots, pages)
+    assert torch.equal(again.values.view(torch.uint8), queries.values.view(torch.uint8))
+    page, offset = slots[slots >= 0] // TILE, slots[slots >= 0] % TILE
+    k, v = (x.view(torch.uint8) for x in (pages.keys, pages.values))
+    assert torch.equal(k[page, :, offset], packed.keys.view(torch.uint8)[slots >= 0])
+    theirs = expected[2].values.view(torch.uint8)[slots >= 0]
+    assert torch.equal(v[page, :, :, offset], theirs)
+    written = torch.zeros(3)
+    specification.raise_maxima(written, *(x[slots >= 0] for x in made))
+    assert torch.equal(in_pages.maxima, written)
+
+
 def check_backward(layout: tuple[int, int, int], format: Format) -> None:
     transform, (heads, keys, dim) = make(layout, format), layout
     qkv = random_vectors(TOKENS, heads + 2 * keys, dim).view(TOKENS, -1)
@@ -154,5 +214,6 @@ def main() -> None:
         for format in ("bf16", "e4m3", "int8"):
             check_forward(layout, format)
             check_backward(layout, format)
+        check_tensor_scales(layout)
         for bad in (torch.nan, torch.inf):
             check_forward(layout, "int8", bad)

@@ -5,8 +5,8 @@ and the flow's format.
     x = BF16(x / sqrt(mean(x^2) + eps) w)          Q and K, in models that have these norms
     x = BF16(x1 cos - x2 sin | x2 cos + x1 sin)    Q and K, products and sums in FP32
     x = H x                                        Q and K, before 8 bits, in FP32; Q's divided by D
-    e4m3: byte  = that of max(amax, 2^-60) / 448 rounded up to a power of two
-          value = E4M3(x 2^(127 - byte))
+    e4m3: byte  = that of max(amax, 2^-60) / 448 rounded up to a power of two, or a given one
+          value = E4M3(clamp(x 2^(127 - byte), -448, 448))
     int8: scale = max(amax, 2^-60) / 127           FP32
           value = INT8(x (127 / max(amax, 2^-60)))
     bf16: value = x
@@ -16,6 +16,9 @@ differently: here it adds two numbers at a time along one fixed tree.  Neither t
 the layout can change a vector's bits (the tree, `max`, no contraction to fma), so decode, prefill
 and training agree.  A vector that is not finite has the scale byte 255 and the value bytes 0x7F in
 e4m3, the scale NaN and zeros in int8.
+
+With scales a tensor (``isobit.precision.kv_scales``) bytes are given, and maxima are raised by
+atomic maxima of FP32 bits, whose result does not depend on their order.
 
 K and V go to pages (rollout) or are packed (training), in the layouts of
 ``isobit.kernels.hopper.attention``.  A page holds V of 8 bits as [D, token], so four consecutive
@@ -28,7 +31,7 @@ are most of the time in decode.  ``gather_pages`` lays the pages of a batch end 
 # (Triton's types know neither launch options nor what a kernel computes with)
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -127,36 +130,52 @@ def _amax_bits(x):
 
 
 @triton.jit
-def _scale_byte(amax_bits):
-    """E8M0 byte in int32, 255 where the vector is not finite."""
+def _scale_byte(amax_bits, GIVEN, WHICH: tl.constexpr):
+    """E8M0 byte in int32, 255 where the vector is not finite; GIVEN has bytes of Q, K and V, of
+    which WHICH is taken where it is not 0.
+    """
     byte = ((tl.maximum(amax_bits, FLOOR_BITS) + _ROUND_UP_ABOVE_1_75) >> 23) - 8
+    if GIVEN is not None:
+        given = tl.load(GIVEN + WHICH).to(tl.int32)
+        byte = tl.where(given > 0, given, byte)
     return tl.where(amax_bits >= _INF_BITS, 255, byte)
 
 
 @triton.jit
-def _to_e4m3(x, byte):
+def _to_e4m3(x, byte, GIVEN):
     """FP32 [N, n] and bytes [N] -> E4M3."""
     factor = ((254 - byte) << 23).to(tl.float32, bitcast=True)
     factor = tl.where(byte == 255, float("nan"), factor)
-    # At most 448, by the choice of the byte.
-    return (x * factor[:, None]).to(tl.float8e4nv)
+    x = x * factor[:, None]
+    if GIVEN is not None:  # else at most 448, by the choice of the byte; a NaN stays
+        x = tl.where(x > 448.0, 448.0, x)
+        x = tl.where(x < -448.0, -448.0, x)
+    return x.to(tl.float8e4nv)
 
 
 @triton.jit
-def _encoded(x, amax_bits, FORMAT: tl.constexpr):
+def _raise_maximum(MAXIMA, amax_bits, inside, WHICH: tl.constexpr):
+    """Raise a place of MAXIMA, the bits of FP32, by finite vectors."""
+    if MAXIMA is not None:
+        seen = tl.where(inside & (amax_bits < _INF_BITS), amax_bits, 0)
+        tl.atomic_max(MAXIMA + WHICH, tl.max(seen, 0))
+
+
+@triton.jit
+def _encoded(x, amax_bits, GIVEN, WHICH: tl.constexpr, FORMAT: tl.constexpr):
     """FP32 [N, n] and their vectors' ``amax_bits`` [N] -> values in an 8-bit format."""
     if FORMAT == "e4m3":
-        return _to_e4m3(x, _scale_byte(amax_bits))
+        return _to_e4m3(x, _scale_byte(amax_bits, GIVEN, WHICH), GIVEN)
     else:
         values, _ = to_int8(x, amax_bits[:, None])
         return values
 
 
 @triton.jit
-def _scale(amax_bits, FORMAT: tl.constexpr):
+def _scale(amax_bits, GIVEN, WHICH: tl.constexpr, FORMAT: tl.constexpr):
     """Of K and V, [N]: E8M0 bytes or FP32, NaN where the vector is not finite."""
     if FORMAT == "e4m3":
-        return _scale_byte(amax_bits).to(tl.uint8)
+        return _scale_byte(amax_bits, GIVEN, WHICH).to(tl.uint8)
     else:
         _, scale = to_int8(amax_bits.to(tl.float32, bitcast=True), amax_bits)
         return scale
@@ -172,11 +191,11 @@ def _store_halves(OUT, row, inside, y1, y2, HALF: tl.constexpr):
 
 @triton.jit
 def _queries(
-    QKV, BIAS, NORM, cos, sin, Q, Q_SCALE, t, inside, unit, epsilon,
+    QKV, BIAS, NORM, cos, sin, Q, Q_SCALE, GIVEN, MAXIMA, t, inside, written, unit, epsilon,
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
     HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Up to HEADS query heads of N tokens, to Q [T, H, D]."""
+    """Up to HEADS query heads of N tokens, to Q [T, H, D]; those ``written`` raise the maximum."""
     for head in tl.range(unit * HEADS, tl.minimum(unit * HEADS + HEADS, H), num_stages=1):
         y1, y2 = _rotated(
             QKV, BIAS, NORM, cos, sin, t, inside, head * (2 * HALF), epsilon,
@@ -190,15 +209,16 @@ def _queries(
             _store_halves(Q, row, inside, y1.to(tl.bfloat16), y2.to(tl.bfloat16), HALF)
         else:
             bits = tl.maximum(_amax_bits(y1), _amax_bits(y2))
-            y1 = _encoded(y1, bits, FORMAT)
-            y2 = _encoded(y2, bits, FORMAT)
+            _raise_maximum(MAXIMA, bits, written, 0)
+            y1 = _encoded(y1, bits, GIVEN, 0, FORMAT)
+            y2 = _encoded(y2, bits, GIVEN, 0, FORMAT)
             _store_halves(Q, row, inside, y1, y2, HALF)
             if FORMAT == "e4m3":
-                byte = _scale_byte(bits)
+                byte = _scale_byte(bits, GIVEN, 0)
                 power = (byte << 23).to(tl.float32, bitcast=True)
                 scale = tl.where(byte == 255, float("nan"), power)
             else:
-                scale = _scale(bits, FORMAT)
+                scale = _scale(bits, GIVEN, 0, FORMAT)
             tl.store(Q_SCALE + row, scale, mask=inside)
 
 
@@ -213,7 +233,7 @@ def _vector_row(t, slot, g, G: tl.constexpr, TILE: tl.constexpr, PAGED: tl.const
 
 @triton.jit
 def _keys(
-    QKV, BIAS, NORM, cos, sin, K, K_SCALE, t, slot, inside, unit, epsilon,
+    QKV, BIAS, NORM, cos, sin, K, K_SCALE, GIVEN, MAXIMA, t, slot, inside, unit, epsilon,
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr,
     PAGED: tl.constexpr, HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
@@ -229,15 +249,16 @@ def _keys(
             _store_halves(K, row, inside, y1.to(tl.bfloat16), y2.to(tl.bfloat16), HALF)
         else:
             bits = tl.maximum(_amax_bits(y1), _amax_bits(y2))
-            y1 = _encoded(y1, bits, FORMAT)
-            y2 = _encoded(y2, bits, FORMAT)
+            _raise_maximum(MAXIMA, bits, inside, 1)
+            y1 = _encoded(y1, bits, GIVEN, 1, FORMAT)
+            y2 = _encoded(y2, bits, GIVEN, 1, FORMAT)
             _store_halves(K, row, inside, y1, y2, HALF)
-            tl.store(K_SCALE + row, _scale(bits, FORMAT), mask=inside)
+            tl.store(K_SCALE + row, _scale(bits, GIVEN, 1, FORMAT), mask=inside)
 
 
 @triton.jit
 def _values(
-    QKV, BIAS, V, V_SCALE, t, slot, inside, g,
+    QKV, BIAS, V, V_SCALE, GIVEN, MAXIMA, t, slot, inside, g,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
@@ -250,13 +271,14 @@ def _values(
         tl.store(at, x.to(tl.bfloat16), mask=inside[:, None])
     else:
         bits = _amax_bits(x)
-        tl.store(at, _encoded(x, bits, FORMAT).to(tl.float16), mask=inside[:, None])
-        tl.store(V_SCALE + row, _scale(bits, FORMAT), mask=inside)
+        _raise_maximum(MAXIMA, bits, inside, 2)
+        tl.store(at, _encoded(x, bits, GIVEN, 2, FORMAT).to(tl.float16), mask=inside[:, None])
+        tl.store(V_SCALE + row, _scale(bits, GIVEN, 2, FORMAT), mask=inside)
 
 
 @triton.jit
 def _value_bytes(
-    QKV, BIAS, V_SCALE, SLOT, first, i, tokens, g,
+    QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i, tokens, g,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
@@ -270,9 +292,11 @@ def _value_bytes(
     inside = slot >= 0
     x = _load(QKV, BIAS, t, inside, (H + G + g) * D + tl.arange(0, D), (H + 2 * G) * D)
     bits = _amax_bits(x)
+    _raise_maximum(MAXIMA, bits, inside, 2)
     row = _vector_row(t, slot, g, G, TILE, True)
-    tl.store(V_SCALE + row, _scale(bits, FORMAT), mask=inside)
-    return _encoded(x, bits, FORMAT).to(tl.uint8, bitcast=True).to(tl.int32), slot, inside
+    tl.store(V_SCALE + row, _scale(bits, GIVEN, 2, FORMAT), mask=inside)
+    y = _encoded(x, bits, GIVEN, 2, FORMAT)
+    return y.to(tl.uint8, bitcast=True).to(tl.int32), slot, inside
 
 
 @triton.jit
@@ -284,7 +308,8 @@ def _store_bytes(V, y, slot, inside, g, G: tl.constexpr, D: tl.constexpr, TILE: 
 
 @triton.jit
 def _transposed_values(
-    QKV, BIAS, V, V_SCALE, SLOT, tokens, g, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    QKV, BIAS, V, V_SCALE, GIVEN, MAXIMA, SLOT, tokens, g,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
     """V as [D, token]: a word at a time where four slots fill one, else a byte."""
@@ -292,17 +317,17 @@ def _transposed_values(
     first = tl.program_id(0).to(tl.int64) * N
     i = tl.arange(0, N // 4) * 4
     y0, slot0, in0 = _value_bytes(
-        QKV, BIAS, V_SCALE, SLOT, first, i, tokens, g, H, G, D, TILE, N, FORMAT
-    )
+        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i, tokens, g, H, G, D, TILE, N, FORMAT
+    )  # fmt: skip
     y1, slot1, in1 = _value_bytes(
-        QKV, BIAS, V_SCALE, SLOT, first, i + 1, tokens, g, H, G, D, TILE, N, FORMAT
-    )
+        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i + 1, tokens, g, H, G, D, TILE, N, FORMAT
+    )  # fmt: skip
     y2, slot2, in2 = _value_bytes(
-        QKV, BIAS, V_SCALE, SLOT, first, i + 2, tokens, g, H, G, D, TILE, N, FORMAT
-    )
+        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i + 2, tokens, g, H, G, D, TILE, N, FORMAT
+    )  # fmt: skip
     y3, slot3, in3 = _value_bytes(
-        QKV, BIAS, V_SCALE, SLOT, first, i + 3, tokens, g, H, G, D, TILE, N, FORMAT
-    )
+        QKV, BIAS, V_SCALE, GIVEN, MAXIMA, SLOT, first, i + 3, tokens, g, H, G, D, TILE, N, FORMAT
+    )  # fmt: skip
 
     # [N / 4, D] words, stored transposed: a page's row of TILE bytes is TILE / 4 words.
     whole = (
@@ -329,8 +354,8 @@ def _transposed_values(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _encode_kernel(
-    QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, SLOT, Q, Q_SCALE, K, K_SCALE, V, V_SCALE, tokens,
-    epsilon,
+    QKV, BIAS, Q_NORM, K_NORM, COS, SIN, POSITION, SLOT, Q, Q_SCALE, K, K_SCALE, V, V_SCALE,
+    GIVEN, MAXIMA, tokens, epsilon,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr, HADAMARD: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
@@ -361,24 +386,28 @@ def _encode_kernel(
         sin = tl.load(SIN + angle)
         if unit < QUERY_UNITS:
             _queries(
-                QKV, BIAS, Q_NORM, cos, sin, Q, Q_SCALE, t, inside, unit, epsilon,
+                QKV, BIAS, Q_NORM, cos, sin, Q, Q_SCALE, GIVEN, MAXIMA, t, inside, written, unit,
+                epsilon,
                 H, G, HALF, N, HEADS, HADAMARD, FORMAT,
             )  # fmt: skip
         else:
             _keys(
-                QKV, BIAS, K_NORM, cos, sin, K, K_SCALE, t, slot, written, unit - QUERY_UNITS,
-                epsilon,
+                QKV, BIAS, K_NORM, cos, sin, K, K_SCALE, GIVEN, MAXIMA, t, slot, written,
+                unit - QUERY_UNITS, epsilon,
                 H, G, HALF, TILE, N, HEADS, SLOT is not None, HADAMARD, FORMAT,
             )  # fmt: skip
     else:
         g = unit - QUERY_UNITS - KEY_UNITS
         # Only pages of 8 bits hold V as [D, token].
         if FORMAT != "bf16" and SLOT is not None:
-            _transposed_values(QKV, BIAS, V, V_SCALE, SLOT, tokens, g, H, G, D, TILE, N, FORMAT)
+            _transposed_values(
+                QKV, BIAS, V, V_SCALE, GIVEN, MAXIMA, SLOT, tokens, g, H, G, D, TILE, N, FORMAT
+            )
         else:
             _values(
-                QKV, BIAS, V, V_SCALE, t, slot, written, g, H, G, D, TILE, SLOT is not None, FORMAT
-            )
+                QKV, BIAS, V, V_SCALE, GIVEN, MAXIMA, t, slot, written, g, H, G, D, TILE,
+                SLOT is not None, FORMAT,
+            )  # fmt: skip
 
 
 def encode_paged(
@@ -402,6 +431,9 @@ def encode_packed(
 ) -> tuple[Queries, PackedKeys]:
     """qkv BF16 [T, (H + 2G) D] and positions int64 [T] -> queries, and packed K and V.
 
+    The maxima of ``transform`` are of what E4M3 would round, in BF16 by a second launch whose other
+    results are dropped.
+
     Raises ConfigError for the FP32 format, which attention on a GPU does not take.
     """
     if format == "fp32":
@@ -409,6 +441,9 @@ def encode_packed(
             "the fp32 flow runs on the CPU: attention on a GPU takes e4m3, int8 and bf16"
         )
     vectors = (qkv.shape[0], transform.num_kv_heads)
+    if format == "bf16" and transform.maxima is not None:
+        unused = _empty_packed(vectors, transform.head_dim, DTYPES["e4m3"], qkv.device)
+        _encode(qkv, replace(transform, hadamard=True), positions, None, unused)
     packed = _empty_packed(vectors, transform.head_dim, DTYPES[format], qkv.device)
     return _encode(qkv, transform, positions, None, packed), packed
 
@@ -452,11 +487,15 @@ def _encode(
     )
     plan = next(plan for plan in TILINGS if tokens <= plan.most)
     units = triton.cdiv(heads, plan.heads) + triton.cdiv(kv_heads, plan.heads) + kv_heads
+    narrow = out.keys.dtype == DTYPES["e4m3"]
+    given = transform.scale_bytes if narrow else None
+    maxima = transform.maxima.view(torch.int32) if narrow and transform.maxima is not None else None
     if tokens:
         _encode_kernel[(triton.cdiv(tokens, plan.tokens), units)](
             qkv, transform.bias, transform.q_norm, transform.k_norm, transform.cos, transform.sin,
             positions, slots, values, scales,
-            out.keys, out.key_scales, out.values, out.value_scales, tokens, transform.epsilon,
+            out.keys, out.key_scales, out.values, out.value_scales, given, maxima, tokens,
+            transform.epsilon,
             heads, kv_heads, dim, TILE, plan.tokens, plan.heads, transform.hadamard,
             _NAMES[out.keys.dtype], num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip

@@ -1,3 +1,40 @@
 """The CPU specification: every operation in torch, exact where exactness is promised.  The other
 back ends are tested against it.
+
+The package itself is its ``Support`` (``isobit.kernels.backend``): it computes everything, on every
+machine.
 """
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from isobit.kernels.spec import sizes as sizes
+
+if TYPE_CHECKING:
+    from isobit.kernels.backend import ModelNeeds
+
+has_own_memory = False
+libraries: tuple[str, ...] = ()
+extra = None
+remedy = "reinstall torch"
+
+
+def device_model(device: torch.device) -> str | None:
+    return None
+
+
+def is_present() -> bool:
+    return True
+
+
+def state() -> tuple[str, bool]:
+    return "the CPU", False
+
+
+def problem() -> str | None:
+    return None
+
+
+def model_problem(needs: "ModelNeeds") -> str | None:
+    return None

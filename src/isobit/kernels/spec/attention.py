@@ -47,7 +47,7 @@ from math import log, log2
 import torch
 
 from isobit.kernels.operands import QkvTransform, RopeTable, observe_heads, rounded
-from isobit.kernels.spec.qkv import Heads, factors, stack_heads, transform_qkv
+from isobit.kernels.spec.qkv import Heads, factors, fixed_bytes, stack_heads, transform_qkv
 from isobit.kernels.spec.quantise import reciprocal_of_byte
 from isobit.precision.flow import Graph
 from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3, E8M0_BIAS, Format
@@ -304,16 +304,18 @@ class PackedAttention:
         if self._rows is None:
             self._rows = RopeTable(transform.cos, transform.sin).rows(self._positions)
         format = self._formats[layer]
+        made = transform_qkv(layer, qkv, transform, self._rows)
         q, k, v = (
-            Heads.encode(x, format) for x in transform_qkv(layer, qkv, transform, self._rows)
+            Heads.encode(x, format, fixed)
+            for x, fixed in zip(made, fixed_bytes(transform), strict=True)
         )
         observe_heads(layer, q, k, v)
-        made = [_attend_group(group, q, k, v, transform.window) for group in self._groups]
-        padded = torch.cat([output for output, _ in made])
+        found = [_attend_group(group, q, k, v, transform.window) for group in self._groups]
+        padded = torch.cat([output for output, _ in found])
         wide = padded.index_select(0, self._inverse)
         output = rounded(wide.reshape(qkv.shape[0], -1), qkv.dtype)
         heads = output.view(wide.shape)
-        attended = Attended((q, k, v), heads, tuple(lse for _, lse in made), transform.window)
+        attended = Attended((q, k, v), heads, tuple(lse for _, lse in found), transform.window)
         return output, attended
 
     def backward(

@@ -31,7 +31,7 @@ from isobit.kernels.operands import (
     rounded,
 )
 from isobit.kernels.spec.attention import TILE, KeyTile, attend
-from isobit.kernels.spec.qkv import Heads, transform_qkv
+from isobit.kernels.spec.qkv import Heads, fixed_bytes, transform_qkv
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES, E4M3, Format
 
@@ -52,13 +52,21 @@ class SpecKvCache:
         pages = (2, num_pages, shape.num_kv_heads, PAGE_TOKENS)
         self.layers = [_empty_heads(pages, shape.head_dim, format) for format in self.formats]
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(
+        self,
+        layer: int,
+        slots: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        fixed: torch.Tensor | None = None,
+    ) -> None:
         """Encode k and v [T, G, D] and store them at slots int64 [T] = page * 64 + offset, which
-        must all be different.
+        must all be different.  ``fixed``, uint8 [2], are given scales of K and V.
         """
         pages, offsets = slots // PAGE_TOKENS, slots % PAGE_TOKENS
         arena, both = self.layers[layer], torch.stack([k, v.to(k.dtype)])
-        heads = Heads.encode(both, self.formats[layer])
+        given = None if fixed is None else fixed.view(2, 1, 1)
+        heads = Heads.encode(both, self.formats[layer], given)
         for target, source in (
             (_raw(arena.values), _raw(heads.values)),
             (arena.scales, heads.scales),
@@ -162,8 +170,9 @@ class PagedAttention:
         if self._rows is None:
             self._rows = RopeTable(transform.cos, transform.sin).rows(self._positions)
         q, k, v = transform_qkv(layer, qkv, transform, self._rows)
-        self._cache.write(layer, self._slots, k, v)
-        heads = Heads.encode(q, self._cache.formats[layer])
+        given = transform.scale_bytes
+        self._cache.write(layer, self._slots, k, v, None if given is None else given[1:])
+        heads = Heads.encode(q, self._cache.formats[layer], fixed_bytes(transform)[0])
         if is_observed():
             observe_heads(layer, heads, *self._cache.read(layer, self._slots))
         outputs = [

@@ -31,14 +31,16 @@ power of two except in INT8:
 
     x[t, h, :] = values[t, h, :] * 2^(byte[t, h] - 127)        or * scales[t, h], FP32
 
-    e4m3    values are E4M3, the scale is max(amax, 2^-60) / 448 rounded up to a power of two
+    e4m3    values are E4M3, the scale is max(amax, 2^-60) / 448 rounded up to a power of two;
+            or it is given, and what lies beyond 448 scales saturates
+            (``isobit.precision.kv_scales``)
     int8    values are INT8, the scale is max(amax, 2^-60) / 127 in FP32
     bf16    values are BF16 (fp32: FP32) of magnitude below 2 on a grid of 2^-22, the scale is
             2^floor(log2 amax), at least 2^-60;  heads larger than 128: a grid of 2^-21
 
-The scale depends on one token's vector alone: nothing has to be calibrated, and a token's entry
-never changes when others are added.  The last form drops what lies more than 22 bits below the
-vector's largest number, which makes the products of attention exact
+A scale that is not given depends on one token's vector alone: nothing has to be calibrated, and a
+token's entry never changes when others are added.  The last form drops what lies more than 22 bits
+below the vector's largest number, which makes the products of attention exact
 (``isobit.kernels.spec.quantise``): a sum of 256 products of integers up to 2^22 is at most 2^52,
 where 2^23 would give 2^54.  A vector that is not finite has the byte 255 or the scale NaN.
 """
@@ -82,10 +84,10 @@ class Heads:
     scales: torch.Tensor
 
     @classmethod
-    def encode(cls, x: torch.Tensor, format: Format) -> "Heads":
-        """[..., D], BF16 or FP32."""
+    def encode(cls, x: torch.Tensor, format: Format, fixed: torch.Tensor | None = None) -> "Heads":
+        """[..., D], BF16 or FP32; ``fixed`` as ``quantise_heads`` takes it, for E4M3."""
         if format == "e4m3":
-            return cls(*quantise_heads(x))
+            return cls(*quantise_heads(x, fixed))
         if format == "int8":
             return cls(*round_to_int8(x.float()))
         byte = largest_exponent(x).clamp_(min=_SMALLEST_EXPONENT).add_(E8M0_BIAS)
@@ -159,7 +161,28 @@ def transform_qkv(
         q, k = _through_hadamard(q, k)
         observe(q, "layers", layer, "hadamard.q")
         observe(k, "layers", layer, "hadamard.k")
+    if transform.maxima is not None:
+        raise_maxima(
+            transform.maxima, *((q, k) if transform.hadamard else _through_hadamard(q, k)), v
+        )
     return q, k, v
+
+
+def raise_maxima(maxima: torch.Tensor, *heads: torch.Tensor) -> None:
+    """Raise FP32 [3] to the largest magnitudes of Q, K and V [T, heads, D], in place; vectors that
+    are not finite are left out.
+    """
+    for place, x in enumerate(heads):
+        amax = x.abs().amax(-1).float()
+        if amax.numel():
+            largest = amax.where(amax.isfinite(), 0.0).amax()
+            maxima[place] = torch.maximum(maxima[place], largest)
+
+
+def fixed_bytes(transform: QkvTransform) -> tuple[torch.Tensor | None, ...]:
+    """The given scales of Q, K and V, uint8 of no dimension each, or three times None."""
+    given = transform.scale_bytes
+    return (None, None, None) if given is None else given.unbind()
 
 
 def qkv_backward(

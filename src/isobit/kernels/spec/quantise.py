@@ -116,12 +116,17 @@ def quantise_tokens(x: torch.Tensor, scales: ScaleKind = "power_of_two") -> Quan
     )
 
 
-def quantise_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_heads(
+    x: torch.Tensor, fixed: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., D] -> E4M3 values [..., D] and E8M0 scale bytes [...]: one power-of-two scale per
-    vector (Q, K or V of one token and head).
+    vector (Q, K or V of one token and head), or the ``fixed`` byte, uint8 broadcast to [...], where
+    that is not 0 and the vector is finite.
     """
     x = x.float()
     byte, finite = _scale_byte(x.abs().amax(-1))
+    if fixed is not None:
+        byte = byte.where((fixed == 0) | (byte == E8M0_NAN_BYTE), fixed.int())
     return _to_e4m3(x * reciprocal_of_byte(byte)[..., None], byte[..., None], finite), byte.to(
         torch.uint8
     )

@@ -102,7 +102,7 @@ def _view(site: Mapping[str, Any], training: Mapping[str, Any]) -> SiteView:
     of_linears = {"E4M3": f"1\u00d7128 by 128\u00d7128{scales}", "INT8": "Hadamard, a scale a row"}
     detail = of_linears.get(rollout, "")
     if detail and site.get("kind") != "linear":
-        detail = "a scale a token and head"
+        detail = "a scale a tensor" if site.get("per_tensor") else "a scale a token and head"
     return SiteView(_split(str(site["name"]))[1], rollout, forward, dgrad, wgrad, detail)
 
 
