@@ -115,8 +115,8 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "those whose reward raised, timed out, ended its process or was not finite",
                "0; above `reward.max_failed_fraction` the run stops", "sum"),
         Metric("reward/counted", "completions",
-               "those in which a [grader](graders.md) met something unusual (out of time, no code), "
-               "once for each reward",
+               "those in which a [grader](graders.md) met something unusual (out of time, no code)"
+               ", once for each reward",
                "near 0; a rise: the policy looks for gaps in the grader", "sum"),
         Metric("reward/level_groups", "groups",
                "zero-variance groups: no two valid rewards, with those of turns, differ",
