@@ -59,9 +59,9 @@ def ask(made: Environments[str], key: str, *calls: Call, **columns: Any) -> None
     made.ask(key, columns, [Turn(calls)])
 
 
-@pytest.mark.parametrize("given", [{}, {"class": "guess", "verifiers": "wordle"}])
+@pytest.mark.parametrize("given", [{}, {"class": "guess", "openenv": "ws://host"}])
 def test_an_environment_is_of_one_kind(given: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="needs either class or verifiers, and not both"):
+    with pytest.raises(ValueError, match="needs one of class, verifiers and openenv, and no two"):
         EnvironmentConfig.model_validate(given)
 
 

@@ -16,7 +16,7 @@ from isobit.config.data import ChatConfig, EnvironmentConfig
 from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
 from isobit.data import tool_calls
 from isobit.data.tool_calls import Continuation, MalformedCall, Parsed, ToolCall
-from isobit.environments.pool import Answer, Result
+from isobit.environments.pool import Answer, Environments, Result
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.policy import Policy, random_policy
 from isobit.parallel.world import ALONE
@@ -29,6 +29,7 @@ from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
 from isobit.starter import starter_folder
 from isobit.store.reward_record import AnswerRecord
+from tests.environments.servers import Count, serving
 from tests.tiny import tiny_model
 
 CONTEXT = 256
@@ -494,6 +495,54 @@ def test_recorded_answers_are_given_again_without_asking(monkeypatch: pytest.Mon
     _, _, told = play(policy, requests(), random, delays(4), AnswerRecord(said.append, [content]))
     assert told.asked[0] == (Handle("p/0", 0, 0), 3)
     assert len(said) == 1
+
+
+def test_a_server_ends_its_episodes_and_is_not_asked_again_for_what_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def steps(text: str) -> list[Parsed]:
+        return [] if len(text) == 8 else [ToolCall("step", {"by": len(text) % 5})]
+
+    monkeypatch.setitem(tool_calls._PARSERS, "plain", steps)
+    policy, wanted = policy_of("fp8"), requests(samples=2, new=100)[::2]
+    tools = Tools([], "plain", Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS))
+    record = AnswerRecord(lambda _: None)
+    with serving(Count) as (address, server, _):
+        config = EnvironmentConfig.model_validate(
+            {"openenv": address, "options": {"goal": 4}, "max_turns": 20, "at_once": 3}
+        )
+        environments = Environments[Handle](config, 400)
+        environments.tools()
+
+        def generate(answers: AnswerRecord) -> list[list[Completion]]:
+            episodes = Episodes(config, tools, environments, answers, tokenizer(), CONTEXT)
+            engine = NativeEngine(policy, RolloutConfig(**SIZES), tokenizer(), seed=0)
+            return episodes.generate(engine, policy.version, wanted)[0]
+
+        try:
+            made = generate(record)
+            assert server.most_open == 3
+            server.asked.clear()
+            again = generate(AnswerRecord(print, list(record._unwritten)))
+            assert sequences(again) == sequences(made)
+            assert not server.asked
+        finally:
+            environments.close()
+    over = 0
+    for one in (one for group in made for one in group):
+        assert one.episode is not None
+        assert one.episode.prompt.endswith('{"total": 0, "seed": null}')
+        gains = [len(text) % 5 / 4 for text in one.episode.turns]
+        told = len(one.episode.results)
+        assert one.sequence.rewards_of_turns == (*gains[:told], *[0.0] * (len(gains) - told))
+        if sum(gains) >= 1 and one.finish_reason == "stop":
+            assert (one.episode.reward, told) == (gains[-1], len(gains) - 1)
+            over += 1
+        else:
+            assert one.episode.reward is None
+    assert over > 1
+    drawn = sequences(made)
+    assert differing(policy, drawn) == (0, sum(one.response_length for one in drawn))
 
 
 def test_an_error_leaves_engine_and_environment_free() -> None:

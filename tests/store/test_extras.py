@@ -18,6 +18,7 @@ from isobit.models.policy import random_policy
 from isobit.models.safetensors import Slice
 from isobit.records.metrics import Metrics
 from isobit.run import log, loop, run
+from isobit.run.frozen_models import Reference
 from isobit.run.loop import train
 from isobit.run.setup import RlRun, prepare_rl
 from isobit.store.checkpoint import (
@@ -27,7 +28,6 @@ from isobit.store.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from isobit.training.reference import Reference
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError, Interrupted, StoppedAtOnce
 

@@ -24,14 +24,14 @@ from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.run.dry_run import plan_training
-from isobit.run.loop import train
-from isobit.run.setup import read_rl
-from isobit.training.reference import (
+from isobit.run.frozen_models import (
     Reference,
     checkpoint_bytes,
     describe_reference,
     load_reference,
 )
+from isobit.run.loop import train
+from isobit.run.setup import read_rl
 from isobit.util.errors import CheckpointError, ConfigError, ModelError
 from tests.tiny import tiny_model
 

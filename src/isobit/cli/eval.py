@@ -29,7 +29,7 @@ from isobit.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from isobit.parallel.world import World
-    from isobit.run.reward_models import ScoredRow
+    from isobit.run.frozen_models import ScoredRow
 
 
 FLAG = "--reward-model"
@@ -51,7 +51,7 @@ def evaluate_reward_model(arguments: Sequence[str]) -> int:
     config = settings_from(ScoringConfig, values, overrides)
     set_threads(options)
     with starting():
-        from isobit.run.reward_models import describe, score_rows, summarise
+        from isobit.run.frozen_models import describe, score_rows, summarise
 
     result = summarise(list(_written(score_rows(options.folder, config), options.out)))
     if options.json:

@@ -9,6 +9,7 @@ options = { strict = true }           [reward.parts.helpful]
                                       weight = 0.1
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeAlias, TypeVar
 
@@ -418,6 +419,9 @@ ENVIRONMENTS = ("calculator", "guess", "python", "search")
 """Those that ship with Isobit (``isobit.environments.shipped``)."""
 
 
+_SERVER = re.compile(r"(ws|http)s?://[^/\s]+")
+
+
 class EnvironmentConfig(Strict):
     """The tools of an episode: a completion of several turns, with results of tools between."""
 
@@ -430,9 +434,11 @@ class EnvironmentConfig(Strict):
     """In place of ``class`` an environment of the package ``verifiers``: the name of an installed
     one, or a file with ``load_environment``.
     """
+    openenv: str | None = None
+    """In place of ``class`` the address of an OpenEnv server, such as ``ws://127.0.0.1:8000``."""
     options: dict[str, Any] = Field(default={})
-    """Keyword arguments of the class or of ``load_environment``; "env:NAME" is an environment
-    variable's value and is not written anywhere.
+    """Keyword arguments of the class, of ``load_environment``, or of each reset of a server;
+    "env:NAME" is an environment variable's value and is not written anywhere.
     """
     format: Literal["auto", "hermes", "llama3", "mistral", "plain"] = "auto"
     """How the model writes calls; auto asks the chat template, and takes plain without one."""
@@ -449,16 +455,26 @@ class EnvironmentConfig(Strict):
     memory_mib: int = Field(default=1024, ge=64, le=MAX_COUNT)
     """Memory of an episode's process beyond that of the imports, and of each that it starts."""
     at_once: int = Field(default=32, gt=0, le=4096)
-    """Episodes whose calls run at once."""
+    """Episodes whose calls run at once; of an OpenEnv server, its sessions."""
+
+    @property
+    def kind(self) -> Literal["class", "verifiers", "openenv"]:
+        """The key that names it."""
+        if self.openenv is not None:
+            return "openenv"
+        return "class" if self.verifiers is None else "verifiers"
 
     @property
     def place(self) -> str:
-        """Where it is: ``class`` or ``verifiers``."""
-        return self.factory or self.verifiers or ""
+        """Where it is."""
+        return self.factory or self.verifiers or self.openenv or ""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
-        if (self.factory is None) == (self.verifiers is None):
-            reason = "needs either class or verifiers, and not both"
+    def _one_of_them(self) -> Self:
+        given = [one for one in (self.factory, self.verifiers, self.openenv) if one is not None]
+        reason = "needs one of class, verifiers and openenv, and no two" if len(given) != 1 else ""
+        if self.openenv is not None and not _SERVER.match(self.openenv):
+            reason = f'openenv is an address such as "ws://127.0.0.1:8000", not {self.openenv!r}'
+        if reason:
             raise PydanticCustomError("environment", "{reason}", {"reason": reason})
         return self

@@ -272,7 +272,7 @@ def _specs(parts: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 _PRINTS = """
 import json, sys
-from isobit.environments.hosted import print_rows
+from isobit.environments.tasksets import print_rows
 print_rows(*json.load(sys.stdin))
 """
 

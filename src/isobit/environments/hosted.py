@@ -1,19 +1,19 @@
-"""What a host loads, and an episode's process runs (``isobit.environments.worker``).
+"""What a host loads, and an episode's process runs (``isobit.environments.worker``):
 
     class       in the form of TRL's ``environment_factory``: its public methods are the tools
     verifiers   an environment of the package ``verifiers``, which leads the conversation itself
+                (of its version 0.4: ``isobit.environments.tasksets``)
+    openenv     an OpenEnv server (``isobit.environments.openenv``)
 
-The second is given a client for a model, whose answers are the turns that the engine draws.  It
-asks with all messages up to there; those that are new are what it says behind the last turn.
+The second has a client for a model whose answers are the turns that the engine draws.  It asks with
+all messages up to there; those that are new are what it says behind the last turn.
 """
 
 import asyncio
 import importlib
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -33,6 +33,11 @@ class Call:
     positional: Sequence[Any]
     arguments: Mapping[str, Any]
 
+    def by_name(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments, where those without a name have those of ``schema`` in turn."""
+        names = schema.get("properties") or {}
+        return {**dict(zip(names, self.positional, strict=False)), **self.arguments}
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -49,7 +54,7 @@ class Turn:
 class Start:
     """The first message to a host."""
 
-    kind: Literal["class", "verifiers"]
+    kind: Literal["class", "verifiers", "openenv"]
     place: str
     options: Mapping[str, Any]
     deadline_s: float
@@ -145,10 +150,8 @@ class Instance:
     def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What ``reset`` returns is text for the prompt."""
         reset = getattr(self._instance, "reset", None)
-        if reset is None:
-            return {}
-        said = _awaited(reset(**_taken(reset, columns)))
-        if said is None or said == "":
+        said = None if reset is None else _awaited(reset(**_taken(reset, columns)))
+        if reset is None or said is None or said == "":
             return {}
         if not isinstance(said, str) or not _may_speak(reset):
             raise ToolError(
@@ -277,8 +280,8 @@ def load_verifiers(place: str, options: Mapping[str, Any]) -> Any:
         load_environment = importlib.import_module("verifiers").load_environment
     except (ImportError, AttributeError) as error:
         raise ToolError(
-            "an environment of verifiers needs the package with its classic environments, which "
-            f"end with version 0.3: pip install 'isobit[verifiers]' ({error})"
+            "an environment of verifiers needs the package: pip install 'isobit[verifiers]' "
+            f"({error})"
         ) from error
     try:
         if not place.endswith(".py"):
@@ -288,16 +291,6 @@ def load_verifiers(place: str, options: Mapping[str, Any]) -> Any:
     except (Exception, SystemExit) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise ToolError(f"the environment {place!r} cannot be loaded: {what}") from error
-
-
-def print_rows(place: str, options: Mapping[str, Any], split: str) -> None:
-    """Write the dataset of an environment as lines of JSON, for ``isobit.data.readers``."""
-    with redirect_stdout(sys.stderr):
-        environment = load_verifiers(place, options)
-        is_eval = split == "eval"
-        rows = environment.get_eval_dataset() if is_eval else environment.get_dataset()
-    for row in rows:
-        print(json.dumps(row, default=str))
 
 
 class HostedVerifiers:
@@ -324,7 +317,8 @@ class HostedVerifiers:
         return {"ready": tools, **how}
 
     def open(self) -> "Conversation":
-        return Conversation(self._environment, self._most)
+        refusal = importlib.import_module("verifiers").OverlongPromptError
+        return Conversation(self._environment, self._most, refusal)
 
 
 class Conversation:
@@ -332,8 +326,8 @@ class Conversation:
     stands still until the next turn has been drawn.
     """
 
-    def __init__(self, environment: Any, most: int) -> None:
-        self._environment, self._most = environment, most
+    def __init__(self, environment: Any, most: int, refusal: type[Exception]) -> None:
+        self._environment, self._most, self._refusal = environment, most, refusal
         self._tools = {tool.name: tool.parameters for tool in environment.tool_defs or ()}
         self._loop, self._is_asked = asyncio.new_event_loop(), asyncio.Event()
         self._question: tuple[Any, Any] = (), ()
@@ -343,7 +337,6 @@ class Conversation:
         self._messages: list[dict[str, Any]] = []
         """Those of the last question."""
         self._turns = 0
-        self._refusal = importlib.import_module("verifiers").OverlongPromptError
 
     async def reply(self, prompt: Any, tools: Any) -> Any:
         """What the model says to messages: the next turn."""
@@ -355,14 +348,16 @@ class Conversation:
 
     def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The messages of the first question, where they are others than the row's."""
-        row = {"example_id": 0, **columns}
-        rollout = self._environment.run_rollout(row, _client(self), "isobit", {})
-        self._rollout = self._loop.create_task(rollout)
+        self._rollout = self._loop.create_task(self._play(columns))
         if not self._runs_on():
             return self._over()
-        utils = importlib.import_module("verifiers.utils.message_utils")
-        given = utils.normalize_messages(columns["prompt"])
-        return {} if self._messages == [*map(_plain, given)] else {"opening": self._messages}
+        is_given = self._messages == [*map(_plain, columns["prompt"])]
+        return {} if is_given else {"opening": self._messages}
+
+    def _play(self, columns: Mapping[str, Any]) -> Any:
+        """The rollout: a coroutine."""
+        row = {"example_id": 0, **columns}
+        return self._environment.run_rollout(row, _client(self), "isobit", {})
 
     def answer(self, turns: Sequence[Turn], wants_reward: bool) -> dict[str, Any]:
         """What is said behind the last turn, or the reward once the rollout is over: by itself, or
@@ -372,8 +367,8 @@ class Conversation:
         for turn in turns:
             if self._rollout.done():
                 raise RuntimeError("the environment ended before a turn that it had answered")
-            response = self._response(turn)
-            before = [*self._messages, _plain(response.message)]
+            response, spoken = self._response(turn)
+            before = [*self._messages, _plain(spoken)]
             runs = self._runs_on(response)
             answer = {"results": self._said_behind(before)} if runs else self._over()
         while wants_reward and not self._rollout.done():
@@ -411,14 +406,15 @@ class Conversation:
             return {"failed": "crash", "message": output["error"]["error_chain_repr"]}
         return {"over": True, **rewarded(outcome_of(output["reward"]))}
 
-    def _response(self, turn: Turn) -> Any:
+    def _response(self, turn: Turn) -> tuple[Any, Any]:
+        """What the rollout gets for a turn, and its message."""
         types = importlib.import_module("verifiers.types")
         self._turns += 1
         calls = [
             types.ToolCall(
                 id=f"call_{self._turns}_{place}",
                 name=call.name,
-                arguments=json.dumps(self._named(call)),
+                arguments=json.dumps(call.by_name(self._tools.get(call.name, {}))),
             )
             for place, call in enumerate(turn.calls)
         ]
@@ -429,12 +425,8 @@ class Conversation:
             finish_reason=reason,
             is_truncated=turn.is_cut,
         )
-        return types.Response(id=f"turn_{self._turns}", created=0, model="isobit", message=message)
-
-    def _named(self, call: Call) -> dict[str, Any]:
-        """The arguments by name, or by the places of the tool's parameters."""
-        names: Any = self._tools.get(call.name, {}).get("properties", {})
-        return {**dict(zip(names, call.positional, strict=False)), **call.arguments}
+        name = f"turn_{self._turns}"
+        return types.Response(id=name, created=0, model="isobit", message=message), message
 
     def _said_behind(self, before: list[dict[str, Any]]) -> list[list[str]]:
         said = self._messages[len(before) :]
@@ -492,9 +484,10 @@ def _plain(message: Any) -> dict[str, Any]:
     texts = [part if isinstance(part, str) else part.get("text") for part in parts]
     if None in texts:
         raise ToolError("the environment shows the model something that is no text")
+    called = (one.get("function", one) for one in message.get("tool_calls") or ())
     calls = [
-        {"type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-        for one in message.get("tool_calls") or ()
+        {"type": "function", "function": {name: one.get(name) for name in ("name", "arguments")}}
+        for one in called
     ]
     text = _text_of("".join(map(str, texts)))
     return {"role": message["role"], "content": text, **({"tool_calls": calls} if calls else {})}

@@ -34,6 +34,8 @@ _GRACE_S = 10.0
 """Beyond an episode's deadline, after which the host is taken for hung."""
 _BARREN_ENDS = 8
 """Hosts in a row that ended without an answer, after which the run ends."""
+_MOST_UNANSWERED = 64
+"""Episodes in a row without an answer from a server, after which the run ends."""
 _MODULE = "isobit.environments.worker"
 
 Key = TypeVar("Key", bound=Hashable)
@@ -65,8 +67,8 @@ class Answer:
     turn_reward: float | None = None
     """By ``get_turn_reward``, where the class has it."""
     failure: Failure | None = None
-    """``deadline``, ``crash``, ``memory``, ``flood`` or ``reset``: the process is no more; or why
-    there is no reward.
+    """``deadline``, ``crash``, ``memory``, ``flood``, ``reset``, or a kind of ``LostEpisodeError``:
+    the process is no more; or why there is no reward.
     """
     seconds: float = 0.0
     is_over: bool = False
@@ -120,7 +122,7 @@ class Environments(Generic[Key]):
     def __init__(self, config: EnvironmentConfig, most_characters: int) -> None:
         """Start the host; results have at most so many characters."""
         self._start = Start(
-            "class" if config.verifiers is None else "verifiers",
+            config.kind,
             PLACES.get(config.place, config.place),
             from_environment(config.options, "environment"),
             config.deadline_s,
@@ -128,6 +130,10 @@ class Environments(Generic[Key]):
             most_characters,
         )
         self._deadline_s, self._at_once = config.deadline_s, config.at_once
+        self._is_capped = config.openenv is not None
+        """Whether ``at_once`` limits the episodes that have begun, and not only those at work."""
+        self._unanswered = 0
+        """Episodes in a row that had no answer from a server."""
         self._numbers: dict[Key, int] = {}
         """Of the episodes that the present host knows, or will."""
         self._keys: dict[int, Key] = {}
@@ -243,11 +249,16 @@ class Environments(Generic[Key]):
         return answers
 
     def _hand_out(self) -> None:
+        held = list[tuple[Key, tuple[Any, ...]]]()
         while self._queue and self._is_ready and len(self._asked) < self._at_once:
             key, message = self._queue.popleft()
+            if self._is_capped and key not in self._begun and len(self._begun) >= self._at_once:
+                held.append((key, message))
+                continue
             self._asked[key] = monotonic()
             self._begun.add(key)
             self._host.send(frame(message))
+        self._queue.extendleft(reversed(held))
 
     def _hear(self, message: Mapping[str, Any]) -> Iterator[tuple[Key, Answer]]:
         match message:
@@ -264,9 +275,19 @@ class Environments(Generic[Key]):
                     return
                 self._barren_ends = 0
                 answer = _answer_of(content)
+                self._count_unanswered(answer.failure)
                 if answer.failure is not None:
                     self._forget(key)
                 yield key, answer
+
+    def _count_unanswered(self, failure: Failure | None) -> None:
+        is_one = self._is_capped and failure is not None and failure.kind == "connection"
+        self._unanswered = self._unanswered + 1 if is_one else 0
+        if failure is not None and self._unanswered >= _MOST_UNANSWERED:
+            raise ToolError(
+                f"{failure.message}, which {self._unanswered} episodes in a row had; start the "
+                "server again and resume the run (isobit train DIR --resume)"
+            )
 
     def _replace(self, how: str) -> None:
         """End the host and start another; the episodes that it had fail."""

@@ -19,7 +19,7 @@ each turn.  From the host, as JSON:
     {"episode": 7, "over": true, ...} where the environment has ended the episode
     {"episode": 7, "reward": 1.0, "turn_reward": 0.5, ...} where one was asked for
     {"episode": 7, "failed": kind, "message": text, ..}: ``deadline``, ``crash``, ``memory``,
-        ``flood`` or ``reset``; the episode is no more
+        ``flood``, ``reset``, or a kind of ``LostEpisodeError``; the episode is no more
 
 The host runs no code of the class after the import and its class method ``_prepare``, where it has
 one: with the options, once, for what all episodes share and none changes.  It ends an episode that
@@ -41,6 +41,8 @@ from time import monotonic, sleep
 from typing import Any, NoReturn, Protocol
 
 from isobit.environments.hosted import HostedClass, HostedVerifiers, Start, Turn
+from isobit.environments.openenv import HostedOpenEnv, LostEpisodeError
+from isobit.environments.tasksets import HostedTaskset, is_classic
 from isobit.rewards.outcome import failure_of, frame, read_frame, write_all
 from isobit.rewards.worker import descendants, leave_to_trainer, limit_memory, supervised
 from isobit.util.errors import ToolError
@@ -82,7 +84,9 @@ class Hosted(Protocol):
 
 def load(start: Start) -> Hosted:
     """What a host is to run.  Raises ToolError, and what user's code raises."""
-    return HostedVerifiers(start) if start.kind == "verifiers" else HostedClass(start)
+    if start.kind == "verifiers":
+        return HostedVerifiers(start) if is_classic() else HostedTaskset(start)
+    return HostedOpenEnv(start) if start.kind == "openenv" else HostedClass(start)
 
 
 class EpisodeProcess:
@@ -110,6 +114,8 @@ class EpisodeProcess:
             self._fail("crash", f"it called sys.exit({error.code!r:.40})")
         except ToolError as error:
             self._fail("fatal", str(error))
+        except LostEpisodeError as error:
+            self._fail(error.kind, str(error))
         except BaseException as error:  # of a tool's destructors, or a closed descriptor
             self._fail("crash", failure_of(error).message)
 
@@ -117,7 +123,7 @@ class EpisodeProcess:
         try:
             session = self._hosted.open()
             return session, session.begin(columns)
-        except (MemoryError, SystemExit, ToolError):
+        except (MemoryError, SystemExit, ToolError, LostEpisodeError):
             raise
         except BaseException as error:
             self._fail("reset", failure_of(error).message)

@@ -379,9 +379,9 @@ def _sources(config: Recipe) -> Iterator[tuple[str, str]]:
         if part.function == "llm_judge" and (path := rubric_file(part.options.get("rubric", ""))):
             yield f"{key}.rubric", file_sha256(path) if path.is_file() else _ABSENT
     environment = config.environment if isinstance(config, RunConfig) else None
-    if environment is not None and environment.place not in ENVIRONMENTS:
-        key = "class" if environment.verifiers is None else "verifiers"
-        yield f"environment.{key}.source", source_sha256(environment.place) or _ABSENT
+    is_file = environment is not None and environment.openenv is None
+    if environment is not None and is_file and environment.place not in ENVIRONMENTS:
+        yield f"environment.{environment.kind}.source", source_sha256(environment.place) or _ABSENT
     if environment is not None and environment.factory == "search":
         yield "environment.documents", documents_sha256(**environment.options)
     own = config.algorithm if isinstance(config, RunConfig) else None

@@ -55,7 +55,7 @@ from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared
 from isobit.run.data import evaluation_limit, rendering_notes, with_date, with_date_of
-from isobit.run.reward_models import ModelRewards
+from isobit.run.frozen_models import ModelRewards
 from isobit.util.errors import ConfigError
 from isobit.util.terminal import say
 

@@ -72,7 +72,7 @@ from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.run.data import with_date_of
 from isobit.run.evaluate import evaluation_requests, read_sets
-from isobit.run.reward_models import ModelRewards
+from isobit.run.frozen_models import ModelRewards
 from isobit.util.errors import ConfigError, DataError, NonFiniteError
 from isobit.util.terminal import gib
 

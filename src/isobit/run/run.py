@@ -55,10 +55,10 @@ from isobit.rollout.native import NativeEngine
 from isobit.run.data import RlData
 from isobit.run.evaluate import Evaluation, Evaluator, OnProgress
 from isobit.run.flows import notice_crests
+from isobit.run.frozen_models import ModelRewards
 from isobit.run.grading import Interruption, RecordedGrading
 from isobit.run.lessons import SftData
 from isobit.run.plan import Plan, check_requests, plan_device_memory
-from isobit.run.reward_models import ModelRewards
 from isobit.store.disk import WaitingWriter
 from isobit.store.keeper import CheckpointKeeper, check_hook
 from isobit.store.manifest import Extra, environment

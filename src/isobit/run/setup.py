@@ -41,18 +41,22 @@ from isobit.run.evaluate import (
     open_environments,
     read_tools,
 )
+from isobit.run.frozen_models import (
+    checkpoint_bytes,
+    describe_reference,
+    load_reference,
+    plan_reward_models,
+)
 from isobit.run.grading import RecordedGrading
 from isobit.run.log import RlLog
 from isobit.run.pending import Given, Pending, Rollouters, pending_bytes
 from isobit.run.pending import evaluate as evaluate_by_rollouters
 from isobit.run.plan import Plan, describe_source
-from isobit.run.reward_models import plan_reward_models
 from isobit.run.run import Run
 from isobit.store.resume import Start
 from isobit.store.reward_record import AnswerRecord
 from isobit.training.calibration import build_calibration, describe_shadow
 from isobit.training.judge import Judge
-from isobit.training.reference import checkpoint_bytes, describe_reference, load_reference
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Learner
 

@@ -36,9 +36,9 @@ from isobit.records.metrics import Metrics, listed
 from isobit.rewards.grading import Grading
 from isobit.run.data import settled, with_date_of_run
 from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
+from isobit.run.frozen_models import plan_reward_models
 from isobit.run.lessons import LESSONS, HeldOut, Item, Lesson, SftData, load_examples
 from isobit.run.plan import Plan, describe_source, source_config
-from isobit.run.reward_models import plan_reward_models
 from isobit.run.run import Run, begin_run, start_run
 from isobit.store.resume import Start
 from isobit.training.comparison import UpdateMetrics

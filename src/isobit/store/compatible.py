@@ -30,6 +30,7 @@ MAY_CHANGE = {
     "rollout.kv_memory_gib": "nor on the memory for it",
     "reward.offload": "where reward models lie changes no score",
     "reference.offload": "nor on where the reference model lies while it does not score",
+    "environment.openenv": "an address does not tell what its server says",
     "training.recompute": "a layer that is computed again has the same bits",
     "training.offload_moments": "where the moments lie changes none of them",
     "data.epochs": "it sets training.steps, which is compared",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from isobit.rewards.confined import candidate
+from isobit.rewards.confined import main as candidate
 from isobit.rewards.confined.judge import free_names, judge
 from isobit.rewards.confined.wire import Channel
 

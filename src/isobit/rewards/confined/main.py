@@ -10,18 +10,33 @@
 
 The file of the job is emptied after the confinement, so that its starter can distinguish a failed
 sandbox from failed code.
+
+A candidate is a model's code: its process makes the requested calls and sends back values.  It
+knows no tests, expected values or verdicts.  Whatever the code does to this process, only values
+come out of it, which the process of the tests compares (``judge``).
+
+    -> ["call", object, method or null, arguments, keyword arguments]
+    -> ["attribute", object, name]
+    <- ["value", value]  or  ["raised", type's name, message]
+
+An object is a name that the code defines, or the number of an object that was sent before.
 """
 
 import json
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
-from . import candidate, judge, kernel
-from .wire import Channel
+from . import judge, kernel
+from .wire import Channel, WireError, decode, encode
 
 Job = dict[str, Any]
+Loaded = dict[str, Any]
+LONGEST_MESSAGE = 1000
+MEMORY = 98
+"""Exit code of a script that ran out of memory."""
 
 
 def main() -> None:
@@ -56,7 +71,7 @@ def _silence() -> int:
 
 def _candidate(job: Job) -> None:
     _silence()
-    candidate.serve(Channel(job["incoming"], job["outgoing"]), job["code"])
+    serve(Channel(job["incoming"], job["outgoing"]), job["code"])
     os._exit(0)
 
 
@@ -71,10 +86,73 @@ def _tests(job: Job) -> None:
 
 def _script(job: Job) -> None:
     try:
-        candidate.load(job["code"], "__main__")
+        load(job["code"], "__main__")
     except MemoryError:
         os._exit(MEMORY)
 
 
-MEMORY = 98
-"""Exit code of a script that ran out of memory."""
+class Objects:
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+
+    def keep(self, value: Any) -> list[Any]:
+        """Keep ``value``; returns the reference to send."""
+        self._objects.append(value)
+        return ["r", len(self._objects) - 1]
+
+    def find(self, number: int) -> Any:
+        return self._objects[number]
+
+
+def load(code: str, name: str) -> Loaded:
+    """Run ``code`` as a module called ``name`` and return its names. Raises what it raises."""
+    module = ModuleType(name)
+    sys.modules[name] = module  # where dataclasses and pickle look up a class's module
+    exec(compile(code, f"<{name}>", "exec"), module.__dict__)  # noqa: S102  (this is the sandbox)
+    return module.__dict__
+
+
+def serve(channel: Channel, code: str) -> None:
+    """Load ``code`` and answer requests until the channel closes, with errors if loading failed."""
+    objects = Objects()
+    loaded: Loaded = {}
+    failure: BaseException | None = None
+    try:
+        loaded = load(code, "solution")
+    except BaseException as error:  # SystemExit too: requests must still be answered
+        failure = error
+    while True:
+        try:
+            request = channel.receive()
+        except EOFError:
+            return
+        try:
+            if failure is not None:
+                raise failure
+            reply = ["value", encode(_answer(request, loaded, objects), objects.keep)]
+        except BaseException as error:
+            reply = ["raised", type(error).__name__, _message(error)]
+        try:
+            channel.send(reply)
+        except WireError as error:
+            channel.send(["raised", "WireError", str(error)])
+
+
+def _answer(request: list[Any], loaded: Loaded, objects: Objects) -> Any:
+    kind, target, *rest = request
+    value = loaded[target] if isinstance(target, str) else objects.find(target)
+    if kind == "attribute":
+        return getattr(value, rest[0])
+    method, args, keywords = rest
+    function = value if method is None else getattr(value, method)
+    return function(
+        *decode(args, objects.find),
+        **{name: decode(item, objects.find) for name, item in keywords.items()},
+    )
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)[:LONGEST_MESSAGE]
+    except Exception:
+        return ""
