@@ -21,6 +21,7 @@ ON_A_GPU = {
     "time/offload_s",
 }  # (tests/run/test_turns.py writes them)
 OF_ROLLOUTERS = {"time/waiting_s"}  # (tests/run/test_rollouters.py writes it)
+OF_VLLM = {"time/update_s"}  # (tests/rollout/test_vllm_engine.py)
 OF_EXPERTS = {
     "routing_diff/tokens_compared",
     "routing_diff/tokens_differing",
@@ -72,9 +73,10 @@ def with_all_there_is(make_config: Callable[..., RunConfig], output: Path) -> Ru
     """
     kl = {"kl_coefficient": 0.1, "kl_estimator": "k3", "kl_in": "loss"}
     algorithm = {"name": "ppo", "dual_clip": 3.0, **kl}
+    precision = {"preset": "fp8-rollout", "kv_scales": "per_tensor", "kv_calibration": "engine"}
     config = make_config(
         output=output,
-        precision="fp8-rollout",
+        precision=precision,
         algorithm=algorithm,
         replay={"fraction": 0.5},
         corrections=[{"type": "tis"}],
@@ -124,7 +126,9 @@ def test_runs_write_every_metric_of_the_table_and_no_other(
     sft(SftConfig.model_validate(preferences))
     names = ("all", "refilled", "sft", "preferences")
     runs = (config.output, *(tmp_path / name for name in names))
-    elsewhere = ON_A_GPU | OF_ROLLOUTERS | OF_EXPERTS | OF_EPISODES | OF_RANKS | OF_CALIBRATION
+    elsewhere = (
+        ON_A_GPU | OF_ROLLOUTERS | OF_VLLM | OF_EXPERTS | OF_EPISODES | OF_RANKS | OF_CALIBRATION
+    )
     assert elsewhere.union(*map(written, runs)) == set(METRICS)
 
 

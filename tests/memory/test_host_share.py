@@ -13,8 +13,7 @@ from isobit.memory.host import estimate_memory, share_of
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import build_decoder, decoder_shape, master_shapes
 from isobit.parallel.exchanges import PostedExchanges
-from isobit.parallel.gradient_sum import ExchangedSum, Targets
-from isobit.parallel.slots import Slots, SlotSum
+from isobit.parallel.gradient_sum import ExchangedSum, Slots, SlotSum, Targets
 from isobit.precision.flow import build_flow
 
 UNTIED = ModelConfig("qwen3", 1000, 256, 384, 3, 4, 2, 64, 256, 1e-6, 1e4, tied_embeddings=False)

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Handle, Request, check_requests, generate
-from isobit.rollout.native import Limits, check_limits
+from isobit.rollout.engine import Handle, Limits, Request, check_limits, check_requests, generate
 from isobit.util.errors import RequestError
 from tests.rollout.history_model import make_engine
 

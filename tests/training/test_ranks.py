@@ -18,7 +18,7 @@ from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import Layer
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import PackedPass
-from isobit.parallel.slots import Slots
+from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World
 from isobit.records.batch import PackedBatch, TokenScores, pack
 from isobit.records.sequence import TokenSequence

@@ -11,7 +11,7 @@ import torch
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.tables import TrainingConfig
-from isobit.parallel.slots import Slots
+from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World
 from isobit.records.batch import pack
 from isobit.training.trainer import Trainer

@@ -6,12 +6,14 @@ Each algorithm has only the keys that it reads, with the defaults of its paper. 
 GRPO. The weights of several corrections are multiplied. Formulas are in ``docs/algorithms.md``.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from isobit.config.base import MAX_COUNT, MAX_FACTOR, MAX_STEPS, HomeName, Strict
 from isobit.config.tables import MAX_POSITIONS
+from isobit.util.errors import ConfigError
 
 LossMean = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -296,3 +298,22 @@ Correction = Annotated[
     TisCorrection | MisCorrection | IcePopCorrection | K3Correction | NormaliseCorrection,
     Field(discriminator="type"),
 ]
+
+
+def check_corrections(corrections: Sequence[Correction]) -> None:
+    """Refuse several corrections by the ratio, and a normalisation that is not the last one."""
+    by_ratio = [
+        one.type
+        for one in corrections
+        if isinstance(one, TisCorrection | IcePopCorrection)
+        or (isinstance(one, MisCorrection) and one.level != "geometric")
+    ]
+    if len(by_ratio) > 1:
+        raise ConfigError(
+            f"corrections has {' and '.join(by_ratio)}, which each weigh a token by its ratio; "
+            "keep one (mis by the geometric mean, k3 and normalise go with it)"
+        )
+    if any(correction.type == "normalise" for correction in corrections[:-1]):
+        raise ConfigError(
+            "a correction of type normalise comes last, once; put it at the end of the list"
+        )

@@ -1,8 +1,9 @@
 """The recipes of ``isobit train`` and ``isobit sft``, and the settings of the other commands."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from isobit.config.algorithm import AlgorithmConfig, Correction, GrpoConfig
 from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, HomeName, HomePath, Seed, Strict
@@ -27,6 +28,7 @@ from isobit.config.tables import (
     ReferenceConfig,
     ReplayConfig,
     RolloutConfig,
+    RunRolloutConfig,
     TrackingConfig,
     TrainingConfig,
 )
@@ -98,7 +100,7 @@ class RunConfig(Strict):
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig | None = None
     """Tools that the model calls."""
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: RunRolloutConfig = RunRolloutConfig()
     algorithm: AlgorithmConfig = GrpoConfig()
     corrections: tuple[Correction, ...] = ()
     """Weights, which are multiplied, for tokens that another policy sampled than the trained one.
@@ -112,6 +114,19 @@ class RunConfig(Strict):
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _corrected_by_default(cls, values: Any) -> Any:
+        """What another engine samples is corrected unless the recipe says otherwise."""
+        if not isinstance(values, Mapping) or "corrections" in values:
+            return values
+        rollout = values.get("rollout")
+        engine = rollout.get("engine") if isinstance(rollout, Mapping) else None
+        is_other = engine not in (None, "native") or (
+            isinstance(rollout, RunRolloutConfig) and rollout.engine != "native"
+        )
+        return {**values, "corrections": [{"type": "tis"}]} if is_other else values
 
 
 Objective = Literal["supervised", "preference"]

@@ -5,17 +5,14 @@ are checked where these are known. Every function raises ConfigError with the ke
 what to change.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from isobit.config.algorithm import (
     AlgorithmConfig,
-    Correction,
-    IcePopCorrection,
     LossConfig,
-    MisCorrection,
     StepConfig,
-    TisCorrection,
     TokenClipConfig,
+    check_corrections,
 )
 from isobit.config.base import MAX_BATCH
 from isobit.config.data import (
@@ -53,6 +50,7 @@ def check_run(config: RunConfig) -> None:
     check_calibration(config)
     check_asynchrony(config)
     check_layout(config)
+    check_engine(config)
     check_environment(config)
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, _graded_figures(sets, config.evaluation))
@@ -123,6 +121,28 @@ def check_layout(config: RunConfig) -> None:
             "trainers would wait for each other; set async.lag = 1, or rollouters = 0"
         )
     check_own_engine(cluster)
+
+
+def check_engine(config: RunConfig) -> None:
+    """Refuse an engine that would have to be shared, and options of one that is not there."""
+    rollout, cluster = config.rollout, config.cluster
+    if rollout.engine == "native":
+        if rollout.engine_options:
+            raise ConfigError(
+                f"rollout.engine_options are arguments of vllm.LLM, and rollout.engine is "
+                f"{rollout.engine!r}; leave them out, or set rollout.engine = 'vllm'"
+            )
+        return
+    if cluster.is_launched or cluster.rollouters:
+        raise ConfigError(
+            f"rollout.engine is {rollout.engine!r}, which runs in the process of a run that has "
+            "one, and cluster asks for others; leave it out, or set rollout.engine = 'native'"
+        )
+    if config.training.old_log_probs == "recorded":
+        raise ConfigError(
+            f"training.old_log_probs is 'recorded', and rollout.engine = {rollout.engine!r} "
+            "records those of another function than the trainer's; leave it out"
+        )
 
 
 def check_environment(config: RunConfig) -> None:
@@ -333,25 +353,6 @@ def _check_clip(config: TokenClipConfig) -> None:
         raise ConfigError(
             f"algorithm.{key} is set, but covariance 'kl_cov' takes the place of every clip; leave "
             "one of them out"
-        )
-
-
-def check_corrections(corrections: Sequence[Correction]) -> None:
-    """Refuse several corrections by the ratio, and a normalisation that is not the last one."""
-    by_ratio = [
-        one.type
-        for one in corrections
-        if isinstance(one, TisCorrection | IcePopCorrection)
-        or (isinstance(one, MisCorrection) and one.level != "geometric")
-    ]
-    if len(by_ratio) > 1:
-        raise ConfigError(
-            f"corrections has {' and '.join(by_ratio)}, which each weigh a token by its ratio; "
-            "keep one (mis by the geometric mean, k3 and normalise go with it)"
-        )
-    if any(correction.type == "normalise" for correction in corrections[:-1]):
-        raise ConfigError(
-            "a correction of type normalise comes last, once; put it at the end of the list"
         )
 
 

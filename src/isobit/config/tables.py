@@ -300,6 +300,17 @@ class RolloutConfig(Strict):
         return max(value, 0)
 
 
+class RunRolloutConfig(RolloutConfig):
+    """How a run samples."""
+
+    engine: Literal["native", "vllm"] = "native"
+    """native computes the trainer's function to the bit. vllm (``pip install isobit[vllm]``) does
+    not: old log-probabilities are recomputed, and ``corrections`` is by default one of type tis.
+    """
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of ``vllm.LLM``, for example ``{ enforce_eager = true }``."""
+
+
 TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
 
 

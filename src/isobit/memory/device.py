@@ -45,7 +45,7 @@ from isobit.memory.activations import (
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
 from isobit.memory.host import Share, microbatch_tokens, share_of
 from isobit.models.config import ModelConfig
-from isobit.parallel.slots import Slots
+from isobit.parallel.gradient_sum import Slots
 from isobit.precision.flow import PrecisionFlow
 from isobit.training.optimiser import moment_bytes, smaller_moments
 from isobit.util.errors import ConfigError
@@ -58,6 +58,7 @@ _DOUBLINGS = 6  # of the number of GPUs, at most, in what is advised
 Bytes = Mapping[str, int]
 MOMENTS = "optimiser moments"
 CACHE = "KV pages"
+COPY = "the engine's own weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class DevicePlanner:
     learns: bool = True
     """False for a process that only samples, and scores a little of what it has sampled."""
     hosts: int = 1  # that compute slots of an update side by side
+    copied: int = 0  # bytes of the weights that another engine has for itself
 
     def plan(
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
@@ -145,11 +147,13 @@ class DevicePlanner:
         standing = self.standing_bytes(training)
         if MOMENTS in standing and training.offload_moments:
             host[MOMENTS] = page_locked(standing.pop(MOMENTS))
+        other = {COPY: self.copied} if self.copied else {}
+        standing |= other
         standing["forward and logits"] = forward_bytes(self.shape, self.flow, rollout, self.sizes)
         available = self.total - RESERVE - sum(standing.values())
         pages = self._num_pages(rollout, training, longest, available)
         standing[CACHE] = pages * self.sizes.page_bytes(self.shape, self.flow)
-        both = needed | {CACHE: standing[CACHE]}
+        both = needed | other | {CACHE: standing[CACHE]}
         # several processes capture the same steps at the same time, or wait for each other
         if self.processes == 1 and sum(both.values()) + RESERVE <= self.total:
             needed = both

@@ -48,9 +48,8 @@ from isobit.memory.cache_size import batched_tokens, num_pages_for
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, master_shapes
 from isobit.parallel.exchanges import buffer_bytes
-from isobit.parallel.gradient_sum import SumSizes
+from isobit.parallel.gradient_sum import BUFFERS, ONE_SLOT, Slots, SumSizes, numbers_to_one
 from isobit.parallel.ownership import Ownership
-from isobit.parallel.slots import BUFFERS, ONE_SLOT, Slots, numbers_to_one
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import DTYPES
 from isobit.training.optimiser import moment_bytes

@@ -41,7 +41,7 @@ from isobit.models.policy_share import PolicyShare, SampledPolicy
 from isobit.models.quantised_checkpoint import MasterValues, read_fp8_format
 from isobit.models.safetensors import INDEX_FILE
 from isobit.models.saving import TEMPLATES, TEXT_FILES, policy_contents, write_folder
-from isobit.parallel.slots import ONE_SLOT, Slots
+from isobit.parallel.gradient_sum import ONE_SLOT, Slots
 from isobit.parallel.world import ALONE, World, write_on_all
 from isobit.records.text import SamplingParams
 from isobit.starter import starter_folder

@@ -26,8 +26,15 @@ from isobit.models.decoder import LM_HEAD, build_decoder, master_shapes
 from isobit.models.layers import Weights, about_folded, fold_norms
 from isobit.models.quantised_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
 from isobit.models.safetensors import checksum_of
-from isobit.parallel.gradient_sum import ExchangedSum, GradientSum, Targets, fold_of
-from isobit.parallel.slots import ONE_SLOT, Slots, SlotSum
+from isobit.parallel.gradient_sum import (
+    ONE_SLOT,
+    ExchangedSum,
+    GradientSum,
+    Slots,
+    SlotSum,
+    Targets,
+    fold_of,
+)
 from isobit.parallel.world import ALONE, World, raised_on_all
 from isobit.precision.flow import PrecisionFlow, Site, build_flow
 from isobit.precision.kv_scales import KvScales

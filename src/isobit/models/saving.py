@@ -38,7 +38,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, checkpoint_shapes
 from isobit.models.layers import about_folded, fold_norms
 from isobit.models.policy import Policy
-from isobit.models.quantised_checkpoint import fp8_config, int8_config
+from isobit.models.quantised_checkpoint import fp8_config, int8_config, parts_of
 from isobit.models.safetensors import (
     INT8_SCALES_SUFFIX,
     SCALES_SUFFIX,
@@ -139,7 +139,7 @@ def stored_contents(config: ModelConfig, tensors: Tensors) -> Contents:
 def _in_fp8(
     config: ModelConfig, matrices: Set[str], made: Callable[[str], QuantTensor], tensors: Tensors
 ) -> Contents:
-    whole = _whole_blocks(config, matrices)
+    whole = whole_blocks(config, matrices)
     layout: dict[str, torch.Tensor] = {}
     for name, tensor in bf16_contents(config, tensors).layout.items():
         if name not in whole:
@@ -255,7 +255,16 @@ def publish_part(site: Site, values: torch.Tensor) -> QuantisedWeight:
     return made
 
 
-def _whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
+def quantisation_of(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a folder with the matrices that the flow's rollout has in
+    E4M3; None where there is none of whole blocks.
+    """
+    whole = whole_blocks(config, quantised_sites(config, flow).keys())
+    layout = {name: _meta(shape, E4M3) for name, shape in checkpoint_shapes(config).items()}
+    return fp8_config(_kept_modules(layout, whole)) if whole else None
+
+
+def whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
     """Those of the matrices whose masters have only parts of whole blocks."""
     return {
         part
@@ -265,6 +274,41 @@ def _whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
         for part in master.parts
         if part in matrices
     }
+
+
+def published_tensors(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a policy's rollout side under the names of checkpoints, as ``isobit export
+    --format fp8`` writes them: views of what is published where there is such a tensor.
+    """
+    weights, drawn = policy.weights("rollout"), policy.config.num_drawn
+    quantised = {
+        part
+        for name, master in policy.decoder.masters().items()
+        if master.kind == "matrix"
+        and isinstance(weights.linears[name.rpartition(".")[0]].matrix, QuantTensor)
+        for part in master.parts
+    }
+    whole = whole_blocks(policy.config, quantised)
+    for name, master in policy.decoder.masters().items():
+        path = name.rpartition(".")[0]
+        if master.kind == "plain":
+            values = weights.plain[name].bfloat16()
+            is_table = name == policy.decoder.lm_head.master or name.startswith("embed")
+            yield next(iter(master.parts)), values[:drawn] if is_table else values
+            continue
+        found = (
+            weights.linears[path].bias if master.kind == "bias" else weights.linears[path].matrix
+        )
+        if isinstance(found, QuantTensor):
+            for part, one in zip(master.parts, parts_of(found), strict=True):
+                if part in whole:
+                    yield part, one.values
+                    yield part + SCALES_SUFFIX, one.scales
+                else:
+                    yield part, dequantise(one).bfloat16()
+        else:
+            assert isinstance(found, torch.Tensor), "a matrix in E4M3 or BF16, or a bias"
+            yield from zip(master.parts, found.split(list(master.parts.values())), strict=True)
 
 
 def _kept_modules(layout: Layout, quantised: Set[str]) -> list[str]:

@@ -4,9 +4,10 @@ Masters are cut where a block of 128 rows begins, both of the whole and of the m
 fuses, since quantisation blocks, groups of 8-bit moments and sums of the gradient's norm begin
 there.  Every master is cut for all ranks; a remainder goes to the ranks that own least so far.
 
-Where H hosts compute slots side by side (``isobit.parallel.slots``), each cuts the masters for its
-own W / H ranks, and the rows of one of these are cut again for the ranks at its place on all hosts.
-So a master's rows belong, in order, to *places* (with one host, a rank's place is its number):
+Where H hosts compute slots side by side (``isobit.parallel.gradient_sum``), each cuts the masters
+for its own W / H ranks, and the rows of one of these are cut again for the ranks at its place on
+all hosts.  So a master's rows belong, in order, to *places* (with one host, a rank's place is its
+number):
 
     places 0 .. H - 1      rank 0 of host 0, rank 0 of host 1, ..
     places H .. 2 H - 1    rank 1 of host 0, rank 1 of host 1, ..

@@ -131,10 +131,14 @@ def require_close(
 
 
 def check_step(
-    check: CheckConfig, flow: PrecisionFlow, trained: StepMetrics, model: Path
+    check: CheckConfig,
+    flow: PrecisionFlow,
+    trained: StepMetrics,
+    model: Path,
+    one_function: bool = True,
 ) -> list[str]:
     """Lines to print about a step, one for each problem; ``model`` is the folder of the run's
-    weights.
+    weights, and ``one_function`` is False where another engine samples.
 
     Raises MismatchError instead, on every rank, if ``check.on_mismatch`` is "stop".
     """
@@ -144,9 +148,10 @@ def check_step(
     if trained.repeat is not None and trained.repeat.differing:
         lines.append(_found(check, _describe_repeat(trained.repeat), _REPLACE))
     bisect = f"isobit verify {model} --precision {flow.preset} --bisect"
-    if problem := _parting(check, flow, trained.comparison):
-        advice = f"find out where with: {bisect}"
-        if flow.exact:
+    exact = flow.exact and one_function
+    if problem := _parting(check, exact, trained.comparison):
+        advice = f"find out where with: {bisect}" if one_function else _STALE
+        if exact:
             advice += (
                 "; where that finds nothing, the tokens were sampled by other weights, or the "
                 "fault did not come again: set check.repeat_every"
@@ -214,8 +219,8 @@ def _far_out(check: CheckConfig, mismatch: Mapping[str, float]) -> str | None:
     )
 
 
-def _parting(check: CheckConfig, flow: PrecisionFlow, comparison: Comparison) -> str | None:
-    if flow.exact:
+def _parting(check: CheckConfig, exact: bool, comparison: Comparison) -> str | None:
+    if exact:
         if not comparison.differs:
             return None
         return (

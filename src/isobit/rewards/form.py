@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobit.records.text import Completion, Prompt, without_beginning
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 from isobit.util.errors import RewardError
-from isobit.util.secrets import hidden, is_secret
+from isobit.util.user_code import hidden, is_secret
 
 if TYPE_CHECKING:
     import asyncio

@@ -38,7 +38,7 @@ from numbers import Real
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
-from isobit.util.secrets import hidden
+from isobit.util.user_code import hidden
 
 LARGEST = 1e18
 """The largest reward: sums of squares of such numbers are still finite in FP32."""

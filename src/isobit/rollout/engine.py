@@ -27,9 +27,10 @@ would have drawn.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from isobit.kernels.noise import sample_key
+from isobit.memory.cache_size import pages_for
 from isobit.models.policy_share import LogProbFunction
 from isobit.precision.kv_scales import KvScales
 from isobit.records.text import Completion, Prompt, SamplingParams
@@ -64,6 +65,8 @@ class EngineStats:
     """
     forwards: int = 0
     seconds: float = 0.0
+    update_s: float = 0.0
+    """Of these, in which new weights were on their way to an engine with weights of its own."""
     kv_ratio: float = 0.0
     """The largest magnitude of Q, K and V over the largest that its scale holds; 0 with scales a
     token.
@@ -204,6 +207,72 @@ def _check_sampling(request: Request) -> None:
             raise RequestError(f"prompt {request.prompt.id!r}: {message}")
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the cache can take: positions, vocabulary entries, pages and their tokens;
+    and whether text can be decoded.
+    """
+
+    context: int
+    vocab_size: int
+    num_pages: int
+    page_tokens: int
+    has_tokenizer: bool
+
+    @property
+    def max_pages(self) -> int:
+        """The most pages that one sequence can hold."""
+        return min(pages_for(self.context, self.page_tokens), self.num_pages)
+
+
+def check_limits(
+    requests: Sequence[Request], limits: Limits, live: Collection[Handle] = ()
+) -> None:
+    """Refuse the batch if ``check_requests`` does, or if any request of it can never be served.
+
+    Raises:
+        RequestError: naming the prompt, what it asks for and what there is.
+    """
+    check_requests(requests, live)
+    for request in requests:
+        _check_prompt(request, limits)
+        if request.sampling.stop_strings and not limits.has_tokenizer:
+            raise RequestError(
+                f"prompt {request.prompt.id!r} asks for stop strings, which need a tokenizer; this "
+                "engine has none"
+            )
+
+
+def _check_prompt(request: Request, limits: Limits) -> None:
+    prompt = request.prompt
+    num_tokens = len(prompt.token_ids)
+    if num_tokens == 0:
+        raise RequestError(f"prompt {prompt.id!r} has no tokens: there is nothing to continue")
+    if num_tokens >= limits.context:
+        raise RequestError(
+            f"prompt {prompt.id!r} has {num_tokens} tokens; the model's context holds "
+            f"{limits.context}, and a new token must fit: "
+            "shorten or drop the prompt"
+        )
+    if not (min(prompt.token_ids) >= 0 and max(prompt.token_ids) < limits.vocab_size):
+        raise RequestError(
+            f"prompt {prompt.id!r} holds token ids from {min(prompt.token_ids)} to "
+            f"{max(prompt.token_ids)}; the model knows 0 to "
+            f"{limits.vocab_size - 1}: the tokenizer belongs to another model"
+        )
+    max_length = request.max_length(limits.context)
+    # the last token of all is sampled, but never read back
+    needed = pages_for(max_length - 1, limits.page_tokens)
+    if needed > limits.num_pages:
+        raise RequestError(
+            f"prompt {prompt.id!r} can grow to {max_length} tokens ({num_tokens} of the prompt, at "
+            f"most {request.sampling.max_new_tokens} "
+            f"new, context {limits.context}): {needed} pages of {limits.page_tokens} tokens, and "
+            f"the KV cache has {limits.num_pages}; "
+            "raise rollout.kv_pages or rollout.kv_memory_gib, or lower rollout.max_new_tokens"
+        )
+
+
 Follow = Literal["end", "tokens", "text"]
 """What is told of a sample: its end alone; its tokens as they are drawn; their text as well, which
 takes the time of decoding twice.
@@ -253,6 +322,14 @@ class RolloutEngine(Protocol):
     @property
     def has_room(self) -> bool:
         """Whether a further sample would soon have a place and memory, beside those that wait."""
+        ...
+
+    def figures(self) -> dict[str, Any]:
+        """Its sizes, for a run's manifest."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Lines for a run's console on what happened since the last call."""
         ...
 
     def check(self, requests: Sequence[Request]) -> None:

@@ -20,19 +20,17 @@ sequence of an accepted request can run to its full length alone in the cache, w
 scheduler never gets stuck.  A runner, its cache and their books can be given back and made again.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobit.config.tables import RolloutConfig
 from isobit.memory.cache_size import (
     batched_tokens,
     choose_num_pages,
     out_of_memory_named,
-    pages_for,
 )
 from isobit.models.policy_share import LogProbFunction, SampledPolicy, function_of
 from isobit.records.text import Completion
@@ -40,10 +38,11 @@ from isobit.rollout.engine import (
     EngineStats,
     Follow,
     Handle,
+    Limits,
     Request,
     SampleEvent,
     check_calibrated,
-    check_requests,
+    check_limits,
     requests_of,
 )
 from isobit.rollout.executor import DirectExecutor, PipelinedExecutor
@@ -55,72 +54,6 @@ from isobit.util.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the model and the cache can take: positions, vocabulary entries, pages and their tokens;
-    and whether text can be decoded.
-    """
-
-    context: int
-    vocab_size: int
-    num_pages: int
-    page_tokens: int
-    has_tokenizer: bool
-
-    @property
-    def max_pages(self) -> int:
-        """The most pages that one sequence can hold."""
-        return min(pages_for(self.context, self.page_tokens), self.num_pages)
-
-
-def check_limits(
-    requests: Sequence[Request], limits: Limits, live: Collection[Handle] = ()
-) -> None:
-    """Refuse the batch if ``check_requests`` does, or if any request of it can never be served.
-
-    Raises:
-        RequestError: naming the prompt, what it asks for and what there is.
-    """
-    check_requests(requests, live)
-    for request in requests:
-        _check_prompt(request, limits)
-        if request.sampling.stop_strings and not limits.has_tokenizer:
-            raise RequestError(
-                f"prompt {request.prompt.id!r} asks for stop strings, which need a tokenizer; this "
-                "engine has none"
-            )
-
-
-def _check_prompt(request: Request, limits: Limits) -> None:
-    prompt = request.prompt
-    num_tokens = len(prompt.token_ids)
-    if num_tokens == 0:
-        raise RequestError(f"prompt {prompt.id!r} has no tokens: there is nothing to continue")
-    if num_tokens >= limits.context:
-        raise RequestError(
-            f"prompt {prompt.id!r} has {num_tokens} tokens; the model's context holds "
-            f"{limits.context}, and a new token must fit: "
-            "shorten or drop the prompt"
-        )
-    if not (min(prompt.token_ids) >= 0 and max(prompt.token_ids) < limits.vocab_size):
-        raise RequestError(
-            f"prompt {prompt.id!r} holds token ids from {min(prompt.token_ids)} to "
-            f"{max(prompt.token_ids)}; the model knows 0 to "
-            f"{limits.vocab_size - 1}: the tokenizer belongs to another model"
-        )
-    max_length = request.max_length(limits.context)
-    # the last token of all is sampled, but never read back
-    needed = pages_for(max_length - 1, limits.page_tokens)
-    if needed > limits.num_pages:
-        raise RequestError(
-            f"prompt {prompt.id!r} can grow to {max_length} tokens ({num_tokens} of the prompt, at "
-            f"most {request.sampling.max_new_tokens} "
-            f"new, context {limits.context}): {needed} pages of {limits.page_tokens} tokens, and "
-            f"the KV cache has {limits.num_pages}; "
-            "raise rollout.kv_pages or rollout.kv_memory_gib, or lower rollout.max_new_tokens"
-        )
 
 
 class Works:
@@ -286,6 +219,15 @@ class NativeEngine:
         them back, whether nobody waits for them.
         """
         return not self._live if self._works is None else self._works.has_room
+
+    def figures(self) -> dict[str, Any]:
+        """The pages of the cache and their tokens."""
+        limits = self._limits
+        return {"kv_pages": limits.num_pages, "page_tokens": limits.page_tokens}
+
+    def notes(self) -> list[str]:
+        """None: it reads what is published where it is."""
+        return []
 
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse, with a RequestError, what can never be served, and what is live already."""

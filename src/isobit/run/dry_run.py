@@ -28,7 +28,7 @@ from isobit.models.decoder import decoder_shape, parameter_count
 from isobit.models.folder import is_hub_name, model_needs
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.rewards.grading import Graders
-from isobit.rollout.native import Limits, check_limits
+from isobit.rollout.engine import Limits, check_limits
 from isobit.run.data import settled, with_date_of_run
 from isobit.run.lessons import SftData
 from isobit.run.plan import AnyPlan, check_requests, plan_device_memory
@@ -228,7 +228,8 @@ def _step_work(
         assert isinstance(plan.data, SftData)
         tokens = sum(one.tokens for one in plan.data.train.values())
         return replace(work, length=tokens / len(plan.data.train))
-    if config.training.old_log_probs != "recorded" and not flow.exact:
+    is_one_function = flow.exact and config.rollout.engine == "native"
+    if config.training.old_log_probs != "recorded" and not is_one_function:
         work = replace(work, scored=(*scored, model))
     if cluster.rollouters:
         here = cluster.processes

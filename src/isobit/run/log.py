@@ -266,7 +266,7 @@ class RlLog(TrainingLog[EvalResult]):
                 **episode_metrics(groups),
                 "reward/failed": grades.failed,
                 "reward/counted": sum(grades.counts.values()),
-                **self._optional_figures(collected),
+                **self._optional_figures(collected, engine),
                 **trained.metrics,
                 **trained.comparison.metrics(trained.tokens_learnt),
                 **trained.mismatch,
@@ -317,6 +317,7 @@ class RlLog(TrainingLog[EvalResult]):
                 self._run.model.policy.flow,
                 trained,
                 self.directory.model,
+                one_function=self._run.config.rollout.engine == "native",
             )
         )
 
@@ -336,12 +337,14 @@ class RlLog(TrainingLog[EvalResult]):
         updates = config.training.updates_per_batch
         return f"those of the first of {updates} updates a batch (training.updates_per_batch)"
 
-    def _optional_figures(self, collected: GradedBatch) -> Metrics:
+    def _optional_figures(self, collected: GradedBatch, engine: EngineStats) -> Metrics:
         """Of what a run may do without."""
         figures: Metrics = {}
         if self._run.config.algorithm.dynamic_sampling:
             figures["rollout/refills"] = collected.refills
             figures["rollout/dropped_groups"] = collected.dropped_groups
+        if self._run.config.rollout.engine != "native":
+            figures["time/update_s"] = engine.update_s
         if self._run.replay is not None:
             figures["replay/size"] = len(self._run.replay)
             figures["replay/mib"] = self._run.replay.num_bytes / (1 << 20)

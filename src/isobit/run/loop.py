@@ -175,6 +175,7 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
 
         watched = run.interruption.watched(watch)
         made, homes, stats = run.generate(asked, watched, complete)
+    run.console.notes(run.engine.notes())
     groups = [
         begun.get(place) or Group(asked[place].prompt, asked[place].visit, completions)
         for place, completions in enumerate(made)

@@ -9,13 +9,19 @@ model and of the machine.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
 from isobit.config.recipes import Objective, RunConfig, SftConfig
 from isobit.config.rules import check_shape
-from isobit.config.tables import ModelShape, PrecisionConfig, TrainingConfig
+from isobit.config.tables import (
+    ModelShape,
+    PrecisionConfig,
+    RunRolloutConfig,
+    TrainingConfig,
+)
 from isobit.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,
@@ -27,7 +33,7 @@ from isobit.kernels.backend import backend_of, support
 from isobit.memory.activations import FrozenModel
 from isobit.memory.device import MOMENTS, Card, DevicePlan, DevicePlanner
 from isobit.models.config import Experts, ModelConfig
-from isobit.models.decoder import decoder_shape
+from isobit.models.decoder import checkpoint_shapes, decoder_shape
 from isobit.models.folder import (
     DescribedModel,
     LoadedModel,
@@ -39,9 +45,10 @@ from isobit.models.folder import (
     reward_config,
 )
 from isobit.models.policy import Policy, random_policy
-from isobit.parallel.slots import ONE_SLOT, Slots
+from isobit.models.saving import quantised_sites, whole_blocks
+from isobit.parallel.gradient_sum import ONE_SLOT, Slots
 from isobit.parallel.world import ALONE, World
-from isobit.precision.flow import build_flow
+from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import BLOCK
 from isobit.rollout.engine import Request
 from isobit.run.data import RlData, digests
@@ -274,12 +281,26 @@ def plan_device_memory(
     sizes = support(device.type).sizes
     total = available_memory(device) if card is None else card.total
     frozen = plan.frozen if learns else tuple(one for one in plan.frozen if one.grades)
-    planner = DevicePlanner(shape, flow, sizes, total, frozen, processes, learns, hosts)
+    planner = DevicePlanner(
+        shape, flow, sizes, total, frozen, processes, learns, hosts, _copied_bytes(plan, flow)
+    )
     device_plan = planner.plan(rollout, training, plan.longest)
     host = {name: here * size for name, size in device_plan.host.items()}
     if memory is not None and sum(host.values()) > memory.available:
         raise ConfigError(_too_much_offloaded(plan, host, memory.available))
     return device_plan
+
+
+def _copied_bytes(plan: AnyPlan, flow: PrecisionFlow) -> int:
+    """What an engine that does not read the published weights has of its own: matrices of whole
+    blocks in E4M3, and all else in BF16.
+    """
+    rollout, shape = plan.config.rollout, plan.model.config
+    if not isinstance(rollout, RunRolloutConfig) or rollout.engine == "native":
+        return 0
+    whole = whole_blocks(shape, quantised_sites(shape, flow).keys())
+    sizes = {name: prod(size) for name, size in checkpoint_shapes(shape).items()}
+    return sum(size if name in whole else 2 * size for name, size in sizes.items())
 
 
 def _too_much_offloaded(plan: AnyPlan, host: Mapping[str, int], available: int) -> str:

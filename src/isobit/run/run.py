@@ -36,17 +36,21 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
+from isobit.config.tables import RolloutConfig, RunRolloutConfig
 from isobit.data.sampler import Mapped, PromptSampler
 from isobit.kernels.backend import support
+from isobit.memory.cache_size import choose_num_pages
 from isobit.memory.turns import DeviceTurns, Turns, allocate_in_pages
 from isobit.models.config import ModelConfig
+from isobit.models.folder import LoadedModel
 from isobit.observe.console import Console, silent
 from isobit.observe.model_card import write_card
 from isobit.observe.report.source import read_run
 from isobit.observe.training_log import TrainingLog
-from isobit.parallel.slots import Slots
+from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World, raised_on_all, run_on_all
 from isobit.rewards.grading import Graders
+from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.native import NativeEngine
 from isobit.run.data import RlData
 from isobit.run.evaluate import Evaluation, Evaluator, OnProgress
@@ -64,8 +68,8 @@ from isobit.store.state import Boundary, take_boundary
 from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError
 from isobit.util.files import disk_errors
-from isobit.util.secrets import secret_notes
 from isobit.util.terminal import Clock
+from isobit.util.user_code import secret_notes
 
 Config = TypeVar("Config", RunConfig, SftConfig)
 Data = TypeVar("Data", RlData, SftData)
@@ -105,11 +109,9 @@ class Run(ABC, Generic[Config, Data, Log]):
             allocate_in_pages(device)
             rollout = rollout.model_copy(update={"kv_pages": device_plan.pages})
         self.model = plan.source.load(config.precision, config.seed, device, world, learns, slots)
-        self._engine: NativeEngine | None = None
+        self._engine: RolloutEngine | None = None
         if plan.generates:
-            self._engine = NativeEngine(
-                self.model.policy, rollout, self.model.tokenizer, config.seed
-            )
+            self._engine = make_engine(self.model, rollout, config.seed)
         self.trainer = Trainer(
             self.model.policy, plan.training, plan.updates, config.seed, head_rate=plan.head_rate
         )
@@ -157,11 +159,10 @@ class Run(ABC, Generic[Config, Data, Log]):
         """The sizes that its engine has, for the manifest; None where nothing is generated."""
         if self._engine is None:
             return None
-        limits = self._engine.limits
-        return {"kv_pages": limits.num_pages, "page_tokens": limits.page_tokens}
+        return self._engine.figures()
 
     @property
-    def engine(self) -> NativeEngine:
+    def engine(self) -> RolloutEngine:
         """What samples by the policy."""
         assert self._engine is not None, "nothing is generated"
         return self._engine
@@ -301,6 +302,21 @@ class Run(ABC, Generic[Config, Data, Log]):
     def save_model(self) -> None:
         """Write the policy as a model folder in the run's directory."""
         self.checkpoints.save_model()
+
+
+def make_engine(model: LoadedModel, rollout: RolloutConfig, seed: int) -> RolloutEngine:
+    """What ``rollout.engine`` names.  Raises ConfigError where it cannot be had."""
+    if not isinstance(rollout, RunRolloutConfig) or rollout.engine == "native":
+        return NativeEngine(model.policy, rollout, model.tokenizer, seed)
+    from isobit.rollout.vllm_engine import VllmEngine
+
+    if model.policy.kv_scales is not None:
+        raise ConfigError(
+            "precision.kv_scales is 'per_tensor', but rollout.engine = 'vllm' sets scales of its "
+            "own; leave kv_scales out"
+        )
+    pages = choose_num_pages(model.policy, rollout)
+    return VllmEngine(model.policy, rollout, model.tokenizer, seed, pages)
 
 
 AnyRun = TypeVar("AnyRun", bound=Run[Any, Any, Any])

@@ -137,7 +137,19 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             *([] if self._tools is None else [self._tools.describe()]),
             *self.data.notes,
             *(f"  {line}" for line in describe_flow(policy.flow)),
+            *self._describe_engine(),
             *self.turns.describe(),
+        ]
+
+    def _describe_engine(self) -> list[str]:
+        """What samples, where that is another function than the trainer's."""
+        if self.config.rollout.engine == "native":
+            return []
+        names = ", ".join(one.type for one in self.config.corrections) or "none"
+        return [
+            f"{self.engine.function.back_end} samples, with weights and kernels of its own: its "
+            "log-probabilities are not the trainer's; old log-probabilities are recomputed, "
+            f"corrections: {names}"
         ]
 
     def next_requests(self, count: int) -> list[Request]:

@@ -272,7 +272,7 @@ _LIBRARIES = ("transformers", "safetensors", "datasets", "reasoning-gym", "numpy
 
 def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
     """The manifest of a run that is about to start, serialisable as JSON; ``hosts`` by rank."""
-    policy = run.model.policy
+    policy, engine = run.model.policy, run.engine_figures()
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -285,8 +285,8 @@ def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
         },
         "data": run.data_figures(),
         "inputs": dict(run.inputs),
-        "engine": run.engine_figures(),
-        "precision": precision_graph(policy.flow),
+        "engine": engine,
+        "precision": precision_graph(policy.flow, engine is None or "engine" not in engine),
         "config": run.config.model_dump(mode="json"),
     }
 
@@ -339,11 +339,13 @@ def processes(hosts: Sequence[str]) -> dict[str, Any]:
     return {"processes": len(hosts), "hosts": dict(Counter(hosts))}
 
 
-def precision_graph(flow: PrecisionFlow) -> dict[str, Any]:
-    """Both graphs site by site, and where they differ."""
+def precision_graph(flow: PrecisionFlow, one_function: bool) -> dict[str, Any]:
+    """Both graphs site by site, and where they differ; ``one_function`` is False where another
+    engine samples, which computes neither.
+    """
     return {
         "preset": flow.preset,
-        "exact": flow.exact,
+        "exact": flow.exact and one_function,
         "differing_sites": [
             difference.name for difference in graph_differences(flow.rollout, flow.training)
         ],

@@ -34,9 +34,9 @@ The forward may fail on one rank alone, and the ranks agree on that right after 
 backward is kept until they next agree: the others wait for this rank's gradients, so it sends them
 what it has, which then counts for nothing.
 
-With several slots (``isobit.parallel.slots``) the ranks of a host compute the rounds of a slot, and
-agree with the other hosts at its end.  Then every micro-batch is computed, even after a loss that
-is not finite: which ones had been by then would depend on the number of ranks and hosts.
+With several slots (``isobit.parallel.gradient_sum``) the ranks of a host compute the rounds of a
+slot, and agree with the other hosts at its end.  Then every micro-batch is computed, even after a
+loss that is not finite: which ones had been by then would depend on the number of ranks and hosts.
 
 Tokens a micro-batch, by update: the setting, unless an out-of-memory has lowered it for the rest
 of the run.
@@ -62,7 +62,7 @@ from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction, function_of
 from isobit.models.safetensors import checksum_of
 from isobit.models.scorer import ScoredPass, Scorer
-from isobit.parallel.slots import SlotSum
+from isobit.parallel.gradient_sum import SlotSum
 from isobit.parallel.world import World, raised_on_all, run_and_gather, run_on_all
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.training.comparison import (
