@@ -27,6 +27,18 @@ class Attention(torch.nn.Module):
     calculate_kv_scales = False
     _q_scale_float, _k_scale_float, _v_scale_float = 1.0, 1.0, 1.0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._q_scale, self._k_scale, self._v_scale = torch.ones(3)
+
+    def make_scales(self, by: torch.Tensor) -> None:
+        """As the first forward with new weights does, here by one of these."""
+        if self.calculate_kv_scales:
+            self.calculate_kv_scales = False
+            for name in ("_q_scale", "_k_scale", "_v_scale"):
+                getattr(self, name).fill_(float(by.abs().max()))
+                setattr(self, f"{name}_float", float(by.abs().max()))
+
 
 class Model(torch.nn.Module):
     """Tensors under vLLM's names, and the model that computes with them."""
@@ -109,6 +121,9 @@ class LlmEngine:
     @torch.no_grad()
     def step(self) -> list[Any]:
         outputs: list[Any] = []
+        for place, layer in enumerate(self.model.layers):
+            attention = self.model.held[0].model.layers[place].self_attn
+            layer.make_scales(attention.k_proj.weight)
         for name, (tokens, params) in list(self.waiting.items())[: self.most]:
             logits = self.model.held[0](torch.tensor([tokens])).logits[0, -1]
             log_probs = (logits / (params.temperature or 1.0)).log_softmax(-1)
@@ -183,6 +198,9 @@ class Llm:
         self.asleep, self.model.tensors = True, {}
         for tensor in self.model.held[0].state_dict().values():
             tensor.fill_(torch.nan)
+        for layer in self.model.layers:
+            layer._k_scale.fill_(1)
+            layer._v_scale.fill_(1)
 
     def wake_up(self) -> None:
         assert self.asleep

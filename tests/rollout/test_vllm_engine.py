@@ -129,6 +129,26 @@ def test_weights_that_do_not_arrive_are_noticed(monkeypatch: pytest.MonkeyPatch)
     assert engine.num_live == 0
 
 
+@pytest.mark.parametrize("calibration", ["engine", "never"])
+def test_scales_of_the_cache_are_made_again_or_kept(calibration: str) -> None:
+    """After other weights, and through its sleep."""
+    precision = {"preset": "fp8-rollout", "kv_scales": "per_tensor", "kv_calibration": calibration}
+    policy = random_policy(tiny_model(**WHOLE), PrecisionConfig.model_validate(precision), seed=1)
+    engine = engine_of(policy)
+    found: list[list[float]] = []
+    for sleeps in (False, False, True):
+        if sleeps:
+            engine.release()
+        sharpen(policy)
+        generate(engine, requests())
+        layers = fake_vllm.Llm.made[0].model.layers
+        found.append([float(layer._k_scale) for layer in layers])
+    lines = [line for line in engine.notes() if "new scales in 2 layers: Q " in line]
+    assert len(lines) == (3 if calibration == "engine" else 1)
+    assert (found[0] == found[1] == found[2]) == (calibration == "never")
+    assert found[0] != [1.0, 1.0]
+
+
 def test_it_sleeps_and_wakes_with_its_samples() -> None:
     policy = policy_of("bf16")
     engine = engine_of(policy)

@@ -124,7 +124,7 @@ def check_layout(config: RunConfig) -> None:
 
 
 def check_engine(config: RunConfig) -> None:
-    """Refuse an engine that would have to be shared, and options of one that is not there."""
+    """Refuse another engine where it would be shared, and options of one that is not there."""
     rollout, cluster = config.rollout, config.cluster
     if rollout.engine == "native":
         if rollout.engine_options:

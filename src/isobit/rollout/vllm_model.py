@@ -7,13 +7,15 @@ compared with what is published, tensor by tensor (``check_delivered``).
 
 With an E4M3 cache vLLM takes one scale a layer for each of Q, K and V from a forward, at its start
 from one of made-up tokens.  ``update`` has it take them again from the next one, as FP8-RL (arXiv
-2601.18150) does on the side of inference.
+2601.18150) does on the side of inference; with ``precision.kv_calibration = "never"`` the first
+ones stay, also through its sleep, which would make them 1.
 """
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -40,6 +42,9 @@ _SETTINGS = {
 _LEVEL = 2  # of sleep: weights leave the device too, since they are sent again anyway
 
 
+Scales = list[tuple[float, float, float]]
+
+
 class Vllm:
     """An LLM of a policy's shape, with the policy's weights once ``update`` has been called.
 
@@ -55,6 +60,8 @@ class Vllm:
         self.version: int | None = None
         """Of the weights that it has."""
         self.asleep = False
+        self._scales: Scales | None = None
+        """Of each layer those of Q, K and V, once a forward has made them."""
         self._scales_due = False
 
     @property
@@ -111,21 +118,28 @@ class Vllm:
         check_delivered(self._policy, sent, llm.apply_model(_tensors_of)[0])
         self.version = self._policy.version
         if self._has_scales:
-            llm.apply_model(recalibrate)
-            llm.collective_rpc(_recalibrate_runner)
-            self._scales_due = True
+            self._have_scales()
         size = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
         return (
             f"{self.name} took {gib(size)} of weights in {sending:.3f} s; compared in "
             f"{perf_counter() - begun:.3f} s, they are equal to what is published"
         )
 
+    def _have_scales(self) -> None:
+        """Have the next forward make scales for the new weights, or keep the first ones."""
+        if self._scales is not None and self._policy.flow.kv_calibration == "never":
+            self._llm.apply_model(partial(_write_scales, scales=self._scales))
+            return
+        self._llm.apply_model(_recalibrate)
+        self._llm.collective_rpc(_recalibrate_runner)
+        self._scales_due = True
+
     def describe_scales(self) -> list[str]:
         """A line on the scales that the first forward with new weights has made, once."""
         if not self._scales_due:
             return []
         self._scales_due = False
-        scales = self._llm.apply_model(kv_scales)[0]
+        self._scales = scales = self._llm.apply_model(_read_scales)[0]
         ranges = (
             f"{name} {min(values):.3g} to {max(values):.3g}"
             for name, values in zip("QKV", zip(*scales, strict=True), strict=True)
@@ -158,6 +172,8 @@ class Vllm:
             )
         skipped = [layer for layer in range(shape.num_layers) if not _is_fp8(flow, layer)]
         in_fp8 = len(skipped) < shape.num_layers
+        if in_fp8:  # its other runner captures forwards that are to make scales
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         cache_bytes = pages * sizes.page_bytes(shape, flow)
         given: dict[str, Any] = {
             "skip_tokenizer_init": True,
@@ -239,7 +255,7 @@ def _attention_layers(model: torch.nn.Module) -> list[Any]:
     return [one for one in model.modules() if hasattr(one, "calculate_kv_scales")]
 
 
-def recalibrate(model: torch.nn.Module) -> None:
+def _recalibrate(model: torch.nn.Module) -> None:
     """Have each layer take its scales from the next forward."""
     for layer in _attention_layers(model):
         layer.calculate_kv_scales = True
@@ -250,12 +266,18 @@ def _recalibrate_runner(worker: Any) -> None:
     worker.model_runner.calculate_kv_scales = True
 
 
-def kv_scales(model: torch.nn.Module) -> list[tuple[float, float, float]]:
-    """Of each layer the scales of Q, K and V."""
+def _read_scales(model: torch.nn.Module) -> Scales:
     return [
         (layer._q_scale_float, layer._k_scale_float, layer._v_scale_float)
         for layer in _attention_layers(model)
     ]
+
+
+def _write_scales(model: torch.nn.Module, scales: Scales) -> None:
+    for layer, of_layer in zip(_attention_layers(model), scales, strict=True):
+        for name, value in zip("qkv", of_layer, strict=True):
+            getattr(layer, f"_{name}_scale").fill_(value)
+            setattr(layer, f"_{name}_scale_float", value)
 
 
 def _import_vllm() -> Any:

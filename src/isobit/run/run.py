@@ -310,11 +310,6 @@ def make_engine(model: LoadedModel, rollout: RolloutConfig, seed: int) -> Rollou
         return NativeEngine(model.policy, rollout, model.tokenizer, seed)
     from isobit.rollout.vllm_engine import VllmEngine
 
-    if model.policy.kv_scales is not None:
-        raise ConfigError(
-            "precision.kv_scales is 'per_tensor', but rollout.engine = 'vllm' sets scales of its "
-            "own; leave kv_scales out"
-        )
     pages = choose_num_pages(model.policy, rollout)
     return VllmEngine(model.policy, rollout, model.tokenizer, seed, pages)
 
