@@ -73,9 +73,10 @@ def with_all_there_is(make_config: Callable[..., RunConfig], output: Path) -> Ru
     """
     kl = {"kl_coefficient": 0.1, "kl_estimator": "k3", "kl_in": "loss"}
     algorithm = {"name": "ppo", "dual_clip": 3.0, **kl}
+    precision = {"preset": "fp8-rollout", "kv_scales": "per_tensor", "kv_calibration": "engine"}
     config = make_config(
         output=output,
-        precision="fp8-rollout",
+        precision=precision,
         algorithm=algorithm,
         replay={"fraction": 0.5},
         corrections=[{"type": "tis"}],

@@ -132,7 +132,7 @@ class FakePolicy:
     backend = backend_of(device)
 
     def weights(self, _: str) -> SimpleNamespace:
-        return SimpleNamespace(tensor_parallel=WHOLE)
+        return SimpleNamespace(tensor_parallel=WHOLE, kv_scales=None)
 
 
 def make_engine(

@@ -173,9 +173,10 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
     def calibrate_if_due(self) -> None:
         """Set the scales of Q, K and V a tensor by the prompts of the next step, where these are to
         set them for the weights as they are now; all ranks together, while nothing is sampled.
+        Another engine than ours makes its own.
         """
         policy, scales = self.model.policy, self.model.policy.kv_scales
-        if scales is None or not scales.is_due:
+        if scales is None or not scales.is_due or self.config.rollout.engine != "native":
             return
         with self.clock("calibration"), self.console.busy("calibrating"):
             place = self.sampler.state()
