@@ -119,7 +119,10 @@ def test_each_name_in_an_unknown_table_is_answered() -> None:
             "[training]\nwarmup_steps = 10",
             "use training.warmup_updates (TRL: warmup_steps)",
         ),
-        ("use_vllm = true", "use_vllm: unknown key; leave it out (TRL: use_vllm): there is one"),
+        (
+            "use_vllm = true",
+            "use_vllm: unknown key; use rollout.engine (TRL: use_vllm): the native",
+        ),
         ("[algorithm]\nepsilon = 0.2", "algorithm.epsilon: unknown key; use algorithm.clip_low"),
         ("[training]\ntemperature = 1", "training.temperature: unknown key; did you mean rollout."),
         ("[algorithm]\nname = 'grpo'\ngamma = 1", "only reinforce_pp and ppo have it"),
@@ -164,7 +167,7 @@ def test_a_name_without_a_key_of_this_command_says_of_which() -> None:
 
 
 def test_a_flag_of_another_framework_without_a_value_is_answered() -> None:
-    with pytest.raises(ConfigError, match=r"--use_vllm has no value; leave it out \(TRL"):
+    with pytest.raises(ConfigError, match=r"--use_vllm has no value; use rollout\.engine \(TRL"):
         parse_overrides(["--use_vllm"])
     with pytest.raises(
         ConfigError, match=r"--training.steps has no value; write --training.steps V"

@@ -48,10 +48,11 @@ class Model(torch.nn.Module):
         config = AutoConfig.from_pretrained(folder)
         found = getattr(config, "quantization_config", None)
         if found is not None:
-            del config.quantization_config
+            delattr(config, "quantization_config")
         self.kept = None if found is None else Fp8Format(tuple(found["modules_to_not_convert"]))
         self.held = [AutoModelForCausalLM.from_config(config, dtype=torch.float32)]
-        self.layers = torch.nn.ModuleList(Attention() for _ in range(config.num_hidden_layers))
+        self.attentions = [Attention() for _ in range(config.num_hidden_layers)]
+        self.layers = torch.nn.ModuleList(self.attentions)
         self.tensors: dict[str, torch.Tensor] = {}
         self.loaded: dict[str, torch.Tensor] = {}
 
@@ -121,7 +122,7 @@ class LlmEngine:
     @torch.no_grad()
     def step(self) -> list[Any]:
         outputs: list[Any] = []
-        for place, layer in enumerate(self.model.layers):
+        for place, layer in enumerate(self.model.attentions):
             attention = self.model.held[0].model.layers[place].self_attn
             layer.make_scales(attention.k_proj.weight)
         for name, (tokens, params) in list(self.waiting.items())[: self.most]:
@@ -198,7 +199,7 @@ class Llm:
         self.asleep, self.model.tensors = True, {}
         for tensor in self.model.held[0].state_dict().values():
             tensor.fill_(torch.nan)
-        for layer in self.model.layers:
+        for layer in self.model.attentions:
             layer._k_scale.fill_(1)
             layer._v_scale.fill_(1)
 

@@ -1,8 +1,9 @@
-"""vLLM as an engine, by a stand-in for its interfaces; tests/gpu has the real one."""
+"""vLLM as an engine, by a stand-in for its interfaces; docs/engines.md has runs of the real one."""
 
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -129,6 +130,32 @@ def test_weights_that_do_not_arrive_are_noticed(monkeypatch: pytest.MonkeyPatch)
     assert engine.num_live == 0
 
 
+@pytest.mark.parametrize(("halved", "is_right"), [(2.0, True), (1.0, False)])
+def test_blocks_that_vllm_quantises_again_are_compared_as_numbers(
+    monkeypatch: pytest.MonkeyPatch, halved: float, is_right: bool
+) -> None:
+    """A block whose largest byte is 224 may have twice the bytes and half the scale."""
+    precision, finish = PrecisionConfig(preset="fp8-linear"), fake_vllm.Model.finish
+    policy, name = random_policy(tiny_model(**WHOLE), precision, seed=1), "layers.1.o_proj"
+    with torch.no_grad():
+        master = policy.masters[f"{name}.weight"]
+        master.mul_(225 / 1024 / master.abs().max())
+    policy.publish()
+    path = f"model.{name.replace('o_proj', 'self_attn.o_proj')}.weight"
+
+    def again(self: Any) -> None:
+        finish(self)
+        values = self.tensors[path].float()
+        assert values.shape == (128, 128)
+        assert values.abs().max() == 224
+        self.tensors[path] = (2 * values).to(self.tensors[path].dtype)
+        self.tensors[f"{path}_scale_inv"] = self.tensors[f"{path}_scale_inv"] / halved
+
+    monkeypatch.setattr(fake_vllm.Model, "finish", again)
+    with nullcontext() if is_right else pytest.raises(MismatchError, match="o_proj"):
+        generate(engine_of(policy), requests())
+
+
 @pytest.mark.parametrize("calibration", ["engine", "never"])
 def test_scales_of_the_cache_are_made_again_or_kept(calibration: str) -> None:
     """After other weights, and through its sleep."""
@@ -141,7 +168,7 @@ def test_scales_of_the_cache_are_made_again_or_kept(calibration: str) -> None:
             engine.release()
         sharpen(policy)
         generate(engine, requests())
-        layers = fake_vllm.Llm.made[0].model.layers
+        layers = fake_vllm.Llm.made[0].model.attentions
         found.append([float(layer._k_scale) for layer in layers])
     lines = [line for line in engine.notes() if "new scales in 2 layers: Q " in line]
     assert len(lines) == (3 if calibration == "engine" else 1)
