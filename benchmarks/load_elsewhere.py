@@ -8,7 +8,8 @@
 
 vLLM quantises activations and the KV cache in ways of its own, so its answer may part from ours; it
 must load every tensor, and its answer be one.  Its linears are counted by the format of their
-weights: a skip list that it misunderstood shows there.  Where vLLM comes as an unpacked bundle, put
+weights: a skip list that it misunderstood shows there.  Each linear in INT8 is compared with its
+definition, x H W, on what it is given: the largest error is relative to the norm of the output.  Where vLLM comes as an unpacked bundle, put
 that on PYTHONPATH.
 
 ``int8`` exports a folder in INT8 and has transformers with compressed-tensors read it, in FP32,
@@ -24,6 +25,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -79,9 +81,46 @@ def vllm(arguments: argparse.Namespace) -> None:
         detokenize=False,
         stop_token_ids=list(stops),
     )
+    errors: dict[str, float] = {}
+    llm.apply_model(partial(_compare_linears, errors=errors))
     outputs = llm.generate([{"prompt_token_ids": list(prompt)}], sampling, use_tqdm=False)
     answer, formats = tuple(outputs[0].outputs[0].token_ids), llm.apply_model(_weight_formats)[0]
-    _write(arguments, "vllm", answer, formats=formats, vllm=library.__version__)
+    found = {"formats": formats, "linear_errors": errors, "vllm": library.__version__}
+    _write(arguments, "vllm", answer, **found)
+
+
+def _compare_linears(model: "torch.nn.Module", errors: dict[str, float]) -> None:
+    """Have vLLM's linears behind a Hadamard matrix note their largest error, by name and rows."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "input_transform", None) is not None:
+            module.register_forward_pre_hook(_keep_input, with_kwargs=True)
+            size = next(iter(method.input_tfms.values())).scheme.head_dim
+            hook = partial(_note_error, errors=errors, name=name.split(".")[-1], size=size)
+            module.register_forward_hook(hook)
+
+
+def _keep_input(module: Any, args: Any, kwargs: Any) -> None:
+    """A copy: vLLM transforms in place."""
+    module.given = (args[0] if args else kwargs["input_"]).clone()
+
+
+def _note_error(
+    module: Any, args: Any, output: Any, errors: dict[str, float], name: str, size: int
+) -> None:
+    from isobit.precision.quant_tensor import hadamard_matrix
+
+    given = module.given.float()
+    rows, columns = given.shape
+    matrix = hadamard_matrix(size).to(given) / size**0.5
+    turned = (given.view(rows, -1, size) @ matrix).view(rows, columns)
+    weight = module.weight.float()
+    weight = weight if len(weight) == columns else weight.t()
+    expected = turned @ (weight * module.weight_scale.float().view(1, -1))
+    found = output[0] if isinstance(output, tuple) else output
+    error = float((found.float() - expected).norm() / expected.norm())
+    place = f"{name}, {rows} rows"
+    errors[place] = max(error, errors.get(place, 0.0))
 
 
 def transformers(arguments: argparse.Namespace) -> None:
