@@ -9,8 +9,8 @@
 vLLM quantises activations and the KV cache in ways of its own, so its answer may part from ours; it
 must load every tensor, and its answer be one.  Its linears are counted by the format of their
 weights: a skip list that it misunderstood shows there.  Each linear in INT8 is compared with its
-definition, x H W, on what it is given: the largest error is relative to the norm of the output.  Where vLLM comes as an unpacked bundle, put
-that on PYTHONPATH.
+definition, x H W, on what it is given: the largest error is relative to the norm of the output.
+Where vLLM comes as an unpacked bundle, put that on PYTHONPATH.
 
 ``int8`` exports a folder in INT8 and has transformers with compressed-tensors read it, in FP32,
 with the Hadamard matrices of its ``transform_config``.  It prints the root mean square of the
@@ -92,8 +92,8 @@ def vllm(arguments: argparse.Namespace) -> None:
 def _compare_linears(model: "torch.nn.Module", errors: dict[str, float]) -> None:
     """Have vLLM's linears behind a Hadamard matrix note their largest error, by name and rows."""
     for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if getattr(method, "input_transform", None) is not None:
+        method: Any = getattr(module, "quant_method", None)
+        if method is not None and getattr(method, "input_transform", None) is not None:
             module.register_forward_pre_hook(_keep_input, with_kwargs=True)
             size = next(iter(method.input_tfms.values())).scheme.head_dim
             hook = partial(_note_error, errors=errors, name=name.split(".")[-1], size=size)
