@@ -196,6 +196,10 @@ class Vllm:
             "disable_log_stats": True,
             "seed": seed % (1 << 31),
         }
+        if policy.backend.memory is not None:
+            # a run has set it by a function (allocate_in_pages); vLLM keeps its memory out of such
+            # segments, so that it can sleep, where the variable says so
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         try:
             with torch.no_grad():
                 return self._library.LLM(self._folder.name, **{**given, **config.engine_options})
