@@ -1,0 +1,112 @@
+"""Runs that sample with vLLM (docs/engines.md), each in a process of its own."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import json_lines
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+RECIPE = """
+model = "starter"
+[data]
+train = { type = "jsonl", path = "starter:train.jsonl" }
+eval.held_out = { type = "jsonl", path = "starter:held_out.jsonl", limit = 16 }
+[reward]
+function = "isobit.starter.tasks:correct_answer"
+in_process = true
+[rollout]
+engine = "vllm"
+engine_options = { enforce_eager = true }
+max_new_tokens = 16
+max_sequences = 64
+[training]
+steps = 2
+prompts_per_step = 16
+samples_per_prompt = 4
+learning_rate = 1e-4
+"""
+
+
+def run(*words: str | Path) -> str:
+    """What a Python process prints, which must end well."""
+    made = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=230, check=False
+    )
+    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
+    return made.stdout
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8-rollout"])
+def test_each_update_of_a_run_arrives(tmp_path: Path, preset: str) -> None:
+    """By vLLM's own tensors, and by log-probabilities near those of the trainer."""
+    recipe, output = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe.write_text(RECIPE)
+    changes = ("--output", output, "--precision.preset", preset)
+    said = run("-m", "isobit.cli.main", "train", recipe, *changes)
+    assert said.count("equal to what is published") >= 2
+    assert said.count("has new scales in 4 layers") >= (2 if preset != "bf16" else 0)
+    manifest = json.loads((output / "run.json").read_text())
+    assert manifest["engine"]["engine"].startswith("vllm ")
+    steps = [line for line in json_lines(output / "metrics.jsonl") if "mismatch/k3" in line]
+    assert len(steps) == 2
+    assert all(0 < step["log_prob_diff/mean"] < 0.1 for step in steps)
+
+
+def test_it_sleeps_and_wakes_with_new_weights() -> None:
+    """With matrices in E4M3; its cache and weights leave the device meanwhile."""
+    figures = json.loads(run("-m", "tests.gpu.test_vllm").splitlines()[-1])
+    assert figures["freed_gib"] > 0.9 * CACHE_GIB
+    assert figures["updates"] == 3
+    assert max(figures["apart"]) < 0.1
+
+
+CACHE_GIB = 4
+
+
+def main() -> None:
+    """Sample, sleep, change the weights, sample twice; print what happened as JSON."""
+    import torch
+
+    from isobit.config.tables import PrecisionConfig, RunRolloutConfig
+    from isobit.memory.turns import allocate_in_pages
+    from isobit.models.policy import random_policy
+    from isobit.models.scorer import Scorer
+    from isobit.rollout.engine import generate
+    from isobit.rollout.vllm_engine import VllmEngine
+    from isobit.training.judge import score_sequences
+    from tests.gpu.conftest import QWEN3
+    from tests.rollout.test_exactness import recorded_log_probs, requests
+
+    allocate_in_pages(torch.device("cuda"))
+    policy = random_policy(QWEN3, PrecisionConfig(preset="fp8-linear"), 1, "cuda")
+    page = policy.backend.sizes.page_bytes(policy.config, policy.flow)
+    config = RunRolloutConfig(engine="vllm", engine_options={"enforce_eager": True})
+    engine = VllmEngine(policy, config, None, 0, pages=(CACHE_GIB << 30) // page)
+    figures: dict[str, list[float]] = {"apart": []}
+    freed, updates, wanted = 0.0, 0, requests()
+    for turn in range(3):
+        groups = generate(engine, wanted)
+        sequences = [one.sequence for group in groups for one in group]
+        scores = score_sequences(Scorer(policy), sequences, 4096)
+        ours = torch.cat([score.log_probs for score in scores]).cpu()
+        figures["apart"].append(float((ours - recorded_log_probs(groups)).abs().mean()))
+        if turn == 0:
+            before = torch.cuda.mem_get_info()[0]
+            engine.release()
+            freed = (torch.cuda.mem_get_info()[0] - before) / (1 << 30)
+        with torch.no_grad():
+            for name, master in policy.masters.items():
+                if name.endswith("proj.weight"):
+                    master.mul_(1.1)
+        policy.publish()
+        updates += sum("equal to what is published" in line for line in engine.notes())
+    print(json.dumps({**figures, "freed_gib": freed, "updates": updates}))
+
+
+if __name__ == "__main__":
+    main()
