@@ -220,8 +220,9 @@ def test_the_cache_that_holds_something_else_than_was_written(
         slots: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        fixed: torch.Tensor | None,
     ) -> None:
-        exact(self, layer, slots, k, v)
+        exact(self, layer, slots, k, v, fixed)
         if layer == LAYER:
             page, offset = divmod(int(slots[0]), paged_attention_module.PAGE_TOKENS)
             self.layers[layer].scales[1, page, 0, offset] += 1
@@ -235,8 +236,8 @@ def test_keys_encoded_differently_in_training(
 ) -> None:
     exact = Heads.encode
 
-    def encode(x: torch.Tensor, format: Any) -> Heads:
-        heads = exact(x, format)
+    def encode(x: torch.Tensor, format: Any, fixed: torch.Tensor | None = None) -> Heads:
+        heads = exact(x, format, fixed)
         if where.side == "training" and where.layer == LAYER:
             where.calls["encode"] += 1
             return nudge(heads) if where.calls["encode"] == 2 else heads  # q, k, v

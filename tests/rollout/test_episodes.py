@@ -515,9 +515,9 @@ def test_a_server_ends_its_episodes_and_is_not_asked_again_for_what_is_recorded(
         environments.tools()
 
         def generate(answers: AnswerRecord) -> list[list[Completion]]:
-            episodes = Episodes(config, tools, environments, answers, tokenizer(), CONTEXT)
             engine = NativeEngine(policy, RolloutConfig(**SIZES), tokenizer(), seed=0)
-            return episodes.generate(engine, policy.version, wanted)[0]
+            episodes = Episodes(config, tools, environments, answers, tokenizer(), CONTEXT, engine)
+            return episodes.generate(ALONE, policy.version, wanted)[0]
 
         try:
             made = generate(record)

@@ -280,6 +280,13 @@ def test_a_run_says_what_samples_and_corrects_for_it(
     assert manifest["engine"]["engine"] == "vllm 0.25.1"
 
 
+def test_a_rollout_table_of_python_code_is_taken(make_config: Callable[..., RunConfig]) -> None:
+    values = make_config().model_dump() | {"rollout": RolloutConfig(max_sequences=3)}
+    rollout = RunConfig.model_validate(values).rollout
+    assert (rollout.engine, rollout.max_sequences) == ("native", 3)
+    assert rollout.model_fields_set == {"max_sequences"}
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [

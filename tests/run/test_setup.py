@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import RolloutConfig
+from isobit.config.tables import RunRolloutConfig
 from isobit.run.data import settled
 from isobit.run.dry_run import plan_training
 from isobit.run.loop import train
@@ -165,7 +165,7 @@ def test_completions_are_at_most_half_of_a_small_context(
     """F10: README's recipe was refused with the only model at hand, whose context is 512."""
     model = str(save_tiny(tmp_path / "model", tiny_model(max_positions=context)))
     config = make_config(model=model)
-    unset = config.model_copy(update={"rollout": RolloutConfig()})
+    unset = config.model_copy(update={"rollout": RunRolloutConfig()})
     said: list[str] = []
     made, _ = settled(unset, read_rl, said.append)
     assert made.rollout.max_new_tokens == min(512, context // 2)

@@ -310,6 +310,14 @@ class RunRolloutConfig(RolloutConfig):
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of ``vllm.LLM``, for example ``{ enforce_eager = true }``."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_any_rollout(cls, values: Any) -> Any:
+        """What Python code makes as a ``RolloutConfig``, with the keys that it has set."""
+        if isinstance(values, RolloutConfig) and not isinstance(values, RunRolloutConfig):
+            return values.model_dump(exclude_unset=True)
+        return values
+
 
 TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
 

@@ -86,6 +86,7 @@ def compile_for_hopper(
     source: type = ASTSource,
     multiples: Collection[str] = (),
     fuses: bool = False,
+    maxima: bool = False,
     **options: Any,
 ) -> Compiled:
     """A kernel that a card can start, and that adds nothing in an order that nobody knows.
@@ -99,6 +100,8 @@ def compile_for_hopper(
         multiples: Numbers that are multiples of 16.  Pointers are always.
         fuses: Whether a product and a sum may become one operation, as at launches that do not
             forbid it.
+        maxima: Whether it may raise maxima of integers by atomics, which have one result in any
+            order.
         options: Others of Triton's: ``num_stages``, ``maxnreg``.
     """
     names = [parameter.name for parameter in kernel.params]
@@ -114,6 +117,7 @@ def compile_for_hopper(
         options={"num_warps": warps, "enable_fp_fusion": fuses, **options},
     )
     ptx, cubin, shared = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared
-    assert re.search(r"\b(atom|red)\.", ptx) is None
+    atomics = re.findall(r"\b(?:atom|red)\.[\w.:]*", ptx)
+    assert all(maxima and ".max." in one for one in atomics), atomics
     assert shared <= MOST_SHARED
     return Compiled(ptx, cubin, warps, shared, *registers_and_stack(cubin))

@@ -14,6 +14,8 @@ TYPES = {
     **dict.fromkeys(("TABLE", "START", "LENGTH", "ARENA", "SOURCE", "TARGET"), "*i32"),
     **dict.fromkeys(("tokens", "pages", "table_stride"), "i32"),
     "epsilon": "fp32",
+    "GIVEN": "*u8",
+    "MAXIMA": "*i32",
 }
 
 
@@ -26,6 +28,8 @@ def value_types(format: str, paged: bool) -> dict[str, str]:
 SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_OUT", "V_SCALE_OUT")
 BIAS = ("BIAS",)
 NORMS = ("Q_NORM", "K_NORM")
+OF_TENSORS = ("GIVEN", "MAXIMA")
+"""There where Q, K and V have a scale a tensor, in E4M3 alone."""
 FEW, MANY = qkv.TILINGS
 
 
@@ -70,6 +74,10 @@ def test_encode(
     constants |= dict.fromkeys(("Q_SCALE", "K_SCALE", "V_SCALE")) if format == "bf16" else {}
     constants |= dict.fromkeys(absent if paged else (*absent, "SLOT"))
     types = TYPES | value_types(format, paged)
+    if format == "e4m3":
+        given = compile_for_hopper(qkv._encode_kernel, types, constants, tiling.warps, maxima=True)
+        assert given.stack == 0
+    constants |= dict.fromkeys(OF_TENSORS)
     made = compile_for_hopper(qkv._encode_kernel, types, constants, tiling.warps)
     assert made.stack == 0
     # The rotation is two products and a sum, each rounded.  A division (a norm's, INT8's) needs fma
