@@ -164,8 +164,7 @@ class Vllm:
             described["quantization_config"] = quantisation
         with open(f"{self._folder.name}/config.json", "w", encoding="utf-8") as file:
             json.dump(described, file)
-        formats = {flow.rollout.attention_format(layer) for layer in range(shape.num_layers)}
-        if not formats <= {"e4m3", "bf16"}:
+        if not {site.forward for site in flow.rollout.sites} <= {"e4m3", "bf16"}:
             raise ConfigError(
                 f"rollout.engine = 'vllm' takes the flows bf16, fp8, fp8-linear and fp8-rollout, "
                 f"and precision.preset is {flow.preset!r}; name one of them, or set rollout.engine "
