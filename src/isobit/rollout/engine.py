@@ -297,6 +297,17 @@ class SampleEvent:
     """Set when the sample has ended: there is no later event of it."""
 
 
+def parted(
+    events: Iterable[SampleEvent], handles: Collection[Handle]
+) -> tuple[list[SampleEvent], list[SampleEvent]]:
+    """The events of these samples, and those of all others, each in their order."""
+    told: list[SampleEvent] = []
+    others: list[SampleEvent] = []
+    for event in events:
+        (told if event.handle in handles else others).append(event)
+    return told, others
+
+
 class Sampler(Protocol):
     """What gives samples when it is asked for them: an engine, or episodes around one."""
 

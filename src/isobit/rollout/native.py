@@ -43,6 +43,7 @@ from isobit.rollout.engine import (
     SampleEvent,
     check_calibrated,
     check_limits,
+    parted,
     requests_of,
 )
 from isobit.rollout.executor import DirectExecutor, PipelinedExecutor
@@ -291,8 +292,7 @@ class NativeEngine:
                 self._works.remove(leaving)
             for sample in leaving:
                 self._end(sample)
-        told = [event for event in self._events if event.handle in asked]
-        self._events = [event for event in self._events if event.handle not in asked]
+        told, self._events = parted(self._events, asked)
         return told
 
     def num_drawn(self, handle: Handle) -> int:
@@ -312,7 +312,7 @@ class NativeEngine:
                 half_done[sample.handle] = sample.completion(tokenizer=None)
                 del self._live[sample.handle]
                 self._streams.pop(sample.handle, None)
-            self._events = [event for event in self._events if event.handle not in half_done]
+            _, self._events = parted(self._events, half_done)
             if self._works is not None and leaving:
                 self._works.remove(leaving)
         return half_done

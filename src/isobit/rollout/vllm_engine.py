@@ -8,7 +8,7 @@ corrects for the difference; the metrics of the mismatch are as ever.
                 vLLM's model through its weight-transfer interface, without a copy in between.
                 Afterwards each of its tensors is compared with what was published
     KV cache    BF16, or E4M3 with one scale a layer for Q, K and V, which vLLM takes from its first
-                forward; it takes them again after each publication (``recalibrate``)
+                forward; it takes them again after each publication
     memory      ``release`` has vLLM sleep (its level 2): cache and weights leave the device, and
                 the next step maps them again and sends the weights anew
 
@@ -35,6 +35,7 @@ from isobit.rollout.engine import (
     Request,
     SampleEvent,
     check_limits,
+    parted,
     requests_of,
 )
 from isobit.rollout.sequence import Sample, SharedPrompt
@@ -170,8 +171,7 @@ class VllmEngine:
         for sample in leaving:
             sample.finish_reason = "aborted"
             self._end(sample)
-        told = [event for event in self._events if event.handle in asked]
-        self._events = [event for event in self._events if event.handle not in asked]
+        told, self._events = parted(self._events, asked)
         return told
 
     def num_drawn(self, handle: Handle) -> int:
@@ -188,7 +188,7 @@ class VllmEngine:
             sample.finish_reason = "aborted"
             half_done[sample.handle] = sample.completion(tokenizer=None)
             del self._live[sample.handle]
-        self._events = [event for event in self._events if event.handle not in half_done]
+        _, self._events = parted(self._events, half_done)
         return half_done
 
     def admit(self, requests: Sequence[Request], half_done: Mapping[Handle, Completion]) -> None:
