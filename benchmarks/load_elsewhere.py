@@ -1,7 +1,8 @@
 """Whether other tools take an exported folder: one greedy answer of each.
 
     isobit export RUN_OR_FOLDER --to FOLDER --format fp8
-    python -m benchmarks.load_elsewhere vllm FOLDER --out RESULTS            # on a GPU
+    python -m benchmarks.load_elsewhere vllm FOLDER [--beside FOLDER_IN_BF16 --flow int8-linear]
+                                                    --out RESULTS            # on a GPU
     python -m benchmarks.load_elsewhere transformers FOLDER --out RESULTS    # on a CPU, dequantised
     python -m benchmarks.load_elsewhere isobit FOLDER [--device cuda] --out RESULTS
     python -m benchmarks.load_elsewhere int8 FOLDER_IN_BF16 --out RESULTS    # on a CPU
@@ -9,8 +10,12 @@
 vLLM quantises activations and the KV cache in ways of its own, so its answer may part from ours; it
 must load every tensor, and its answer be one.  Its linears are counted by the format of their
 weights: a skip list that it misunderstood shows there.  Each linear in INT8 is compared with its
-definition, x H W, on what it is given: the largest error is relative to the norm of the output.
-Where vLLM comes as an unpacked bundle, put that on PYTHONPATH.
+definition, x H W, on what it is given: the largest error is relative to the norm of the output, and
+has that of rounding x.  Where vLLM comes as an unpacked bundle, put that on PYTHONPATH.
+
+A greedy answer hangs on its closest choice, so ``--beside`` also takes the root mean square of the
+change of each token's log-probability in this repository's docs: of vLLM's export against our BF16,
+of the flow that it was exported from against our BF16, and of the two against each other.
 
 ``int8`` exports a folder in INT8 and has transformers with compressed-tensors read it, in FP32,
 with the Hadamard matrices of its ``transform_config``.  It prints the root mean square of the
@@ -49,6 +54,11 @@ def make_commands() -> Commands:
         command.add_argument("--new-tokens", type=int, default=32)
         if run is isobit:
             command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+        if run is vllm:
+            command.add_argument("--beside", type=Path, help="what the folder was exported from")
+            command.add_argument("--flow", default="int8-linear")
+            command.add_argument("--windows", type=int, default=4)
+            command.add_argument("--length", type=int, default=500, help="tokens of a window")
     command = commands.add(int8.__name__, int8, shape=False)
     command.add_argument("folder", type=Path)
     command.add_argument("--windows", type=int, default=4)
@@ -86,7 +96,60 @@ def vllm(arguments: argparse.Namespace) -> None:
     outputs = llm.generate([{"prompt_token_ids": list(prompt)}], sampling, use_tqdm=False)
     answer, formats = tuple(outputs[0].outputs[0].token_ids), llm.apply_model(_weight_formats)[0]
     found = {"formats": formats, "linear_errors": errors, "vllm": library.__version__}
+    if arguments.beside is not None:
+        found["rms"] = _beside(
+            llm, library.SamplingParams(max_tokens=1, prompt_logprobs=0), arguments
+        )
     _write(arguments, "vllm", answer, **found)
+
+
+def _beside(llm: Any, scoring: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """How far log-probabilities in this repository's docs are from each other, in nats."""
+    import torch
+
+    from benchmarks.real_checkpoint import windows_of_docs
+
+    windows = windows_of_docs(arguments.folder, arguments.windows, arguments.length)
+    asked = [{"prompt_token_ids": list(window)} for window in windows]
+    theirs = torch.tensor(
+        [
+            told[token].logprob
+            for window, output in zip(
+                windows, llm.generate(asked, scoring, use_tqdm=False), strict=True
+            )
+            for token, told in zip(window[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+    )
+    bf16, flow = (
+        _log_probs_in(arguments.beside, name, windows, "cuda") for name in ("bf16", arguments.flow)
+    )
+    return {
+        "tokens": len(theirs),
+        "vllm against bf16": _rms(theirs, bf16),
+        f"{arguments.flow} against bf16": _rms(flow, bf16),
+        f"vllm against {arguments.flow}": _rms(theirs, flow),
+    }
+
+
+def _log_probs_in(
+    folder: Path, flow: str, windows: Sequence[tuple[int, ...]], device: str
+) -> "torch.Tensor":
+    """In one of our flows, of all tokens but the first of each window."""
+    import torch
+
+    from isobit.models.folder import load_policy
+    from isobit.models.scorer import Scorer
+    from isobit.records.batch import lay_end_to_end
+    from isobit.records.sequence import TokenSequence
+
+    scorer = Scorer(load_policy(folder, flow, device, trainable=False))
+    sequences = [TokenSequence.of_answer(window[:1], window[1:]) for window in windows]
+    scores = [scorer.score(lay_end_to_end([one])).log_probs for one in sequences]
+    return torch.cat(scores).cpu()
+
+
+def _rms(a: "torch.Tensor", b: "torch.Tensor") -> float:
+    return float((a.double() - b.double()).square().mean().sqrt())
 
 
 def _compare_linears(model: "torch.nn.Module", errors: dict[str, float]) -> None:
@@ -171,10 +234,6 @@ def int8(arguments: argparse.Namespace) -> None:
     import torch
 
     from benchmarks.real_checkpoint import windows_of_docs, write_result
-    from isobit.models.folder import load_policy
-    from isobit.models.scorer import Scorer
-    from isobit.records.batch import lay_end_to_end
-    from isobit.records.sequence import TokenSequence
     from isobit.run.export import export, find_source
 
     windows = windows_of_docs(arguments.folder, arguments.windows, arguments.length)
@@ -184,19 +243,14 @@ def int8(arguments: argparse.Namespace) -> None:
         exported = _in_transformers(target, dtype=torch.float32)
         of_export = _log_probs(exported, windows)
     fp32 = _log_probs(_in_transformers(arguments.folder, dtype=torch.float32), windows)
-    scorer = Scorer(load_policy(arguments.folder, "int8-linear", trainable=False))
-    sequences = [TokenSequence.of_answer(window[:1], window[1:]) for window in windows]
-    ours = torch.cat([scorer.score(lay_end_to_end([one])).log_probs for one in sequences])
-
-    def rms(a: torch.Tensor, b: torch.Tensor) -> float:
-        return float((a.double() - b.double()).square().mean().sqrt())
+    ours = _log_probs_in(arguments.folder, "int8-linear", windows, "cpu")
 
     found = {
         "tokens": len(fp32),
         "matrices": result.quantised,
-        "export against fp32": rms(of_export, fp32),
-        "int8-linear against fp32": rms(ours, fp32),
-        "export against int8-linear": rms(of_export, ours),
+        "export against fp32": _rms(of_export, fp32),
+        "int8-linear against fp32": _rms(ours, fp32),
+        "export against int8-linear": _rms(of_export, ours),
     }
     write_result(arguments.out, "load-int8", found)
 

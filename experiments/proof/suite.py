@@ -7,8 +7,8 @@
 A solution ends with ``#### ANSWER``; the reward is 1 for that, and 0 otherwise.  No problem is in
 two splits: seeds of reasoning-gym are further apart than their sizes, and products come from
 disjoint residues of the first factor.  Other tasks are settings under stress (on ``gsm``), and two
-that look for where ``fp8`` loses and one that
-takes 300 steps (on ``multiply``).  A run is named TASK-ARM-SEED, with ``-again``
+that look for where ``fp8`` loses and one that takes 300 steps (on ``multiply``), and one with other
+engines (on ``gsm``).  A run is named TASK-ARM-SEED, with ``-again``
 when it repeats one on another day or card.
 
 Outliers are planted in a model that computes the same function:
@@ -144,6 +144,20 @@ residual stream, whose rounding costs most; or its scales in FP32.
 """
 FROM_FP8 = "from-fp8"
 """``multiply`` from a start that was fine-tuned in ``fp8``."""
+ENGINES = "engines"
+"""``gsm`` over a hundred steps: the native engine in one exact function, then two that differ from
+the trainer and are corrected, the native one with scales of Q, K and V a tensor, and vLLM.
+"""
+_TENSORS = '{preset = "fp8-rollout", kv_scales = "per_tensor", kv_calibration = "engine"}'
+_ENGINE_ARMS: dict[str, Changes] = {
+    "fp8": ARMS["fp8"],
+    "per-tensor-tis": {**ARMS["fp8-rollout-tis"], "precision": _TENSORS},
+    "vllm-tis": {
+        **ARMS["fp8-rollout-tis"],
+        "precision": _TENSORS,
+        "rollout.engine": "vllm",
+    },
+}
 LONG = "long"
 """``multiply`` over twice as many steps."""
 OUTLIERS = "stress-outliers"
@@ -160,10 +174,11 @@ _ARMS_OF: dict[str, dict[str, Changes]] = {
     "gsm": ARMS,
     SITES: _SITE_ARMS,
     FROM_FP8: {name: ARMS[name] for name in ("bf16", "fp8")},
+    ENGINES: {name: {**arm, "training.steps": "100"} for name, arm in _ENGINE_ARMS.items()},
     LONG: {name: {**ARMS[name], "training.steps": "300"} for name in ("bf16", "fp8", "int8")},
 }
 """Arms of the tasks that have others than ``_FEW``."""
-NAMES = (*TASKS, SITES, FROM_FP8, LONG, *STRESSES)
+NAMES = (*TASKS, SITES, FROM_FP8, ENGINES, LONG, *STRESSES)
 """All tasks that a run may have."""
 
 
@@ -179,7 +194,7 @@ class Run:
     @property
     def problems(self) -> Task:
         """What it is trained and measured on."""
-        return "gsm" if self.task == "gsm" or self.task in STRESSES else "multiply"
+        return "gsm" if self.task in ("gsm", ENGINES, *STRESSES) else "multiply"
 
     @property
     def start(self) -> str:

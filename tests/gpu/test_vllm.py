@@ -58,10 +58,10 @@ def test_each_update_of_a_run_arrives(tmp_path: Path, preset: str) -> None:
 
 
 def test_it_sleeps_and_wakes_with_new_weights() -> None:
-    """With matrices in E4M3; its cache and weights leave the device meanwhile."""
+    """With matrices and cache in E4M3; its cache and weights leave the device meanwhile."""
     figures = json.loads(run("-m", "tests.gpu.test_vllm").splitlines()[-1])
     assert figures["freed_gib"] > 0.9 * CACHE_GIB
-    assert figures["updates"] == 3
+    assert figures["updates"] == figures["scales"] == 3  # and all scales are finite
     assert max(figures["apart"]) < 0.1
 
 
@@ -83,12 +83,12 @@ def main() -> None:
     from tests.rollout.test_exactness import recorded_log_probs, requests
 
     allocate_in_pages(torch.device("cuda"))
-    policy = random_policy(QWEN3, PrecisionConfig(preset="fp8-linear"), 1, "cuda")
+    policy = random_policy(QWEN3, PrecisionConfig(preset="fp8-rollout"), 1, "cuda")
     page = policy.backend.sizes.page_bytes(policy.config, policy.flow)
     config = RunRolloutConfig(engine="vllm", engine_options={"enforce_eager": True})
     engine = VllmEngine(policy, config, None, 0, pages=(CACHE_GIB << 30) // page)
     figures: dict[str, list[float]] = {"apart": []}
-    freed, updates, wanted = 0.0, 0, requests()
+    freed, updates, scales, wanted = 0.0, 0, 0, requests()
     for turn in range(3):
         groups = generate(engine, wanted)
         sequences = [one.sequence for group in groups for one in group]
@@ -104,8 +104,10 @@ def main() -> None:
                 if name.endswith("proj.weight"):
                     master.mul_(1.1)
         policy.publish()
-        updates += sum("equal to what is published" in line for line in engine.notes())
-    print(json.dumps({**figures, "freed_gib": freed, "updates": updates}))
+        notes = engine.notes()
+        updates += sum("equal to what is published" in line for line in notes)
+        scales += sum("has new scales in" in line for line in notes)
+    print(json.dumps({**figures, "freed_gib": freed, "updates": updates, "scales": scales}))
 
 
 if __name__ == "__main__":

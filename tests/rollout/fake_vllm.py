@@ -30,14 +30,16 @@ class Attention(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._q_scale, self._k_scale, self._v_scale = torch.ones(3)
+        self.range = torch.tensor(2.0)  # a plain attribute, which no state_dict has
 
     def make_scales(self, by: torch.Tensor) -> None:
         """As the first forward with new weights does, here by one of these."""
         if self.calculate_kv_scales:
             self.calculate_kv_scales = False
             for name in ("_q_scale", "_k_scale", "_v_scale"):
-                getattr(self, name).fill_(float(by.abs().max()))
-                setattr(self, f"{name}_float", float(by.abs().max()))
+                scale = float(by.abs().max() / self.range)
+                getattr(self, name).fill_(scale)
+                setattr(self, f"{name}_float", scale)
 
 
 class Model(torch.nn.Module):
@@ -202,6 +204,7 @@ class Llm:
         for layer in self.model.attentions:
             layer._k_scale.fill_(1)
             layer._v_scale.fill_(1)
+            layer.range.fill_(0)
 
     def wake_up(self) -> None:
         assert self.asleep

@@ -20,7 +20,7 @@ from isobit.rollout.engine import Handle, Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.vllm_engine import VllmEngine
 from isobit.run.loop import train
-from isobit.util.errors import ConfigError, MismatchError, RequestError
+from isobit.util.errors import ConfigError, MismatchError, NonFiniteError, RequestError
 from tests.rollout import fake_vllm
 from tests.rollout.test_exactness import requests, trainer_log_probs
 from tests.rollout.test_sequence import BYTES
@@ -174,6 +174,16 @@ def test_scales_of_the_cache_are_made_again_or_kept(calibration: str) -> None:
     assert len(lines) == (3 if calibration == "engine" else 1)
     assert (found[0] == found[1] == found[2]) == (calibration == "never")
     assert found[0] != [1.0, 1.0]
+
+
+def test_scales_that_are_not_finite_end_the_rollout() -> None:
+    precision = {"preset": "fp8-rollout", "kv_scales": "per_tensor", "kv_calibration": "engine"}
+    policy = random_policy(tiny_model(**WHOLE), PrecisionConfig.model_validate(precision), seed=1)
+    engine = engine_of(policy)
+    fake_vllm.Llm.made[0].model.attentions[1].range.fill_(0.0)
+    with pytest.raises(NonFiniteError, match="inf.* in layer 1, which must be positive"):
+        generate(engine, requests())
+    assert engine.num_live == 0
 
 
 def test_it_sleeps_and_wakes_with_its_samples() -> None:

@@ -12,6 +12,7 @@ ones stay, also through its sleep, which would make them 1.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from isobit.models.policy import Policy
 from isobit.models.safetensors import SCALES_SUFFIX
 from isobit.models.saving import published_tensors, quantisation_of
 from isobit.precision.quant_tensor import BLOCK
-from isobit.util.errors import ConfigError, MismatchError, shown
+from isobit.util.errors import ConfigError, MismatchError, NonFiniteError, shown
 from isobit.util.terminal import gib
 
 SUPPORTED = ("0.25.1",)
@@ -62,6 +63,8 @@ class Vllm:
         self.version: int | None = None
         """Of the weights that it has."""
         self.asleep = False
+        self._constants: list[torch.Tensor] = []
+        """While it sleeps: what vLLM does not keep by itself, in the host's memory."""
         self._scales: Scales | None = None
         """Of each layer those of Q, K and V, once a forward has made them."""
         self._scales_due = False
@@ -95,12 +98,14 @@ class Vllm:
 
     def sleep(self) -> None:
         """Give the device the memory of weights and cache."""
+        (self._constants,) = self._llm.apply_model(_constants_of)
         self._llm.sleep(level=_LEVEL)
         self.asleep, self.version = True, None
 
     def wake(self) -> None:
-        """Have the memory back; what was in it is lost."""
+        """Have the memory back; what was in it is lost, but for buffers and constants."""
         self._llm.wake_up()
+        self._llm.apply_model(partial(_restore, constants=self._constants))
         self.asleep = False
 
     def update(self) -> str:
@@ -136,11 +141,22 @@ class Vllm:
         self._scales_due = True
 
     def describe_scales(self) -> list[str]:
-        """A line on the scales that the first forward with new weights has made, once."""
+        """A line on the scales that the first forward with new weights has made, once.
+
+        Raises NonFiniteError for scales that nothing can be divided by.
+        """
         if not self._scales_due:
             return []
         self._scales_due = False
         self._scales = scales = self._llm.apply_model(_read_scales)[0]
+        for layer, values in enumerate(scales):
+            if not all(0.0 < value < math.inf for value in values):
+                raise NonFiniteError(
+                    f"vLLM made the scales {values} of Q, K and V in layer {layer}, which must be "
+                    "positive and finite: activations of its first forward with new weights are "
+                    "all zero or not finite there; set rollout.engine = 'native', or "
+                    "precision = 'fp8-linear' for a cache in BF16"
+                )
         ranges = (
             f"{name} {min(values):.3g} to {max(values):.3g}"
             for name, values in zip("QKV", zip(*scales, strict=True), strict=True)
@@ -298,6 +314,34 @@ def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.data for name, tensor in model.named_parameters(remove_duplicate=False)}
 
 
+def _unregistered(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules and their parts hold as plain attributes, such as the ranges that scales
+    of Q, K and V are divided by.  vLLM's sleep drops them with the weights and keeps buffers alone.
+    """
+    holders = [
+        holder
+        for module in model.modules()
+        for holder in (module, getattr(module, "impl", None), getattr(module, "quant_method", None))
+        if hasattr(holder, "__dict__")
+    ]
+    found = {
+        id(value): value
+        for holder in holders
+        for name, value in vars(holder).items()
+        if isinstance(value, torch.Tensor) and name != "kv_cache"
+    }
+    return list(found.values())
+
+
+def _constants_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor.to("cpu", copy=True) for tensor in _unregistered(model)]
+
+
+def _restore(model: torch.nn.Module, constants: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(_unregistered(model), constants, strict=True):
+        tensor.copy_(value)
+
+
 def _attention_layers(model: torch.nn.Module) -> list[Any]:
     return [one for one in model.modules() if hasattr(one, "calculate_kv_scales")]
 
@@ -356,7 +400,7 @@ def _same_process() -> type:
 
     @dataclass
     class Nothing(base.WeightTransferInitInfo):
-        pass
+        self._llm.apply_model(partial(_restore, constants=self._constants))
 
     @dataclass
     class Published(base.WeightTransferUpdateInfo):
