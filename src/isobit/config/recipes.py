@@ -118,15 +118,14 @@ class RunConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _corrected_by_default(cls, values: Any) -> Any:
-        """What another engine samples is corrected unless the recipe says otherwise."""
+        """What vLLM samples is corrected unless the recipe says otherwise."""
         if not isinstance(values, Mapping) or "corrections" in values:
             return values
         rollout = values.get("rollout")
         engine = rollout.get("engine") if isinstance(rollout, Mapping) else None
-        is_other = engine not in (None, "native") or (
-            isinstance(rollout, RunRolloutConfig) and rollout.engine != "native"
-        )
-        return {**values, "corrections": [{"type": "tis"}]} if is_other else values
+        if isinstance(rollout, RunRolloutConfig):
+            engine = rollout.engine
+        return {**values, "corrections": [{"type": "tis"}]} if engine == "vllm" else values
 
 
 Objective = Literal["supervised", "preference"]
