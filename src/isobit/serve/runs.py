@@ -89,6 +89,8 @@ class Session:
     number: int
     call: Call | None = None
     """While samples of it are live: weights stay as long."""
+    is_asking: bool = False
+    """Whether samples are on their way to the call."""
     live: dict[Handle, int] = field(default_factory=dict)
     """The client's numbers."""
     heard_at: float = field(default_factory=time.monotonic)
@@ -269,15 +271,18 @@ class Runs:
         requests = [self._request(session, asked.client, one) for one in asked.ask]
         assert self.gate is not None
         self.gate.enter(sum(request.samples for request in requests))
-        session.call = session.call or Call()
+        call = session.call = session.call or Call()
+        session.is_asking = True
         numbers = [number for one in asked.ask for number in one.numbers]
-        self.thread.submit(session.call, requests, "tokens")
+        self.thread.submit(call, requests, "tokens")
         try:
-            while not isinstance(told := await session.call.next(), Accepted):
+            while not isinstance(told := await call.next(), Accepted):
                 self._note(session, told, found)
         except BaseException:
             self.gate.leave(len(numbers), 0.0)
             raise
+        finally:
+            session.is_asking = False
         handles = [handle for group in told.handles for handle in group]
         session.live.update(zip(handles, numbers, strict=True))
         self._check_weights(asked)  # from here on they stay
@@ -335,7 +340,7 @@ class Runs:
         assert self.gate is not None
         del session.live[handle]
         self.gate.leave(1, 0.0)
-        if not session.live and session.call is not None:
+        if not session.live and not session.is_asking and session.call is not None:
             self.thread.cancel(session.call)
             session.call = None
 
