@@ -5,6 +5,7 @@ whatever becomes of the servers.
 import json
 import os
 import signal
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,11 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig, Preset
+from isobit.data import tool_calls
 from isobit.models.config import Experts
+from isobit.models.folder import read_config
 from isobit.models.policy import Policy, random_policy
+from isobit.observe.console import silent
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout import servers
 from isobit.rollout.engine import Handle, Request, Sampler, generate
@@ -27,6 +32,7 @@ from isobit.run.loop import train
 from isobit.util.errors import ConfigError, MismatchError, NonFiniteError, RequestError, ServerError
 from tests.rollout.served import engine_of, native_of, served
 from tests.rollout.test_exactness import TINY, policy_of, requests
+from tests.run import acting
 from tests.serve.servers import KEY, Running, serving
 from tests.tiny import json_lines
 
@@ -324,7 +330,7 @@ def make_run(
     monkeypatch.setenv("SERVER_KEY", KEY)
     (tmp_path / "graded.py").write_text(REWARD)
 
-    def make(name: str, servers: Sequence[Running] = (), **sections: Any) -> RunConfig:
+    def make(name: str, servers: Sequence[Running] = (), /, **sections: Any) -> RunConfig:
         rollout: dict[str, Any] = {"max_new_tokens": 24}
         if servers:
             urls = [f"http://127.0.0.1:{one.port}" for one in servers]
@@ -333,7 +339,8 @@ def make_run(
         return make_config(
             f"{tmp_path / 'graded.py'}:reward",
             output=tmp_path / name,
-            **{"rollout": rollout, "training": training, "checkpoint": {"every": 1}} | sections,
+            **{"training": training, "checkpoint": {"every": 1}},
+            **sections | {"rollout": rollout | sections.get("rollout", {})},
         )
 
     return make
@@ -359,6 +366,49 @@ def left(root: Path) -> dict[str, Any]:
             for line in json_lines(root / "metrics.jsonl")
         ],
     }  # fmt: skip
+
+
+TOOLS = Path(__file__).parents[1] / "environments" / "tools.py"
+STOPS = list(string.ascii_letters[:40])
+
+
+@pytest.mark.parametrize(
+    ("engine", "sections"),
+    [
+        ("lag", {"async": {"lag": 1}}),
+        ("ppo", {"algorithm": {"name": "ppo"}, "rollout": {"top_k": 30}}),
+        (
+            "episodes",
+            {
+                "environment": {"class": f"{TOOLS}:Counter", "max_turns": 6},
+                "rollout": {"max_new_tokens": 60, "stop_tokens": STOPS},
+            },
+        ),
+    ],
+)
+def test_runs_of_other_kinds_leave_the_bytes_of_native_ones(
+    engine: str,
+    sections: dict[str, Any],
+    make_run: Callable[..., RunConfig],
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights that sample behind those that learn; a value head, which is not sent; turns that
+    begin with what tools have said.
+    """
+    monkeypatch.setitem(tool_calls._PARSERS, "plain", acting.parse)
+    with served(config=read_config(tiny_folder)) as one, served(config=read_config(tiny_folder)) as two:
+        native = make_run("native", **sections)
+        own = {"engine": "http", "servers": [one, two]}
+        other = make_run("http", **sections | {"rollout": sections.get("rollout", {}) | own})
+        train(native, silent())
+        train(other, silent())
+    found = left(tmp_path / "http")
+    assert found == left(tmp_path / "native")
+    if engine == "episodes":
+        turns = [line["episode/turns"] for line in found["metrics"] if "episode/turns" in line]
+        assert min(turns) > 1.5
 
 
 def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
@@ -400,3 +450,42 @@ def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
     assert said.count("is down, and others go on with its samples") == 1
     assert said.count("1 of 2 servers have acknowledged") == 1
     assert left(tmp_path / "killed") == left(tmp_path / "native")
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rollout": {"engine": "http"}}, "servers and server_key say where it samples"),
+        ({"rollout": {"servers": ["http://a:1"]}}, "servers and server_key say where it samples"),
+        ({"rollout": {"server_key": "env:KEY"}}, "servers and server_key say where it samples"),
+        ({"rollout": {"engine": "http", "servers": ["http://a:1"] * 2}}, "names a server twice"),
+        (
+            {"rollout": {"engine": "http", "servers": ["http://a:1"]}, "cluster": {"processes": 2}},
+            "runs in the process of a run",
+        ),
+        (
+            {
+                "rollout": {"engine": "http", "servers": ["http://a:1"]},
+                "precision": {"preset": "fp8", "kv_scales": "per_tensor"},
+            },
+            "not sent to servers",
+        ),
+        (
+            {"rollout": {"engine": "http", "servers": ["http://a:1"], "server_key": "env:NO_KEY"}},
+            "the environment has no variable NO_KEY",
+        ),
+    ],
+)
+def test_recipes_that_contradict_it_are_refused(
+    make_config: Callable[..., RunConfig], sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(make_config(**sections))
+
+
+@pytest.mark.parametrize("address", ["host:8000", "ws://host:8000", "http://host:8000/v1", "http://"])
+def test_addresses_of_another_form_are_refused(
+    make_config: Callable[..., RunConfig], address: str
+) -> None:
+    with pytest.raises(ValidationError, match="match pattern"):
+        make_config(rollout={"engine": "http", "servers": [address]})
