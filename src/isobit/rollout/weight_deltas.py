@@ -9,9 +9,9 @@ changed they hold
     NAME.places     U8 [changed]: which of their blocks these are, ascending
     NAME.values     BF16 [changed]: what they are now
 
-A learning rate of 1e-6 moves one or two of a hundred BF16 numbers to a neighbour, here and there:
-almost every page of 4 KiB has one of them, and 97 of 100 bytes stay at home.  One number costs 3
-bytes, and 1/128 byte whether it changed or not.
+A learning rate of 1e-6 moves at most four of a hundred BF16 numbers to a neighbour, here and there:
+almost every page of 4 KiB has one of them, so that single numbers are sent.  One costs 3 bytes, and
+1/128 byte whether it changed or not.
 
 ``digest_of`` names all tensors together, so that whoever applies an update can tell what it has.
 """

@@ -168,8 +168,12 @@ class Runs:
 
     async def _part(self, body: bytearray) -> dict[str, Any]:
         async with self._lock:
-            found = await asyncio.to_thread(read_file, body)
-            self._begun().update(found)
+            staged = self._begun()
+            try:
+                found = await asyncio.to_thread(read_file, body)
+            except ModelError as error:
+                raise ApiError(400, str(error)) from None
+            staged.update(found)
         return {"tensors": len(found)}
 
     async def _publish(self, body: bytearray) -> dict[str, Any]:
