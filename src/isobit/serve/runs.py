@@ -14,7 +14,8 @@ tell.  Who asks in a new session is told nothing of the old one, whose samples e
 client that has not been heard for ``SILENT_S``.
 
 A copy of the last weights stays in the host's memory, in BF16.  An update is applied to it, and
-published only where its digest is the one that the client has named; no answer mixes two versions.
+published only where its digest is the one that the client has named; it ends all samples of runs,
+so that no answer mixes two versions.
 """
 
 import asyncio
@@ -185,6 +186,8 @@ class Runs:
             if digest != asked.sha256:
                 self._held = {}
                 return {"sha256": digest, "published": None}
+            for session in self._sessions.values():  # a run that died has left some
+                self._end(session)
             call = Call(is_control=True)
             self.thread.publish(call, lambda: self.policy.republish(self._held))
             await call.next()
