@@ -1,5 +1,5 @@
-"""Updates of weights as deltas against whole weights: bytes and seconds, master by master, so that a
-shape of any size fits.
+"""Updates of weights as deltas against whole weights: bytes and seconds, master by master, so that
+a shape of any size fits.
 
     python -m benchmarks.weight_deltas [--shape qwen3-8b] [--device cuda] [--rate 1e-6] [--out FILE]
 
@@ -9,7 +9,7 @@ down, as AdamW's first one does.
     bf16           what ``rollout.engine = "http"`` sends: masters rounded to BF16
     e4m3, int8     the bytes that a publication makes of the linears, without scales, for comparison
     numbers        how many change; of pages of 4 KiB, how many hold one that does
-    delta          its bytes (``isobit.rollout.weight_deltas``), over those of all
+    delta          its bytes (``isobit.models.policy_share``), over those of all
 
 Seconds, in all: ``round`` (to BF16 and to the host), ``find`` (what changed, and its encoding),
 ``digest`` (of all weights, which each side takes), ``apply`` (read and written into a copy), and
@@ -20,7 +20,7 @@ import argparse
 import json
 import socket
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,13 +30,12 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.common import write_json
-from isobit.config.tables import PrecisionConfig
+from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.backend import backend_of
 from isobit.models.config import model_shape
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import random_masters
-from isobit.precision.flow import build_flow
-from isobit.rollout.weight_deltas import (
+from isobit.models.policy_share import (
     apply_change,
     change_of,
     digest_of,
@@ -44,6 +43,8 @@ from isobit.rollout.weight_deltas import (
     parted_names,
     read_file,
 )
+from isobit.precision.flow import build_flow
+from isobit.precision.quant_tensor import Int8Rows, QuantTensor
 
 PAGE = 4096
 Made = TypeVar("Made")
@@ -73,7 +74,7 @@ class Measured:
     """Sums over the masters."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.formats: dict[str, Counter[str]] = {}
         self._device = device
 
@@ -121,7 +122,8 @@ def measure(shape: str, device: torch.device, rate: float) -> dict[str, Any]:
     config, found, sink = model_shape(shape), Measured(device), Sink()
     decoder, backend = build_decoder(config), backend_of(device)
     described = decoder.masters()
-    flows = {name: build_flow(PrecisionConfig(preset=name), decoder.shape) for name in ("fp8", "int8")}  # fmt: skip
+    presets: tuple[Preset, ...] = ("fp8", "int8")
+    flows = [build_flow(PrecisionConfig(preset=preset), decoder.shape) for preset in presets]
     generator = torch.Generator(device).manual_seed(1)
     sent: Counter[str] = Counter()
     for name, master in random_masters(config, 0, device):
@@ -147,11 +149,13 @@ def measure(shape: str, device: torch.device, rate: float) -> dict[str, Any]:
         found.timed("digest", lambda name=name, held=held: digest_of({name: held}))
         if described[name].kind == "matrix":
             path = name.rpartition(".")[0]
-            for flow in flows.values():
+            for flow in flows:
                 site = flow.rollout.site(path)
                 before, after = (backend.publish(site, one) for one in (master, new))
                 kind = "e4m3" if site.forward == "e4m3" else "int8"
-                found.count(kind, before.values, after.values)  # pyright: ignore[reportAttributeAccessIssue]
+                assert isinstance(before, QuantTensor | Int8Rows)
+                assert isinstance(after, QuantTensor | Int8Rows)
+                found.count(kind, before.values, after.values)
     formats = {
         name: {
             **counts,

@@ -45,12 +45,12 @@ def served(
     thread = EngineThread(NativeEngine(policy, rollout, None, 0), scorer)
     folder = starter_folder()
     model = SamplingModel(folder, policy, load_tokenizer(folder), ())
-    settings = Settings(
-        "tiny", key, places, ChatConfig(), SamplingParams(16), None, preset
-    )
+    settings = Settings("tiny", key, places, ChatConfig(), SamplingParams(16), None, preset)
     weights = WeightUpdates(policy, thread, Path()) if updates else None
     app = Server(model, load_tokenizer(folder), thread, settings, weights).app()
-    runner = uvicorn.Server(uvicorn.Config(app, port=port, lifespan="on", log_config=None, timeout_graceful_shutdown=2))
+    runner = uvicorn.Server(
+        uvicorn.Config(app, port=port, lifespan="on", log_config=None, timeout_graceful_shutdown=2)
+    )
     running = threading.Thread(target=runner.run)
     running.start()
     try:

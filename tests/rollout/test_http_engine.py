@@ -22,14 +22,14 @@ from isobit.data import tool_calls
 from isobit.models.config import Experts
 from isobit.models.folder import read_config
 from isobit.models.policy import Policy, random_policy
+from isobit.models.policy_share import SentWeights
 from isobit.observe.console import silent
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout import servers
-from isobit.rollout.engine import Handle, Request, Sampler, generate
+from isobit.rollout.engine import Handle, Sampler, generate
 from isobit.rollout.http_engine import HttpEngine
-from isobit.rollout.weight_deltas import Weights
 from isobit.run.loop import train
-from isobit.util.errors import ConfigError, MismatchError, NonFiniteError, RequestError, ServerError
+from isobit.util.errors import ConfigError, MismatchError, RequestError, ServerError
 from tests.rollout.served import engine_of, native_of, served
 from tests.rollout.test_exactness import TINY, policy_of, requests
 from tests.run import acting
@@ -115,7 +115,7 @@ def test_live_samples_go_on_with_new_weights(two: list[str]) -> None:
     """Each token keeps the version that drew it, and what follows is what a native engine draws
     behind these tokens.
     """
-    policy, native = changed_policy(), None
+    policy = changed_policy()
     engine, wanted = engine_of(policy, *two), [replace(requests()[0], samples=4)]
     handles = engine.submit(wanted)[0]
     drawn(engine, 12)
@@ -125,7 +125,8 @@ def test_live_samples_go_on_with_new_weights(two: list[str]) -> None:
     native = native_of(policy)
     for one in (engine, native):
         one.admit(wanted, half_done)
-    assert (found := finished(engine)) == finished(native)
+    found = finished(engine)
+    assert found == finished(native)
     versions = [version for one in found.values() for version in one.weights_versions]
     assert {before, policy.version} == set(versions)
     engine.submit([replace(wanted[0], visit=1)])
@@ -158,26 +159,26 @@ def test_a_wrong_digest_has_all_weights_sent_and_a_second_one_ends_the_run(
     policy = changed_policy()
     engine = engine_of(policy, two[0])
     engine.take_weights()
-    files = Weights.files
+    files = SentWeights.files
 
-    def damaged(self: Weights, base: str | None) -> Any:
+    def damaged(self: SentWeights, base: str | None) -> Any:
         """A change loses one of its tensors."""
         tensors = self.change if base is not None else self.tensors
         name = "layers.0.down_proj.weight"
         less = {one: values for one, values in tensors.items() if not one.startswith(name)}
         return files(replace(self, change=less), base)
 
-    monkeypatch.setattr(Weights, "files", damaged)
+    monkeypatch.setattr(SentWeights, "files", damaged)
     change(policy)
     engine.take_weights()
     assert [is_whole for is_whole, _, _ in engine._servers[0].pushed] == [False, True]
     assert generate(engine, requests()) == generate(native_of(policy), requests())
 
-    def wrong(self: Weights, base: str | None) -> Any:
+    def wrong(self: SentWeights, base: str | None) -> Any:
         tensors = {one: values * 2 for one, values in self.tensors.items()}
         return files(replace(self, tensors=tensors), None)
 
-    monkeypatch.setattr(Weights, "files", wrong)
+    monkeypatch.setattr(SentWeights, "files", wrong)
     change(policy)
     with pytest.raises(MismatchError, match="have another digest there"):
         engine.take_weights()
@@ -213,9 +214,8 @@ def test_stop_strings_and_aborts_end_samples(two: list[str]) -> None:
         replace(one, sampling=replace(one.sampling, stop_strings=stops, max_new_tokens=50))
         for one in requests()
     ]
-    assert generate(engine := engine_of(policy, *two), wanted) == generate(
-        native_of(policy), wanted
-    )
+    engine = engine_of(policy, *two)
+    assert generate(engine, wanted) == generate(native_of(policy), wanted)
     (handles,) = engine.submit(wanted[:1])
     drawn(engine, 4)
     gone = engine.abort(handles)
@@ -311,7 +311,9 @@ def test_other_servers_are_refused_by_what_they_differ_in(two: list[str]) -> Non
 
 
 @pytest.fixture(scope="module")
-def processes(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Running]]:
+def processes(
+    tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Running]]:
     """Two servers in processes of their own."""
     with ExitStack() as stack:
         yield [
@@ -356,7 +358,7 @@ def left(root: Path) -> dict[str, Any]:
     files = ("completions.jsonl", "rewards.jsonl", "digests.jsonl", "model/model.safetensors")
     return {
         **{name: (root / name).read_bytes() for name in files},
-        **{name: (last / name).read_bytes() for name in ("masters.safetensors", "optimiser.safetensors")},
+        **{name: (last / f"{name}.safetensors").read_bytes() for name in ("masters", "optimiser")},
         "metrics": [
             {
                 name: value
@@ -394,11 +396,14 @@ def test_runs_of_other_kinds_leave_the_bytes_of_native_ones(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights that sample behind those that learn; a value head, which is not sent; turns that
+    """SentWeights that sample behind those that learn; a value head, which is not sent; turns that
     begin with what tools have said.
     """
     monkeypatch.setitem(tool_calls._PARSERS, "plain", acting.parse)
-    with served(config=read_config(tiny_folder)) as one, served(config=read_config(tiny_folder)) as two:
+    with (
+        served(config=read_config(tiny_folder)) as one,
+        served(config=read_config(tiny_folder)) as two,
+    ):
         native = make_run("native", **sections)
         own = {"engine": "http", "servers": [one, two]}
         other = make_run("http", **sections | {"rollout": sections.get("rollout", {}) | own})
@@ -437,7 +442,9 @@ def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
         accept(self, told)
         if self._weights and self._weights.version == 2 and not killed:
             victim, at = self._servers[1], self._loads[self._servers[1]].samples
-            half_done = [len(one.log_probs) for one, place in self._there.values() if place is victim]
+            half_done = [
+                len(one.log_probs) for one, place in self._there.values() if place is victim
+            ]
             if sum(half_done) > 10:
                 killed.append(at)
                 assert processes[1].process.pid is not None
@@ -483,7 +490,9 @@ def test_recipes_that_contradict_it_are_refused(
         train(make_config(**sections))
 
 
-@pytest.mark.parametrize("address", ["host:8000", "ws://host:8000", "http://host:8000/v1", "http://"])
+@pytest.mark.parametrize(
+    "address", ["host:8000", "ws://host:8000", "http://host:8000/v1", "http://"]
+)
 def test_addresses_of_another_form_are_refused(
     make_config: Callable[..., RunConfig], address: str
 ) -> None:

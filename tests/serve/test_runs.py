@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.rollout.weight_deltas import Weights, digest_of, files_of, rounded_masters
+from isobit.models.policy_share import SentWeights, digest_of, files_of, rounded_masters
+from isobit.rollout.engine import generate
 from isobit.serve import runs
 from tests.rollout.served import SEED, native_of, served
 from tests.rollout.test_exactness import policy_of, requests
-from isobit.rollout.engine import generate
 
 STEP: Mapping[str, Any] = {"client": "me", "session": 1, "weights": "", "ask": [], "drop": []}
 
@@ -76,7 +76,7 @@ def test_samples_are_asked_for_by_tokens_and_keys(
 ) -> None:
     """Of the same prompt and keys as in a run, the same tokens and log-probabilities."""
     answer = client.push(tensors)
-    assert answer["published"] == Weights.of(policy_of("fp8")).published
+    assert answer["published"] == SentWeights.of(policy_of("fp8")).published
     assert client.get("engine")["weights"] == answer["sha256"] == digest_of(tensors)
     step = {**STEP, "weights": answer["sha256"]}
     found = {7: ([], []), 8: ([], []), 9: ([], [])}

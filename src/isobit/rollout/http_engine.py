@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import isobit
 from isobit.config.tables import RunRolloutConfig
 from isobit.models.policy import Policy
-from isobit.models.policy_share import LogProbFunction, function_of
+from isobit.models.policy_share import LogProbFunction, SentWeights, function_of
 from isobit.records.text import Completion
 from isobit.rollout.engine import (
     EngineStats,
@@ -39,8 +39,7 @@ from isobit.rollout.engine import (
     requests_of,
 )
 from isobit.rollout.sequence import Sample, SharedPrompt
-from isobit.rollout.servers import PROTOCOL, Asked, Board, News, Server, UnavailableError
-from isobit.rollout.weight_deltas import Weights
+from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, UnavailableError
 from isobit.util.errors import ConfigError, NonFiniteError, RequestError, ServerError
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class HttpEngine:
         self._loads = {server: Load() for server in self._servers}
         self._numbered = 0
         self._events: list[SampleEvent] = []
-        self._weights: Weights | None = None
+        self._weights: SentWeights | None = None
         self._update_s = 0.0  # of updates since the last sample ended
         self._heard_at = monotonic()
         weakref.finalize(self, self._board.close)
@@ -264,7 +263,7 @@ class HttpEngine:
         begun = perf_counter()
         for number in list(self._there):
             self._forget(number)
-        self._weights = weights = Weights.of(self._policy, before)
+        self._weights = weights = SentWeights.of(self._policy, before)
         self._heard_at = monotonic()
         for server in self._servers:
             server.pushed.clear()
@@ -287,7 +286,7 @@ class HttpEngine:
         else:
             self._update_s += seconds
 
-    def _note_update(self, weights: Weights, up: int, seconds: float) -> None:
+    def _note_update(self, weights: SentWeights, up: int, seconds: float) -> None:
         whole = sum(one.nbytes for one in weights.tensors.values())
         sent = [size for server in self._servers for _, size, _ in server.pushed]
         self._notes.append(

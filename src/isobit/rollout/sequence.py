@@ -451,8 +451,9 @@ class SampleStream:
             text = self._text.rest(completion.text) if completion else self._text.feed(token_ids)
         truncates = sample.prompt.request.sampling.truncates
         truncated = sample.truncated_log_probs[told:] if truncates else ()
-        columns = sample.log_probs[told:], truncated, sample.routings[told:]
-        return SampleEvent(sample.handle, token_ids, *map(tuple, columns), text, completion)
+        log_probs, routings = tuple(sample.log_probs[told:]), tuple(sample.routings[told:])
+        columns = log_probs, tuple(truncated), routings
+        return SampleEvent(sample.handle, token_ids, *columns, text, completion)
 
 
 class GrowingAnswer:

@@ -22,7 +22,7 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import urlsplit
 
-from isobit.rollout.weight_deltas import Weights
+from isobit.models.policy_share import SentWeights
 from isobit.util.errors import ConfigError, IsobitError, MismatchError, ServerError, shown
 
 PROTOCOL = 1
@@ -115,13 +115,15 @@ class Server:
         expected: what the run computes by, in the form of ``/isobit/engine``.
     """
 
-    def __init__(self, url: str, key: str | None, expected: Mapping[str, Any], board: Board):
+    def __init__(
+        self, url: str, key: str | None, expected: Mapping[str, Any], board: Board
+    ) -> None:
         self.url, self._key, self._expected, self._board = url, key, expected, board
         self.is_up, self.problem = False, "it has not been asked yet"
         self.sizes: Mapping[str, int] = {}
         self.pushed: list[tuple[bool, int, float]] = []
         """Of each update: whether all weights went, bytes and seconds."""
-        self._weights: Weights | None = None
+        self._weights: SentWeights | None = None
         self._asks: list[Asked] = []
         self._drops: list[int] = []
         # of the thread alone
@@ -152,7 +154,7 @@ class Server:
 
     # By the run's thread, which holds ``board.changed``.
 
-    def set_weights(self, weights: Weights) -> None:
+    def set_weights(self, weights: SentWeights) -> None:
         """Others are sampled from now on, and all samples of these are to be dropped."""
         self._weights, self.is_up = weights, False
         self._drops, self._asks = [], []
@@ -231,7 +233,7 @@ class Server:
             taken.append(self._asks.pop(0))
         return taken
 
-    def _begin(self, weights: Weights) -> None:
+    def _begin(self, weights: SentWeights) -> None:
         """Have the server hold these weights, with nothing live."""
         if self._live:
             self._session += 1
@@ -245,7 +247,7 @@ class Server:
         self.problem = ""
 
     def _step(
-        self, weights: Weights, asks: Sequence[Asked], drops: Sequence[int]
+        self, weights: SentWeights, asks: Sequence[Asked], drops: Sequence[int]
     ) -> Mapping[str, Any]:
         body = {
             "client": self._client,
@@ -255,14 +257,17 @@ class Server:
             "drop": list(drops),
         }
         sent = json.dumps(body).encode()
-        while (found := self._request("POST", "/isobit/step", [sent], ok=(200, 409, 429)))[0] == 429:
-            time.sleep(1.0)  # other clients have its places
-        if found[0] == 409:
+        status, found = 429, b""
+        while status == 429:
+            status, found = self._request("POST", "/isobit/step", [sent], ok=(200, 409, 429))
+            if status == 429:
+                time.sleep(1.0)  # other clients have its places
+        if status == 409:
             self._held = None
-            raise UnavailableError(_sentence(found[1]))
-        return json.loads(found[1])
+            raise UnavailableError(_sentence(found))
+        return json.loads(found)
 
-    def _push(self, weights: Weights) -> None:
+    def _push(self, weights: SentWeights) -> None:
         """Send an update, and all weights where it does not lead to the right digest."""
         base = self._held if self._held == weights.base else None
         for start in dict.fromkeys((base, None)):

@@ -2,8 +2,8 @@
 docs/engines.md):
 
     GET  /isobit/engine            what computes here, and the digest of its weights
-    POST /isobit/weights/begin     {"base": "<digest>"}: what the update starts from, null for nothing
-    POST /isobit/weights/part      a safetensors file (``isobit.rollout.weight_deltas``); repeatedly
+    POST /isobit/weights/begin     {"base": "<digest>"}: what the update starts from, or null
+    POST /isobit/weights/part      a safetensors file (``isobit.models.policy_share``); repeatedly
     POST /isobit/weights/publish   {"sha256": "<digest>"} -> {"sha256", "published"}
     POST /isobit/step              {"client", "session", "weights", "ask", "drop"} -> {"samples"}
 
@@ -32,9 +32,9 @@ from isobit.config.base import MAX_BATCH, MAX_FACTOR, Strict
 from isobit.config.tables import MAX_POSITIONS, MAX_VOCAB_SIZE
 from isobit.models.checkpoint import is_finite
 from isobit.models.policy import Policy
+from isobit.models.policy_share import apply_change, digest_of, parted_names, read_file
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Handle, Request, SampleEvent
-from isobit.rollout.weight_deltas import apply_change, digest_of, parted_names, read_file
 from isobit.serve.engine import Accepted, Call, DisconnectedError, EngineThread
 from isobit.serve.protocol import ApiError, read_request
 from isobit.serve.work import Gate

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.rollout import weight_deltas
-from isobit.rollout.weight_deltas import (
+from isobit.models import policy_share
+from isobit.models.policy_share import (
     apply_change,
     change_of,
     digest_of,
@@ -95,7 +95,7 @@ def test_a_change_that_fits_nothing_is_refused(changes: dict, message: str) -> N
 def test_files_are_of_a_limited_size_and_hold_changes_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weight_deltas, "MOST", 3000)
+    monkeypatch.setattr(policy_share, "MOST", 3000)
     tensors = {f"{at}.weight": numbers(500) for at in range(5)}
     tensors |= {f"x.weight.{suffix}": numbers(450) for suffix in ("counts", "places", "values")}
     found = [read_file(bytearray(b"".join(file))) for file in files_of(tensors)]
