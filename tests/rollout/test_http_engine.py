@@ -34,6 +34,7 @@ from tests.rollout.served import engine_of, native_of, served
 from tests.rollout.test_exactness import TINY, policy_of, requests
 from tests.run import acting
 from tests.serve.servers import KEY, Running, serving
+from tests.serve.test_runs import STEP, Client, group
 from tests.tiny import json_lines
 
 REWARD = """
@@ -235,6 +236,36 @@ def test_samples_beyond_the_places_of_servers_wait() -> None:
             most = max(most, engine.num_running)
         assert most == 5 + 3
         assert generate(engine, wanted) == generate(native_of(policy), wanted)
+
+
+def test_a_server_whose_places_others_have_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of our own samples that have ended are free meanwhile."""
+    monkeypatch.setattr(servers, "FULL_S", 0.01)
+    policy, wanted = policy_of("fp8"), [replace(one, samples=2) for one in requests()[:3]]
+    with served(places=4) as server:
+        engine = engine_of(policy, server)
+        engine.take_weights()
+        assert engine._weights is not None
+        step = {**STEP, "weights": engine._weights.digest}
+        Client(server).get("step", {**step, "ask": [group(3, [1, 2], max_new_tokens=250)]})
+        assert generate(engine, wanted) == generate(native_of(policy), wanted)
+
+
+def test_a_server_that_comes_back_as_another_is_left_out() -> None:
+    policy = changed_policy()
+    with served() as stays, ExitStack() as stack:
+        engine = engine_of(policy, stays, leaves := stack.enter_context(served()))
+        engine.take_weights()
+        stack.close()
+        engine.submit(requests())
+        finished(engine)
+        with served("bf16", port=int(leaves.rpartition(":")[2])):
+            while not any("another precision flow" in one for one in engine.notes()):
+                engine.submit([replace(requests()[3], visit=engine._numbered)])
+                finished(engine)
+        assert not engine._servers[1].is_up
 
 
 def test_a_server_is_lost_and_comes_back() -> None:

@@ -26,10 +26,12 @@ from isobit.models.policy_share import SentWeights
 from isobit.util.errors import ConfigError, IsobitError, MismatchError, ServerError, shown
 
 PROTOCOL = 1
-ANSWER_S, PUBLISH_S, IDLE_S = 120.0, 900.0, 2.0
-"""How long an answer may take, and that to an update; and how long a connection is kept unused,
-which servers close after 5 s.
-"""
+CONNECT_S, ANSWER_S, PUBLISH_S = 10.0, 120.0, 300.0
+"""How long a connection, an answer and that to an update may take."""
+IDLE_S = 2.0
+"""How long a connection is kept unused; servers close it after 5 s."""
+FULL_S = 0.5
+"""Until a server whose places others have is asked again."""
 LONGEST_WAIT_S = 30.0
 MOST_ASKED = 1 << 20
 """Tokens in one body, of which servers take 16 MiB."""
@@ -179,7 +181,7 @@ class Server:
                     wait_s = 1.0
             except (UnavailableError, ConfigError) as error:
                 is_first = False
-                self._lose(str(error))
+                self._lose(str(error), isinstance(error, ConfigError))
                 with self._board.changed:
                     self._board.changed.wait_for(lambda: self._board.is_closed, wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -219,6 +221,11 @@ class Server:
         self._live |= numbers
         self._live -= set(drops)
         answer = self._step(weights, asks, drops)
+        if answer is None:  # others have its places: let ours that have ended go, and ask again
+            with board.changed:
+                self._asks[:0] = asks
+            time.sleep(FULL_S)
+            answer = self._step(weights, [], drops) or {"samples": ()}
         ended = [one["number"] for one in answer["samples"] if one.get("finish_reason")]
         self._live -= set(ended)
         board.post(News(samples=answer["samples"]))
@@ -248,7 +255,8 @@ class Server:
 
     def _step(
         self, weights: SentWeights, asks: Sequence[Asked], drops: Sequence[int]
-    ) -> Mapping[str, Any]:
+    ) -> Mapping[str, Any] | None:
+        """The answer; None where the places do not suffice for what is asked."""
         body = {
             "client": self._client,
             "session": self._session,
@@ -257,15 +265,11 @@ class Server:
             "drop": list(drops),
         }
         sent = json.dumps(body).encode()
-        status, found = 429, b""
-        while status == 429:
-            status, found = self._request("POST", "/isobit/step", [sent], ok=(200, 409, 429))
-            if status == 429:
-                time.sleep(1.0)  # other clients have its places
+        status, found = self._request("POST", "/isobit/step", [sent], ok=(200, 409, 429))
         if status == 409:
             self._held = None
             raise UnavailableError(_sentence(found))
-        return json.loads(found)
+        return None if status == 429 else json.loads(found)
 
     def _push(self, weights: SentWeights) -> None:
         """Send an update, and all weights where it does not lead to the right digest."""
@@ -301,15 +305,16 @@ class Server:
             "and go on with --resume"
         )
 
-    def _lose(self, problem: str) -> None:
+    def _lose(self, problem: str, is_other: bool = False) -> None:
+        """``is_other``: it is there, and computes something else than before."""
         self._close()
         with self._board.changed:
             asked = {number for one in self._asks for number in one.numbers}
             lost, self._live = self._live | asked, set()
-            was_up, self.is_up, self.problem = self.is_up, False, problem
-            self._asks, self._drops = [], []
+            is_new = self.is_up or (is_other and problem != self.problem)
+            self.is_up, self.problem, self._asks, self._drops = False, problem, [], []
         note = f"{self.url} is down, and others go on with its samples: {problem}"
-        self._board.post(News(lost=lost, note=note if was_up else None))
+        self._board.post(News(lost=lost, note=note if is_new else None))
 
     # HTTP
 
@@ -371,7 +376,7 @@ class Server:
             place = urlsplit(self.url)
             kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
             assert place.hostname is not None
-            self._connection = kind(place.hostname, place.port, timeout=seconds)
+            self._connection = kind(place.hostname, place.port, timeout=CONNECT_S)
             self._connection.connect()
         if self._connection.sock is not None:
             self._connection.sock.settimeout(seconds)
