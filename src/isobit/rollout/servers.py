@@ -131,6 +131,7 @@ class Server:
         # of the thread alone
         self._held: str | None = None
         self._live: set[int] = set()
+        self._is_full = False
         self._client, self._session = token_hex(8), 0
         self._connection: HTTPConnection | None = None
         self._used_at = 0.0
@@ -221,6 +222,7 @@ class Server:
         self._live |= numbers
         self._live -= set(drops)
         answer = self._step(weights, asks, drops)
+        self._is_full = answer is None
         if answer is None:  # others have its places: let ours that have ended go, and ask again
             with board.changed:
                 self._asks[:0] = asks
@@ -232,10 +234,10 @@ class Server:
         return True
 
     def _take_asks(self) -> list[Asked]:
-        """As many as a body holds."""
+        """As many as a body holds; of a server that had no places for them, one."""
         taken: list[Asked] = []
-        tokens = 0
-        while self._asks and (not taken or tokens + len(self._asks[0].token_ids) <= MOST_ASKED):
+        tokens, most = 0, 0 if self._is_full else MOST_ASKED
+        while self._asks and (not taken or tokens + len(self._asks[0].token_ids) <= most):
             tokens += len(self._asks[0].token_ids)
             taken.append(self._asks.pop(0))
         return taken
