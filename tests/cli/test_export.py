@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isobit.cli.main import main
-from isobit.config.schema import RECIPES, configuration_page, json_schema
+from isobit.config.recipes import RECIPES, configuration_page, json_schema
 
 FP8 = ["starter", "--to", "out", "--format", "fp8"]
 

@@ -22,8 +22,7 @@ from isobit.config.load import (
     nested_overrides,
     parse_overrides,
 )
-from isobit.config.recipes import RunConfig, SftConfig
-from isobit.config.schema import all_keys
+from isobit.config.recipes import RunConfig, SftConfig, all_keys
 from isobit.util.errors import ConfigError
 
 MINIMAL = """

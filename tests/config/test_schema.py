@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from isobit.config.load import load_recipe
-from isobit.config.recipes import RunConfig
-from isobit.config.schema import RECIPES, all_keys, configuration_page, json_schema, locate
+from isobit.config.recipes import (
+    RECIPES,
+    RunConfig,
+    all_keys,
+    configuration_page,
+    json_schema,
+    locate,
+)
 from isobit.config.tables import TrainingConfig
 
 ROOT = Path(__file__).parents[2]

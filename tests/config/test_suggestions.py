@@ -12,8 +12,14 @@ from pydantic import BaseModel, ValidationError
 from isobit.algorithms.registry import ALGORITHMS
 from isobit.config.base import Strict
 from isobit.config.load import build, config_error, foreign_rows, parse_overrides
-from isobit.config.recipes import GenerationConfig, RunConfig, SftConfig
-from isobit.config.schema import RECIPES, all_keys, fields_by_key
+from isobit.config.recipes import (
+    RECIPES,
+    GenerationConfig,
+    RunConfig,
+    SftConfig,
+    all_keys,
+    fields_by_key,
+)
 from isobit.util.errors import ConfigError
 
 CHOICES = {

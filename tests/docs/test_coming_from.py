@@ -5,8 +5,7 @@ from pathlib import Path
 
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.load import FRAMEWORKS, foreign_rows
-from isobit.config.recipes import RunConfig
-from isobit.config.schema import all_keys
+from isobit.config.recipes import RunConfig, all_keys
 from isobit.config.tables import TrainingConfig
 from tools.metrics_page import with_names
 

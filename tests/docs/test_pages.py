@@ -11,8 +11,7 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.config.load import build, read_toml
-from isobit.config.recipes import RunConfig, SftConfig
-from isobit.config.schema import all_keys
+from isobit.config.recipes import RunConfig, SftConfig, all_keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

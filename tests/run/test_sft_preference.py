@@ -17,11 +17,11 @@ from isobit.config.recipes import SftConfig
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.data.examples import conversation_ids
 from isobit.data.sources import Row
+from isobit.memory.turns import within_memory
 from isobit.models.frozen import load_reward_model
 from isobit.run.dry_run import plan_training
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import guess, problems, question, worked_out
-from isobit.training.out_of_memory import within_memory
 from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError, DataError, IsobitError, ModelError
 from tests.tiny import json_lines as lines

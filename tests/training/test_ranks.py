@@ -14,6 +14,7 @@ from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.tables import PrecisionConfig, TrainingConfig
+from isobit.memory.turns import within_memory
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import Layer
 from isobit.models.policy import Policy, random_policy
@@ -23,7 +24,6 @@ from isobit.parallel.world import ALONE, World
 from isobit.records.batch import PackedBatch, TokenScores, pack
 from isobit.records.sequence import TokenSequence
 from isobit.training.judge import score_sequences
-from isobit.training.out_of_memory import within_memory
 from isobit.training.trainer import Rounds, Trainer
 from tests.worlds import in_world
 

@@ -270,7 +270,7 @@ def _report_parser() -> ArgumentParser:
 
 
 def run_schema(arguments: Sequence[str]) -> int:
-    from isobit.config.schema import RECIPES, configuration_page, json_schema
+    from isobit.config.recipes import RECIPES, configuration_page, json_schema
 
     parser = ArgumentParser(
         prog="isobit schema",

@@ -335,7 +335,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--allow-weight-updates",
         metavar="DIR",
-        help="let a trainer push weights by vLLM's routes, from files below DIR or in requests",
+        help="let a trainer push weights by vLLM's routes, from files below DIR or in requests, "
+        "and runs with rollout.engine = 'http' sample here (docs/engines.md)",
     )
     parser.add_argument(
         "--max-live",

@@ -76,7 +76,7 @@ def _obey(
     command: str, arguments: Sequence[str], world: "World | None" = None, may_launch: bool = False
 ) -> int:
     from isobit.config.load import dump_config, load_recipe
-    from isobit.config.schema import RECIPES
+    from isobit.config.recipes import RECIPES
 
     helps, schema = asks_for_help(arguments), RECIPES[command]
     parser = recipe_parser(command, *_HELP[command], schema if helps else None)
@@ -131,7 +131,7 @@ def _obey(
 
 def _config_of_run(command: str, directory: Path, overrides: Sequence[str]) -> "Recipe":
     from isobit.config.load import apply_overrides, build, parse_overrides
-    from isobit.config.schema import RECIPES
+    from isobit.config.recipes import RECIPES
 
     path = directory / "run.json"
     try:

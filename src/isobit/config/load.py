@@ -24,8 +24,7 @@ from pydantic_core import ErrorDetails
 
 from isobit.config.algorithm import algorithm_table
 from isobit.config.base import Strict
-from isobit.config.recipes import RunConfig
-from isobit.config.schema import all_keys, choices, locate
+from isobit.config.recipes import RunConfig, all_keys, choices, locate
 from isobit.util.errors import ConfigError
 
 _LONGEST_VALUE = 60

@@ -125,24 +125,36 @@ def check_layout(config: RunConfig) -> None:
 
 def check_engine(config: RunConfig) -> None:
     """Refuse another engine where it would be shared, and options of one that is not there."""
-    rollout, cluster = config.rollout, config.cluster
-    if rollout.engine == "native":
-        if rollout.engine_options:
-            raise ConfigError(
-                f"rollout.engine_options are arguments of vllm.LLM, and rollout.engine is "
-                f"{rollout.engine!r}; leave them out, or set rollout.engine = 'vllm'"
-            )
+    rollout, cluster, engine = config.rollout, config.cluster, config.rollout.engine
+    if rollout.engine_options and engine != "vllm":
+        raise ConfigError(
+            f"rollout.engine_options are arguments of vllm.LLM, and rollout.engine is {engine!r}; "
+            "leave them out, or set rollout.engine = 'vllm'"
+        )
+    if bool(rollout.servers) != (engine == "http") or (rollout.server_key and engine != "http"):
+        raise ConfigError(
+            f"rollout.engine is {engine!r}, and rollout.servers {list(rollout.servers)}: with the "
+            "engine 'http', and with no other, servers and server_key say where it samples"
+        )
+    if engine == "native":
         return
     if cluster.is_launched or cluster.rollouters:
         raise ConfigError(
-            f"rollout.engine is {rollout.engine!r}, which runs in the process of a run that has "
+            f"rollout.engine is {engine!r}, which runs in the process of a run that has "
             "one, and cluster asks for others; leave it out, or set rollout.engine = 'native'"
         )
-    if config.training.old_log_probs == "recorded":
+    if config.training.old_log_probs == "recorded" and not rollout.is_exact:
         raise ConfigError(
-            f"training.old_log_probs is 'recorded', and rollout.engine = {rollout.engine!r} "
+            f"training.old_log_probs is 'recorded', and rollout.engine = {engine!r} "
             "records those of another function than the trainer's; leave it out"
         )
+    if engine == "http" and config.precision.kv_scales == "per_tensor":
+        raise ConfigError(
+            "precision.kv_scales is 'per_tensor', whose scales are not sent to servers "
+            "(rollout.engine = 'http'); leave kv_scales out, or set rollout.engine = 'native'"
+        )
+    if len(set(rollout.servers)) < len(rollout.servers):
+        raise ConfigError("rollout.servers names a server twice; name each once")
 
 
 _OF_TOKENS = "has returns of tokens, in which a turn's reward counts from its last token back"

@@ -300,15 +300,30 @@ class RolloutConfig(Strict):
         return max(value, 0)
 
 
+ServerAddress = Annotated[str, Field(pattern=r"^https?://[^/?#\s]+/?$")]
+
+
 class RunRolloutConfig(RolloutConfig):
     """How a run samples."""
 
-    engine: Literal["native", "vllm"] = "native"
-    """native computes the trainer's function to the bit. vllm (``pip install isobit[vllm]``) does
-    not: old log-probabilities are recomputed, and ``corrections`` is by default one of type tis.
+    engine: Literal["native", "vllm", "http"] = "native"
+    """native and http (``isobit serve`` at ``servers``) compute the trainer's function to the bit.
+    vllm (``pip install isobit[vllm]``) does not: old log-probabilities are recomputed, and
+    ``corrections`` is by default one of type tis.
     """
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of ``vllm.LLM``, for example ``{ enforce_eager = true }``."""
+    servers: tuple[ServerAddress, ...] = ()
+    """Where the engine http samples, as ``["http://host:8000"]``."""
+    server_key: Annotated[str, Field(pattern=r"^env:[A-Za-z_]\w*$")] | None = None
+    """``env:NAME``: the variable of the environment with the servers' key."""
+    servers_timeout_s: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
+    """How long a run waits while no server answers; then it ends, and can be resumed."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine can compute what the trainer does."""
+        return self.engine != "vllm"
 
     @model_validator(mode="before")
     @classmethod

@@ -199,9 +199,12 @@ class Published:
         world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
         self._derive_head()
 
-    def checksum(self) -> int:
-        """The checksum of all published bytes (``isobit.models.safetensors``), by their places."""
-        tensors = self._tensors(dict.fromkeys(self._described, (0,)))
+    def checksum(self, values: bool) -> int:
+        """The checksum of all published bytes (``isobit.models.safetensors``), by their places;
+        without ``values`` those of a value head are left out.
+        """
+        names = [one for one in self._described if values or not one.startswith("value_head.")]
+        tensors = self._tensors(dict.fromkeys(names, (0,)))
         return checksum_of({str(place): tensor for place, (tensor, _) in enumerate(tensors)})
 
     def _tensors(
@@ -390,11 +393,12 @@ class Policy:
             self.publish()
         self.version = version
 
-    def checksum(self) -> int:
+    def checksum(self, values: bool = True) -> int:
         """The checksum of all bytes that both sides read, including scales
-        (``isobit.models.safetensors``): the same on every rank, whatever it owns.
+        (``isobit.models.safetensors``): the same on every rank, whatever it owns. Without
+        ``values`` those of a value head are left out.
         """
-        return self._published.checksum()
+        return self._published.checksum(values)
 
     def pass_on(self, world: World, owners: int) -> None:
         """Send the published weights and their version from the first ``owners`` ranks of a world,

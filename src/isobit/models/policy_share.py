@@ -5,13 +5,35 @@ Masters arrive whole and one by one, are published as a ``Policy`` publishes the
 the bytes are rows of the whole policy's and no rank ever holds more than its share and one master.
 A share only samples: it has no masters and no backward.
 
-Also whether what an engine samples from and what is trained compute one function.
+Also whether what an engine samples from and what is trained compute one function; and
+
+new weights as what has changed of those before, on their way to servers that sample for a run.
+
+An update is safetensors files, of 256 MiB each unless one tensor has more.  Of each tensor that
+changed they hold
+
+    NAME            all of it, in BF16 (FP32 in the flow ``fp32``), or
+
+    NAME.counts     U8 [ceil(n / 128)], of n numbers: how many of each block of 128 changed
+    NAME.places     U8 [changed]: which of their blocks these are, ascending
+    NAME.values     BF16 [changed]: what they are now
+
+A learning rate of 1e-6 moves at most four of a hundred BF16 numbers to a neighbour, here and there:
+almost every page of 4 KiB has one of them, so that single numbers are sent.  One costs 3 bytes, and
+1/128 byte whether it changed or not.
+
+``digest_of`` names all tensors together, so that whoever applies an update can tell what it has.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
 
 import torch
+from torch.nn.functional import pad
 
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.backend import backend_of
@@ -20,10 +42,12 @@ from isobit.models.decoder import build_decoder
 from isobit.models.layers import Master, Weights
 from isobit.models.policy import Policy, Published
 from isobit.models.quantised_checkpoint import MasterValues
+from isobit.models.safetensors import DTYPES, FilePlan, bytes_of, read_header
 from isobit.models.tensor_parallel import TensorParallel
 from isobit.parallel.world import World
 from isobit.precision.flow import Graph, build_flow, is_same_forward
 from isobit.precision.quant_tensor import Side
+from isobit.util.errors import ModelError, shown
 
 SIDE: Side = "rollout"
 
@@ -113,3 +137,165 @@ def is_one_function(sampled: LogProbFunction, trained: LogProbFunction) -> bool:
         and sampled.back_end == trained.back_end
         and is_same_forward(sampled.graph, trained.graph)
     )
+
+
+# New weights on their way to servers.
+
+BLOCK = 128
+"""Numbers, of which a byte can count how many changed."""
+MOST = 256 << 20
+"""Bytes of a file, unless one tensor has more."""
+_SUFFIXES = ("counts", "places", "values")
+_WORD = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_FORMAT_OF = {dtype: name for name, dtype in DTYPES.items()}
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def digest_of(tensors: Tensors) -> str:
+    """SHA-256 in hexadecimal over a line for each tensor, by name: ``NAME FORMAT (SHAPE) SHA256``,
+    of which the last is that of its bytes.
+    """
+
+    def line(name: str) -> bytes:
+        values = tensors[name]
+        own = sha256(bytes_of(values)).hexdigest()
+        return f"{name} {_FORMAT_OF[values.dtype]} {tuple(values.shape)} {own}\n".encode()
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing releases Python's lock
+        return sha256(b"".join(threads.map(line, sorted(tensors)))).hexdigest()
+
+
+def rounded_masters(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a publication rounds and quantises, by name, on the host: masters in BF16, or in FP32 in
+    the flow ``fp32``, without a value head, which only trains.
+    """
+    dtype = torch.float32 if policy.flow.preset == "fp32" else torch.bfloat16
+    for name, master in policy.masters.items():
+        if not name.startswith("value_head."):
+            yield name, master.detach().to(dtype, copy=True).cpu()
+
+
+def change_of(old: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What ``new`` differs in from ``old``, of one shape and format: nothing where all bits are the
+    same, ``counts``, ``places`` and ``values``, or where these would be longer, all under "".
+    """
+    before, after = (one.reshape(-1).view(_WORD[one.dtype]) for one in (old, new))
+    differs = before != after
+    at = differs.nonzero().squeeze(1)
+    if not len(at):
+        return {}
+    blocks = pad(differs, (0, -len(differs) % BLOCK)).view(-1, BLOCK)
+    if len(blocks) + len(at) * (1 + new.element_size()) >= new.nbytes:
+        return {"": new}
+    return {
+        "counts": blocks.sum(1, dtype=torch.uint8),
+        "places": (at % BLOCK).to(torch.uint8),
+        "values": new.reshape(-1)[at],
+    }
+
+
+def apply_change(held: torch.Tensor, change: Tensors, name: str) -> None:
+    """Write ``counts``, ``places`` and ``values`` into a tensor.  Raises ModelError, naming it,
+    where they do not fit it or one another.
+    """
+    if set(change) != set(_SUFFIXES):
+        raise ModelError(f"{shown(name)}: of counts, places and values one is missing")
+    counts, places, values = (change[suffix] for suffix in _SUFFIXES)
+    flat = held.view(-1)
+    formats = (counts.dtype, places.dtype, values.dtype)
+    if formats != (torch.uint8, torch.uint8, held.dtype):
+        raise ModelError(f"{shown(name)}: a change has the formats {formats}")
+    blocks = torch.arange(-(-len(flat) // BLOCK))
+    if counts.shape != blocks.shape or not int(counts.sum()) == len(places) == len(values):
+        raise ModelError(
+            f"{shown(name)}: a change has {len(counts)} blocks, {len(places)} places and "
+            f"{len(values)} values, and the tensor {len(blocks)} blocks"
+        )
+    at = blocks.repeat_interleave(counts.long()) * BLOCK + places
+    ascends = bool((at.diff() > 0).all()) and (not len(places) or int(places.max()) < BLOCK)
+    if not ascends or (len(at) and int(at[-1]) >= len(flat)):
+        raise ModelError(f"{shown(name)}: the places of a change do not ascend within its blocks")
+    flat[at] = values
+
+
+def files_of(tensors: Tensors) -> Iterator[list[memoryview]]:
+    """Tensors as safetensors files, each in pieces that follow one another.  A change, whose parts
+    have one name before the dot, stays together.
+    """
+    held: dict[str, torch.Tensor] = {}
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, values in tensors.items():
+        groups.setdefault(_owner(name), {})[name] = values
+    for group in groups.values():
+        if held and sum(one.nbytes for one in (*held.values(), *group.values())) > MOST:
+            yield _file(held)
+            held = {}
+        held |= group
+    yield _file(held)
+
+
+def read_file(body: bytearray) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file's bytes, copied.  Raises ModelError."""
+    with memoryview(body) as data:
+        stored = read_header(data, Path("the body"))
+    found: dict[str, torch.Tensor] = {}
+    for name, one in stored.items():
+        if one.format not in DTYPES:
+            raise ModelError(f"{shown(name)} is {one.format}, in which no weights are sent")
+        # an offset of the file need not be a multiple of the numbers' size
+        part, dtype = body[one.begin : one.end], DTYPES[one.format]
+        flat = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
+        found[name] = flat.view(one.shape)
+    return found
+
+
+def parted_names(tensors: Tensors) -> dict[str, dict[str, torch.Tensor]]:
+    """What an update holds of each tensor: all of it under "", or its change."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, values in tensors.items():
+        owner = _owner(name)
+        found.setdefault(owner, {})[name[len(owner) + 1 :]] = values
+    return found
+
+
+def _owner(name: str) -> str:
+    owner, _, suffix = name.rpartition(".")
+    return owner if suffix in _SUFFIXES else name
+
+
+def _file(tensors: Tensors) -> list[memoryview]:
+    plan = FilePlan.of(tensors)
+    return [memoryview(plan.header), *(bytes_of(tensors[name]) for name in plan.begins)]
+
+
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """One version of a policy's weights as servers are sent it.  Nothing changes it."""
+
+    version: int
+    tensors: Tensors
+    """All, on the host."""
+    digest: str
+    published: int
+    """``Policy.checksum`` of what is published of them, without a value head."""
+    base: str | None
+    """The digest of the version before, to which ``change`` leads from there; None without one."""
+    change: Tensors
+
+    @classmethod
+    def of(cls, policy: Policy, before: "SentWeights | None" = None) -> "SentWeights":
+        """Those that the policy has published last."""
+        tensors, change = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name, values in rounded_masters(policy):
+            tensors[name] = values
+            if before is not None:
+                for suffix, part in change_of(before.tensors[name], values).items():
+                    change[f"{name}.{suffix}" if suffix else name] = part
+        base = None if before is None else before.digest
+        published = policy.checksum(values=False)
+        return cls(policy.version, tensors, digest_of(tensors), published, base, change)
+
+    def files(self, base: str | None) -> Iterator[Sequence[memoryview]]:
+        """The files that lead here from the weights with the digest ``base``."""
+        return files_of(self.change if base is not None and base == self.base else self.tensors)

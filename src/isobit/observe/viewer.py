@@ -41,8 +41,7 @@ from isobit.observe.report.page import (
     state_of,
 )
 from isobit.observe.report.panels import build_sections, notices, tiles_of
-from isobit.observe.report.samples import view_flow
-from isobit.observe.report.source import RunRecord, flatten, view_settings
+from isobit.observe.report.source import RunRecord, flatten, view_flow, view_settings
 from isobit.observe.run_files import (
     Completions,
     Query,

@@ -326,7 +326,7 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
     "Speed": (
         Metric("time/rollout_s", "s", "wall clock of generation", "most of the step",
                chart="Time a step", label="rollout"),
-        Metric("time/update_s", "s", "weights to [vLLM](engines.md)"),
+        Metric("time/update_s", "s", "weights to [engines](engines.md)"),
         Metric("time/grading_s", "s", "wall clock of rewards after generation has ended",
                "small; else more `reward.workers`", chart="Time a step", label="grading"),
         Metric("time/waiting_s", "s",

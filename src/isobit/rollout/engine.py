@@ -11,12 +11,8 @@ Requests come and go while others run; ``step`` is the only thing that takes lon
     take_weights           what is drawn from now on is drawn from the weights published last
     release                the device has its memory back until the next step
 
-``generate`` is the loop for those who want completions and nothing else.
-
-What an engine did, and how far a ``generate`` call has come: plain records for a progress bar,
-metrics and tests.
-
-What an engine is asked for, and the refusal of what no engine could do with it.
+``generate`` is the loop for those who want completions and nothing else.  What an engine did, how
+far a ``generate`` call has come and what an engine is asked for are plain records.
 
 A half-done sample moves between engines as a completion that was aborted, without its K and V.  The
 engine that takes it computes them again, as after a preemption, and draws on at the next position:
@@ -137,9 +133,13 @@ class Request:
     """Keys the noise in place of the run's seed, the prompt and the visit: who asks again with the
     same seed gets the same tokens, whatever the prompt is called and whatever else is live.
     """
+    keys: tuple[int, ...] | None = None
+    """The key of each sample's noise, in place of all that: who asks knows more of them."""
 
     def noise_key(self, run_seed: int, sample: int) -> int:
         """The key of the noise of one sample, a signed 64-bit integer."""
+        if self.keys is not None:
+            return self.keys[sample]
         if self.seed is not None:
             return sample_key(self.seed, "", 0, sample)
         return sample_key(run_seed, self.prompt.id, self.visit, sample)
@@ -292,6 +292,8 @@ class SampleEvent:
     token_ids: tuple[int, ...] = ()
     """Drawn since the sample's last event."""
     log_probs: tuple[float, ...] = ()
+    truncated_log_probs: tuple[float, ...] = ()
+    routings: tuple[int, ...] = ()
     text: str = ""
     completion: Completion | None = None
     """Set when the sample has ended: there is no later event of it."""

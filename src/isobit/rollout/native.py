@@ -164,7 +164,7 @@ class NativeEngine:
         self.stats = EngineStats()
         self._started_at = perf_counter()
         self._policy = policy
-        self._max_sequences = config.max_sequences
+        self.max_sequences = config.max_sequences
         self._batched_tokens = batched_tokens(config, policy.backend.sizes)
         self._tokenizer = tokenizer
         self._seed = seed
@@ -393,7 +393,7 @@ class NativeEngine:
 
     def _assemble(self, runner: ModelRunner | PipelineRunner) -> Works:
         num_pages = self._limits.num_pages
-        return Works(runner, num_pages, self._max_sequences, self._batched_tokens, self.stats)
+        return Works(runner, num_pages, self.max_sequences, self._batched_tokens, self.stats)
 
     def _begin_period(self) -> None:
         self.stats, self._started_at = EngineStats(), perf_counter()

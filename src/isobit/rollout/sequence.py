@@ -449,8 +449,11 @@ class SampleStream:
         text = ""
         if self._text is not None:
             text = self._text.rest(completion.text) if completion else self._text.feed(token_ids)
-        log_probs = tuple(sample.log_probs[told:])
-        return SampleEvent(sample.handle, token_ids, log_probs, text, completion)
+        truncates = sample.prompt.request.sampling.truncates
+        truncated = sample.truncated_log_probs[told:] if truncates else ()
+        log_probs, routings = tuple(sample.log_probs[told:]), tuple(sample.routings[told:])
+        columns = log_probs, tuple(truncated), routings
+        return SampleEvent(sample.handle, token_ids, *columns, text, completion)
 
 
 class GrowingAnswer:

@@ -228,7 +228,7 @@ def _step_work(
         assert isinstance(plan.data, SftData)
         tokens = sum(one.tokens for one in plan.data.train.values())
         return replace(work, length=tokens / len(plan.data.train))
-    is_one_function = flow.exact and config.rollout.engine == "native"
+    is_one_function = flow.exact and config.rollout.is_exact
     if config.training.old_log_probs != "recorded" and not is_one_function:
         work = replace(work, scored=(*scored, model))
     if cluster.rollouters:

@@ -317,7 +317,7 @@ class RlLog(TrainingLog[EvalResult]):
                 self._run.model.policy.flow,
                 trained,
                 self.directory.model,
-                one_function=self._run.config.rollout.engine == "native",
+                one_function=self._run.config.rollout.is_exact,
             )
         )
 

@@ -296,7 +296,7 @@ def _copied_bytes(plan: AnyPlan, flow: PrecisionFlow) -> int:
     blocks in E4M3, and all else in BF16.
     """
     rollout, shape = plan.config.rollout, plan.model.config
-    if not isinstance(rollout, RunRolloutConfig) or rollout.engine == "native":
+    if not isinstance(rollout, RunRolloutConfig) or rollout.is_exact:
         return 0
     whole = whole_blocks(shape, quantised_sites(shape, flow).keys())
     sizes = {name: prod(size) for name, size in checkpoint_shapes(shape).items()}

@@ -27,6 +27,7 @@ how many pages the KV cache gets: this is the only place where what the engine r
 what the recipe says.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -69,7 +70,7 @@ from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError
 from isobit.util.files import disk_errors
 from isobit.util.terminal import Clock
-from isobit.util.user_code import secret_notes
+from isobit.util.user_code import ENVIRONMENT, secret_notes
 
 Config = TypeVar("Config", RunConfig, SftConfig)
 Data = TypeVar("Data", RlData, SftData)
@@ -308,10 +309,27 @@ def make_engine(model: LoadedModel, rollout: RolloutConfig, seed: int) -> Rollou
     """What ``rollout.engine`` names.  Raises ConfigError where it cannot be had."""
     if not isinstance(rollout, RunRolloutConfig) or rollout.engine == "native":
         return NativeEngine(model.policy, rollout, model.tokenizer, seed)
+    if rollout.engine == "http":
+        from isobit.rollout.http_engine import HttpEngine
+
+        bits = environment(model.policy.device)["bits"]
+        return HttpEngine(model.policy, rollout, _server_key(rollout), model.tokenizer, seed, bits)
     from isobit.rollout.vllm_engine import VllmEngine
 
     pages = choose_num_pages(model.policy, rollout)
     return VllmEngine(model.policy, rollout, model.tokenizer, seed, pages)
+
+
+def _server_key(rollout: RunRolloutConfig) -> str | None:
+    if rollout.server_key is None:
+        return None
+    name = rollout.server_key.removeprefix(ENVIRONMENT)
+    if not (key := os.environ.get(name, "").strip()):
+        raise ConfigError(
+            f"rollout.server_key is {rollout.server_key!r}, but the environment has no variable "
+            f"{name} with a key; export it before the run, also before --resume"
+        )
+    return key
 
 
 AnyRun = TypeVar("AnyRun", bound=Run[Any, Any, Any])

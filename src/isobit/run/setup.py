@@ -152,8 +152,11 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         ]
 
     def _describe_engine(self) -> list[str]:
-        """What samples, where that is another function than the trainer's."""
-        if self.config.rollout.engine == "native":
+        """What samples, where it is another engine than ours."""
+        if self.config.rollout.engine == "http":
+            names = ", ".join(self.config.rollout.servers)
+            return [f"servers sample, by the trainer's own function: {names}"]
+        if self.config.rollout.is_exact:
             return []
         names = ", ".join(one.type for one in self.config.corrections) or "none"
         return [

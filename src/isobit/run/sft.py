@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from isobit.config.recipes import SftConfig
 from isobit.config.rules import check_sft
 from isobit.config.tables import OptimisationConfig, TrainingConfig
+from isobit.memory.turns import measured_within_memory, within_memory
 from isobit.observe.console import (
     Console,
     Part,
@@ -42,7 +43,6 @@ from isobit.run.plan import Plan, describe_source, source_config
 from isobit.run.run import Run, begin_run, start_run
 from isobit.store.resume import Start
 from isobit.training.comparison import UpdateMetrics
-from isobit.training.out_of_memory import measured_within_memory, within_memory
 from isobit.training.supervised import PairFigures
 from isobit.util.terminal import Clock
 

@@ -138,6 +138,8 @@ class Server:
         self._reader = reader
         self._reading = ThreadPoolExecutor(1, "tokenizer")
         self.gate = Gate(settings.max_live)
+        if updates is not None:
+            updates.runs.gate = self.gate
         self.metrics = Metrics(thread, self.gate)
         tokenizer = model.tokenizer
         self.spelling = Spelling(

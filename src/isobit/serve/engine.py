@@ -159,6 +159,10 @@ class EngineThread:
         """Told: ``Scores`` with the same ``place``, or a RequestError."""
         self._command(call, partial(self._score, call, place, scoring))
 
+    def abort(self, call: Call, handles: Iterable[Handle]) -> None:
+        """Some of its samples end; nothing more is told of them."""
+        self._command(call, partial(self._abort, list(handles)))
+
     def cancel(self, call: Call) -> None:
         """Whatever the call has asked for ends; nothing more is told. Every call ends so."""
         call.is_closed = True
@@ -281,13 +285,15 @@ class EngineThread:
         except RequestError as error:
             self._news.append((call, error))
 
+    def _abort(self, handles: Sequence[Handle]) -> None:
+        self.engine.abort(handles)
+        for handle in handles:
+            self._calls.pop(handle, None)
+
     def _cancel(self, call: Call) -> None:
         self._open.discard(call)
         self._held = [pair for pair in self._held if pair[0] is not call]
-        handles = [handle for handle, one in self._calls.items() if one is call]
-        self.engine.abort(handles)
-        for handle in handles:
-            del self._calls[handle]
+        self._abort([handle for handle, one in self._calls.items() if one is call])
         self._drop_scorings([call])
 
     def _step(self) -> None:

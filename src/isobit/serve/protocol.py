@@ -283,7 +283,7 @@ class ChatAsked(Asked):
         return None if self.tool_choice == "none" else self.tools or None
 
 
-Kind = TypeVar("Kind", bound=Asked)
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:

@@ -13,15 +13,14 @@ when they come.  Nothing is published before the update is whole and every numbe
 published between two answers, as the weights of a followed run are.  The bytes that are drawn
 afterwards are those of a server that was started on a folder with these tensors.
 
-The digest of an update is SHA-256 over its tensors in the order of their names, each as its name,
-its safetensors format, its shape and its bytes (``digest_of``).
+The digest of an update is ``isobit.models.policy_share.digest_of`` over its tensors.  Runs that
+sample here have routes of their own (``isobit.serve.runs``).
 """
 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,11 @@ import torch
 from isobit.models.checkpoint import FORMATS, is_finite, open_checkpoint
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy
-from isobit.models.safetensors import DTYPES, TensorFile, bytes_of, read_header
+from isobit.models.policy_share import digest_of, read_file
+from isobit.models.safetensors import DTYPES, TensorFile
 from isobit.serve.engine import Call, EngineThread, PauseMode
 from isobit.serve.protocol import ApiError
+from isobit.serve.runs import Runs
 from isobit.util.errors import ModelError, shown
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -66,16 +67,6 @@ class Sent:
 Handler = Callable[[Sent], Awaitable[dict[str, Any]]]
 
 
-def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of tensors by their names, in hexadecimal."""
-    digest = sha256()
-    for name in sorted(tensors):
-        values = tensors[name]
-        digest.update(f"{name} {_FORMAT_OF[values.dtype]} {tuple(values.shape)}\n".encode())
-        digest.update(bytes_of(values))
-    return digest.hexdigest()
-
-
 @dataclass(slots=True)
 class WeightUpdates:
     """The routes' state. ``root`` is the folder below which files of weights may lie."""
@@ -83,6 +74,8 @@ class WeightUpdates:
     policy: Policy
     thread: EngineThread
     root: Path
+    runs: Runs = field(init=False)
+    """That sample here."""
     _staged: dict[str, torch.Tensor] | None = None
     """The tensors of the update that has begun, by name."""
     _version: str | None = None
@@ -90,9 +83,15 @@ class WeightUpdates:
     _digest: str | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def __post_init__(self) -> None:
+        self.runs = Runs(self.policy, self.thread)
+
     @property
     def routes(self) -> Mapping[tuple[str, str], Handler]:
-        return {
+        def of_body(answer: Callable[[bytearray], Awaitable[dict[str, Any]]]) -> Handler:
+            return lambda sent: answer(sent.body)
+
+        return {route: of_body(answer) for route, answer in self.runs.routes.items()} | {
             ("POST", "/init_weight_transfer_engine"): self._initialise,
             ("POST", "/start_weight_update"): self._start,
             ("POST", "/update_weights"): self._update,
@@ -287,22 +286,11 @@ def _only(given: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _of_bytes(body: bytearray) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file's bytes, which they share. Raises ApiError."""
+    """The tensors of a safetensors file's bytes. Raises ApiError."""
     try:
-        with memoryview(body) as data:
-            stored = read_header(data, Path("the body"))
+        return read_file(body)
     except ModelError as error:
         raise ApiError(400, f"{error}") from None
-    found = dict[str, torch.Tensor]()
-    for name, one in stored.items():
-        if one.format not in FORMATS:
-            raise ApiError(400, f"{shown(name)} is {one.format}; expected one of {FORMATS}")
-        count = _numbers(one.shape)
-        # an offset of the file need not be a multiple of the numbers' size
-        part = body[one.begin : one.end]
-        flat = torch.frombuffer(part, dtype=DTYPES[one.format]) if count else torch.empty(0)
-        found[name] = flat.view(one.shape)
-    return found
 
 
 def _numbers(shape: tuple[int, ...]) -> int:

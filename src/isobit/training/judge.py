@@ -40,13 +40,13 @@ from isobit.algorithms.objective import Algorithm, Columns
 from isobit.algorithms.policy_gradient import token_kl
 from isobit.config.algorithm import Correction, StepConfig
 from isobit.config.tables import OldLogProbs
+from isobit.memory.turns import measured_within_memory, within_memory
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World, map_on_all
 from isobit.records.batch import TokenScores, first_fit_decreasing, lay_end_to_end, responses
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group
-from isobit.training.out_of_memory import measured_within_memory, within_memory
 from isobit.training.trainer import Trainer
 
 

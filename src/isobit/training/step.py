@@ -6,7 +6,7 @@
     updates         ``epochs`` times over the parts, one update each; a part without a signal is
                     left out, unless ``training.without_signal`` asks for it
                     (``isobit.training.step``); one that runs out of memory is packed and done
-                    again (``isobit.training.out_of_memory``); the clip of the last may be
+                    again (``isobit.memory.turns``); the clip of the last may be
                     calibrated just before it (``isobit.training.calibration``)
     keep            what was judged, for later steps, where there is a replay buffer
 
@@ -41,6 +41,7 @@ from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.policy_gradient import explained_variance
 from isobit.config.algorithm import StepConfig
 from isobit.config.tables import TrainingConfig
+from isobit.memory.turns import within_memory
 from isobit.records.batch import PackedBatch, pack, responses
 from isobit.records.metrics import Metrics, over_updates
 from isobit.records.sequence import TokenSequence
@@ -48,7 +49,6 @@ from isobit.records.text import Group
 from isobit.training.calibration import Calibration
 from isobit.training.comparison import ComparedTokens, Comparison, UpdateMetrics
 from isobit.training.judge import Judge, sequences_learnt_from, teaches
-from isobit.training.out_of_memory import within_memory
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.trainer import FORWARD, Repeat, Trainer
 from isobit.util.errors import ConfigError

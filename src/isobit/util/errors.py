@@ -117,6 +117,12 @@ class PeerError(IsobitError):
         self.rank, self.reason = rank, reason
 
 
+class ServerError(IsobitError):
+    """Servers that sample for a run are gone, or cannot sample what it asks for."""
+
+    exit_code = 4
+
+
 class NonFiniteError(IsobitError):
     """A NaN or infinity in a tensor of the forward pass; the message names the tensor."""
 

@@ -28,8 +28,15 @@ from isobit.observe.report.panels import (
     section_of,
     tiles_of,
 )
-from isobit.observe.report.samples import SHADES, choose_samples, view_flow
-from isobit.observe.report.source import RunRecord, flatten, read_run, view_settings
+from isobit.observe.report.source import (
+    SHADES,
+    RunRecord,
+    choose_samples,
+    flatten,
+    read_run,
+    view_flow,
+    view_settings,
+)
 from isobit.util.errors import ConfigError
 
 

@@ -1,0 +1,451 @@
+"""Servers elsewhere as the engine of a run: ``rollout.engine = "http"`` (docs/engines.md).
+
+    run                                              each of rollout.servers
+    masters, rounded as a publication does   ----->  publishes them: the same 8-bit bytes
+    a sample's tokens and the key of its noise  -->  draws on, in the run's flow
+    books of the samples                     <-----  tokens and log-probabilities
+
+A token depends on the tokens before it, the key of its sample's noise, its place and the weights,
+so it does not matter which server draws it, and a run over HTTP leaves the bytes of a native one.
+Samples of a server that is lost go on at others, behind the tokens that were heard of; stop strings
+are looked for here, as episodes are.
+
+``isobit.rollout.servers`` talks to the servers.
+"""
+
+import json
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any
+
+import isobit
+from isobit.config.tables import RunRolloutConfig
+from isobit.models.policy import Policy
+from isobit.models.policy_share import LogProbFunction, SentWeights, function_of
+from isobit.records.text import Completion
+from isobit.rollout.engine import (
+    EngineStats,
+    Follow,
+    Handle,
+    Limits,
+    Request,
+    SampleEvent,
+    check_limits,
+    parted,
+    requests_of,
+)
+from isobit.rollout.sequence import Sample, SharedPrompt
+from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, UnavailableError
+from isobit.util.errors import ConfigError, NonFiniteError, RequestError, ServerError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MIB = 1 << 20
+_TICK_S = 0.1
+"""The longest that a step waits for news."""
+
+
+def described(policy: Policy, bits: Mapping[str, str]) -> dict[str, Any]:
+    """What a server must have in common with the run, as it comes out of JSON; ``bits`` is the
+    class of the run's machine (``isobit.store.manifest``).
+    """
+    graph = policy.flow.graph("rollout")
+    value = {
+        "protocol": PROTOCOL,
+        "isobit": isobit.__version__,
+        "model": asdict(replace(policy.config, value_head=False)),
+        "flow": [site.forward_formats for site in graph.sites],
+        "bits": dict(bits),
+    }
+    return json.loads(json.dumps(value))
+
+
+@dataclass(slots=True)
+class Load:
+    """What a server has to do."""
+
+    samples: int = 0
+    tokens: int = 0
+    """The most that they may still have."""
+
+    def add(self, sample: Sample, sign: int) -> None:
+        self.samples += sign
+        self.tokens += sign * sample.max_length
+
+
+class HttpEngine:
+    """Draws samples with servers elsewhere, which hold the current weights of a policy
+    (``RolloutEngine``).
+
+    Args:
+        policy: its masters are what servers are sent.
+        config: ``servers`` and what belongs to them.
+        key: their bearer token.
+        tokenizer: for text and stop strings; None leaves texts empty.
+        seed: of the run; with prompt, visit and sample it fixes the noise.
+        bits: the class of this machine's bits, which must be the servers'.
+
+    Raises ConfigError for a server that computes something else, and where none answers.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: RunRolloutConfig,
+        key: str | None,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        seed: int,
+        bits: Mapping[str, str],
+    ) -> None:
+        self._policy, self._tokenizer, self._seed = policy, tokenizer, seed
+        self._patience_s = config.servers_timeout_s
+        self._board, expected = Board(), described(policy, bits)
+        self._servers = [Server(url, key, expected, self._board) for url in config.servers]
+        self._notes: list[str] = []
+        self._check_servers()
+        sizes = [one.sizes for one in self._servers if one.sizes]
+        self._limits = Limits(
+            policy.config.max_positions,
+            policy.config.vocab_size,
+            min(one["pages"] for one in sizes),
+            max(one["page_tokens"] for one in sizes),
+            tokenizer is not None,
+        )
+        self.stats, self._started_at = EngineStats(), perf_counter()
+        self._live: dict[Handle, Sample] = {}
+        """In the order of arrival."""
+        self._there: dict[int, tuple[Sample, Server]] = {}
+        """Those that a server has, by the numbers that they have there."""
+        self._number_of: dict[Handle, int] = {}
+        self._loads = {server: Load() for server in self._servers}
+        self._numbered = 0
+        self._events: list[SampleEvent] = []
+        self._weights: SentWeights | None = None
+        self._update_s = 0.0  # of updates since the last sample ended
+        self._heard_at = monotonic()
+        weakref.finalize(self, self._board.close)
+        for server in self._servers:
+            server.start()
+
+    @property
+    def function(self) -> LogProbFunction:
+        """The trainer's, if its flow is one function: servers have its bytes and its kernels."""
+        return function_of(self._policy, "rollout")
+
+    @property
+    def num_live(self) -> int:
+        """Samples that have not ended."""
+        return len(self._live)
+
+    @property
+    def num_running(self) -> int:
+        """Samples that servers have, of which some may wait there."""
+        return len(self._there)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether all live samples are at servers."""
+        return len(self._live) == len(self._there)
+
+    def figures(self) -> dict[str, Any]:
+        """The sizes of the smallest server's cache."""
+        limits = self._limits
+        return {"kv_pages": limits.num_pages, "page_tokens": limits.page_tokens}
+
+    def notes(self) -> list[str]:
+        """What became of servers and of weights since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Refuse what can never be served by each server, and what is live already."""
+        check_limits(requests, self._limits, self._live)
+
+    def submit(self, requests: Sequence[Request], follow: Follow = "end") -> list[list[Handle]]:
+        """As the protocol says, with samples that are followed to their end."""
+        self.check(requests)
+        if follow != "end":
+            raise RequestError("samples of servers are followed to their end alone")
+        self._begin_period()
+        groups: list[list[Sample]] = []
+        for request in requests:
+            prompt = SharedPrompt(request, max_pages=0)
+            groups.append([self._make(prompt, index) for index in range(request.samples)])
+        self._live.update((sample.handle, sample) for group in groups for sample in group)
+        return [[sample.handle for sample in group] for group in groups]
+
+    def step(self) -> list[SampleEvent]:
+        """Hand out what waits, and hear what servers have drawn.
+
+        Raises ServerError where no server has answered for ``rollout.servers_timeout_s``, and
+        MismatchError where a server has other weights than it was sent.
+        """
+        if self._live:
+            with self._all_or_nothing():
+                self._update()
+                self._hand_out()
+                self._hear()
+            self.stats.seconds = perf_counter() - self._started_at
+        events, self._events = self._events, []
+        return events
+
+    def abort(self, handles: Iterable[Handle]) -> list[SampleEvent]:
+        """End samples where they stand, with the tokens that were heard of."""
+        leaving = self._take_back(handles)
+        for sample in leaving:
+            self._end(sample)
+        told, self._events = parted(self._events, {one.handle for one in leaving})
+        return told
+
+    def num_drawn(self, handle: Handle) -> int:
+        """Tokens that a live sample has drawn, as far as they were heard of."""
+        return len(self._live[handle].log_probs)
+
+    def withdraw(self, handles: Iterable[Handle]) -> dict[Handle, Completion]:
+        """Let samples go as they are."""
+        half_done: dict[Handle, Completion] = {}
+        for sample in self._take_back(handles):
+            half_done[sample.handle] = sample.completion(tokenizer=None)
+            del self._live[sample.handle]
+        _, self._events = parted(self._events, half_done)
+        return half_done
+
+    def admit(self, requests: Sequence[Request], half_done: Mapping[Handle, Completion]) -> None:
+        """Take on half-done samples.  Raises RequestError as the protocol says."""
+        asked = requests_of(half_done, requests, self._live)
+        check_limits(list(asked.values()), self._limits)
+        self._begin_period()
+        prompts = {name: SharedPrompt(one, max_pages=0) for name, one in asked.items()}
+        for handle, completion in half_done.items():
+            sample = self._make(prompts[handle.prompt_id, handle.visit], handle.sample)
+            sample.take_up(completion)
+            self._live[handle] = sample
+
+    def take_weights(self) -> None:
+        """Have the servers hold what was published last."""
+        with self._all_or_nothing():
+            self._update()
+
+    def release(self) -> None:
+        """Nothing of it is on the device."""
+
+    # Servers
+
+    def _check_servers(self) -> None:
+        """Those that do not answer are asked again later."""
+        for server in self._servers:
+            try:
+                server.check()
+                server.problem = ""
+            except UnavailableError as error:
+                server.problem = str(error)
+                self._notes.append(f"{server.url} does not answer yet: {error}")
+        if not any(server.sizes for server in self._servers):
+            raise ConfigError(
+                f"none of rollout.servers answers ({self._problems()}); start them with `isobit "
+                "serve MODEL --api-key env:NAME --allow-weight-updates DIR`, or correct the "
+                "addresses"
+            )
+
+    def _problems(self) -> str:
+        return "; ".join(f"{one.url}: {one.problem or 'no answer'}" for one in self._servers)
+
+    def _update(self) -> None:
+        """Have all servers that answer hold the newest weights, with no sample there meanwhile."""
+        before = self._weights
+        if before is not None and before.version == self._policy.version:
+            return
+        begun = perf_counter()
+        for number in list(self._there):
+            self._forget(number)
+        self._weights = weights = SentWeights.of(self._policy, before)
+        self._heard_at = monotonic()
+        for server in self._servers:
+            server.pushed.clear()
+        with self._board.changed:
+            for server in self._servers:
+                server.set_weights(weights)
+            self._board.changed.notify_all()
+        while True:
+            self._hear()
+            with self._board.changed:
+                up = sum(one.is_up for one in self._servers)
+                asked = sum(not one.is_up and not one.problem for one in self._servers)
+            if up and not asked:
+                break
+        seconds = perf_counter() - begun
+        self._note_update(weights, up, seconds)
+        if self._live:
+            self.stats.update_s += seconds
+            self.stats.weight_changes += before is not None
+        else:
+            self._update_s += seconds
+
+    def _note_update(self, weights: SentWeights, up: int, seconds: float) -> None:
+        whole = sum(one.nbytes for one in weights.tensors.values())
+        sent = [size for server in self._servers for _, size, _ in server.pushed]
+        self._notes.append(
+            f"weights of version {weights.version}: {up} of {len(self._servers)} servers have "
+            f"acknowledged the digest {weights.digest[:12]}; {sum(sent) / MIB:.1f} MiB sent to "
+            f"{len(sent)} (all weights are {whole / MIB:.1f} MiB), {seconds:.2f} s"
+        )
+
+    def _hand_out(self) -> None:
+        """Give what waits to the servers with the fewest tokens to draw, samples that start from
+        one prompt together.
+        """
+        waiting = [one for one in self._live.values() if one.handle not in self._number_of]
+        if not waiting:
+            return
+        groups = [list(group) for _, group in groupby(waiting, _start)]
+        with self._board.changed:
+            for group in groups:
+                while group:
+                    fit = [one for one in self._servers if one.is_up and self._room(one) > 0]
+                    if not fit:
+                        break
+                    server = min(fit, key=lambda one: self._loads[one].tokens)
+                    room = self._room(server)
+                    server.ask(self._asked(group[:room], server))
+                    group = group[room:]
+            self._board.changed.notify_all()
+
+    def _room(self, server: Server) -> int:
+        """A few more than run at once, so that none waits for the next step to be asked."""
+        most = min(server.sizes["places"], server.sizes["running"] * 5 // 4 + 1)
+        return most - self._loads[server].samples
+
+    def _asked(self, samples: Sequence[Sample], server: Server) -> Asked:
+        first, sampling = samples[0], samples[0].prompt.request.sampling
+        numbers = range(self._numbered + 1, self._numbered + 1 + len(samples))
+        self._numbered += len(samples)
+        for number, sample in zip(numbers, samples, strict=True):
+            self._there[number] = sample, server
+            self._number_of[sample.handle] = number
+            self._loads[server].add(sample, 1)
+        self.stats.prompt_tokens += len(first.prompt.tokens)
+        self.stats.recomputed_tokens += len(first.tokens) - len(first.prompt.tokens)
+        asked = {
+            "max_new_tokens": first.max_length - len(first.tokens),
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
+        return Asked(tuple(first.tokens), numbers, [one.key for one in samples], asked)
+
+    def _hear(self) -> None:
+        for news in self._board.take(_TICK_S):
+            if news.error is not None:
+                raise news.error
+            self._notes += [] if news.note is None else [news.note]
+            for number in news.lost:
+                self._forget(number)
+            for told in news.samples:
+                self._accept(told)
+        with self._board.changed:
+            is_up = any(one.is_up for one in self._servers)
+        if not is_up and monotonic() - self._heard_at > self._patience_s:
+            raise ServerError(
+                f"no server has drawn a token for {self._patience_s:g} s "
+                f"(rollout.servers_timeout_s), and none is up ({self._problems()}); start them "
+                "again, and go on with --resume"
+            )
+
+    def _accept(self, told: Mapping[str, Any]) -> None:
+        """Append what a server drew for one sample, up to what ends it here."""
+        if (found := self._there.get(told["number"])) is None:
+            return  # aborted, or with another server
+        (sample, server), self._heard_at = found, monotonic()
+        assert self._weights is not None
+        truncated = told.get("truncated_log_probs")
+        routings = told.get("routings")
+        for at, token in enumerate(told["token_ids"]):
+            log_prob = told["log_probs"][at]
+            if not -1e30 < log_prob <= 1e-3:
+                raise NonFiniteError(
+                    f"{server.url} gave the log-probability {log_prob} for token {token} of prompt "
+                    f"{sample.handle.prompt_id!r}: its logits are not finite"
+                )
+            routing = None if routings is None else routings[at]
+            sample.accept(token, log_prob, self._weights.version, routing)
+            if truncated is not None:
+                sample.truncated_log_probs.append(truncated[at])
+            self.stats.generated_tokens += 1
+            if sample.finish_reason is not None:
+                break
+        reason = told.get("finish_reason")
+        if sample.finish_reason is not None:
+            if reason is None:
+                self._drop(told["number"])
+            self._end(sample)
+        elif reason is not None:
+            raise ServerError(
+                f"{server.url} ended a sample of prompt {sample.handle.prompt_id!r} after "
+                f"{len(sample.log_probs)} tokens for the reason {reason!r}, which ends none here"
+            )
+
+    # Books
+
+    def _make(self, prompt: SharedPrompt, index: int) -> Sample:
+        length = prompt.request.max_length(self._limits.context)
+        return Sample(prompt, index, self._seed, length, 0, self._tokenizer)
+
+    def _forget(self, number: int) -> None:
+        """A server does not have a sample any more; it waits, unless it has ended."""
+        if number in self._there:
+            sample, server = self._there.pop(number)
+            del self._number_of[sample.handle]
+            self._loads[server].add(sample, -1)
+
+    def _drop(self, number: int) -> None:
+        """Have a server let a sample go."""
+        _, server = self._there[number]
+        with self._board.changed:
+            server.drop([number])
+            self._board.changed.notify_all()
+
+    def _take_back(self, handles: Iterable[Handle]) -> list[Sample]:
+        """Live samples, which no server has any more."""
+        asked = set(handles)
+        leaving = [sample for handle, sample in self._live.items() if handle in asked]
+        for sample in leaving:
+            sample.finish_reason = "aborted"
+            if (number := self._number_of.get(sample.handle)) is not None:
+                self._drop(number)
+                self._forget(number)
+        return leaving
+
+    def _end(self, sample: Sample) -> None:
+        if (number := self._number_of.get(sample.handle)) is not None:
+            self._forget(number)
+        del self._live[sample.handle]
+        completion = sample.completion(self._tokenizer)
+        self._events.append(SampleEvent(sample.handle, completion=completion))
+
+    def _begin_period(self) -> None:
+        if not self._live:
+            self.stats, self._started_at = EngineStats(update_s=self._update_s), perf_counter()
+            self._update_s, self._heard_at = 0.0, monotonic()
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """After an error nobody is live."""
+        try:
+            yield
+        except BaseException:
+            self._take_back(list(self._live))
+            self._live, self._events = {}, []
+            raise
+
+
+def _start(sample: Sample) -> tuple[int, int]:
+    """What samples have in common that start from the same tokens."""
+    is_fresh = len(sample.tokens) == len(sample.prompt.tokens)
+    return id(sample.prompt), -1 if is_fresh else sample.handle.sample

@@ -1,0 +1,411 @@
+"""Servers that sample for a run over HTTP, each with a thread that talks to it
+(``isobit.rollout.http_engine`` decides who draws what; ``isobit.serve.runs`` has the other end).
+
+    run's thread                       thread of a server              server
+    set_weights, ask, drop  ------->   push, if it holds others  --->  /isobit/weights/...
+                                       step                      --->  /isobit/step
+    News               <------------   what was drawn, who is lost
+
+A server is up once it computes what the run does and holds the run's weights.  One that does not
+answer, or answers with 503, is down: the samples that it had are lost to it, and it is asked again
+after 1, 2, 4, .. 30 s.  When it answers it gets the weights anew, from what it still holds.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from secrets import token_hex
+from typing import Any
+from urllib.parse import urlsplit
+
+from isobit.models.policy_share import SentWeights
+from isobit.util.errors import ConfigError, IsobitError, MismatchError, ServerError, shown
+
+PROTOCOL = 1
+CONNECT_S, ANSWER_S, PUBLISH_S = 10.0, 120.0, 300.0
+"""How long a connection, an answer and that to an update may take."""
+IDLE_S = 2.0
+"""How long a connection is kept unused; servers close it after 5 s."""
+FULL_S = 0.5
+"""Until a server whose places others have is asked again."""
+LONGEST_WAIT_S = 30.0
+MOST_ASKED = 1 << 20
+"""Tokens in one body, of which servers take 16 MiB."""
+_SAME = {
+    "protocol": "another version of the protocol",
+    "isobit": "another version of Isobit",
+    "model": "another model",
+    "flow": "another precision flow",
+    "bits": "other kernels or libraries, and with them other bits",
+}
+"""What must be the same, and what it is otherwise."""
+
+
+class UnavailableError(Exception):
+    """A server that does not answer, or not now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Samples of a server that start from the same tokens, by the engine's numbers."""
+
+    token_ids: Sequence[int]
+    numbers: Sequence[int]
+    keys: Sequence[int]
+    sampling: Mapping[str, Any]
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "token_ids": list(self.token_ids),
+            "numbers": list(self.numbers),
+            "keys": list(self.keys),
+            "sampling": self.sampling,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a server has told, or has become."""
+
+    samples: Sequence[Mapping[str, Any]] = ()
+    lost: Collection[int] = ()
+    """Numbers of samples that it will not go on with."""
+    note: str | None = None
+    error: IsobitError | None = None
+    """That ends the run."""
+
+
+@dataclass(slots=True)
+class Board:
+    """What the threads share; ``changed`` guards it, and all that the run's thread writes into a
+    ``Server``.
+    """
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    news: list[News] = field(default_factory=list)
+    is_closed: bool = False
+
+    def post(self, news: News) -> None:
+        with self.changed:
+            self.news.append(news)
+            self.changed.notify_all()
+
+    def take(self, wait_s: float) -> list[News]:
+        """What there is, waited for at most so long."""
+        with self.changed:
+            self.changed.wait_for(lambda: bool(self.news), wait_s)
+            taken, self.news = self.news, []
+        return taken
+
+    def close(self) -> None:
+        """Let the threads end."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+
+
+class Server:
+    """One server.
+
+    Args:
+        url: ``http://host:port``.
+        key: its bearer token, if it has one.
+        expected: what the run computes by, in the form of ``/isobit/engine``.
+    """
+
+    def __init__(
+        self, url: str, key: str | None, expected: Mapping[str, Any], board: Board
+    ) -> None:
+        self.url, self._key, self._expected, self._board = url, key, expected, board
+        self.is_up, self.problem = False, "it has not been asked yet"
+        self.sizes: Mapping[str, int] = {}
+        self.pushed: list[tuple[bool, int, float]] = []
+        """Of each update: whether all weights went, bytes and seconds."""
+        self._weights: SentWeights | None = None
+        self._asks: list[Asked] = []
+        self._drops: list[int] = []
+        # of the thread alone
+        self._held: str | None = None
+        self._live: set[int] = set()
+        self._is_full = False
+        self._client, self._session = token_hex(8), 0
+        self._connection: HTTPConnection | None = None
+        self._used_at = 0.0
+
+    def check(self) -> None:
+        """Raises ConfigError for a server that cannot serve the run, UnavailableError for one that
+        does not answer.
+        """
+        found = self._get()
+        for name, other in _SAME.items():
+            if found.get(name) != self._expected[name]:
+                where = _difference(found.get(name), self._expected[name])
+                raise ConfigError(
+                    f"{self.url} (rollout.servers) has {other}: {where}; start it with the same "
+                    "model, --precision and version as the run, on the same kind of device"
+                )
+        names = ("pages", "page_tokens", "places", "running")
+        self.sizes = {name: int(found[name]) for name in names}
+        self._held = found["weights"]
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name=f"server {self.url}", daemon=True).start()
+
+    # By the run's thread, which holds ``board.changed``.
+
+    def set_weights(self, weights: SentWeights) -> None:
+        """Others are sampled from now on, and all samples of these are to be dropped."""
+        self._weights, self.is_up = weights, False
+        self._drops, self._asks = [], []
+
+    def ask(self, asked: Asked) -> None:
+        self._asks.append(asked)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        self._drops.extend(numbers)
+
+    # In the thread.
+
+    def _run(self) -> None:
+        wait_s, is_first = 1.0, True
+        while not self._board.is_closed:
+            try:
+                if not is_first:
+                    self.check()
+                is_first = False
+                self._session += 1
+                while self._turn():
+                    wait_s = 1.0
+            except (UnavailableError, ConfigError) as error:
+                is_first = False
+                self._lose(str(error), isinstance(error, ConfigError))
+                with self._board.changed:
+                    self._board.changed.wait_for(lambda: self._board.is_closed, wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            except IsobitError as error:
+                self._lose(str(error))
+                self._board.post(News(error=error))
+                return
+            except BaseException as error:  # a fault here
+                self._lose(f"{type(error).__name__}: {error}")
+                self._board.post(News(error=ServerError(f"{self.url}: {self.problem}")))
+                raise
+        self._close()
+
+    def _turn(self) -> bool:
+        """Send what is to be sent and hear what there is; False once the board is closed."""
+        board = self._board
+        with board.changed:
+            board.changed.wait_for(
+                lambda: (
+                    board.is_closed
+                    or self._asks
+                    or self._drops
+                    or self._live
+                    or (self._weights is not None and not self.is_up)
+                )
+            )
+            if board.is_closed:
+                return False
+            weights, is_up = self._weights, self.is_up
+            asks, drops = self._take_asks(), self._drops
+            self._drops = []
+        assert weights is not None
+        if not is_up:
+            self._begin(weights)
+            return True
+        numbers = {number for one in asks for number in one.numbers}
+        self._live |= numbers
+        self._live -= set(drops)
+        answer = self._step(weights, asks, drops)
+        self._is_full = answer is None
+        if answer is None:  # others have its places: let ours that have ended go, and ask again
+            with board.changed:
+                self._asks[:0] = asks
+            time.sleep(FULL_S)
+            answer = self._step(weights, [], drops) or {"samples": ()}
+        ended = [one["number"] for one in answer["samples"] if one.get("finish_reason")]
+        self._live -= set(ended)
+        board.post(News(samples=answer["samples"]))
+        return True
+
+    def _take_asks(self) -> list[Asked]:
+        """As many as a body holds; of a server that had no places for them, one."""
+        taken: list[Asked] = []
+        tokens, most = 0, 0 if self._is_full else MOST_ASKED
+        while self._asks and (not taken or tokens + len(self._asks[0].token_ids) <= most):
+            tokens += len(self._asks[0].token_ids)
+            taken.append(self._asks.pop(0))
+        return taken
+
+    def _begin(self, weights: SentWeights) -> None:
+        """Have the server hold these weights, with nothing live."""
+        if self._live:
+            self._session += 1
+            self._live.clear()
+            self._step(weights, [], [])
+        if self._held != weights.digest:
+            self._push(weights)
+        with self._board.changed:
+            self.is_up = weights is self._weights
+        self._board.post(News(note=f"{self.url} samples" if self.problem else None))
+        self.problem = ""
+
+    def _step(
+        self, weights: SentWeights, asks: Sequence[Asked], drops: Sequence[int]
+    ) -> Mapping[str, Any] | None:
+        """The answer; None where the places do not suffice for what is asked."""
+        body = {
+            "client": self._client,
+            "session": self._session,
+            "weights": weights.digest,
+            "ask": [one.body() for one in asks],
+            "drop": list(drops),
+        }
+        sent = json.dumps(body).encode()
+        status, found = self._request("POST", "/isobit/step", [sent], ok=(200, 409, 429))
+        if status == 409:
+            self._held = None
+            raise UnavailableError(_sentence(found))
+        return None if status == 429 else json.loads(found)
+
+    def _push(self, weights: SentWeights) -> None:
+        """Send an update, and all weights where it does not lead to the right digest."""
+        base = self._held if self._held == weights.base else None
+        for start in dict.fromkeys((base, None)):
+            begun, size = time.perf_counter(), 0
+            self._held = None
+            body = json.dumps({"base": start}).encode()
+            status, _ = self._request("POST", "/isobit/weights/begin", [body], ok=(200, 409))
+            if status == 409:
+                continue
+            for file in weights.files(start):
+                size += sum(map(len, file))
+                self._request("POST", "/isobit/weights/part", file, is_json=False)
+            body = json.dumps({"sha256": weights.digest}).encode()
+            _, found = self._request("POST", "/isobit/weights/publish", [body], seconds=PUBLISH_S)
+            answer = json.loads(found)
+            self.pushed.append((start is None, size, time.perf_counter() - begun))
+            if answer["sha256"] != weights.digest:
+                continue
+            if answer["published"] != weights.published:
+                raise MismatchError(
+                    f"{self.url} was sent the weights of version {weights.version} and quantised "
+                    "them to other bytes than the trainer has: a folder in FP8 is sampled as it "
+                    "is until the first update, which another engine cannot repeat; begin with "
+                    "the model in BF16, or set rollout.engine = 'native'"
+                )
+            self._held = weights.digest
+            return
+        raise MismatchError(
+            f"{self.url} was sent all weights of version {weights.version}, and they have another "
+            "digest there: the connection or a memory is faulty; take it out of rollout.servers "
+            "and go on with --resume"
+        )
+
+    def _lose(self, problem: str, is_other: bool = False) -> None:
+        """``is_other``: it is there, and computes something else than before."""
+        self._close()
+        with self._board.changed:
+            asked = {number for one in self._asks for number in one.numbers}
+            lost, self._live = self._live | asked, set()
+            is_new = self.is_up or (is_other and problem != self.problem)
+            self.is_up, self.problem, self._asks, self._drops = False, problem, [], []
+        note = f"{self.url} is down, and others go on with its samples: {problem}"
+        self._board.post(News(lost=lost, note=note if is_new else None))
+
+    # HTTP
+
+    def _get(self) -> Mapping[str, Any]:
+        status, found = self._request("GET", "/isobit/engine", [], ok=(200, 401, 404))
+        if status == 401:
+            raise ConfigError(
+                f"{self.url} (rollout.servers) refuses the key: set rollout.server_key to the "
+                'variable that holds it, as "env:NAME"'
+            )
+        if status == 404:
+            raise ConfigError(
+                f"{self.url} (rollout.servers) takes no weights of a run: start it as `isobit "
+                "serve MODEL --api-key env:NAME --allow-weight-updates DIR`"
+            )
+        with suppress(ValueError):
+            value = json.loads(found)
+            if isinstance(value, dict):
+                return value
+        raise ConfigError(f"{self.url} (rollout.servers) is no server of Isobit; name its address")
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        pieces: Sequence[memoryview | bytes],
+        ok: Collection[int] = (200,),
+        is_json: bool = True,
+        seconds: float = ANSWER_S,
+    ) -> tuple[int, bytes]:
+        """Status and body. Raises UnavailableError where the server is not there, or busy ending,
+        and ServerError for what it refuses.
+        """
+        headers = {
+            "Content-Type": "application/json" if is_json else "application/octet-stream",
+            "Content-Length": str(sum(map(len, pieces))),
+            **({} if self._key is None else {"Authorization": f"Bearer {self._key}"}),
+        }
+        try:
+            connection = self._connected(seconds)
+            connection.request(method, path, iter(pieces), headers)
+            response = connection.getresponse()
+            status, found = response.status, response.read()
+        except (OSError, HTTPException) as error:
+            self._close()
+            raise UnavailableError(shown(str(error) or type(error).__name__)) from None
+        self._used_at = time.monotonic()
+        if status in ok:
+            return status, found
+        sentence = _sentence(found)
+        if status in (408, 499, 502, 503, 504):
+            raise UnavailableError(sentence)
+        raise ServerError(f"{self.url}{path} answers with {status}: {sentence}")
+
+    def _connected(self, seconds: float) -> HTTPConnection:
+        if self._connection is not None and time.monotonic() - self._used_at > IDLE_S:
+            self._close()
+        if self._connection is None:
+            place = urlsplit(self.url)
+            kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
+            assert place.hostname is not None
+            self._connection = kind(place.hostname, place.port, timeout=CONNECT_S)
+            self._connection.connect()
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(seconds)
+        return self._connection
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _sentence(found: bytes) -> str:
+    """Of an answer's error."""
+    with suppress(ValueError, KeyError, TypeError):
+        return shown(json.loads(found)["error"]["message"])
+    return shown(found[:200].decode(errors="replace"))
+
+
+def _difference(found: Any, expected: Any) -> str:
+    """The first place where two values differ."""
+    if isinstance(found, Mapping) and isinstance(expected, Mapping):
+        for name in expected:
+            if found.get(name) != expected[name]:
+                return f"{name} {_difference(found.get(name), expected[name])}"
+    if isinstance(found, list) and isinstance(expected, list):
+        pairs = zip(found, expected, strict=False)
+        different = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if different is not None:
+            found, expected = different
+    return f"is {shown(repr(found))}, and the run's {shown(repr(expected))}"
