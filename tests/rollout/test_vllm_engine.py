@@ -181,7 +181,7 @@ def test_scales_that_are_not_finite_end_the_rollout() -> None:
     policy = random_policy(tiny_model(**WHOLE), PrecisionConfig.model_validate(precision), seed=1)
     engine = engine_of(policy)
     fake_vllm.Llm.made[0].model.attentions[1].range.fill_(0.0)
-    with pytest.raises(NonFiniteError, match="inf.* in layer 1, which must be positive"):
+    with pytest.raises(NonFiniteError, match=r"inf.* in layer 1, which must be positive"):
         generate(engine, requests())
     assert engine.num_live == 0
 

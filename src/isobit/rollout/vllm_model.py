@@ -400,7 +400,7 @@ def _same_process() -> type:
 
     @dataclass
     class Nothing(base.WeightTransferInitInfo):
-        self._llm.apply_model(partial(_restore, constants=self._constants))
+        pass
 
     @dataclass
     class Published(base.WeightTransferUpdateInfo):
