@@ -13,10 +13,8 @@ Requests come and go while others run; ``step`` is the only thing that takes lon
 
 ``generate`` is the loop for those who want completions and nothing else.
 
-What an engine did, and how far a ``generate`` call has come: plain records for a progress bar,
-metrics and tests.
-
-What an engine is asked for, and the refusal of what no engine could do with it.
+What an engine is asked for, and the refusal of what no engine could do with it; what it did, and
+how far a ``generate`` call has come.
 
 A half-done sample moves between engines as a completion that was aborted, without its K and V.  The
 engine that takes it computes them again, as after a preemption, and draws on at the next position:
@@ -52,6 +50,8 @@ class EngineStats:
     """
     recomputed_tokens: int = 0
     """Generated tokens whose K and V were given up and computed again."""
+    kept_tokens: int = 0
+    """Tokens of earlier turns whose K and V were still there when their sample came back."""
     preemptions: int = 0
     """Running samples that lost their pages to an earlier one."""
     weight_changes: int = 0
@@ -136,6 +136,10 @@ class Request:
     seed: int | None = None
     """Keys the noise in place of the run's seed, the prompt and the visit: who asks again with the
     same seed gets the same tokens, whatever the prompt is called and whatever else is live.
+    """
+    comes_back: bool = False
+    """Whether a sample that has stopped may be admitted again, with more tokens behind its own: its
+    K and V stay while their memory is not needed, until it is aborted.
     """
 
     def noise_key(self, run_seed: int, sample: int) -> int:
@@ -452,7 +456,9 @@ def generate(
                     if complete is not None and not missing[place]:
                         complete(place, [found[handle] for handle in handles[place]])
             if progress is not None:
-                progress(_moment(engine, len(found), total))
+                stats, running = engine.stats, engine.num_running
+                tokens, seconds = stats.generated_tokens, stats.seconds
+                progress(Progress(len(found), running, total, tokens, seconds))
     except BaseException:
         engine.abort(handle for group in handles for handle in group)
         raise
@@ -488,8 +494,3 @@ def check_is_free(engine: Sampler) -> None:
             f"generate needs the engine for itself, and {engine.num_live} samples of it are live: "
             "their events would be lost; step until they have ended, or abort them"
         )
-
-
-def _moment(engine: Sampler, finished: int, total: int) -> Progress:
-    stats = engine.stats
-    return Progress(finished, engine.num_running, total, stats.generated_tokens, stats.seconds)
