@@ -3,7 +3,8 @@ once, and beside a loop in lock-step.
 
     python -m benchmarks.tool_latency [--shape tiny] [--device cpu] [--precision fp8]
         [--prompts 32] [--samples 8] [--turns 6] [--turn-tokens 24] [--median 0.4] [--sigma 0.8]
-        [--max-sequences 64] [--kv-pages N] [--rounds 3] [--out FILE]
+        [--max-sequences 64] [--kv-pages N] [--at-once N] [--rounds 3]
+        [--out FILE]
 
 ``tiny`` is a layer that is fast enough on a CPU for two seconds to matter; a real shape is for a
 GPU.  Random weights draw turns of some 24 tokens; behind each but the last of an episode stands a
@@ -17,7 +18,8 @@ arms draw the same tokens, which is checked, and wait for the same latencies:
     recomputes  as ``waits``, with K and V given up while a tool runs
 
 *Busy* is the share of the wall clock in steps of the engine, *idle* the share in which all
-episodes waited for tools; the rest is the host's work on turns.  The arms take turns, and a ratio
+episodes waited for tools; the rest is the host's work on turns.  On a CPU that others use ``cpu_s``
+is the time that this process had.  The arms take turns, and a ratio
 is taken within one round; the medians over the rounds are reported.
 """
 
@@ -30,10 +32,11 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 # isort: off
 import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
@@ -115,6 +118,15 @@ class LockStep:
         return found
 
 
+def readable_tokenizer() -> Any:
+    """The starter's, which has a character for each token id of any model, so that two turns have
+    two texts.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(str(starter_folder()))
+    tokenizer.decode = lambda ids, **_: "".join(chr(0x4E00 + token % 20_000) for token in ids)
+    return tokenizer
+
+
 def latency(text: str, median_s: float, sigma: float) -> float:
     return min(LONGEST_S, Random(text).lognormvariate(math.log(median_s), sigma))  # noqa: S311
 
@@ -166,7 +178,7 @@ def play(
             "class": f"{Path(__file__).with_name('slow_tool.py')}:SlowTool",
             "options": {"scale": float(arm != "at once")},
             "max_turns": arguments.turns,
-            "at_once": min(episodes_count, 4096),
+            "at_once": arguments.at_once or min(episodes_count, 4096),
             "episode_s": 1000.0,
         }
     )
@@ -176,11 +188,11 @@ def play(
         tools, record = Tools([], "plain", continuation), AnswerRecord(lambda _: None)
         context = policy.config.max_positions
         episodes = Episodes(config, tools, told, record, tokenizer, context, engine)
-        began = perf_counter()
+        began, cpu_began = perf_counter(), process_time()
         made, _, stats = episodes.generate(ALONE, policy.version, requests)
-        seconds = perf_counter() - began
+        seconds, cpu_s = perf_counter() - began, process_time() - cpu_began
     figures = _figures(engine, stats, seconds, made)
-    return made, {**figures, "latency_mean_s": sum(asked) / len(asked)}
+    return made, {**figures, "cpu_s": cpu_s, "latency_mean_s": sum(asked) / len(asked)}
 
 
 def _figures(
@@ -195,6 +207,7 @@ def _figures(
         "running": engine.running_s / engine.steps_s,
         "episodes": len(turns),
         "turns": sum(turns) / len(turns),
+        "forwards": stats.forwards,
         "generated_tokens": stats.generated_tokens,
         "kept_tokens": stats.kept_tokens,
         "prompt_tokens": stats.prompt_tokens,
@@ -202,10 +215,8 @@ def _figures(
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from transformers import AutoTokenizer
-
     torch.set_num_threads(arguments.threads)
-    tokenizer = AutoTokenizer.from_pretrained(str(starter_folder()))
+    tokenizer = readable_tokenizer()
     shape = arguments.shape
     config = TINY if shape == "tiny" else model_shape(shape)
     precision = precision_of(arguments.precision)
@@ -263,6 +274,7 @@ def main() -> int:
     parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm")
     parser.add_argument("--max-sequences", type=int, default=64)
     parser.add_argument("--kv-pages", type=int)
+    parser.add_argument("--at-once", type=int, help="tools that run at once; by default all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.set_defaults(run=run)

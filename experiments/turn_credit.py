@@ -5,9 +5,9 @@
 
 An episode opens four locks, one a turn: the environment shows a digit, the model dials one, and the
 turn's reward is 1 where it is the digit that opens this lock (one for each digit that is shown,
-always the same).  The starter model is shown how a call is written, with digits at random, so that
-a dial in ten is right; which one opens which lock is left to reinforcement learning.  The locks of
-a prompt are the same for all samples of its group, and what is dialled changes no later lock.
+always the same).  The starter model is shown how a call is written, by transcripts in which a fifth
+of the dials are right and the others at random, so that it begins with some 28%.  The locks of a
+prompt are the same for all samples of its group, and what is dialled changes no later lock.
 
 The arms differ in ``algorithm.credit`` and ``turn_gamma`` alone, and a seed draws the same first
 step in all of them:
@@ -35,6 +35,8 @@ TURNS = 4
 KEY = (7, 2, 9, 4, 0, 6, 1, 8, 3, 5)
 """What opens the lock that shows a digit, by the digit."""
 EXAMPLES, PROMPTS = 4000, 4000
+KNOWN = 0.2
+"""The share of right dials in the transcripts, beside those that are right by chance."""
 ARMS: dict[str, dict[str, Any]] = {
     "episode": {"credit": "episode"},
     "turn": {"credit": "turn", "turn_gamma": 0.0},
@@ -69,20 +71,22 @@ class Locks:
 
 
 def write_data(folder: Path) -> None:
-    """``transcripts.jsonl`` to fine-tune on, with dials at random, and ``train.jsonl``."""
+    """``transcripts.jsonl`` to fine-tune on, with few right dials, and ``train.jsonl``."""
     random = Random(0)  # noqa: S311 (no secret)
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, str]] = []
+    digits = "".join(map(str, range(len(KEY))))
     for _ in range(EXAMPLES):
-        locks = [str(random.randrange(10)) for _ in range(TURNS)]
+        locks = random.choices(digits, k=TURNS)
         said = locks[0]
         for place in range(TURNS):
-            call = f"[d({random.randrange(10)})]"
+            right = random.random() < KNOWN
+            call = f"[d({KEY[int(locks[place])] if right else random.choice(digits)})]"
             rows.append({"prompt": said, "completion": call})
             said += f"{call}<eos>[{[*locks, 'end'][place + 1]}]"
         rows.append({"prompt": said, "completion": "ok"})
     random.shuffle(rows)
-    prompts = ["".join(str(random.randrange(10)) for _ in range(TURNS)) for _ in range(PROMPTS)]
+    prompts = ["".join(random.choices(digits, k=TURNS)) for _ in range(PROMPTS)]
     for name, lines in (
         ("transcripts", rows),
         ("train", [{"prompt": one[0], "locks": one} for one in prompts]),
@@ -107,7 +111,7 @@ def start(folder: Path) -> Path:
                 "train": {"type": "jsonl", "path": folder / "transcripts.jsonl"},
             },
             "training": {
-                "steps": 150,
+                "steps": 250,
                 "prompts_per_step": 64,
                 "learning_rate": 3e-3,
                 "schedule": "cosine",

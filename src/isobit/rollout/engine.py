@@ -364,7 +364,8 @@ class Sampler(Protocol):
         """End samples where they stand, with finish reason "aborted" and the tokens so far; what
         they held is free.
 
-        Handles of samples that have ended, and been told of, are passed over.
+        Handles of samples that have ended, and been told of, are passed over; they do not come
+        back (``Request.comes_back``).
         """
         ...
 
