@@ -37,6 +37,7 @@ OF_EPISODES = {
     "episode/turn_rewards",
     "episode/turn_reward/NAME",
     "episode/results/NAME",
+    "rollout/kept_tokens",
     "episode/ended/NAME",
     "episode/failed/NAME",
 }  # (tests/run/test_environment.py reads them)

@@ -16,6 +16,7 @@ from isobit.kernels.spec import attention, head, linear, paged_attention, pointw
 from isobit.kernels.spec import linear as linear_module
 from isobit.kernels.spec import paged_attention as paged_attention_module
 from isobit.kernels.spec.paged_attention import SpecKvCache
+from isobit.memory.cache_size import PageAllocator
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.quant_tensor import QuantTensor
@@ -25,7 +26,7 @@ from isobit.proof.verify import VerifyOptions
 from isobit.rollout import executor
 from isobit.rollout.runner import ForwardBatch
 from isobit.rollout.scheduler import Plan
-from isobit.rollout.sequence import PageAllocator, Sample
+from isobit.rollout.sequence import Sample
 from tests.proof.test_verify_mutants import TorchWith
 
 Patch = pytest.MonkeyPatch

@@ -14,9 +14,10 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from isobit.memory.cache_size import PageAllocator
 from isobit.records.text import Completion
 from isobit.rollout.engine import generate
-from isobit.rollout.sequence import PageAllocator, StopWatch, cut, decode
+from isobit.rollout.sequence import StopWatch, cut, decode
 from tests.rollout.history_model import VOCAB, make_engine, request
 
 
@@ -27,6 +28,8 @@ class AllocatorUse(RuleBasedStateMachine):
     def make(self, num_pages: int) -> None:
         self.allocator = PageAllocator(num_pages, 64)
         self.expected = dict.fromkeys(range(num_pages), 0)
+        self.parked: dict[int, list[int]] = {}
+        self.names = 0
 
     def held(self) -> list[int]:
         return [page for page, holders in self.expected.items() if holders > 0]
@@ -34,9 +37,47 @@ class AllocatorUse(RuleBasedStateMachine):
     @precondition(lambda self: self.allocator.num_free > 0)
     @rule()
     def allocate(self) -> None:
+        unused = self.allocator.num_unused
         page = self.allocator.allocate()
         assert self.expected[page] == 0
         self.expected[page] = 1
+        gone = [name for name in self.parked if self.allocator.parked(name) is None]
+        assert gone == list(self.parked)[: len(gone)], "those that were parked first"
+        assert bool(gone) <= (unused == 0)
+        assert not any(page in self.parked[name] for name in self.parked if name not in gone)
+        for name in gone:
+            del self.parked[name]
+
+    @precondition(lambda self: bool(self.held()))
+    @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        pages = data.draw(st.lists(st.sampled_from(self.held()), min_size=1, unique=True))
+        self.names += 1
+        self.allocator.park(self.names, [0] * 64 * len(pages), pages)
+        self.parked[self.names] = pages
+
+    @precondition(lambda self: bool(self.parked))
+    @rule(data=st.data())
+    def take_parked(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.parked)))
+        parked = self.allocator.parked(name)
+        assert parked is not None
+        idle = sum(self.expected[page] == 0 for page in self.parked[name])
+        assert self.allocator.num_idle(parked) == idle
+        assert self.allocator.take_parked(name).pages == self.parked[name]
+        for page in self.parked.pop(name):
+            self.expected[page] += 1
+
+    @precondition(lambda self: bool(self.parked))
+    @rule(data=st.data())
+    def keep_or_drop_parked(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.parked)))
+        pages = self.parked.pop(name)
+        if data.draw(st.booleans()):
+            self.allocator.keep_parked(name)
+            self.parked[name] = pages
+        else:
+            self.allocator.drop_parked([name, "nobody"])
 
     @precondition(lambda self: bool(self.held()))
     @rule(data=st.data())
@@ -55,7 +96,10 @@ class AllocatorUse(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         assert {page: self.allocator.holders(page) for page in self.expected} == self.expected
-        assert self.allocator.num_free == len(self.expected) - len(self.held())
+        free = len(self.expected) - len(self.held())
+        kept = {page for pages in self.parked.values() for page in pages} - set(self.held())
+        assert self.allocator.num_free == free
+        assert self.allocator.num_unused == free - len(kept)
 
 
 AllocatorUse.TestCase.settings = settings(max_examples=50, deadline=None)

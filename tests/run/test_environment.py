@@ -62,6 +62,7 @@ def test_a_run_compares_all_turns_and_evaluates_as_eval_does(
     ]
     assert len(steps) == 2
     assert min(line["episode/turns"] for line in steps) > 1.5
+    assert min(line["rollout/kept_tokens"] for line in steps) > 0
     assert summary.tokens_differing == 0
     drawn = sum(line["log_prob_diff/tokens_compared"] for line in steps)
     assert summary.tokens_compared == drawn > 50

@@ -4,10 +4,23 @@ sequences can need.
 On a CPU the default is 2 GiB. On a GPU it is what is free when the engine starts, with the weights
 loaded, less what a forward and the loss of a packed batch take. A run that trains on the GPU sets
 ``kv_pages`` from its plan instead (``isobit.memory.device``), since less is free between its steps.
+
+Who holds which page: a free list and a count of holders for each page. Pure bookkeeping, without
+tensors.
+
+A page is held by every sequence whose block table names it. The samples of one prompt hold its
+pages together; a page goes back to the free list when its last holder releases it. The most
+recently freed page is handed out first: it is the one still in the CPU's caches, and memory that no
+run ever needed is never touched.
+
+Pages may be parked: nobody holds them, so that they count as free, but what is in them may be asked
+for again. They are handed out when no others are left, those that were parked first before the
+others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -31,6 +44,122 @@ RESERVE = 4 * _GIB
 def pages_for(num_tokens: int, page_tokens: int) -> int:
     """Pages of ``page_tokens`` tokens for a sequence of ``num_tokens``."""
     return -(-num_tokens // page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Tokens and the pages that hold their K and V."""
+
+    tokens: Sequence[int]
+    pages: Sequence[int]
+
+
+class PageAllocator:
+    """Hands out the pages ``0 .. num_pages - 1``, of ``page_tokens`` tokens each, and counts their
+    holders.
+    """
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._holders = [0] * num_pages
+        self._parked: dict[Hashable, Parked] = {}
+        """By name, those that were parked first before the others."""
+        self._parks = [0] * num_pages
+        """How many of them have each page."""
+        self._idle = 0
+        """Pages that nobody holds and some of them have."""
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds, parked or not."""
+        return len(self._free) + self._idle
+
+    @property
+    def num_unused(self) -> int:
+        """Pages that nobody holds and that are not parked."""
+        return len(self._free)
+
+    @property
+    def num_pages(self) -> int:
+        """All pages, held or not."""
+        return len(self._holders)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens of one sequence occupy."""
+        return pages_for(num_tokens, self.page_tokens)
+
+    def holders(self, page: int) -> int:
+        """How many sequences hold ``page``."""
+        return self._holders[page]
+
+    def allocate(self) -> int:
+        """A free page, now held once; what was parked first goes where no other page is left.  The
+        caller has checked ``num_free``.
+        """
+        while not self._free:
+            self.drop_parked([next(iter(self._parked))])
+        page = self._free.pop()
+        assert self._holders[page] == 0, f"page {page} was free and held"
+        self._holders[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more holder of a page that is held already."""
+        assert self._holders[page] > 0, f"page {page} is shared but not held"
+        self._holders[page] += 1
+
+    def release(self, page: int) -> None:
+        """One holder less; the last one frees the page."""
+        assert self._holders[page] > 0, f"page {page} is released but not held"
+        self._holders[page] -= 1
+        if self._holders[page] == 0:
+            if self._parks[page]:
+                self._idle += 1
+            else:
+                self._free.append(page)
+
+    def park(self, name: Hashable, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Keep the K and V of ``tokens`` in the first of ``pages``, which are held, when their
+        holder releases them.
+        """
+        self.drop_parked([name])
+        kept = list(pages[: self.pages_for(len(tokens))])
+        for page in kept:
+            assert self._holders[page] > 0, f"page {page} is parked but not held"
+            self._parks[page] += 1
+        self._parked[name] = Parked(tokens, kept)
+
+    def parked(self, name: Hashable) -> Parked | None:
+        """What was parked under ``name``, if it is still there."""
+        return self._parked.get(name)
+
+    def num_idle(self, parked: Parked) -> int:
+        """Those of its pages that nobody holds: they are no longer free once it is taken."""
+        return sum(self._holders[page] == 0 for page in parked.pages)
+
+    def keep_parked(self, name: Hashable) -> None:
+        """Let everything else that is parked go first."""
+        self._parked[name] = self._parked.pop(name)
+
+    def take_parked(self, name: Hashable) -> Parked:
+        """What is parked under ``name``; its pages have one more holder each."""
+        parked = self._parked.pop(name)
+        for page in parked.pages:
+            self._idle -= self._holders[page] == 0
+            self._holders[page] += 1
+            self._parks[page] -= 1
+        return parked
+
+    def drop_parked(self, names: Iterable[Hashable] | None = None) -> None:
+        """Forget what was parked under ``names``, if anything; by default all."""
+        for name in list(self._parked if names is None else names):
+            parked = self._parked.pop(name, None)
+            for page in () if parked is None else parked.pages:
+                self._parks[page] -= 1
+                if self._parks[page] == 0 and self._holders[page] == 0:
+                    self._idle -= 1
+                    self._free.append(page)
 
 
 def batched_tokens(config: RolloutConfig, sizes: Sizes) -> int:

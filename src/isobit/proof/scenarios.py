@@ -85,6 +85,7 @@ class Workload:
                     rollout.min_p,
                     stop_token_ids=stops,
                 ),
+                comes_back=several,
             )
             for prompt, limit in zip(self.prompts, self.max_new_tokens, strict=True)
         ]
@@ -151,7 +152,12 @@ def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
             RolloutConfig(max_new_tokens=limit, temperature=1.3, top_k=20, top_p=0.9, min_p=0.01),
         ),
         Scenario("tied routers", RolloutConfig(max_new_tokens=limit), ties_routers=True),
-        Scenario("turns with results", RolloutConfig(max_new_tokens=limit), turns=4),
+        Scenario(
+            "turns with results",
+            RolloutConfig(max_new_tokens=limit),
+            ("kept_tokens",),
+            turns=4,
+        ),
     )
 
 

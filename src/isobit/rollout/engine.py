@@ -48,6 +48,8 @@ class EngineStats:
     """
     recomputed_tokens: int = 0
     """Generated tokens whose K and V were given up and computed again."""
+    kept_tokens: int = 0
+    """Tokens of earlier turns whose K and V were still there when their sample came back."""
     preemptions: int = 0
     """Running samples that lost their pages to an earlier one."""
     weight_changes: int = 0
@@ -135,6 +137,10 @@ class Request:
     """
     keys: tuple[int, ...] | None = None
     """The key of each sample's noise, in place of all that: who asks knows more of them."""
+    comes_back: bool = False
+    """Whether a sample that has stopped may be admitted again, with more tokens behind its own: its
+    K and V stay while their memory is not needed, until it is aborted.
+    """
 
     def noise_key(self, run_seed: int, sample: int) -> int:
         """The key of the noise of one sample, a signed 64-bit integer."""
@@ -362,7 +368,8 @@ class Sampler(Protocol):
         """End samples where they stand, with finish reason "aborted" and the tokens so far; what
         they held is free.
 
-        Handles of samples that have ended, and been told of, are passed over.
+        Handles of samples that have ended, and been told of, are passed over; they do not come
+        back (``Request.comes_back``).
         """
         ...
 
@@ -454,7 +461,9 @@ def generate(
                     if complete is not None and not missing[place]:
                         complete(place, [found[handle] for handle in handles[place]])
             if progress is not None:
-                progress(_moment(engine, len(found), total))
+                stats, running = engine.stats, engine.num_running
+                tokens, seconds = stats.generated_tokens, stats.seconds
+                progress(Progress(len(found), running, total, tokens, seconds))
     except BaseException:
         engine.abort(handle for group in handles for handle in group)
         raise
@@ -490,8 +499,3 @@ def check_is_free(engine: Sampler) -> None:
             f"generate needs the engine for itself, and {engine.num_live} samples of it are live: "
             "their events would be lost; step until they have ended, or abort them"
         )
-
-
-def _moment(engine: Sampler, finished: int, total: int) -> Progress:
-    stats = engine.stats
-    return Progress(finished, engine.num_running, total, stats.generated_tokens, stats.seconds)

@@ -13,10 +13,10 @@ which stands in the prompt.  Each sample then has a prompt of its own; what was 
 length limit as results do.
 
 An episode is one sequence.  What was drawn is never decoded and encoded again: the text of a turn
-is only read.  While its tools run, an episode holds no pages of the KV cache; its K and V are
-computed again when it goes on, as after a preemption, with the bits that they had.  The noise is
-keyed by the sample and the position, so neither the order of the answers nor their time changes a
-token.
+is only read.  While its tools run, its pages of the KV cache are parked: others may have them, and
+K and V that are gone when it goes on are computed again, as after a preemption, with the bits that
+they had.  The noise is keyed by the sample and the position, so neither the order of the answers
+nor their time changes a token.
 
 An environment of verifiers leads the conversation: it is told of every turn, and answers with what
 tools or a user say, or with the end of the episode and its reward.
@@ -199,6 +199,7 @@ class Episodes:
         """Take on episodes, which are followed to their end alone."""
         assert follow == "end", "a turn is not told of before it is read"
         self.check(requests)
+        requests = [replace(one, comes_back=True) for one in requests]
         if not self._open:
             self._periods = Periods(self._engine)
         opens = self._environments.opens
@@ -253,6 +254,7 @@ class Episodes:
         return half_done
 
     def admit(self, requests: Sequence[Request], half_done: Mapping[Handle, Completion]) -> None:
+        requests = [replace(one, comes_back=True) for one in requests]
         asked = requests_of(half_done, requests, self._open)
         if not self._open:
             self._periods = Periods(self._engine)
@@ -464,6 +466,7 @@ class Episodes:
 
     def _close(self, handle: Handle) -> None:
         episode = self._open.pop(handle)
+        self._engine.abort([handle])
         self._environments.end(handle)
         record = Episode(
             tuple(episode.turns),

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobit.config.tables import RolloutConfig
 from isobit.memory.cache_size import (
+    PageAllocator,
     batched_tokens,
     choose_num_pages,
     out_of_memory_named,
@@ -50,7 +51,7 @@ from isobit.rollout.executor import DirectExecutor, PipelinedExecutor
 from isobit.rollout.graph_runner import GraphRunner
 from isobit.rollout.runner import ModelRunner, PipelineRunner, PolicyRunner
 from isobit.rollout.scheduler import Scheduler
-from isobit.rollout.sequence import PageAllocator, Sample, SampleStream, SharedPrompt
+from isobit.rollout.sequence import Sample, SampleStream, SharedPrompt
 from isobit.util.errors import RequestError
 
 if TYPE_CHECKING:
@@ -106,7 +107,12 @@ class Works:
     def remove(self, samples: Sequence[Sample]) -> None:
         """Take samples out, wherever they stand."""
         self._scheduler.remove(samples)
+        self._allocator.drop_parked(sample.handle for sample in samples)
         self._settle_if_done()
+
+    def drop_parked(self, handles: Iterable[Handle]) -> None:
+        """These samples do not come back: forget what their turns have left."""
+        self._allocator.drop_parked(handles)
 
     def step(self) -> None:
         """One step with the newest weights."""
@@ -120,12 +126,11 @@ class Works:
         if self._version == self.runner.version:
             return
         self._version = self.runner.version
-        if not self._scheduler.is_done:
-            self.drop_all_pages()
-            self._scheduler.stats.weight_changes += 1
+        self._scheduler.stats.weight_changes += not self._scheduler.is_done
+        self.drop_all_pages()
 
     def drop_all_pages(self) -> None:
-        """Let all samples go back into the line, with their tokens."""
+        """Let all samples go back into the line, with their tokens; nothing stays parked."""
         self._scheduler.drop_all_pages()
         self._settle_if_done()
 
@@ -281,7 +286,7 @@ class NativeEngine:
     def abort(self, handles: Iterable[Handle]) -> list[SampleEvent]:
         """End samples where they stand, with the tokens so far; one that is in flight is dropped.
 
-        What has ended already and been told of is passed over.
+        Of what has ended already and been told of, the pages are no longer parked.
         """
         asked = set(handles)
         with self._all_or_nothing():
@@ -290,6 +295,8 @@ class NativeEngine:
                 sample.finish_reason = "aborted"
             if self._works is not None and leaving:
                 self._works.remove(leaving)
+            if self._works is not None:
+                self._works.drop_parked(asked)
             for sample in leaving:
                 self._end(sample)
         told, self._events = parted(self._events, asked)

@@ -28,8 +28,9 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
+from isobit.memory.cache_size import PageAllocator
 from isobit.rollout.engine import EngineStats
-from isobit.rollout.sequence import CachedTokens, PageAllocator, Sample, SharedPrompt, States
+from isobit.rollout.sequence import CachedTokens, Sample, SharedPrompt, States
 
 Plan = list[tuple[CachedTokens, int]]
 """The sequences of one forward and how many of its next tokens each one puts in."""
@@ -112,7 +113,8 @@ class Scheduler:
         stand side by side.
         """
         for sample in samples:
-            self.waiting.insert(self._place_of(sample.prompt), sample)
+            self._check_parked(sample)
+            self.waiting.insert(self._place_of(sample), sample)
             sample.prompt.waiting += 1
 
     def take_finished(self) -> list[Sample]:
@@ -171,38 +173,45 @@ class Scheduler:
         fresh: list[tuple[Sample, States]] = []
         while self.waiting and len(self.running) < self._capacity:
             sample = self.waiting[0]
-            prompt, last = sample.prompt, sample.prompt.last
-            if last is None:
+            parked, last = self._allocator.parked(sample.handle), sample.prompt.last
+            if parked is None and last is None:
                 break
-            length = max(sample.length, prompt.cached + 1)
-            wanted = (
-                self._allocator.pages_for(length) - len(prompt.pages) + 1
-            )  # one to copy a partial page into
-            if self.running and wanted > self._allocator.num_free:
+            if self.running and self._wanted(sample) > self._allocator.num_free:
                 break
             self.waiting.popleft()
-            sample.start(self._allocator)
-            self.stats.shared_pages += len(prompt.pages)
-            self._stop_waiting(prompt)
+            if parked is not None:
+                self._copy_pages()  # a prompt that nobody else waits for goes, with what is read
+                sample.resume(self._allocator.take_parked(sample.handle))
+                self.stats.kept_tokens += sample.cached
+            else:
+                sample.start(self._allocator)
+                self.stats.shared_pages += len(sample.pages)
+            self._stop_waiting(sample.prompt)
             self.running.append(sample)
             while sample.will_write and not self._reserve(
                 sample
             ):  # only if it is alone: a prompt held for others has what it needs
                 self._make_room()
             if sample.remaining == 0:
+                assert last is not None, "a sample that goes on has tokens to put in"
                 fresh.append((sample, last))
         self._copy_pages()
         return fresh
 
     def remove_finished(self) -> None:
-        """Take the finished samples out and free their pages."""
+        """Take the finished samples out and free their pages, which are parked where they are
+        expected back.
+        """
         finished = [sample for sample in self.running if sample.finish_reason is not None]
         if finished:
             self.running = [sample for sample in self.running if sample.finish_reason is None]
             self._executor.forget(finished)
             self._finished += finished
             for sample in finished:
-                sample.drop_pages(self._allocator)
+                if sample.prompt.request.comes_back and sample.finish_reason == "stop":
+                    sample.park_pages(self._allocator)
+                else:
+                    sample.drop_pages(self._allocator)
 
     def drop_all_pages(self) -> None:
         """Forget every K and V, because the weights that made them are gone; all samples go back
@@ -210,18 +219,56 @@ class Scheduler:
         """
         self._executor.settle()
         self.remove_finished()
-        while self._held:
-            self._held.pop().drop_pages(self._allocator)
+        self._let_prompts_go()
         while self.running:
             self._requeue_last()
+        self._allocator.drop_parked()
 
-    def _place_of(self, prompt: SharedPrompt) -> int:
-        """Where in the line a further sample of a prompt belongs."""
+    def _check_parked(self, sample: Sample) -> None:
+        """Of what is parked under the name of a sample that comes, keep the K and V of its own
+        tokens, for longer than those of samples that are not back yet.
+        """
+        parked = self._allocator.parked(sample.handle)
+        if parked is None:
+            return
+        if sample.tokens[: len(parked.tokens)] == parked.tokens:
+            self._allocator.keep_parked(sample.handle)
+        else:
+            self._allocator.drop_parked([sample.handle])
+
+    def _place_of(self, sample: Sample) -> int:
+        """Where in the line a further sample belongs."""
         place = len(self.waiting)
-        if prompt.waiting:
-            while self.waiting[place - 1].prompt is not prompt:
+        if sample.prompt.waiting:
+            while self.waiting[place - 1].prompt is not sample.prompt:
+                place -= 1
+        elif self._allocator.parked(sample.handle) and self._line_takes_parked_pages():
+            is_parked = (self._allocator.parked(one.handle) is not None for one in self.waiting)
+            place = next((at for at, found in enumerate(is_parked) if not found), place)
+            while 0 < place < len(self.waiting) and (
+                self.waiting[place - 1].prompt is self.waiting[place].prompt
+            ):
                 place -= 1
         return place
+
+    def _line_takes_parked_pages(self) -> bool:
+        """Whether pages that are not parked run out before all that wait have started."""
+        left = self._allocator.num_unused
+        for sample in self.waiting:
+            left -= self._allocator.pages_for(sample.length + 1)
+            if left < 0:
+                return True
+        return False
+
+    def _wanted(self, sample: Sample) -> int:
+        """Free pages that a sample takes when it starts, with one to copy a partial page into."""
+        parked = self._allocator.parked(sample.handle)
+        if parked is not None:
+            there = len(parked.pages) - self._allocator.num_idle(parked)
+            return self._allocator.pages_for(sample.length) - there + 1
+        prompt = sample.prompt
+        length = max(sample.length, prompt.cached + 1)
+        return self._allocator.pages_for(length) - len(prompt.pages) + 1
 
     def _plan_prompts(self, plan: Plan, budget: int) -> None:
         """Fill the rest of the budget with the prompts of the samples that could start after this
@@ -230,8 +277,10 @@ class Scheduler:
         last = None
         for sample in islice(self.waiting, max(0, self._capacity - len(self.running))):
             prompt = sample.prompt
-            if prompt is last or prompt.is_ready:
+            if prompt is last or prompt.is_ready or self._allocator.parked(sample.handle):
                 continue
+            if sample is self.waiting[0] and not (self.running or prompt.pages):
+                self._let_prompts_go()
             if budget == 0 or not self._hold(prompt):
                 break
             last = prompt
@@ -257,6 +306,10 @@ class Scheduler:
         self._reserve(prompt)
         self._held.append(prompt)
         return True
+
+    def _let_prompts_go(self) -> None:
+        while self._held:
+            self._held.pop().drop_pages(self._allocator)
 
     def _stop_waiting(self, prompt: SharedPrompt) -> None:
         """One sample less waits for ``prompt``; nobody waiting, its own hold on the pages ends."""

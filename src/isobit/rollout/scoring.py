@@ -15,10 +15,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-from isobit.memory.cache_size import out_of_memory_named, pages_for
+from isobit.memory.cache_size import PageAllocator, out_of_memory_named, pages_for
 from isobit.models.policy import Policy
 from isobit.rollout.runner import PolicyRunner, build_batch
-from isobit.rollout.sequence import CachedTokens, PageAllocator
+from isobit.rollout.sequence import CachedTokens
 from isobit.util.errors import NonFiniteError, RequestError
 
 _LOGITS_AT_ONCE = 1 << 24

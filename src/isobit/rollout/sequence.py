@@ -21,14 +21,6 @@ of it to U+FFFD where one is wrong: the window waits for the end of the run.
 
 What a forward leaves of its tokens: final hidden states, and digests of their experts.
 
-Who holds which page of the KV cache: a free list and a count of holders for each page.  Pure
-bookkeeping, no tensors.
-
-A page is held by every sequence whose block table names it.  The samples of one prompt hold its
-pages together; a page goes back to the free list when its last holder releases it.  The most
-recently freed page is handed out first: it is the one still in the CPU's caches, and memory that no
-run ever needed is never touched.
-
 What a caller that follows a sample has not been told yet.
 
 Text goes out when it can no longer change: whole characters, without the end that may turn out to
@@ -44,7 +36,7 @@ import numpy as np
 from torch import Tensor
 
 from isobit.data.tokenizer import byte_token_ids, special_token_ids
-from isobit.memory.cache_size import pages_for
+from isobit.memory.cache_size import PageAllocator, Parked
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
 from isobit.rollout.engine import Handle, Request, SampleEvent
@@ -155,54 +147,6 @@ class States:
         """A copy: a row would keep the whole forward alive."""
         routings = self.routings
         return States(self.hidden.clone(), None if routings is None else routings.clone())
-
-
-class PageAllocator:
-    """Hands out the pages ``0 .. num_pages - 1``, of ``page_tokens`` tokens each, and counts their
-    holders.
-    """
-
-    def __init__(self, num_pages: int, page_tokens: int) -> None:
-        self.page_tokens = page_tokens
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._holders = [0] * num_pages
-
-    @property
-    def num_free(self) -> int:
-        """Pages that nobody holds."""
-        return len(self._free)
-
-    @property
-    def num_pages(self) -> int:
-        """All pages, held or not."""
-        return len(self._holders)
-
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` tokens of one sequence occupy."""
-        return pages_for(num_tokens, self.page_tokens)
-
-    def holders(self, page: int) -> int:
-        """How many sequences hold ``page``."""
-        return self._holders[page]
-
-    def allocate(self) -> int:
-        """A free page, now held once.  The caller has checked ``num_free``."""
-        page = self._free.pop()
-        assert self._holders[page] == 0, f"page {page} was free and held"
-        self._holders[page] = 1
-        return page
-
-    def share(self, page: int) -> None:
-        """One more holder of a page that is held already."""
-        assert self._holders[page] > 0, f"page {page} is shared but not held"
-        self._holders[page] += 1
-
-    def release(self, page: int) -> None:
-        """One holder less; the last one frees the page."""
-        assert self._holders[page] > 0, f"page {page} is released but not held"
-        self._holders[page] -= 1
-        if self._holders[page] == 0:
-            self._free.append(page)
 
 
 _NO_PAGES = np.zeros(0, dtype=np.int64)
@@ -360,6 +304,22 @@ class Sample(CachedTokens):
         """Give all pages back; the tokens stay, with the host."""
         super().drop_pages(allocator)
         self.on_device = False
+
+    def park_pages(self, allocator: PageAllocator) -> None:
+        """Give all pages back after a turn; they keep K and V for the next one while nobody else
+        needs them.
+        """
+        allocator.park(self.handle, self.tokens[: self.cached], self.pages)
+        self.drop_pages(allocator)
+
+    def resume(self, parked: Parked) -> None:
+        """Hold the pages of the turn before again.  The last token is put through the model in any
+        case: the next one is drawn from its state.
+        """
+        assert not self.pages, "a sample that runs does not start"
+        for page in parked.pages:
+            self.add_page(page)
+        self.cached = min(len(parked.tokens), len(self.tokens) - 1)
 
     def start(self, allocator: PageAllocator) -> None:
         """Hold the pages of the prompt as well: its tokens need not be computed again."""

@@ -343,6 +343,8 @@ class RlLog(TrainingLog[EvalResult]):
         if self._run.config.algorithm.dynamic_sampling:
             figures["rollout/refills"] = collected.refills
             figures["rollout/dropped_groups"] = collected.dropped_groups
+        if self._run.config.environment is not None:
+            figures["rollout/kept_tokens"] = engine.kept_tokens
         if self._run.config.rollout.engine != "native":
             figures["time/update_s"] = engine.update_s
         if self._run.replay is not None:
