@@ -138,9 +138,8 @@ class Request:
     keys: tuple[int, ...] | None = None
     """The key of each sample's noise, in place of all that: who asks knows more of them."""
     comes_back: bool = False
-    """Whether a sample that has stopped may be admitted again, with more tokens behind its own: its
-    K and V stay while their memory is not needed, until it is aborted.
-    """
+    """A sample that has stopped may be admitted again, with more tokens behind its own: until it is
+    aborted, its K and V stay while their memory is not needed."""
 
     def noise_key(self, run_seed: int, sample: int) -> int:
         """The key of the noise of one sample, a signed 64-bit integer."""
