@@ -10,7 +10,7 @@ import torch
 
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.models.config import Experts, ModelConfig
-from isobit.models.layers import fold_norms, outstanding
+from isobit.models.quantised_checkpoint import fold_norms, outstanding
 from isobit.models.policy import Policy, random_masters
 from isobit.models.quantised_checkpoint import MasterValues
 from isobit.models.scorer import Scorer

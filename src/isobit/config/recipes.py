@@ -22,6 +22,7 @@ from isobit.config.tables import (
     ClusterConfig,
     EngineConfig,
     EvaluationConfig,
+    LoraConfig,
     ModelShape,
     OptimisationConfig,
     PrecisionConfig,
@@ -89,6 +90,8 @@ class RunConfig(Strict):
     """
     output: HomePath
     """The run's directory; it must be new or empty, or with ``--resume`` the run to continue."""
+    lora: LoraConfig | None = None
+    """Train adapters of low rank instead of the weights."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     """``auto`` takes a Hopper GPU where one is there that computes the model."""
@@ -144,6 +147,8 @@ class SftConfig(Strict):
     """Start from random weights of this shape; only the tokenizer is taken from ``model``."""
     output: HomePath
     """The run's directory; it must be new or empty, or with ``--resume`` the run to continue."""
+    lora: LoraConfig | None = None
+    """Train adapters of low rank instead of the weights."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     """``auto`` takes a Hopper GPU where one is there that computes the model."""

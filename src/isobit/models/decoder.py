@@ -39,6 +39,7 @@ class Embedding:
 
     vocab_size: int
     hidden_size: int
+    is_frozen: bool = False
 
     def masters(self) -> dict[str, Master]:
         rows = {f"model.{NAME}": self.vocab_size}
@@ -52,7 +53,8 @@ class Embedding:
         self, weights: Weights, gradient: Gradient, d: torch.Tensor, token_ids: torch.Tensor
     ) -> None:
         """d [T, C] is the gradient of the output of ``forward``."""
-        weights.backend.embedding_backward(d, token_ids, gradient(NAME))
+        if not self.is_frozen:
+            weights.backend.embedding_backward(d, token_ids, gradient(NAME))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Head:
     hidden_size: int
     tied: bool
     num_drawn: int
+    is_frozen: bool = False
 
     @property
     def master(self) -> str:
@@ -109,7 +112,7 @@ class Head:
         d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The gradients of log_probs and entropies, FP32 [N], None for 0 -> of hidden [N, C]."""
-        head, grad = weights.lm_head, gradient(self.master)
+        head, grad = weights.lm_head, None if self.is_frozen else gradient(self.master)
         return weights.backend.token_log_probs_backward(
             hidden, head, targets, temperatures, d_log_probs, grad, d_entropies, self.num_drawn
         )
@@ -176,6 +179,7 @@ class Decoder:
     norm: Norm
     head: Head | None  # lm_head; None in a reward model
     value: ScalarHead | None = None  # the value head, or a reward model's score
+    has_adapters: bool = False
 
     @property
     def shape(self) -> DecoderShape:
@@ -199,31 +203,44 @@ class Decoder:
         units = (self.embedding, *halves, self.norm, *heads)
         return {name: master for unit in units for name, master in unit.masters().items()}
 
+    def trained(self) -> dict[str, Master]:
+        """The masters that learn: with adapters only what checkpoints do not have."""
+        masters = self.masters()
+        if not self.has_adapters:
+            return masters
+        return {name: master for name, master in masters.items() if not master.parts}
+
     def ownership(self, processes: int, hosts: int = 1) -> Ownership:
-        """Which rank owns which rows of the masters, of so many processes on so many hosts."""
-        described = self.masters()
+        """Which rank owns which rows of the masters that learn, of so many processes on so many
+        hosts.
+        """
+        described = self.trained()
         shapes = {name: master.shape for name, master in described.items()}
         parts = {name: tuple(master.parts.values()) for name, master in described.items()}
         return Ownership.of(shapes, parts, processes, hosts)
 
     def backward_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The masters in the order in which a backward completes their gradients: heads and last
-        norm, each layer from the last, and the embedding, which may be tied to lm_head.
+        """The masters that learn in the order in which a backward completes their gradients: heads
+        and last norm, each layer from the last, and the embedding, which may be tied to lm_head.
         """
+        trained = self.trained()
         ends = [unit for unit in (self.head, self.value) if unit is not None]
         first = [name for unit in (*ends, self.norm) for name in unit.masters()]
         layers = [
             tuple(name for unit in (layer.attention, layer.mlp) for name in unit.masters())
             for layer in reversed(self.layers)
         ]
-        return (tuple(first), *layers, tuple(self.embedding.masters()))
+        groups = (tuple(first), *layers, tuple(self.embedding.masters()))
+        return tuple(tuple(name for name in group if name in trained) for group in groups)
 
     @property
     def added_in_parts(self) -> frozenset[str]:
         """lm_head's master: a backward adds to its gradient by chunks, and as the embedding if
         tied.
         """
-        return frozenset() if self.head is None else frozenset({self.head.master})
+        if self.head is None or self.head.is_frozen:
+            return frozenset()
+        return frozenset({self.head.master})
 
     @property
     def is_sparse(self) -> bool:
@@ -250,6 +267,7 @@ class Decoder:
 
 @cache
 def build_decoder(config: ModelConfig) -> Decoder:
+    is_frozen = config.lora is not None
     layers = tuple(
         Layer(
             Attention(config, layer),
@@ -263,15 +281,17 @@ def build_decoder(config: ModelConfig) -> Decoder:
         "model.norm.weight",
         config.rms_epsilon,
         residual=f"layers.{config.num_layers - 1}.mlp_residual",
+        is_frozen=is_frozen,
     )
-    embedding = Embedding(config.vocab_size, config.hidden_size)
-    head = Head(config.vocab_size, config.hidden_size, config.tied_embeddings, config.num_drawn)
+    sizes = config.vocab_size, config.hidden_size
+    embedding = Embedding(*sizes, is_frozen)
+    head = Head(*sizes, config.tied_embeddings, config.num_drawn, is_frozen)
     if config.score_head:
         return Decoder(
             embedding, layers, norm, None, ScalarHead("score", config.hidden_size, "score.weight")
         )
     value = ScalarHead(VALUE_HEAD, config.hidden_size, None) if config.value_head else None
-    return Decoder(embedding, layers, norm, head, value)
+    return Decoder(embedding, layers, norm, head, value, is_frozen)
 
 
 def decoder_shape(config: ModelConfig) -> DecoderShape:
@@ -293,8 +313,8 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The masters' names and shapes, in the order of the forward."""
-    return {name: master.shape for name, master in build_decoder(config).masters().items()}
+    """Names and shapes of the masters that learn, in the order of the forward."""
+    return {name: master.shape for name, master in build_decoder(config).trained().items()}
 
 
 class Scorable(Protocol):

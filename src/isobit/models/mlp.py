@@ -49,6 +49,7 @@ def _norm(config: ModelConfig, path: str, linear: str) -> Norm:
         config.rms_epsilon,
         residual=f"{path}.attention_residual",
         linear=linear,
+        is_frozen=config.lora is not None,
     )
 
 
@@ -71,12 +72,12 @@ class Mlp:
         self._norm = _norm(config, path, f"{path}.gate_up_proj")
         checkpoint = f"model.{path}.mlp"
         gate_up = LinearShape({"gate_proj": width, "up_proj": width}, hidden)
-        self._gate_up = Linear(f"{path}.gate_up_proj", gate_up, checkpoint)
+        self._gate_up = Linear(f"{path}.gate_up_proj", gate_up, checkpoint, lora=config.lora)
         down = LinearShape({"down_proj": hidden}, width)
-        self._down = Linear(f"{path}.down_proj", down, checkpoint)
+        self._down = Linear(f"{path}.down_proj", down, checkpoint, lora=config.lora)
 
     def sites(self) -> tuple[SiteShape, ...]:
-        return self._gate_up.site(self._layer), self._down.site(self._layer)
+        return *self._gate_up.sites(self._layer), *self._down.sites(self._layer)
 
     def masters(self) -> dict[str, Master]:
         return {**self._norm.masters(), **self._gate_up.masters(), **self._down.masters()}
@@ -87,7 +88,7 @@ class Mlp:
         """h and x [T, C] -> the residual stream, and what is to be added to it. ``routes`` is for
         experts.
         """
-        h, b = self._norm.forward(weights, h, x, save=False)
+        h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=False))
         gate_up = self._gate_up.forward(weights, b)
         self._observe(weights, gate_up)
         site, split = weights.linears[self._down.path].site, weights.tensor_parallel
@@ -95,27 +96,30 @@ class Mlp:
             mine = weights.backend.swiglu(gate_up)
             activation = self._down.input(weights, mine, False, split.width)
         else:
-            activation = weights.backend.swiglu_input(gate_up, site)
+            save = self._down.saves(save=False)
+            activation = weights.backend.swiglu_input(gate_up, site, save)
         return h, self._down.joined(weights, activation, split.width)
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor, SavedMlp]:
         """The same bits, and what the backward reads."""
-        h, b = self._norm.forward(weights, h, x, save=True)
+        h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=True))
         gate_up = self._gate_up.forward(weights, b)
         self._observe(weights, gate_up)
         site = weights.linears[self._down.path].site
-        activation = weights.backend.swiglu_input(gate_up, site, save=True)
+        activation = weights.backend.swiglu_input(gate_up, site, self._down.saves(save=True))
         x = self._down.forward(weights, activation)
         return h, x, SavedMlp(h, b.saved, gate_up, activation.saved)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
         """What ``saving_forward`` saves, from the residual stream h + x; without down_proj."""
-        h, b = self._norm.forward(weights, h, x, save=True)
+        h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=True))
         gate_up = self._gate_up.forward(weights, b)
-        site = weights.linears[self._down.path].site
-        return SavedMlp(h, b.saved, gate_up, weights.backend.swiglu_saved(gate_up, site))
+        site, saved = weights.linears[self._down.path].site, None
+        if self._down.saves(save=True):
+            saved = weights.backend.swiglu_saved(gate_up, site)
+        return SavedMlp(h, b.saved, gate_up, saved)
 
     def backward(
         self,
@@ -136,9 +140,9 @@ class Mlp:
         a = DTYPES[graph.activations].itemsize
         stream, width = a * self._hidden, self._down.shape.in_features
         gate_up_site, down_site = graph.site(self._gate_up.path), graph.site(self._down.path)
-        gate_up, read = 2 * a * width, sizes.read(gate_up_site, self._hidden)
-        activation = sizes.read(down_site, width)
-        saved = sizes.saved(gate_up_site, self._hidden) + sizes.saved(down_site, width)
+        gate_up, read = 2 * a * width, self._gate_up.read_bytes(sizes, graph)
+        activation = self._down.read_bytes(sizes, graph)
+        saved = self._gate_up.saved_bytes(sizes, graph) + self._down.saved_bytes(sizes, graph)
         return UnitBytes(
             saved=stream + gate_up + saved,
             input=stream,
@@ -193,7 +197,7 @@ class MixtureOfExperts:
 
     def sites(self) -> tuple[SiteShape, ...]:
         router = SiteShape(self.router, "router", self._layer)
-        return router, self._gate_up.site(self._layer), self._down.site(self._layer)
+        return router, *self._gate_up.sites(self._layer), *self._down.sites(self._layer)
 
     def masters(self) -> dict[str, Master]:
         count = self._experts.count

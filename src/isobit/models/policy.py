@@ -12,7 +12,7 @@ up are fused along their outputs), ``layers.N.qkv_proj.bias``, ``norm.weight``, 
 if it is not tied, and ``value_head.weight`` or ``score.weight``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,11 +20,19 @@ import torch
 from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.kernels.backend import Backend, backend_of
 from isobit.kernels.operands import HeadWeight, LinearWeight, RopeTable
+from isobit.models.adapters import drawn_adapters
 from isobit.models.checkpoint import is_equal_in_pieces
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import LM_HEAD, build_decoder, master_shapes
-from isobit.models.layers import Weights, about_folded, fold_norms
-from isobit.models.quantised_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
+from isobit.models.layers import Weights
+from isobit.models.quantised_checkpoint import (
+    MasterValues,
+    ScaleConversion,
+    about_folded,
+    fold_norms,
+    is_taken,
+    master_of,
+)
 from isobit.models.safetensors import checksum_of
 from isobit.parallel.gradient_sum import (
     ONE_SLOT,
@@ -97,11 +105,13 @@ class Published:
         self._described = decoder.masters()
 
     def take_all(
-        self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool
+        self,
+        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]],
+        keep: Collection[str],
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Publish whole masters, in the order of the forward; -> each by name, after it was
         published, as FP32 numbers on the device, or None for a folder's FP8 that is used unchanged
-        and not to ``keep``. Masters of a mapping are copied, pairs are taken over.
+        and not one of those to ``keep``. Masters of a mapping are copied, pairs are taken over.
         """
         pairs = masters.items() if isinstance(masters, Mapping) else masters
         names: list[str] = []
@@ -109,7 +119,7 @@ class Published:
         for name, values in self.folded(pairs, folded.append):
             names.append(name)
             if isinstance(values, QuantTensor):
-                master = self.take(name, values, keep)
+                master = self.take(name, values, name in keep)
             else:
                 copy, device = isinstance(masters, Mapping), self._backend.device
                 master = values.to(device, torch.float32, copy=copy)
@@ -292,10 +302,12 @@ class Policy:
         """The rows that this rank owns, perhaps none."""
         self.change = PublishedChange(self.world)
         self.shapes = master_shapes(config)
+        """Of the masters that learn."""
         self.ownership = self.decoder.ownership(world.size, slots.hosts)
         self._published = Published(config, self.flow, self.backend)
-        for name, master in self._published.take_all(masters, keep=trainable):
-            if trainable and master is not None:
+        kept = self.shapes if trainable else {}
+        for name, master in self._published.take_all(masters, kept):
+            if name in kept and master is not None:
                 own = master if world.size == 1 else master[self.rows(name)].clone()
                 self.masters[name] = torch.nn.Parameter(own)
         self.gradient = self._gradient_sum()
@@ -461,8 +473,10 @@ def random_policy(
     world: World = ALONE,
     slots: Slots = ONE_SLOT,
 ) -> Policy:
-    """Masters as transformers draws them: matrices N(0, 0.02), norms 1; biases and values 0."""
-    masters = random_masters(config, seed, device)
+    """Masters as transformers draws them: matrices N(0, 0.02), norms 1; biases and values 0.
+    Adapters as PEFT does.
+    """
+    masters = drawn_adapters(random_masters(config, seed, device), config, seed)
     return Policy(config, named_precision(precision), masters, device, trainable, world, slots)
 
 

@@ -290,6 +290,7 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
     check_package(config.tracking)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
     source = describe_source(config.model, weights=weights)
+    source = source.with_lora(config.lora)
     if algorithm.needs_values:
         source = source.with_value_head()
     model = source.described
