@@ -196,6 +196,7 @@ class FrozenModel:
     table: str  # the recipe's table with its `model` and `offload`
     offload: bool = False
     lasting: bool = True  # whether it exists while it does not score
+    shared: bool = False  # whether its weights are the policy's own: the base of adapters
 
     @property
     def grades(self) -> bool:
@@ -208,6 +209,8 @@ class FrozenModel:
         return self.lasting and not self.offload
 
     def weight_bytes(self, sizes: Sizes) -> int:
+        if self.shared:
+            return 0
         return published_bytes(self.shape, self.flow.one_sided(SIDE), sizes)
 
     def checkpoint_bytes(self, sizes: Sizes) -> int:

@@ -16,6 +16,7 @@ divided by them when it is written, both exactly.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,13 @@ from isobit.models.decoder import build_decoder
 from isobit.models.layers import Master
 from isobit.models.quantised_checkpoint import MasterValues, fold_norms
 from isobit.models.safetensors import TensorFile, write_tensors
+from isobit.parallel.world import raised_on_all
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import QuantTensor
-from isobit.util.errors import ModelError
+from isobit.util.errors import MismatchError, ModelError
 
 if TYPE_CHECKING:
+    from isobit.models.policy import Policy
     from isobit.models.saving import Tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -129,6 +132,61 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file()
 
 
+@torch.no_grad()
+def check_delivered(policy: "Policy") -> None:
+    """Compare what both sides read of the adapters with a new publication of their masters, after
+    each publication; collective. Raises MismatchError, on all ranks, where they differ: sampler and
+    trainer would agree on what they both have not got, so that no log-probability shows it.
+    """
+
+    def look() -> str | None:
+        for name, master in policy.masters.items():
+            path, rows = name.rpartition(".")[0], policy.rows(name)
+            for side in ("rollout", "training"):
+                held = policy.weights(side).linears.get(path)
+                if held is None or rows.start == rows.stop:
+                    continue
+                own = held.rows(rows.start, rows.stop)
+                assert isinstance(own.matrix, torch.Tensor), "an adapter is not quantised"
+                made = policy.backend.publish(own.site, master)
+                if not torch.equal(own.matrix, made):  # pyright: ignore[reportArgumentType]
+                    return f"{side} reads another {path} than the one that was trained"
+        return None
+
+    problems = [found for found in policy.world.all_gather(look()) if found is not None]
+    if problems:
+        raise raised_on_all(
+            MismatchError(
+                f"{problems[0]}: the publication has not delivered it; a memory is faulty, or "
+                "something else holds a copy of published weights; go on with --resume"
+            )
+        )
+
+
+@contextmanager
+def filled(policy: "Policy", size: float = 0.05) -> Iterator[None]:
+    """A block in which each B of a policy has small numbers, drawn by its name, in place of its
+    own: at a run's start it is zeros, and says nothing on whether anybody reads it. All ranks enter
+    it. Two publications are made.
+    """
+    before = {name: master.detach().clone() for name, master in policy.masters.items()}
+    with torch.no_grad():
+        for name, master in policy.masters.items():
+            if name.endswith(".lora_B.weight"):
+                key = hashlib.sha256(name.encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(key[:7]))
+                drawn = torch.randn(policy.shapes[name], generator=generator, dtype=torch.float32)
+                master.copy_(drawn[policy.rows(name)].mul_(size))
+    policy.publish()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, master in policy.masters.items():
+                master.copy_(before[name])
+        policy.publish()
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
     """What ``adapter_config.json`` says."""
@@ -162,6 +220,8 @@ def read_adapter_config(folder: Path) -> AdapterFolder:
             f"{path}: base_model_name_or_path is {base!r}; write the folder or the hub's name of "
             "the model there that the adapter was trained on"
         )
+    if isinstance(revision := found.get("revision"), str) and not Path(base).exists():
+        base = f"{base}@{revision}"
     targets = _targets(path, found.get("target_modules"))
     return AdapterFolder(base, Lora(rank, float(alpha), targets, bool(found.get("use_rslora"))))
 
@@ -176,13 +236,18 @@ def _targets(path: Path, value: Any) -> tuple[str, ...]:
     return tuple(name for name in LORA_TARGETS if name in names)
 
 
-def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
-    """An ``adapter_config.json`` that PEFT and vLLM load."""
+def adapter_config(lora: Lora, base: Path) -> dict[str, Any]:
+    """An ``adapter_config.json`` that PEFT and vLLM load; ``base`` may be in the hub's cache."""
+    name, revision = str(base.resolve()), None
+    parts = base.parts
+    if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        name, revision = parts[-3].removeprefix("models--").replace("--", "/"), parts[-1]
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name,
+        "revision": revision,
         "r": lora.rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
@@ -238,9 +303,10 @@ def peft_tensors(
 
 
 def write_adapters(
-    folder: Path, lora: Lora, base: str, tensors: Mapping[str, torch.Tensor]
+    folder: Path, lora: Lora, base: Path, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """PEFT's folder, of ``peft_tensors``."""
+    """PEFT's folder, of ``peft_tensors``, for adapters of the model folder ``base``."""
+    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(adapter_config(lora, base), indent=2)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     write_tensors(folder / WEIGHTS_FILE, tensors, tensors.__getitem__, {"format": "pt"})

@@ -279,7 +279,7 @@ def _write_adapters(model: LoadedModel, target: Path, finish: Callable[[Path], N
         if policy.world.rank != 0:
             return
         with disk_errors(target.parent, "the adapters"), new_folder(target) as partial:
-            write_adapters(partial, lora, str(base.resolve()), tensors)
+            write_adapters(partial, lora, base, tensors)
             copy_tokenizer(base, partial)
             finish(partial)
 

@@ -20,13 +20,14 @@ import torch
 from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.kernels.backend import Backend, backend_of
 from isobit.kernels.operands import HeadWeight, LinearWeight, RopeTable
-from isobit.models.adapters import drawn_adapters
+from isobit.models.adapters import check_delivered, drawn_adapters
 from isobit.models.checkpoint import is_equal_in_pieces
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import LM_HEAD, build_decoder, master_shapes
 from isobit.models.layers import Weights
 from isobit.models.quantised_checkpoint import (
     MasterValues,
+    PublishedChange,
     ScaleConversion,
     about_folded,
     fold_norms,
@@ -49,35 +50,6 @@ from isobit.precision.kv_scales import KvScales
 from isobit.precision.quant_tensor import DTYPES, QuantisedWeight, QuantTensor, Side
 from isobit.util.errors import MismatchError
 from isobit.util.terminal import say
-
-
-class PublishedChange:
-    """Counts how many of the quantised weights a publication changes.
-
-        share = changed numbers / numbers     over the matrices of all linears: E4M3 or INT8 bytes
-                                              without scales, or BF16 numbers if a matrix stays BF16
-
-    An update that moves masters by much less than their format's spacing changes few of them.
-    Counts stay on the device until ``share`` is read.
-    """
-
-    def __init__(self, world: World = ALONE) -> None:
-        self._world = world
-        self._changed: list[torch.Tensor] = []
-        self._numbers = 0
-
-    def add(self, changed: torch.Tensor, numbers: int) -> None:
-        """One matrix of so many numbers; ``changed`` is an int64 scalar on its device."""
-        self._changed.append(changed)
-        self._numbers += numbers
-
-    @property
-    def share(self) -> float:
-        """From 0 to 1, over the rows of all ranks, which all call it; 0 if nothing changed."""
-        changed = int(torch.stack(self._changed).sum()) if self._changed else 0
-        counts = self._world.all_gather((changed, self._numbers))
-        numbers = sum(one[1] for one in counts)
-        return sum(one[0] for one in counts) / numbers if numbers else 0.0
 
 
 SIDES: tuple[Side, Side] = ("rollout", "training")
@@ -209,9 +181,12 @@ class Published:
         world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
         self._derive_head()
 
-    def checksum(self) -> int:
-        """The checksum of all published bytes (``isobit.models.safetensors``), by their places."""
-        tensors = self._tensors(dict.fromkeys(self._described, (0,)))
+    def checksum(self, without: Collection[str] = ()) -> int:
+        """The checksum of all published bytes (``isobit.models.safetensors``), by their places, but
+        for those of some masters.
+        """
+        names = [name for name in self._described if name not in without]
+        tensors = self._tensors(dict.fromkeys(names, (0,)))
         return checksum_of({str(place): tensor for place, (tensor, _) in enumerate(tensors)})
 
     def _tensors(
@@ -313,6 +288,7 @@ class Policy:
         self.gradient = self._gradient_sum()
         """Sums the masters' gradients during a backward."""
         self.version = 1
+        self._base: str | None = None
 
     @property
     def conversion(self) -> ScaleConversion:
@@ -347,7 +323,7 @@ class Policy:
     def publish(self) -> None:
         """Quantise each weight once, in place, from the BF16 rounding of its master; ``version``
         counts the publications. All ranks call it. Raises MismatchError, on all, if published bytes
-        differ afterwards.
+        differ afterwards, or with LoRA are not those of the adapters that were trained.
         """
         self.change = PublishedChange(self.world)
         self._published.reads_folder = False
@@ -356,6 +332,8 @@ class Policy:
             if rows.start < rows.stop:
                 self._published.republish(name, master, rows.start, rows.stop, self.change)
         self._published.gather(self.world, self.ownership.cuts, self.ownership.places)
+        if self.config.lora is not None:
+            check_delivered(self)
         if (scales := self.kv_scales) is not None:
             if scales.calibration == "trainer":
                 scales.take_update(self.world.all_gather(scales.learnt.tolist()))
@@ -407,6 +385,16 @@ class Policy:
         (``isobit.models.safetensors``): the same on every rank, whatever it owns.
         """
         return self._published.checksum()
+
+    def base(self) -> dict[str, str] | None:
+        """With LoRA, what names the base's published bytes, which never change: their checksum, and
+        the back end, since others publish other bytes. Else None.
+        """
+        if self.config.lora is None:
+            return None
+        if self._base is None:
+            self._base = f"{self._published.checksum(self.shapes):016x}"
+        return {"back_end": self.backend.name, "checksum": self._base}
 
     def pass_on(self, world: World, owners: int) -> None:
         """Send the published weights and their version from the first ``owners`` ranks of a world,

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, QuantTensor, dequantise, num_blocks
 from isobit.util.errors import ConfigError, ModelError, shown
@@ -247,6 +248,35 @@ def _are_powers_of_two(scales: torch.Tensor) -> bool:
 def _relative(sums: torch.Tensor) -> float:
     error, old = sums.tolist()
     return (error / old) ** 0.5 if old else 0.0
+
+
+class PublishedChange:
+    """Counts how many of the quantised weights a publication changes.
+
+        share = changed numbers / numbers     over the matrices of all linears: E4M3 or INT8 bytes
+                                              without scales, or BF16 numbers if a matrix stays BF16
+
+    An update that moves masters by much less than their format's spacing changes few of them.
+    Counts stay on the device until ``share`` is read.
+    """
+
+    def __init__(self, world: World = ALONE) -> None:
+        self._world = world
+        self._changed: list[torch.Tensor] = []
+        self._numbers = 0
+
+    def add(self, changed: torch.Tensor, numbers: int) -> None:
+        """One matrix of so many numbers; ``changed`` is an int64 scalar on its device."""
+        self._changed.append(changed)
+        self._numbers += numbers
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1, over the rows of all ranks, which all call it; 0 if nothing changed."""
+        changed = int(torch.stack(self._changed).sum()) if self._changed else 0
+        counts = self._world.all_gather((changed, self._numbers))
+        numbers = sum(one[1] for one in counts)
+        return sum(one[0] for one in counts) / numbers if numbers else 0.0
 
 
 _READERS = {

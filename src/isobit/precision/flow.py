@@ -140,6 +140,11 @@ class Graph:
     def num_layers(self) -> int:
         return sum(site.kind == "attention" for site in self.sites)
 
+    def without_adapters(self) -> "Graph":
+        """The same, without LoRA's sites."""
+        sites = tuple(site for site in self.sites if site.kind != "adapter")
+        return Graph(sites, self.activations)
+
     def with_token_scales(self) -> "Graph":
         """The same, with scales of Q, K and V a token and head everywhere."""
         return Graph(
@@ -170,6 +175,11 @@ class PrecisionFlow:
     def one_sided(self, side: Side) -> "PrecisionFlow":
         """The flow of a model that only one side reads."""
         return replace(self, rollout=self.graph(side), training=self.graph(side))
+
+    def without_adapters(self) -> "PrecisionFlow":
+        """The flow of a policy's base."""
+        sides = self.rollout.without_adapters(), self.training.without_adapters()
+        return replace(self, rollout=sides[0], training=sides[1])
 
     def frozen(self, side: Side) -> "PrecisionFlow":
         """The flow of a model that only scores: nobody calibrates it, and Q, K and V have scales a

@@ -87,6 +87,8 @@ def train(
     last checkpoint has what the run has learnt.
     """
     with open_run(config, console, resume, world, rollouters, allowed) as run:
+        if run.steps().start == 1:
+            run.prove_adapters()
         for step in run.steps():
             take_step(run, step)
         run.save_model()
