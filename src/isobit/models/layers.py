@@ -214,9 +214,9 @@ class Adapter:
     def add(self, weights: Weights, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """x [T, K] and the linear's output [T, N], which is written to -> the sum, y itself."""
         backend, low = weights.backend, self._low(weights, x)
-        for place, columns, up in self._ups(weights):
+        for target, (place, columns, up) in zip(self.targets, self._ups(weights), strict=True):
             t = backend.linear_input(low[:, place].contiguous(), up.site).read
-            y[:, columns] += observe(backend.linear(t, up), up.site.name)
+            y[:, columns] += observe(backend.linear(t, up), up.site.name, target)
         return y
 
     def backward(
