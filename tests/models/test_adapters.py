@@ -1,35 +1,20 @@
 """LoRA: one function in rollout and training, gradients of the adapters alone, and PEFT's files."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from isobit.config.tables import LORA_TARGETS, Family, PrecisionConfig, Recompute
-from isobit.kernels.spec.paged_attention import PagedAttention, SpecKvCache
 from isobit.models.adapters import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    MergedTensors,
     adapter_masters,
-    peft_tensors,
-    read_adapter_config,
 )
 from isobit.models.config import Lora, ModelConfig
-from isobit.models.decoder import master_shapes
-from isobit.models.folder import LoadedModel, load_model, load_policy, write_model
-from isobit.models.layers import Adapter
 from isobit.models.policy import Policy, random_masters, random_policy
-from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
-from isobit.starter import starter_folder
-from isobit.util.errors import ModelError
 from tests.models.exactness_probe import packed, paged
-from tests.models.policies import logits_of, whole_batch
+from tests.models.policies import whole_batch
 
 LENGTHS = (1, 18, 67, 130)
 FLOWS = ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
@@ -98,9 +83,7 @@ def gradients(policy: Policy, recompute: Recompute = "none") -> dict[str, torch.
     assert torch.equal(scores.log_probs, Scorer(policy).score(batch).log_probs)
     d = torch.linspace(-1, 1, len(scores.log_probs))
     scored.backward(d)
-    return {
-        name: master.grad for name, master in policy.masters.items() if master.grad is not None
-    }
+    return {name: master.grad for name, master in policy.masters.items() if master.grad is not None}
 
 
 @pytest.mark.parametrize("lora", [ALL, SOME])

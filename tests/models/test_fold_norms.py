@@ -10,9 +10,8 @@ import torch
 
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.models.config import Experts, ModelConfig
-from isobit.models.quantised_checkpoint import fold_norms, outstanding
 from isobit.models.policy import Policy, random_masters
-from isobit.models.quantised_checkpoint import MasterValues
+from isobit.models.quantised_checkpoint import MasterValues, fold_norms, outstanding
 from isobit.models.scorer import Scorer
 from isobit.proof.verify import VerifyOptions, verify_policy
 from tests.models.policies import whole_batch

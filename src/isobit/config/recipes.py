@@ -180,8 +180,8 @@ def check_lora(config: Recipe) -> None:
         return
     if config.precision.wgrad is not None:
         raise ConfigError(
-            f"precision.wgrad is {config.precision.wgrad!r}, but with [lora] no matrix of the model "
-            "has a gradient, and WGrad of adapters is in BF16; leave it out"
+            f"precision.wgrad is {config.precision.wgrad!r}, but with [lora] no matrix of the "
+            "model has a gradient, and WGrad of adapters is in BF16; leave it out"
         )
     if isinstance(config, SftConfig):
         if config.objective == "preference":

@@ -92,8 +92,7 @@ def read_adapters(
     """A policy's masters with the A and B of PEFT's folder. Raises ModelError for tensors that are
     not those of ``config``.
     """
-    adapters = adapter_masters(config)
-    file = _open_weights(folder, adapters)
+    adapters, file = adapter_masters(config), open_adapters(folder, config)
     for name, values in masters:
         if name not in adapters:
             yield name, values
@@ -105,8 +104,9 @@ def read_adapters(
         yield name, found.to(values.device)
 
 
-def _open_weights(folder: Path, adapters: Mapping[str, Master]) -> TensorFile:
-    path = folder / WEIGHTS_FILE
+def open_adapters(folder: Path, config: ModelConfig) -> TensorFile:
+    """A and B in PEFT's folder. Raises ModelError for tensors that are not those of ``config``."""
+    adapters, path = adapter_masters(config), folder / WEIGHTS_FILE
     if not path.is_file():
         raise ModelError(
             f"{folder} has {CONFIG_FILE} but no {WEIGHTS_FILE}; expected a folder that `isobit "

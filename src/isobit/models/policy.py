@@ -51,7 +51,6 @@ from isobit.precision.quant_tensor import DTYPES, QuantisedWeight, QuantTensor, 
 from isobit.util.errors import MismatchError
 from isobit.util.terminal import say
 
-
 SIDES: tuple[Side, Side] = ("rollout", "training")
 
 

@@ -54,8 +54,8 @@ from isobit.models.folder import (
 from isobit.models.frozen import (
     FrozenPolicy,
     RewardModel,
-    load_reward_model,
     frozen_config,
+    load_reward_model,
 )
 from isobit.models.policy import Policy
 from isobit.precision.flow import build_flow

@@ -282,9 +282,7 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             "with --bisect names the operation"
         )
 
-    def _sampled_and_scored(
-        self, requests: Sequence[Request]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sampled_and_scored(self, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of a few tokens as the engine records them, and the trainer's."""
         made, _, _ = generate_shared(self.world, self.engine, requests)
         [batch] = pack([one.sequence for of_one in made for one in of_one], 1 << 30)
