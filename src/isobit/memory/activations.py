@@ -142,7 +142,8 @@ class _Layer:
         # before the layer, or what was added to it; what attention adds; what the MLP adds
         streams = 3 * self.mlp.input
         if recompute == "none":
-            return streams + max(self.attention.read, self.mlp.read) + self.mlp.kept
+            mlp = max(self.attention.read, self.mlp.read) + self.mlp.kept
+            return streams + max(self.attention.read + self.attention.kept, mlp)
         made = self.mlp.made + (self.attention.made if recompute == "full" else 0)
         return streams + made
 

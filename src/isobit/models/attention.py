@@ -148,13 +148,16 @@ class Attention:
         keys = a * shape.num_kv_heads * shape.head_dim
         saved = stream + self._qkv.saved_bytes(sizes, graph) + qkv + encoded
         read = self._qkv.read_bytes(sizes, graph)
+        linears = self._qkv, self._out
+        adapter = max(linear.adapter_bytes(graph) for linear in linears)
+        adapter_gradients = max(linear.adapter_bytes(graph, backward=True) for linear in linears)
         return UnitBytes(
             saved=saved + self._out.saved_bytes(sizes, graph, is_kept=True),
             input=stream,
             read=read,
-            kept=0,
-            made=(read or stream) + encoded,
-            gradients=stream + 2 * attended + sizes.attention_gradients(shape, format) + 2 * keys,
+            kept=adapter,
+            made=(read or stream) + encoded + adapter,
+            gradients=adapter_gradients + stream + 2 * attended + sizes.attention_gradients(shape, format) + 2 * keys,
             once=max(
                 sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((qkv_site, self._qkv), (out_site, self._out))

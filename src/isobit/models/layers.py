@@ -28,6 +28,7 @@ from isobit.models.config import Lora
 from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.kv_scales import KvScales
+from isobit.precision.quant_tensor import DTYPES
 from isobit.records.batch import RouterScores
 
 
@@ -234,12 +235,13 @@ class Adapter:
         d_low, first = torch.empty_like(low), 0
         d_up = gradient(f"{self.path}.lora_B.weight")
         for place, columns, up in self._ups(weights):
+            d = None  # that of the target before is gone when this one is made
             d = backend.output_gradient(dy[:, columns].contiguous(), up.site)
             last = first + columns.stop - columns.start
             backend.wgrad(d.tokens, low[:, place].contiguous(), d_up[first:last])
             d_low[:, place] = backend.dgrad(d.rows, up)
             first = last
-        down = weights.linears[f"{self.path}.lora_A"]
+        down, d = weights.linears[f"{self.path}.lora_A"], None
         d = backend.output_gradient(self._scaled(d_low), down.site)
         backend.wgrad(d.tokens, x, gradient(f"{self.path}.lora_A.weight"))
         return dx.add_(backend.dgrad(d.rows, down))
@@ -380,6 +382,18 @@ class Linear:
         """Of its input [K] a token in a forward without a backward, beside the input itself."""
         read = sizes.read(graph.site(self.path), self.shape.in_features)
         return read + (self._kept_bytes(sizes, graph) if self.saves(save=False) and read else 0)
+
+    def adapter_bytes(self, graph: Graph, backward: bool = False) -> int:
+        """What its adapter makes for a token: t of all targets, that of one, and what is added to
+        its columns of y, or in the backward these columns of dY, and after them a part of dX.
+        """
+        if (adapter := self.adapter) is None:
+            return 0
+        low = adapter.rank * (2 * len(adapter.targets) + 1)
+        widest = max(self.shape.parts[name] for name in adapter.targets)
+        if backward:
+            widest = max(widest, self.shape.in_features)
+        return DTYPES[graph.activations].itemsize * (low + widest)
 
     def _kept_bytes(self, sizes: Sizes, graph: Graph, is_kept: bool = False) -> int:
         return sizes.saved(graph.site(self.path), self.shape.in_features, is_kept)

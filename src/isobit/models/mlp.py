@@ -141,15 +141,18 @@ class Mlp:
         stream, width = a * self._hidden, self._down.shape.in_features
         gate_up_site, down_site = graph.site(self._gate_up.path), graph.site(self._down.path)
         gate_up, read = 2 * a * width, self._gate_up.read_bytes(sizes, graph)
-        activation = self._down.read_bytes(sizes, graph)
+        activation, down_adapter = (
+            self._down.read_bytes(sizes, graph),
+            self._down.adapter_bytes(graph),
+        )
         saved = self._gate_up.saved_bytes(sizes, graph) + self._down.saved_bytes(sizes, graph)
         return UnitBytes(
             saved=stream + gate_up + saved,
             input=stream,
             read=read,
-            kept=activation,
-            made=(read or stream) + gate_up + (activation or a * width),
-            gradients=a * width + sizes.gradient(gate_up_site, 2 * width) + 2 * stream,
+            kept=max(self._gate_up.adapter_bytes(graph), activation + down_adapter),
+            made=(read or stream) + gate_up + (activation or a * width) + down_adapter,
+            gradients=self._gate_up.adapter_bytes(graph, backward=True) + a * width + sizes.gradient(gate_up_site, 2 * width) + 2 * stream,
             once=max(
                 sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((gate_up_site, self._gate_up), (down_site, self._down))
