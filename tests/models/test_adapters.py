@@ -1,20 +1,40 @@
 """LoRA: one function in rollout and training, gradients of the adapters alone, and PEFT's files."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from isobit.config.tables import LORA_TARGETS, Family, PrecisionConfig, Recompute
-from isobit.models.adapters import (
-    adapter_masters,
+from isobit.config.tables import (
+    LORA_TARGETS,
+    Family,
+    PrecisionConfig,
+    Recompute,
+    named_precision,
 )
-from isobit.models.config import Lora, ModelConfig
-from isobit.models.policy import Policy, random_masters, random_policy
+from isobit.models.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_masters, filled
+from isobit.models.config import Experts, Lora, ModelConfig
+from isobit.models.decoder import master_shapes
+from isobit.models.folder import (
+    LoadedModel,
+    load_model,
+    load_policy,
+    read_config,
+    read_masters,
+    write_model,
+)
+from isobit.models.frozen import FrozenPolicy
+from isobit.models.policy import Policy, Published, random_masters, random_policy
+from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
+from isobit.run.export import export, find_source
+from isobit.starter import starter_folder
+from isobit.util.errors import ConfigError, MismatchError, ModelError
 from tests.models.exactness_probe import packed, paged
-from tests.models.policies import whole_batch
+from tests.models.policies import logits_of, published_tensors, whole_batch
 
 LENGTHS = (1, 18, 67, 130)
 FLOWS = ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
@@ -144,3 +164,180 @@ def test_gradients_in_low_precision_are_near_those_in_fp32(preset: str) -> None:
     for name, grad in found.items():
         error = (grad - exact[name]).norm() / exact[name].norm()
         assert error < (0.05 if preset == "bf16" else 0.3), (name, float(error))
+
+
+def test_only_adapters_have_masters_moments_and_checkpoints() -> None:
+    policy = make("fp8", lora=SOME)
+    names = {name for name in policy.decoder.masters() if "lora_" in name}
+    assert set(policy.masters) == set(policy.shapes) == names == set(master_shapes(policy.config))
+    published = policy.weights("rollout").linears
+    assert published["layers.0.qkv_proj.lora_A"].matrix.shape == (10, 128)  # pyright: ignore
+    assert published["layers.0.qkv_proj.lora_B"].matrix.shape == (128, 5)  # pyright: ignore
+    assert "layers.0.o_proj.lora_A" not in published
+
+
+def test_a_publication_that_delivers_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make("fp8")
+    policy.publish()
+    monkeypatch.setattr(Published, "republish", lambda *arguments: None)
+    with pytest.raises(MismatchError, match=r"rollout reads another layers\.0\.qkv_proj\.lora_A"):
+        moved(policy)
+
+
+def test_a_copy_on_one_side_that_stays_as_it_was_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = make("fp8")
+    linears = policy.weights("rollout").linears
+    stale = linears["layers.1.down_proj.lora_B"]
+    assert isinstance(stale.matrix, torch.Tensor)
+    linears["layers.1.down_proj.lora_B"] = replace(stale, matrix=stale.matrix.clone())
+    moved(policy)  # which writes to both
+    monkeypatch.setattr(Published, "_of", lambda self, path: [self.sides["training"].linears[path]])
+    with pytest.raises(MismatchError, match=r"rollout reads another layers\.1\.down_proj\.lora_B"):
+        moved(policy)
+
+
+def test_filled_adapters_are_not_zero_and_go_away_again() -> None:
+    policy = random_policy(config_of(), "fp8", seed=0)
+    ids, before = tokens(policy), policy.checksum()
+    base = packed(policy, ids, LENGTHS)
+    with filled(policy):
+        assert policy.checksum() != before
+        assert not torch.equal(packed(policy, ids, LENGTHS), base)
+    assert policy.checksum() == before
+
+
+def test_the_reference_is_the_base_without_a_copy() -> None:
+    policy = make("fp8")
+    base = random_policy(config_of(lora=None), "fp8", seed=0)
+    frozen, batch = FrozenPolicy.of(policy), whole_batch(tokens(policy), LENGTHS)
+    assert torch.equal(Scorer(frozen).score(batch).log_probs, Scorer(base).score(batch).log_probs)
+    assert not frozen.is_equal_to(policy)
+    own = {id(tensor) for tensor in published_tensors(policy, ["training"])}
+    assert {id(tensor) for tensor in frozen.tensors().values()} <= own
+    digest = frozen.digest()
+    moved(policy, seed=9)
+    assert FrozenPolicy.of(policy).digest() == digest
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A folder in which two channels of a norm stand out, so that INT8 folds them."""
+    config = config_of("llama", None, tied=False)
+    policy = random_policy(config, "fp32", seed=0)
+    with torch.no_grad():
+        policy.masters["layers.0.input_norm.weight"][3] = 40.0
+        policy.masters["layers.1.post_attention_norm.weight"][7] = 9.0
+    save_policy(policy, tmp_path / "base", tokenizer_from=starter_folder())
+    return tmp_path / "base"
+
+
+def trained(base: Path, preset: str, lora: Lora = ALL) -> LoadedModel:
+    config = replace(read_config(base), lora=lora)
+    policy = Policy(config, named_precision(preset), read_masters(base, config))
+    loaded = load_model(base, preset)
+    return replace(loaded, policy=moved(policy))
+
+
+@pytest.mark.parametrize("preset", ["fp32", "fp8", "int8"])
+def test_a_folder_of_adapters_is_the_policy_again(preset: str, base: Path, tmp_path: Path) -> None:
+    model = trained(base, preset, SOME)
+    write_model(model, tmp_path / "adapters")
+    again = load_policy(tmp_path / "adapters", preset)
+    assert again.config == model.policy.config
+    assert again.checksum() == model.policy.checksum()
+    for name, master in again.masters.items():
+        assert torch.equal(master, model.policy.masters[name])
+    write_model(replace(model, policy=again, folder=tmp_path / "adapters"), tmp_path / "second")
+    for file in (WEIGHTS_FILE, CONFIG_FILE):
+        assert (tmp_path / "second" / file).read_bytes() == (
+            tmp_path / "adapters" / file
+        ).read_bytes()
+
+
+def test_int8_moves_what_stands_out_and_files_have_pefts_numbers(
+    base: Path, tmp_path: Path
+) -> None:
+    """A policy in INT8 that reads the adapters of one in FP32 is the same function, nearly."""
+    exact = trained(base, "fp32")
+    write_model(exact, tmp_path / "adapters")
+    int8 = load_policy(tmp_path / "adapters", "int8")
+    name = "layers.0.qkv_proj.lora_A.weight"
+    factor = int8.masters[name] / exact.policy.masters[name]
+    assert factor[:, 3].unique().tolist() == [64.0]
+    assert factor[:, :3].unique().tolist() == [1.0]
+    ids = tokens(int8)[:100]
+    expected, found = logits_of(exact.policy, ids), logits_of(int8, ids)
+    assert (found - expected).norm() / expected.norm() < 0.05
+
+
+def test_peft_computes_our_logits_and_writes_our_bytes(base: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    for place, lora in enumerate((ALL, SOME)):
+        model = trained(base, "fp32", lora)
+        folder = tmp_path / f"adapters {place}"
+        write_model(model, folder)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        theirs = peft.PeftModel.from_pretrained(theirs, folder).eval()
+        ids = tokens(model.policy)[:100]
+        with torch.no_grad():
+            expected = theirs(ids[None]).logits[0]
+        found = logits_of(model.policy, ids)
+        torch.testing.assert_close(found, expected[:, : found.shape[1]], rtol=0, atol=1e-3)
+        theirs.save_pretrained(tmp_path / f"theirs {place}")
+        ours = (folder / WEIGHTS_FILE).read_bytes()
+        assert (tmp_path / f"theirs {place}" / WEIGHTS_FILE).read_bytes() == ours
+        again = load_policy(tmp_path / f"theirs {place}", "fp32")
+        assert again.checksum() == model.policy.checksum()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is not LORA"),
+        ({"use_dora": True}, "use_dora is True, which changes what an adapter computes"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "expected a list of some of q_proj"),
+        ({"r": 16}, "they do not belong together"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is None"),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused_by_its_key(
+    changes: dict[str, Any], reason: str, base: Path, tmp_path: Path
+) -> None:
+    write_model(trained(base, "fp32"), tmp_path / "adapters")
+    path = tmp_path / "adapters" / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelError, match=reason):
+        load_policy(tmp_path / "adapters", "fp32")
+
+
+def test_merged_matrices_are_the_sum_rounded_once(base: Path, tmp_path: Path) -> None:
+    model = trained(base, "fp32", SOME)
+    write_model(model, tmp_path / "adapters")
+    source = find_source(tmp_path / "adapters", None, lambda line: None)
+    result = export(source, tmp_path / "merged", merge=True)
+    merged = load_policy(tmp_path / "merged", "fp32")
+    a = model.policy.masters["layers.0.qkv_proj.lora_A.weight"].detach()[:5].double()
+    b = model.policy.masters["layers.0.qkv_proj.lora_B.weight"].detach()[:64].double()
+    plain = load_policy(base, "fp32").masters["layers.0.qkv_proj.weight"].detach()
+    expected = (plain[128:192].double() + SOME.scale * (b @ a)).float().bfloat16().float()
+    assert torch.equal(merged.masters["layers.0.qkv_proj.weight"][128:192], expected)
+    assert torch.equal(merged.masters["layers.0.qkv_proj.weight"][:128], plain[:128])
+    assert result.rounding is not None
+    assert 0 < result.rounding < 0.1
+    coarse = export(source, tmp_path / "fp8", "fp8", PrecisionConfig(), merge=True)
+    assert coarse.rounding is not None
+    assert coarse.rounding > 4 * result.rounding
+    with pytest.raises(ConfigError, match="add --merge"):
+        export(source, tmp_path / "no", "fp8")
+
+
+def test_models_that_cannot_have_adapters_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="does not train a qwen3_moe model"):
+        replace(config_of(lora=None), family="qwen3_moe", experts=Experts(4, 2, 64, True), lora=ALL)
+    with pytest.raises(ModelError, match="does not train a reward model"):
+        replace(config_of(), score_head=True)
