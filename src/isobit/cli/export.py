@@ -194,6 +194,15 @@ def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
     return lines
 
 
+def _add_merge(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run with [lora], or an adapter's folder: add the adapters to their base and "
+        "write that; without it PEFT's folder is written",
+    )
+
+
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="isobit export",
@@ -228,12 +237,7 @@ def _parser() -> ArgumentParser:
         default="bf16",
         help="bf16 (default), or the bytes that the policy samples with: fp8, or int8 for vLLM",
     )
-    parser.add_argument(
-        "--merge",
-        action="store_true",
-        help="of a run with [lora], or an adapter's folder: add the adapters to their base and "
-        "write that; without it PEFT's folder is written",
-    )
+    _add_merge(parser)
     parser.add_argument(
         "--step",
         type=lambda text: text if text == "best" else positive(text),

@@ -157,7 +157,11 @@ class Attention:
             read=read,
             kept=adapter,
             made=(read or stream) + encoded + adapter,
-            gradients=adapter_gradients + stream + 2 * attended + sizes.attention_gradients(shape, format) + 2 * keys,
+            gradients=adapter_gradients
+            + stream
+            + 2 * attended
+            + sizes.attention_gradients(shape, format)
+            + 2 * keys,
             once=max(
                 sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((qkv_site, self._qkv), (out_site, self._out))

@@ -2,9 +2,8 @@
 forward, and bytes for the memory plan.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Literal
 
 import torch
@@ -17,19 +16,15 @@ from isobit.kernels.operands import (
     Operand,
     OutputGradient,
     RopeTable,
-    RouterLoss,
-    Routing,
-    expert_load,
     observe,
-    router_losses,
 )
 from isobit.kernels.sizes import Sizes
 from isobit.models.config import Lora
 from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
+from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.kv_scales import KvScales
 from isobit.precision.quant_tensor import DTYPES
-from isobit.records.batch import RouterScores
 
 
 @dataclass(slots=True)
@@ -55,73 +50,33 @@ class Weights:
         return self.head
 
 
-_MULTIPLIER = 0x9E3779B97F4A7C15
-_WORD = 1 << 64
+class PublishedChange:
+    """Counts how many of the quantised weights a publication changes.
 
+        share = changed numbers / numbers     over the matrices of all linears: E4M3 or INT8 bytes
+                                              without scales, or BF16 numbers if a matrix stays BF16
 
-@dataclass(frozen=True, slots=True)
-class RouterCoefficients:
-    """Weights of the router's losses for one sequence in one layer."""
-
-    balance: float = 0.0
-    z: float = 0.0
-
-
-class Routes:
-    """A forward's routing: a digest of each token's experts and, in training, router losses and
-    load.
+    An update that moves masters by much less than their format's spacing changes few of them.
+    Counts stay on the device until ``share`` is read.
     """
 
-    def __init__(self, loss: RouterLoss | None = None) -> None:
-        """A ``loss`` collects the router's figures as well, even if its coefficients are 0."""
-        self.loss = loss
-        self._experts: list[torch.Tensor] = []
-        self._losses: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._load: list[torch.Tensor] = []
+    def __init__(self, world: World = ALONE) -> None:
+        self._world = world
+        self._changed: list[torch.Tensor] = []
+        self._numbers = 0
 
-    def add(self, routing: Routing) -> None:
-        """The routing of the next sparse layer."""
-        self._experts.append(routing.experts)
-        if self.loss is not None:
-            self._losses.append(router_losses(routing, self.loss.means))
-            self._load.append(expert_load(routing))
+    def add(self, changed: torch.Tensor, numbers: int) -> None:
+        """One matrix of so many numbers; ``changed`` is an int64 scalar on its device."""
+        self._changed.append(changed)
+        self._numbers += numbers
 
     @property
-    def loss_to_learn(self) -> RouterLoss | None:
-        """The loss, if any coefficient is not 0."""
-        return self.loss if self.loss is not None and (self.loss.balance or self.loss.z) else None
-
-    def digests(self) -> torch.Tensor:
-        """int64 [T]."""
-        return digests(self._experts)
-
-    def scores(self) -> RouterScores | None:
-        """The router's figures, on the host; None if none were collected."""
-        if not self._losses:
-            return None
-        balance, z = (torch.stack(kind).mean(0).cpu() for kind in zip(*self._losses, strict=True))
-        return RouterScores(balance, z, torch.stack(self._load).long().cpu())
-
-
-def digests(experts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The chosen experts int32 [T, k] of each sparse layer -> a digest of each token, int64 [T].
-
-    With c_1 .. c_n a token's experts, by layer and rank, the digest is the sum of (c_i + 1) M^(n -
-    i) mod 2^64: different experts give the same one with a probability of 2^-64. It is computed on
-    the device, so that a captured step includes it.
-    """
-    chosen = torch.cat(list(experts), 1)
-    return ((chosen.long() + 1) * _powers(chosen.shape[1], chosen.device)).sum(1)
-
-
-@cache
-def _powers(count: int, device: torch.device) -> torch.Tensor:
-    """M^(count - 1) .. M^0 mod 2^64, int64 [count]. Cached: a captured step cannot copy from the
-    host.
-    """
-    powers = [pow(_MULTIPLIER, exponent, _WORD) for exponent in reversed(range(count))]
-    signed = [power - _WORD if power >= _WORD // 2 else power for power in powers]
-    return torch.tensor(signed).to(device)
+    def share(self) -> float:
+        """From 0 to 1, over the rows of all ranks, which all call it; 0 if nothing changed."""
+        changed = int(torch.stack(self._changed).sum()) if self._changed else 0
+        counts = self._world.all_gather((changed, self._numbers))
+        numbers = sum(one[1] for one in counts)
+        return sum(one[0] for one in counts) / numbers if numbers else 0.0
 
 
 Gradient = Callable[[str], torch.Tensor]

@@ -23,14 +23,11 @@ from isobit.kernels.operands import HeadWeight, LinearWeight, RopeTable
 from isobit.models.adapters import check_delivered, drawn_adapters
 from isobit.models.checkpoint import is_equal_in_pieces
 from isobit.models.config import ModelConfig, inverse_frequencies
-from isobit.models.decoder import LM_HEAD, build_decoder, master_shapes
-from isobit.models.layers import Weights
+from isobit.models.decoder import LM_HEAD, about_folded, build_decoder, fold_norms, master_shapes
+from isobit.models.layers import PublishedChange, Weights
 from isobit.models.quantised_checkpoint import (
     MasterValues,
-    PublishedChange,
     ScaleConversion,
-    about_folded,
-    fold_norms,
     is_taken,
     master_of,
 )

@@ -35,11 +35,9 @@ import torch
 from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer, named_stops, stop_token_ids
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder, checkpoint_shapes
+from isobit.models.decoder import about_folded, build_decoder, checkpoint_shapes, fold_norms
 from isobit.models.policy import Policy
 from isobit.models.quantised_checkpoint import (
-    about_folded,
-    fold_norms,
     fp8_config,
     int8_config,
     parts_of,
