@@ -194,7 +194,8 @@ def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
     return lines
 
 
-def _add_merge(parser: ArgumentParser) -> None:
+def _add_switches(parser: ArgumentParser) -> None:
+    parser.add_argument("--private", action="store_true", help="of a new model of the hub")
     parser.add_argument(
         "--merge",
         action="store_true",
@@ -230,14 +231,13 @@ def _parser() -> ArgumentParser:
         required=True,
         help="what is written: a folder, or a model of the hub as hf://user/name",
     )
-    parser.add_argument("--private", action="store_true", help="of a new model of the hub")
     parser.add_argument(
         "--format",
         choices=("bf16", "fp8", "int8"),
         default="bf16",
         help="bf16 (default), or the bytes that the policy samples with: fp8, or int8 for vLLM",
     )
-    _add_merge(parser)
+    _add_switches(parser)
     parser.add_argument(
         "--step",
         type=lambda text: text if text == "best" else positive(text),
