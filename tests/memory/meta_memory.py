@@ -20,7 +20,7 @@ from isobit.config.tables import PrecisionConfig, Recompute
 from isobit.models import policy as policy_module
 from isobit.models import scorer
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import master_shapes
+from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy
 from isobit.models.scorer import PackedPass, ScoredPass
 from isobit.records.batch import PackedBatch
@@ -111,7 +111,8 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 def meta_policy(shape: ModelConfig, precision: PrecisionConfig) -> Policy:
     """With all that a policy on a GPU holds; call ``without_launches`` first."""
     masters = (
-        (name, torch.empty(sizes, device=META)) for name, sizes in master_shapes(shape).items()
+        (name, torch.empty(master.shape, device=META))
+        for name, master in build_decoder(shape).masters().items()
     )
     return Policy(shape, precision, masters, META)
 

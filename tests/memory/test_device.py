@@ -9,14 +9,20 @@ import torch
 
 from benchmarks.common import read_rows
 from benchmarks.memory import RESULTS
-from isobit.config.tables import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
+from isobit.config.tables import (
+    LORA_TARGETS,
+    PrecisionConfig,
+    Recompute,
+    RolloutConfig,
+    TrainingConfig,
+)
 from isobit.kernels.hopper import sizes
 from isobit.kernels.sizes import AttentionShape
 from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import Card, DevicePlan, DevicePlanner, read_card
 from isobit.memory.host import share_of
-from isobit.models.config import ModelConfig, model_shape
+from isobit.models.config import Lora, ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
 from isobit.models.policy import SIDES, Policy
 from isobit.precision.flow import Site, build_flow
@@ -56,6 +62,28 @@ def test_so_does_that_of_a_model_with_short_blocks(
 ) -> None:
     meta_memory.without_launches(monkeypatch)
     check_passes(replace(model_shape(shape), num_layers=4), preset, ("none",))
+
+
+@pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
+@pytest.mark.parametrize("targets", [LORA_TARGETS, ("q_proj", "v_proj")])
+def test_so_does_that_of_adapters(
+    targets: tuple[str, ...], preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a layer's forward and backward the plan is up to some per cent above."""
+    meta_memory.without_launches(monkeypatch)
+    config = replace(QWEN3_8B, num_layers=4, lora=Lora(32, 64.0, targets))
+    check_weights(config, preset)
+    policy, share = meta_memory.meta_policy(config, precision(preset)), share_of(config, 1)
+    assert share.numbers == sum(master.numel() for master in policy.parameters())
+    for recompute in LEVELS:
+        for lengths in ((4096,), (2048,) * 16):
+            measured = meta_memory.micro_batch_bytes(policy, lengths, recompute)
+            tokens, longest = sum(lengths), max(lengths)
+            saved = saved_bytes(config, policy.flow, sizes, recompute, tokens)
+            passing = passing_bytes(config, policy.flow, sizes, recompute, tokens, longest)
+            beside = 4 * tokens * config.hidden_size
+            assert saved + beside == pytest.approx(measured["saved"], rel=0.005)
+            assert -0.005 < (saved + max(passing.values())) / measured["peak"] - 1 < 0.04
 
 
 @pytest.mark.parametrize("format", ["e4m3", "int8", "bf16"])

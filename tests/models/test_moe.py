@@ -16,8 +16,7 @@ from isobit.kernels.operands import RouterLoss, router_losses, sequence_means
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.folder import load_policy
-from isobit.models.layers import RouterCoefficients, Routes, digests
-from isobit.models.mlp import MixtureOfExperts
+from isobit.models.mlp import MixtureOfExperts, RouterCoefficients, Routes, digests
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer

@@ -13,9 +13,9 @@ import torch
 from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.tables import PrecisionConfig, TrainingConfig
+from isobit.config.tables import LORA_TARGETS, PrecisionConfig, TrainingConfig
 from isobit.memory.turns import within_memory
-from isobit.models.config import Experts, ModelConfig
+from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.decoder import Layer
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import PackedPass
@@ -45,6 +45,9 @@ MODELS = {
     "mixture": ModelConfig(
         family="qwen3_moe", tied_embeddings=True, experts=Experts(4, 2, 128, True), **SHAPE
     ),
+    "adapters": ModelConfig(
+        family="qwen2", tied_embeddings=False, lora=Lora(48, 96.0, LORA_TARGETS), **SHAPE
+    ),
 }
 CASES = [
     {"model": "tied", "preset": "fp8", "moments": "fp32"},
@@ -54,6 +57,8 @@ CASES = [
     {"model": "mixture", "preset": "fp8", "moments": "bf16"},
     {"model": "untied with biases", "preset": "int8", "moments": "fp8"},
     {"model": "mixture", "preset": "int8", "moments": "fp32"},
+    {"model": "adapters", "preset": "fp8", "moments": "fp8"},
+    {"model": "adapters", "preset": "int8", "moments": "fp32"},
 ]
 STEPS = 3
 

@@ -4,8 +4,13 @@ the schema or the keys of the recipes.
 """
 
 import json
+import re
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from isobit.cli.arguments import (
@@ -20,11 +25,102 @@ from isobit.cli.arguments import (
     settings_from,
 )
 from isobit.cli.main import starting
-from isobit.util.errors import ConfigError
+from isobit.util.errors import ConfigError, shown
 
 if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
     from isobit.config.tables import PrecisionConfig
-    from isobit.run.export import ExportResult
+    from isobit.run.export import ExportResult, ExportSource
+
+HUB = "hf:"
+"""What a target begins with that is a model of the hub."""
+_REPOSITORY = re.compile(r"hf://(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class HubTarget:
+    """A model of the hub that a folder is uploaded to, made and checked before it is written."""
+
+    name: str
+    api: "HfApi"
+
+    @classmethod
+    def open(cls, target: str, private: bool, overwrite: bool) -> "HubTarget":
+        """The repository ``hf://user/name``, created if there is none.  Raises ConfigError for
+        another form, without a token, for a model that has files already unless ``overwrite``, and
+        where the hub refuses or cannot be reached.
+        """
+        from huggingface_hub import HfApi, get_token
+
+        match = _REPOSITORY.fullmatch(target)
+        if match is None:
+            raise ConfigError(f"--to is {target!r}; a model of the hub is written hf://user/name")
+        if get_token() is None:
+            raise ConfigError(
+                f"--to is {target!r}, but there is no token of the hub here: run `hf auth login`, "
+                "or set HF_TOKEN to one that may write"
+            )
+        made = cls(match["name"], HfApi())
+        with made.errors("cannot be opened"):
+            made.api.create_repo(made.name, private=private or None, exist_ok=True)
+            there = set(made.api.list_repo_files(made.name)) - {".gitattributes", "README.md"}
+        if there and not overwrite:
+            raise ConfigError(
+                f"--to is {target!r}, which already holds {len(there)} files; name another model, "
+                "or replace it (--overwrite)"
+            )
+        return made
+
+    def upload(self, folder: Path, message: str) -> str:
+        """Upload a folder as one commit, replacing older weights.  -> Its address."""
+        with self.errors("did not take the folder"):
+            commit = self.api.upload_folder(
+                repo_id=self.name,
+                folder_path=folder,
+                commit_message=message,
+                delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+            )
+        return str(commit.repo_url)
+
+    @contextmanager
+    def errors(self, what: str) -> Iterator[None]:
+        """Turn every error of the hub into a ConfigError that says what to do."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            yield
+        except Exception as error:  # many types, down to those of its HTTP client
+            status = None
+            if isinstance(error, HfHubHTTPError) and error.response is not None:
+                status = error.response.status_code
+            lines = str(error).strip().splitlines() or [""]
+            remedy = (
+                "the token is not one that may write there; make one that may, and set HF_TOKEN or "
+                "run `hf auth login`"
+                if status in (401, 403)
+                else "check the name on the hub"
+                if status in (400, 404, 409)
+                else "check the network; the model can also be exported to a folder (--to FOLDER) "
+                "and uploaded later with `hf upload`"
+            )
+            raise ConfigError(
+                f"hf://{self.name} {what}: {type(error).__name__}: {shown(lines[0])}; {remedy}"
+            ) from error
+
+
+def export_to_hub(
+    source: "ExportSource", target: HubTarget, **settings: Any
+) -> tuple["ExportResult", str]:
+    """``export`` to a temporary folder, and upload that.  -> Also the model's address."""
+    from isobit.run.export import export
+
+    with TemporaryDirectory(prefix="isobit-export-") as place:
+        folder = Path(place) / target.name.rpartition("/")[2]
+        result = export(source, folder, **settings)
+        step = "" if source.step is None else f" after step {source.step}"
+        address = target.upload(folder, f"Upload {result.format} weights{step} by Isobit")
+    return result, address
 
 
 def run_export(arguments: Sequence[str]) -> int:
@@ -36,7 +132,7 @@ def run_export(arguments: Sequence[str]) -> int:
         )
     with starting():
         from isobit.observe.console import Console
-        from isobit.run.export import HUB, HubTarget, export, export_to_hub, find_source
+        from isobit.run.export import export, find_source
     set_threads(options)
 
     console = Console()
@@ -46,6 +142,7 @@ def run_export(arguments: Sequence[str]) -> int:
         "format": options.format,
         "precision": precision,
         "shard_bytes": options.shard_mb * 10**6,
+        "merge": options.merge,
     }
     if options.to.startswith(HUB):
         target = HubTarget.open(options.to, options.private, options.overwrite)
@@ -71,6 +168,11 @@ def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
     lines = [
         f"{address or result.folder}: {result.num_bytes / 1e6:,.1f} MB in {files}, {result.format}"
     ]
+    if result.rounding is not None:
+        lines.append(
+            f"adapters are merged: rounding moved their matrices by {100 * result.rounding:.1f}% "
+            f"(rms) of what the adapters change"
+        )
     if result.quantised:
         own = "the policy's own bytes"
         kind = "INT8" if result.format == "int8" else "E4M3"
@@ -90,6 +192,16 @@ def _describe(result: "ExportResult", address: str | None = None) -> list[str]:
             "loaders ask",
         ]
     return lines
+
+
+def _add_switches(parser: ArgumentParser) -> None:
+    parser.add_argument("--private", action="store_true", help="of a new model of the hub")
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run with [lora], or an adapter's folder: add the adapters to their base and "
+        "write that; without it PEFT's folder is written",
+    )
 
 
 def _parser() -> ArgumentParser:
@@ -119,13 +231,13 @@ def _parser() -> ArgumentParser:
         required=True,
         help="what is written: a folder, or a model of the hub as hf://user/name",
     )
-    parser.add_argument("--private", action="store_true", help="of a new model of the hub")
     parser.add_argument(
         "--format",
         choices=("bf16", "fp8", "int8"),
         default="bf16",
         help="bf16 (default), or the bytes that the policy samples with: fp8, or int8 for vLLM",
     )
+    _add_switches(parser)
     parser.add_argument(
         "--step",
         type=lambda text: text if text == "best" else positive(text),

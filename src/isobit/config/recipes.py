@@ -36,6 +36,7 @@ from isobit.config.tables import (
     ClusterConfig,
     EngineConfig,
     EvaluationConfig,
+    LoraConfig,
     ModelShape,
     OptimisationConfig,
     PrecisionConfig,
@@ -47,6 +48,7 @@ from isobit.config.tables import (
     TrackingConfig,
     TrainingConfig,
 )
+from isobit.util.errors import ConfigError
 
 
 class ServeConfig(Strict):
@@ -104,6 +106,8 @@ class RunConfig(Strict):
     """
     output: HomePath
     """The run's directory; it must be new or empty, or with ``--resume`` the run to continue."""
+    lora: LoraConfig | None = None
+    """Train adapters of low rank instead of the weights."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     """``auto`` takes a Hopper GPU where one is there that computes the model."""
@@ -158,6 +162,8 @@ class SftConfig(Strict):
     """Start from random weights of this shape; only the tokenizer is taken from ``model``."""
     output: HomePath
     """The run's directory; it must be new or empty, or with ``--resume`` the run to continue."""
+    lora: LoraConfig | None = None
+    """Train adapters of low rank instead of the weights."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     """``auto`` takes a Hopper GPU where one is there that computes the model."""
@@ -180,6 +186,35 @@ class SftConfig(Strict):
 
 
 Recipe = RunConfig | SftConfig
+
+
+def check_lora(config: Recipe) -> None:
+    """Refuse what adapters do not go with, by the key."""
+    if config.lora is None:
+        return
+    if config.precision.wgrad is not None:
+        raise ConfigError(
+            f"precision.wgrad is {config.precision.wgrad!r}, but with [lora] no matrix of the "
+            "model has a gradient, and WGrad of adapters is in BF16; leave it out"
+        )
+    if isinstance(config, SftConfig):
+        if config.objective == "preference":
+            raise ConfigError(
+                'lora is set, and objective is "preference": a reward model has a score head that '
+                "adapters' files do not hold; leave [lora] out"
+            )
+        return
+    calibrated = getattr(config.algorithm, "calibrate_every", 0)
+    for key, value, reason in (
+        ("rollout.engine", config.rollout.engine, "adapters are published to the native engine"),
+        ("reference.refresh_every", config.reference.refresh_every, "the reference is the base"),
+        ("reference.offload", config.reference.offload, "the reference is the policy's own base"),
+        ("algorithm.calibrate_every", calibrated, "a BF16 shadow is made of masters"),
+    ):
+        if value and value != "native":
+            raise ConfigError(
+                f"{key} is {value!r} and lora is set, but {reason}; leave one of them out"
+            )
 
 
 # Keys, schema and page.

@@ -22,7 +22,7 @@ from isobit.config.data import (
     RewardConfig,
     RewardPart,
 )
-from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.recipes import RunConfig, SftConfig, check_lora
 from isobit.config.tables import (
     MIXTURES,
     WINDOWED,
@@ -50,6 +50,7 @@ def check_run(config: RunConfig) -> None:
     check_calibration(config)
     check_asynchrony(config)
     check_layout(config)
+    check_lora(config)
     check_engine(config)
     check_credit(config)
     check_keeping(config.checkpoint)
@@ -210,6 +211,7 @@ def check_sft(config: SftConfig) -> None:
             "completions; set it to 0"
         )
     check_own_engine(config.cluster)
+    check_lora(config)
     if config.precision.kv_scales == "per_tensor":
         raise ConfigError("precision.kv_scales = 'per_tensor' is for isobit train; leave it out")
     check_schedule(config.training)

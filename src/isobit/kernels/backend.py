@@ -308,12 +308,12 @@ class Backend(Protocol):
         targets: torch.Tensor,
         temperatures: torch.Tensor,
         d_log_probs: torch.Tensor,
-        grad: torch.Tensor,
+        grad: torch.Tensor | None,
         d_entropies: torch.Tensor | None = None,
         drawn: int | None = None,
     ) -> torch.Tensor:
         """The gradients of the log-probabilities and of the entropies, FP32 [N] each, None for
-        zeros -> that of hidden [N, C]; grad [V, C].
+        zeros -> that of hidden [N, C]; grad [V, C], None for a frozen head.
         """
         ...
 

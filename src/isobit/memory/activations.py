@@ -142,7 +142,8 @@ class _Layer:
         # before the layer, or what was added to it; what attention adds; what the MLP adds
         streams = 3 * self.mlp.input
         if recompute == "none":
-            return streams + max(self.attention.read, self.mlp.read) + self.mlp.kept
+            mlp = max(self.attention.read, self.mlp.read) + self.mlp.kept
+            return streams + max(self.attention.read + self.attention.kept, mlp)
         made = self.mlp.made + (self.attention.made if recompute == "full" else 0)
         return streams + made
 
@@ -196,6 +197,7 @@ class FrozenModel:
     table: str  # the recipe's table with its `model` and `offload`
     offload: bool = False
     lasting: bool = True  # whether it exists while it does not score
+    shared: bool = False  # whether its weights are the policy's own: the base of adapters
 
     @property
     def grades(self) -> bool:
@@ -208,6 +210,8 @@ class FrozenModel:
         return self.lasting and not self.offload
 
     def weight_bytes(self, sizes: Sizes) -> int:
+        if self.shared:
+            return 0
         return published_bytes(self.shape, self.flow.one_sided(SIDE), sizes)
 
     def checkpoint_bytes(self, sizes: Sizes) -> int:

@@ -23,7 +23,16 @@ from isobit.kernels.operands import (
 )
 from isobit.kernels.sizes import AttentionShape, Sizes
 from isobit.models.config import ModelConfig
-from isobit.models.layers import Gradient, Linear, Master, Norm, UnitBytes, Weights, norm_master
+from isobit.models.layers import (
+    Gradient,
+    Linear,
+    Master,
+    Norm,
+    UnitBytes,
+    Weights,
+    norm_master,
+    unused_gradient,
+)
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.quant_tensor import DTYPES, EIGHT_BITS
 
@@ -52,6 +61,7 @@ class Attention:
             config.rms_epsilon,
             residual=f"layers.{layer - 1}.mlp_residual",
             linear=f"{path}.qkv_proj",
+            is_frozen=config.lora is not None,
         )
         checkpoint = f"model.{path}.self_attn"
         self._qkv = Linear(
@@ -59,8 +69,10 @@ class Attention:
             LinearShape({"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden),
             checkpoint,
             has_bias=config.qkv_bias,
+            lora=config.lora,
         )
-        self._out = Linear(f"{path}.o_proj", LinearShape({"o_proj": hidden}, queries), checkpoint)
+        out = LinearShape({"o_proj": hidden}, queries)
+        self._out = Linear(f"{path}.o_proj", out, checkpoint, lora=config.lora)
         names = ("q_norm", "k_norm") if config.qk_norm else ()
         self._head_norms = {
             f"{path}.{name}.weight": norm_master(config.head_dim, f"{checkpoint}.{name}.weight")
@@ -70,10 +82,10 @@ class Attention:
     def sites(self) -> tuple[SiteShape, ...]:
         path, layer = f"layers.{self._layer}", self._layer
         return (
-            self._qkv.site(layer),
+            *self._qkv.sites(layer),
             SiteShape(f"{path}.kv_cache", "kv_cache", layer),
             SiteShape(f"{path}.attention", "attention", layer),
-            self._out.site(layer),
+            *self._out.sites(layer),
         )
 
     def masters(self) -> dict[str, Master]:
@@ -88,7 +100,7 @@ class Attention:
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x [T, C] -> the residual stream, and what is to be added to it."""
-        h, a = self._norm.forward(weights, h, x, save=False)
+        h, a = self._norm.forward(weights, h, x, self._qkv.saves(save=False))
         qkv = self._qkv.forward(weights, a)
         out = attend(self._layer, qkv, self._transform(weights))
         return h, self._project(weights, out, save=False)[1]
@@ -97,7 +109,7 @@ class Attention:
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, attend: AttendWithBackward
     ) -> tuple[torch.Tensor, torch.Tensor, SavedAttention]:
         """The same bits, and what the backward reads."""
-        h, a = self._norm.forward(weights, h, x, save=True)
+        h, a = self._norm.forward(weights, h, x, self._qkv.saves(save=True))
         qkv = self._qkv.forward(weights, a)
         out, attended = attend.attend(self._layer, qkv, self._transform(weights))
         made, x = self._project(weights, out, save=True)
@@ -120,7 +132,7 @@ class Attention:
             saved.qkv,
             self._transform(weights),
             positions,
-            self._gradients(gradient),
+            self._gradients(weights, gradient),
         )
         d_a = self._qkv.backward(weights, gradient, d_qkv, saved.normed)
         return self._norm.backward(weights, gradient, d_a, saved.h, d)
@@ -131,19 +143,25 @@ class Attention:
         stream, attended = a * config.hidden_size, a * shape.num_heads * shape.head_dim
         qkv = a * self._qkv.shape.out_features
         qkv_site, out_site = graph.site(self._qkv.path), graph.site(self._out.path)
-        width = self._out.shape.in_features
         format = graph.attention_format(layer)
         encoded = sizes.encoded(shape, format) + attended
         keys = a * shape.num_kv_heads * shape.head_dim
-        saved = stream + sizes.saved(qkv_site, config.hidden_size) + qkv + encoded
-        read = sizes.read(qkv_site, config.hidden_size)
+        saved = stream + self._qkv.saved_bytes(sizes, graph) + qkv + encoded
+        read = self._qkv.read_bytes(sizes, graph)
+        linears = self._qkv, self._out
+        adapter = max(linear.adapter_bytes(graph) for linear in linears)
+        adapter_gradients = max(linear.adapter_bytes(graph, backward=True) for linear in linears)
         return UnitBytes(
-            saved=saved + sizes.saved(out_site, width, is_kept=True),
+            saved=saved + self._out.saved_bytes(sizes, graph, is_kept=True),
             input=stream,
             read=read,
-            kept=0,
-            made=(read or stream) + encoded,
-            gradients=stream + 2 * attended + sizes.attention_gradients(shape, format) + 2 * keys,
+            kept=adapter,
+            made=(read or stream) + encoded + adapter,
+            gradients=adapter_gradients
+            + stream
+            + 2 * attended
+            + sizes.attention_gradients(shape, format)
+            + 2 * keys,
             once=max(
                 sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((qkv_site, self._qkv), (out_site, self._out))
@@ -156,7 +174,7 @@ class Attention:
         """Apply o_proj to attention's output; -> o_proj's input and output."""
         observe(out, "layers", self._layer, "attention")
         split = weights.tensor_parallel
-        made = self._out.input(weights, out, save, split.queries)
+        made = self._out.input(weights, out, self._out.saves(save), split.queries)
         return made, self._out.joined(weights, made, split.queries)
 
     def _transform(self, weights: Weights) -> QkvTransform:
@@ -186,10 +204,18 @@ class Attention:
         has_own = weights.graph.has_tensor_scales(layer)
         return scales.bytes[layer] if has_own else None, None if maxima is None else maxima[layer]
 
-    def _gradients(self, gradient: Gradient) -> QkvGradients:
+    def _gradients(self, weights: Weights, gradient: Gradient) -> QkvGradients:
         path, config = f"layers.{self._layer}", self._config
+        q_norm, k_norm = (f"{path}.{name}.weight" for name in ("q_norm", "k_norm"))
+        if config.lora is not None:
+            plain = weights.plain
+            return QkvGradients(
+                unused_gradient(plain[q_norm]) if config.qk_norm else None,
+                unused_gradient(plain[k_norm]) if config.qk_norm else None,
+                None,
+            )
         return QkvGradients(
-            gradient(f"{path}.q_norm.weight") if config.qk_norm else None,
-            gradient(f"{path}.k_norm.weight") if config.qk_norm else None,
+            gradient(q_norm) if config.qk_norm else None,
+            gradient(k_norm) if config.qk_norm else None,
             gradient(f"{path}.qkv_proj.bias") if config.qkv_bias else None,
         )

@@ -20,6 +20,7 @@ from isobit.config.tables import (
     MAX_VOCAB_SIZE,
     MAX_WIDTH,
     Family,
+    LoraConfig,
 )
 from isobit.models.families import (
     ARCHITECTURES,
@@ -56,6 +57,27 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters of low rank (arXiv 2106.09685), by the names of PEFT's ``LoraConfig``."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Of ``LORA_TARGETS``."""
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's output."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @classmethod
+    def of(cls, config: LoraConfig) -> "Lora":
+        alpha = 2.0 * config.rank if config.alpha is None else config.alpha
+        return cls(config.rank, alpha, config.modules, config.rslora)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape and constants of one decoder."""
 
@@ -88,7 +110,12 @@ class ModelConfig:
     rows: the others are left out of the distribution. None: every row is in it.
     """
 
+    lora: "Lora | None" = None
+    """Adapters, which are trained while everything else stays as it is."""
+
     def __post_init__(self) -> None:
+        if self.lora is not None:
+            self._check_lora(self.lora)
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
@@ -102,6 +129,19 @@ class ModelConfig:
             raise ModelError(
                 f"{self.experts.top_k} experts for each token are more than there are, "
                 f"{self.experts.count}"
+            )
+
+    def _check_lora(self, lora: "Lora") -> None:
+        if self.experts is not None:
+            raise ModelError(
+                f"LoRA does not train a {self.family} model: adapters of a mixture of experts are "
+                "not supported, neither those of its experts nor those of its attention alone; "
+                "leave [lora] out, or take a dense model"
+            )
+        if self.score_head:
+            raise ModelError(
+                "LoRA does not train a reward model, whose score head would have to be saved "
+                "beside the adapters; leave [lora] out"
             )
 
     @property

@@ -12,6 +12,7 @@ tokens of all sequences are concatenated, without padding. Each result is passed
 ``isobit verify --bisect``. The logits of a whole batch exist only when rollout samples.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -23,8 +24,14 @@ from isobit.kernels.backend import Backend
 from isobit.kernels.operands import Attend, RouterLoss, observe
 from isobit.models.attention import Attention
 from isobit.models.config import ModelConfig
-from isobit.models.layers import Gradient, Master, Norm, Routes, Weights
-from isobit.models.mlp import MixtureOfExperts, Mlp
+from isobit.models.layers import (
+    Gradient,
+    Master,
+    Norm,
+    Weights,
+)
+from isobit.models.mlp import MixtureOfExperts, Mlp, Routes
+from isobit.models.quantised_checkpoint import MasterValues, master_of
 from isobit.parallel.ownership import Ownership
 from isobit.precision.flow import DecoderShape, PrecisionFlow, SiteShape
 from isobit.precision.quant_tensor import Side
@@ -39,6 +46,7 @@ class Embedding:
 
     vocab_size: int
     hidden_size: int
+    is_frozen: bool = False
 
     def masters(self) -> dict[str, Master]:
         rows = {f"model.{NAME}": self.vocab_size}
@@ -52,7 +60,8 @@ class Embedding:
         self, weights: Weights, gradient: Gradient, d: torch.Tensor, token_ids: torch.Tensor
     ) -> None:
         """d [T, C] is the gradient of the output of ``forward``."""
-        weights.backend.embedding_backward(d, token_ids, gradient(NAME))
+        if not self.is_frozen:
+            weights.backend.embedding_backward(d, token_ids, gradient(NAME))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,7 @@ class Head:
     hidden_size: int
     tied: bool
     num_drawn: int
+    is_frozen: bool = False
 
     @property
     def master(self) -> str:
@@ -109,7 +119,7 @@ class Head:
         d_entropies: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The gradients of log_probs and entropies, FP32 [N], None for 0 -> of hidden [N, C]."""
-        head, grad = weights.lm_head, gradient(self.master)
+        head, grad = weights.lm_head, None if self.is_frozen else gradient(self.master)
         return weights.backend.token_log_probs_backward(
             hidden, head, targets, temperatures, d_log_probs, grad, d_entropies, self.num_drawn
         )
@@ -176,6 +186,7 @@ class Decoder:
     norm: Norm
     head: Head | None  # lm_head; None in a reward model
     value: ScalarHead | None = None  # the value head, or a reward model's score
+    has_adapters: bool = False
 
     @property
     def shape(self) -> DecoderShape:
@@ -199,31 +210,44 @@ class Decoder:
         units = (self.embedding, *halves, self.norm, *heads)
         return {name: master for unit in units for name, master in unit.masters().items()}
 
+    def trained(self) -> dict[str, Master]:
+        """The masters that learn: with adapters only what checkpoints do not have."""
+        masters = self.masters()
+        if not self.has_adapters:
+            return masters
+        return {name: master for name, master in masters.items() if not master.parts}
+
     def ownership(self, processes: int, hosts: int = 1) -> Ownership:
-        """Which rank owns which rows of the masters, of so many processes on so many hosts."""
-        described = self.masters()
+        """Which rank owns which rows of the masters that learn, of so many processes on so many
+        hosts.
+        """
+        described = self.trained()
         shapes = {name: master.shape for name, master in described.items()}
         parts = {name: tuple(master.parts.values()) for name, master in described.items()}
         return Ownership.of(shapes, parts, processes, hosts)
 
     def backward_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The masters in the order in which a backward completes their gradients: heads and last
-        norm, each layer from the last, and the embedding, which may be tied to lm_head.
+        """The masters that learn in the order in which a backward completes their gradients: heads
+        and last norm, each layer from the last, and the embedding, which may be tied to lm_head.
         """
+        trained = self.trained()
         ends = [unit for unit in (self.head, self.value) if unit is not None]
         first = [name for unit in (*ends, self.norm) for name in unit.masters()]
         layers = [
             tuple(name for unit in (layer.attention, layer.mlp) for name in unit.masters())
             for layer in reversed(self.layers)
         ]
-        return (tuple(first), *layers, tuple(self.embedding.masters()))
+        groups = (tuple(first), *layers, tuple(self.embedding.masters()))
+        return tuple(tuple(name for name in group if name in trained) for group in groups)
 
     @property
     def added_in_parts(self) -> frozenset[str]:
         """lm_head's master: a backward adds to its gradient by chunks, and as the embedding if
         tied.
         """
-        return frozenset() if self.head is None else frozenset({self.head.master})
+        if self.head is None or self.head.is_frozen:
+            return frozenset()
+        return frozenset({self.head.master})
 
     @property
     def is_sparse(self) -> bool:
@@ -250,6 +274,7 @@ class Decoder:
 
 @cache
 def build_decoder(config: ModelConfig) -> Decoder:
+    is_frozen = config.lora is not None
     layers = tuple(
         Layer(
             Attention(config, layer),
@@ -263,15 +288,17 @@ def build_decoder(config: ModelConfig) -> Decoder:
         "model.norm.weight",
         config.rms_epsilon,
         residual=f"layers.{config.num_layers - 1}.mlp_residual",
+        is_frozen=is_frozen,
     )
-    embedding = Embedding(config.vocab_size, config.hidden_size)
-    head = Head(config.vocab_size, config.hidden_size, config.tied_embeddings, config.num_drawn)
+    sizes = config.vocab_size, config.hidden_size
+    embedding = Embedding(*sizes, is_frozen)
+    head = Head(*sizes, config.tied_embeddings, config.num_drawn, is_frozen)
     if config.score_head:
         return Decoder(
             embedding, layers, norm, None, ScalarHead("score", config.hidden_size, "score.weight")
         )
     value = ScalarHead(VALUE_HEAD, config.hidden_size, None) if config.value_head else None
-    return Decoder(embedding, layers, norm, head, value)
+    return Decoder(embedding, layers, norm, head, value, is_frozen)
 
 
 def decoder_shape(config: ModelConfig) -> DecoderShape:
@@ -293,8 +320,79 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The masters' names and shapes, in the order of the forward."""
-    return {name: master.shape for name, master in build_decoder(config).masters().items()}
+    """Names and shapes of the masters that learn, in the order of the forward."""
+    return {name: master.shape for name, master in build_decoder(config).trained().items()}
+
+
+_READERS = {
+    "input_norm": ("qkv_proj", "qkv_proj.lora_A"),
+    "post_attention_norm": (
+        "gate_up_proj",
+        "gate_up_proj.lora_A",
+        "router",
+        "experts.gate_up_proj",
+    ),
+}
+"""What reads a layer's norms."""
+_OUTSTANDING = 2.0
+
+
+def outstanding(norm: torch.Tensor) -> torch.Tensor:
+    """A norm's weight [C] -> the power of two, FP32 [C], by which each channel stands out: 1 for
+    weights of up to ``_OUTSTANDING`` times the median's size, else the smallest that brings them to
+    the median or below.  What moves lowers the median, so it is looked for again until nothing
+    stands out: a norm that was divided by its factors has none, when it is saved and loaded again.
+
+    ``benchmarks.outliers`` compares the flows; with 8 or 4 times, ``int8`` was further from
+    ``fp32`` wherever a norm had outliers.
+    """
+    size, factor = norm.abs().float(), torch.ones_like(norm, dtype=torch.float32)
+    while True:
+        left = size / factor
+        times = left / left.median().clamp(min=torch.finfo(torch.float32).tiny)
+        stand_out = (times > _OUTSTANDING) & times.isfinite()
+        if not stand_out.any():
+            return factor
+        factor = torch.where(stand_out, factor * torch.exp2(torch.log2(times).ceil()), factor)
+
+
+def fold_norms(
+    masters: Iterable[tuple[str, MasterValues]],
+    is_folded: Callable[[str], bool],
+    note: Callable[[int], None],
+) -> Iterator[tuple[str, MasterValues]]:
+    """The masters of a decoder in which no channel of a norm stands out, where ``is_folded`` of the
+    linear that reads it, by path: INT8 has one scale a token, in which such a channel would leave
+    the others few steps.  The norm's weights are divided by ``outstanding`` and the columns of what
+    reads it multiplied: the same function, and in BF16 the same numbers times powers of two.
+    ``note`` gets the number of channels of each norm that is changed.
+    """
+    factors: dict[str, torch.Tensor] = {}
+    for name, values in masters:
+        path = name.removesuffix(".weight")
+        layer, _, own = path.rpartition(".")
+        readers = [f"{layer}.{reader}" for reader in _READERS.get(own, ())]
+        if any(map(is_folded, readers)):
+            assert isinstance(values, torch.Tensor), "a norm is not quantised"
+            # A plan's norms are shapes without numbers.
+            factor = None if values.is_meta else outstanding(values)
+            if factor is not None and (channels := int((factor > 1).sum())):
+                note(channels)
+                values = values / factor
+                factors |= dict.fromkeys(readers, factor)
+        elif path in factors:
+            wide = values if isinstance(values, torch.Tensor) else master_of(values)
+            values = wide * factors.pop(path)
+        yield name, values
+
+
+def about_folded(channels: Sequence[int]) -> str:
+    """What to say of norms that were changed, from what ``fold_norms`` has noted."""
+    return (
+        f"isobit: {sum(channels)} channels of {len(channels)} norms, whose weights are more than "
+        f"{_OUTSTANDING:g} times the median, are moved into the matrices behind them for INT8: "
+        "the same function"
+    )
 
 
 class Scorable(Protocol):

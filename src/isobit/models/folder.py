@@ -33,6 +33,16 @@ from isobit.data.tokenizer import (
     tokenizer_size,
 )
 from isobit.kernels import backend
+from isobit.models.adapters import (
+    adapter_masters,
+    drawn_adapters,
+    folded_columns,
+    is_adapter_folder,
+    peft_tensors,
+    read_adapter_config,
+    read_adapters,
+    write_adapters,
+)
 from isobit.models.checkpoint import Checkpoint, read_json, shard_names, weight_files
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
@@ -40,7 +50,13 @@ from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare, SampledPolicy
 from isobit.models.quantised_checkpoint import MasterValues, read_fp8_format
 from isobit.models.safetensors import INDEX_FILE
-from isobit.models.saving import TEMPLATES, TEXT_FILES, policy_contents, write_folder
+from isobit.models.saving import (
+    TEMPLATES,
+    TEXT_FILES,
+    copy_tokenizer,
+    policy_contents,
+    write_folder,
+)
 from isobit.parallel.gradient_sum import ONE_SLOT, Slots
 from isobit.parallel.world import ALONE, World, write_on_all
 from isobit.records.text import SamplingParams
@@ -93,8 +109,25 @@ def read_reward_config(folder: Path) -> ModelConfig:
     return config
 
 
+def base_folder(folder: Path, weights: bool = True) -> Path:
+    """The folder of the model that an adapter's folder changes, or else the folder itself. Raises
+    ModelError as ``model_folder`` and ``read_adapter_config`` do.
+    """
+    if not is_adapter_folder(folder):
+        return folder
+    base = model_folder(read_adapter_config(folder).base, weights)
+    if is_adapter_folder(base):
+        raise ModelError(f"{folder} is an adapter of {base}, which is an adapter itself")
+    return base
+
+
 def read_any_config(folder: Path) -> ModelConfig:
-    """The configuration of a model of either kind. Raises ModelError."""
+    """The configuration of a model of either kind, with the adapters of an adapter's folder. Raises
+    ModelError.
+    """
+    if is_adapter_folder(folder):
+        base = read_any_config(base_folder(folder, weights=False))
+        return replace(base, lora=read_adapter_config(folder).lora)
     if not folder.is_dir():
         raise ModelError(
             f"{folder} is not a folder; expected a Hugging Face model folder with config.json and "
@@ -126,10 +159,17 @@ def load_policy(
 
 
 def read_masters(
-    folder: Path, config: ModelConfig, device: torch.device | str = "cpu"
+    folder: Path, config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0
 ) -> Iterator[tuple[str, MasterValues]]:
-    """``Checkpoint.masters`` of a folder. Files are open and headers checked when this returns."""
-    return Checkpoint.open(folder, config).masters(device)
+    """``Checkpoint.masters`` of a folder. Files are open and headers checked when this returns.
+    Adapters are those of the folder, or drawn by ``seed``.
+    """
+    masters = Checkpoint.open(base_folder(folder), config).masters(device)
+    if config.lora is None:
+        return masters
+    if is_adapter_folder(folder):
+        return read_adapters(masters, config, folder)
+    return drawn_adapters(masters, config, seed)
 
 
 def read_reward_masters(
@@ -206,11 +246,14 @@ class DescribedModel:
 def write_model(
     model: LoadedModel, target: Path, finish: Callable[[Path], None] = lambda folder: None
 ) -> None:
-    """Write the policy and its tokenizer as the Hugging Face folder ``target``, replacing an older
-    one as a whole; ``finish`` may add files before that. All ranks call it; rank 0 writes. Raises
-    StorageError on all if it cannot.
+    """Write the policy and its tokenizer as the Hugging Face folder ``target``, or with LoRA its
+    adapters as PEFT's folder, replacing an older one as a whole; ``finish`` may add files before
+    that. All ranks call it; rank 0 writes. Raises StorageError on all if it cannot.
     """
     policy = model.policy
+    if policy.config.lora is not None:
+        _write_adapters(model, target, finish)
+        return
 
     def write() -> None:
         with policy_contents(policy) as contents:
@@ -219,6 +262,26 @@ def write_model(
             with disk_errors(target.parent, "the trained model"), new_folder(target) as partial:
                 write_folder(partial, policy.config, contents, tokenizer_from=model.folder)
                 finish(partial)
+
+    write_on_all(policy.world, write)
+
+
+def _write_adapters(model: LoadedModel, target: Path, finish: Callable[[Path], None]) -> None:
+    policy, base = model.policy, base_folder(model.folder)
+    lora = policy.config.lora
+    assert lora is not None, "a policy with adapters"
+    whole = {name: policy.whole_master(name).cpu() for name in adapter_masters(policy.config)}
+    stored = Checkpoint.open(base, policy.config)
+    folded = folded_columns(policy.config, policy.flow, stored.tensor)
+    tensors = peft_tensors(policy.config, whole, folded)
+
+    def write() -> None:
+        if policy.world.rank != 0:
+            return
+        with disk_errors(target.parent, "the adapters"), new_folder(target) as partial:
+            write_adapters(partial, lora, base, tensors)
+            copy_tokenizer(base, partial)
+            finish(partial)
 
     write_on_all(policy.world, write)
 
@@ -291,7 +354,10 @@ def describe_model(name: str | Path) -> DescribedModel:
 def _tokenizer(
     folder: Path, config: ModelConfig
 ) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]:
-    """A folder's tokenizer and the tokens that end a completion."""
+    """A folder's tokenizer, of an adapter's that of its base, and the tokens that end a
+    completion.
+    """
+    folder = base_folder(folder, weights=False)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
     return tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)

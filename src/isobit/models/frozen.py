@@ -34,8 +34,9 @@ from isobit.util.errors import CheckpointError, ModelError
 SIDE: Side = "training"  # the side that scores
 
 
-def without_value_head(config: ModelConfig) -> ModelConfig:
-    return replace(config, value_head=False)
+def frozen_config(config: ModelConfig) -> ModelConfig:
+    """Without a value head and adapters."""
+    return replace(config, value_head=False, lora=None)
 
 
 class FrozenPolicy:
@@ -85,10 +86,16 @@ class FrozenPolicy:
 
     @classmethod
     def of(cls, policy: Policy) -> "FrozenPolicy":
-        """A copy of what a policy's training side reads now, except for a value head."""
-        config = without_value_head(policy.config)
+        """A copy of what a policy's training side reads now, except for a value head. With LoRA it
+        is the base, which nothing changes: its tensors are the policy's own, and not copied.
+        """
+        config, decoder = frozen_config(policy.config), build_decoder(frozen_config(policy.config))
+        if policy.config.lora is not None:
+            flow = policy.flow.frozen(SIDE).without_adapters()
+            weights = _without_adapters(policy.weights(SIDE), flow.training)
+            return cls(config, flow, policy.backend, weights)
         flow = policy.flow.frozen(SIDE)
-        weights = _copy(policy.weights(SIDE), build_decoder(config), flow.training)
+        weights = _copy(policy.weights(SIDE), decoder, flow.training)
         made = cls(config, flow, policy.backend, weights)
         made._remember(policy, flow.training == policy.flow.training)
         return made
@@ -145,7 +152,8 @@ class FrozenPolicy:
             if known() is policy and version == policy.version:
                 return equal
         equal = (
-            self._fits(policy)
+            policy.config.lora is None
+            and self._fits(policy)
             and self.flow.training == policy.flow.training
             and _same_bytes(self.tensors(), _named(policy.weights(SIDE), self.decoder))
         )
@@ -233,7 +241,7 @@ class FrozenPolicy:
 
     def _fits(self, policy: Policy) -> bool:
         return (
-            self.config == without_value_head(policy.config)
+            self.config == frozen_config(policy.config)
             and self.flow.training == policy.flow.frozen(SIDE).training
         )
 
@@ -263,6 +271,13 @@ def _held(weights: Weights, decoder: Decoder) -> list[torch.Tensor]:
         if not any(derived is tensor for tensor in tensors):
             tensors.append(derived)
     return tensors
+
+
+def _without_adapters(weights: Weights, graph: Graph) -> Weights:
+    """The same tensors, but for adapters, for ``graph``."""
+    own = {site.name for site in graph.sites}
+    linears = {path: linear for path, linear in weights.linears.items() if path in own}
+    return Weights(weights.backend, weights.rope, graph, linears, weights.plain, weights.head)
 
 
 def _copy(weights: Weights, decoder: Decoder, graph: Graph) -> Weights:

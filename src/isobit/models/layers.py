@@ -2,9 +2,8 @@
 forward, and bytes for the memory plan.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Literal
 
 import torch
@@ -17,17 +16,15 @@ from isobit.kernels.operands import (
     Operand,
     OutputGradient,
     RopeTable,
-    RouterLoss,
-    Routing,
-    expert_load,
     observe,
-    router_losses,
 )
-from isobit.models.quantised_checkpoint import MasterValues, master_of
+from isobit.kernels.sizes import Sizes
+from isobit.models.config import Lora
 from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
+from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.kv_scales import KvScales
-from isobit.records.batch import RouterScores
+from isobit.precision.quant_tensor import DTYPES
 
 
 @dataclass(slots=True)
@@ -53,73 +50,33 @@ class Weights:
         return self.head
 
 
-_MULTIPLIER = 0x9E3779B97F4A7C15
-_WORD = 1 << 64
+class PublishedChange:
+    """Counts how many of the quantised weights a publication changes.
 
+        share = changed numbers / numbers     over the matrices of all linears: E4M3 or INT8 bytes
+                                              without scales, or BF16 numbers if a matrix stays BF16
 
-@dataclass(frozen=True, slots=True)
-class RouterCoefficients:
-    """Weights of the router's losses for one sequence in one layer."""
-
-    balance: float = 0.0
-    z: float = 0.0
-
-
-class Routes:
-    """A forward's routing: a digest of each token's experts and, in training, router losses and
-    load.
+    An update that moves masters by much less than their format's spacing changes few of them.
+    Counts stay on the device until ``share`` is read.
     """
 
-    def __init__(self, loss: RouterLoss | None = None) -> None:
-        """A ``loss`` collects the router's figures as well, even if its coefficients are 0."""
-        self.loss = loss
-        self._experts: list[torch.Tensor] = []
-        self._losses: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._load: list[torch.Tensor] = []
+    def __init__(self, world: World = ALONE) -> None:
+        self._world = world
+        self._changed: list[torch.Tensor] = []
+        self._numbers = 0
 
-    def add(self, routing: Routing) -> None:
-        """The routing of the next sparse layer."""
-        self._experts.append(routing.experts)
-        if self.loss is not None:
-            self._losses.append(router_losses(routing, self.loss.means))
-            self._load.append(expert_load(routing))
+    def add(self, changed: torch.Tensor, numbers: int) -> None:
+        """One matrix of so many numbers; ``changed`` is an int64 scalar on its device."""
+        self._changed.append(changed)
+        self._numbers += numbers
 
     @property
-    def loss_to_learn(self) -> RouterLoss | None:
-        """The loss, if any coefficient is not 0."""
-        return self.loss if self.loss is not None and (self.loss.balance or self.loss.z) else None
-
-    def digests(self) -> torch.Tensor:
-        """int64 [T]."""
-        return digests(self._experts)
-
-    def scores(self) -> RouterScores | None:
-        """The router's figures, on the host; None if none were collected."""
-        if not self._losses:
-            return None
-        balance, z = (torch.stack(kind).mean(0).cpu() for kind in zip(*self._losses, strict=True))
-        return RouterScores(balance, z, torch.stack(self._load).long().cpu())
-
-
-def digests(experts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The chosen experts int32 [T, k] of each sparse layer -> a digest of each token, int64 [T].
-
-    With c_1 .. c_n a token's experts, by layer and rank, the digest is the sum of (c_i + 1) M^(n -
-    i) mod 2^64: different experts give the same one with a probability of 2^-64. It is computed on
-    the device, so that a captured step includes it.
-    """
-    chosen = torch.cat(list(experts), 1)
-    return ((chosen.long() + 1) * _powers(chosen.shape[1], chosen.device)).sum(1)
-
-
-@cache
-def _powers(count: int, device: torch.device) -> torch.Tensor:
-    """M^(count - 1) .. M^0 mod 2^64, int64 [count]. Cached: a captured step cannot copy from the
-    host.
-    """
-    powers = [pow(_MULTIPLIER, exponent, _WORD) for exponent in reversed(range(count))]
-    signed = [power - _WORD if power >= _WORD // 2 else power for power in powers]
-    return torch.tensor(signed).to(device)
+    def share(self) -> float:
+        """From 0 to 1, over the rows of all ranks, which all call it; 0 if nothing changed."""
+        changed = int(torch.stack(self._changed).sum()) if self._changed else 0
+        counts = self._world.all_gather((changed, self._numbers))
+        numbers = sum(one[1] for one in counts)
+        return sum(one[0] for one in counts) / numbers if numbers else 0.0
 
 
 Gradient = Callable[[str], torch.Tensor]
@@ -137,6 +94,8 @@ class Master:
     """
     kind: Literal["matrix", "bias", "plain"] = "plain"
     """A linear's matrix [N, K] or bias [N], or a tensor published in the activations' format."""
+    adapter: Mapping[str, int] = field(default_factory=dict)
+    """Of a matrix of LoRA, which has no ``parts``: the tensors in PEFT's files, as of ``parts``."""
 
     def of_checkpoint(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """The checkpoint's tensors by name: the parts' rows of ``values``, not copied."""
@@ -170,21 +129,140 @@ def norm_master(width: int, name: str) -> Master:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """LoRA on the targets among the matrices that the linear ``path`` fuses (arXiv 2106.09685):
+
+        t = x A^T       t = t * scale       u = t B^T       y = y + u
+
+    with the BF16 x that the linear quantises, and in the format between operators after each step:
+    A and B are linears in that format, with the same products in rollout and training.  Each target
+    has an A [r, K], which are stacked and multiplied at once, and a B [its columns of y, r].
+    """
+
+    path: str
+    linear: LinearShape
+    checkpoint_path: str
+    rank: int
+    scale: float
+    targets: tuple[str, ...]  # of the linear's parts, in their order
+
+    def sites(self, layer: int) -> tuple[SiteShape, SiteShape]:
+        down = LinearShape(dict.fromkeys(self.targets, self.rank), self.linear.in_features)
+        up = LinearShape({one: self.linear.parts[one] for one in self.targets}, self.rank)
+        return (
+            SiteShape(f"{self.path}.lora_A", "adapter", layer, adapter=down),
+            SiteShape(f"{self.path}.lora_B", "adapter", layer, adapter=up),
+        )
+
+    def masters(self) -> dict[str, Master]:
+        made: dict[str, Master] = {}
+        for site in self.sites(0):
+            shape, kind = site.adapter, site.name.rpartition(".")[2]
+            assert shape is not None
+            names = {
+                f"base_model.model.{self.checkpoint_path}.{one}.{kind}.weight": rows
+                for one, rows in shape.parts.items()
+            }
+            size = shape.out_features, shape.in_features
+            made[f"{site.name}.weight"] = Master(size, {}, "matrix", names)
+        return made
+
+    def add(self, weights: Weights, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x [T, K] and the linear's output [T, N], which is written to -> the sum, y itself."""
+        backend, low = weights.backend, self._low(weights, x)
+        for target, (place, columns, up) in zip(self.targets, self._ups(weights), strict=True):
+            t = backend.linear_input(low[:, place].contiguous(), up.site).read
+            y[:, columns] += observe(backend.linear(t, up), up.site.name, target)
+        return y
+
+    def backward(
+        self,
+        weights: Weights,
+        gradient: Gradient,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        dx: torch.Tensor,
+    ) -> torch.Tensor:
+        """dY [T, N], x [T, K] and the linear's own dX [T, K], which is written to -> the sum, dX
+        itself; adds to the gradients of A and B.  t is computed again.
+        """
+        backend, low = weights.backend, self._low(weights, x)
+        d_low, first = torch.empty_like(low), 0
+        d_up = gradient(f"{self.path}.lora_B.weight")
+        for place, columns, up in self._ups(weights):
+            d = None  # that of the target before is gone when this one is made
+            d = backend.output_gradient(dy[:, columns].contiguous(), up.site)
+            last = first + columns.stop - columns.start
+            backend.wgrad(d.tokens, low[:, place].contiguous(), d_up[first:last])
+            d_low[:, place] = backend.dgrad(d.rows, up)
+            first = last
+        down, d = weights.linears[f"{self.path}.lora_A"], None
+        d = backend.output_gradient(self._scaled(d_low), down.site)
+        backend.wgrad(d.tokens, x, gradient(f"{self.path}.lora_A.weight"))
+        return dx.add_(backend.dgrad(d.rows, down))
+
+    def _low(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] -> t of all targets, side by side, times the scale."""
+        down = weights.linears[f"{self.path}.lora_A"]
+        t = weights.backend.linear(weights.backend.linear_input(x, down.site).read, down)
+        return observe(self._scaled(t), f"{self.path}.lora_A")
+
+    def _scaled(self, t: torch.Tensor) -> torch.Tensor:
+        """Rounded once: in FP32, and not by a multiplication that may be fused with another."""
+        return t.float().mul_(self.scale).to(t.dtype)
+
+    def _ups(self, weights: Weights) -> Iterator[tuple[slice, slice, LinearWeight]]:
+        """Of each target its columns of t, its columns of y, and its B."""
+        whole, begins, begin = weights.linears[f"{self.path}.lora_B"], dict[str, int](), 0
+        for name, size in self.linear.parts.items():
+            begins[name], begin = begin, begin + size
+        first = 0
+        for index, name in enumerate(self.targets):
+            size = self.linear.parts[name]
+            yield (
+                slice(index * self.rank, (index + 1) * self.rank),
+                slice(begins[name], begins[name] + size),
+                whole.rows(first, first + size),
+            )
+            first += size
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
     """The linear ``path``, "layers.N.NAME", with its three products.
 
         FProp  Y = X W^T       DGrad  dX = dY W       WGrad  dW += dY^T X
 
-    A bias is a master of the linear, but the reader of Y adds it (``QkvTransform``).
+    A bias is a master of the linear, but the reader of Y adds it (``QkvTransform``).  With ``lora``
+    the matrix is frozen: it has no gradient, and an adapter where it has a target.
     """
 
     path: str
     shape: LinearShape
     checkpoint_path: str  # the checkpoint's module that contains its matrices
     has_bias: bool = False
+    lora: Lora | None = None
 
-    def site(self, layer: int) -> SiteShape:
-        return SiteShape(self.path, "linear", layer, self.shape)
+    @property
+    def adapter(self) -> Adapter | None:
+        """None where no matrix is a target."""
+        if self.lora is None:
+            return None
+        targets = tuple(name for name in self.shape.parts if name in self.lora.targets)
+        if not targets:
+            return None
+        path, rank, scale = self.checkpoint_path, self.lora.rank, self.lora.scale
+        return Adapter(self.path, self.shape, path, rank, scale, targets)
+
+    def saves(self, save: bool) -> bool:
+        """Whether its input is wanted as WGrad reads it, which with LoRA is BF16: by a backward
+        (``save``), and always by an adapter.
+        """
+        return self.adapter is not None or (save and self.lora is None)
+
+    def sites(self, layer: int) -> tuple[SiteShape, ...]:
+        own, adapter = SiteShape(self.path, "linear", layer, self.shape), self.adapter
+        return (own, *(() if adapter is None else adapter.sites(layer)))
 
     def masters(self) -> dict[str, Master]:
         rows = self.shape.out_features
@@ -201,12 +279,16 @@ class Linear:
                 "matrix" if name == "weight" else "bias",
             )
             for name, shape in shapes.items()
-        }
+        } | ({} if self.adapter is None else self.adapter.masters())
 
     def forward(self, weights: Weights, x: LinearInput) -> torch.Tensor:
-        """[T, K] -> [T, N]."""
+        """[T, K] -> [T, N]; with an adapter ``x.saved`` is there, as ``saves`` says."""
         observe_input(x, self.path)
-        return observe(weights.backend.linear(x.read, weights.linears[self.path]), self.path)
+        y = weights.backend.linear(x.read, weights.linears[self.path])
+        if (adapter := self.adapter) is not None:
+            assert isinstance(x.saved, torch.Tensor), "an adapter reads its input in BF16"
+            y = adapter.add(weights, x.saved, observe(y, self.path, "base"))
+        return observe(y, self.path)
 
     def joined(self, weights: Weights, x: LinearInput, cuts: Cuts) -> torch.Tensor:
         """``forward``, gathering its input, of which each rank has its ``cuts``, and its output [T,
@@ -232,12 +314,44 @@ class Linear:
         dy: torch.Tensor | OutputGradient,
         x: Operand | None,
     ) -> torch.Tensor:
-        """dY [T, N], plain or as DGrad and WGrad read it -> dX [T, K]; adds to W's gradient."""
-        assert x is not None, "the forward has saved"
+        """dY [T, N], plain or as DGrad and WGrad read it -> dX [T, K]; adds to W's gradient, or to
+        those of the adapter.
+        """
         if isinstance(dy, torch.Tensor):
             dy = weights.backend.output_gradient(dy, weights.linears[self.path].site)
-        weights.backend.wgrad(dy.tokens, x, gradient(f"{self.path}.weight"))
-        return weights.backend.dgrad(dy.rows, weights.linears[self.path])
+        if self.lora is None:
+            assert x is not None, "the forward has saved"
+            weights.backend.wgrad(dy.tokens, x, gradient(f"{self.path}.weight"))
+        dx = weights.backend.dgrad(dy.rows, weights.linears[self.path])
+        if (adapter := self.adapter) is None:
+            return dx
+        assert isinstance(x, torch.Tensor), "an adapter reads X in BF16"
+        assert isinstance(dy.tokens, torch.Tensor), "and dY"
+        return adapter.backward(weights, gradient, dy.tokens, x, dx)
+
+    def saved_bytes(self, sizes: Sizes, graph: Graph, is_kept: bool = False) -> int:
+        """Of its input [K] a token, for a backward; ``is_kept``: the input itself stays."""
+        return self._kept_bytes(sizes, graph, is_kept) if self.saves(save=True) else 0
+
+    def read_bytes(self, sizes: Sizes, graph: Graph) -> int:
+        """Of its input [K] a token in a forward without a backward, beside the input itself."""
+        read = sizes.read(graph.site(self.path), self.shape.in_features)
+        return read + (self._kept_bytes(sizes, graph) if self.saves(save=False) and read else 0)
+
+    def adapter_bytes(self, graph: Graph, backward: bool = False) -> int:
+        """What its adapter makes for a token: t of all targets, that of one, and what is added to
+        its columns of y, or in the backward these columns of dY, and after them a part of dX.
+        """
+        if (adapter := self.adapter) is None:
+            return 0
+        low = adapter.rank * (2 * len(adapter.targets) + 1)
+        widest = max(self.shape.parts[name] for name in adapter.targets)
+        if backward:
+            widest = max(widest, self.shape.in_features)
+        return DTYPES[graph.activations].itemsize * (low + widest)
+
+    def _kept_bytes(self, sizes: Sizes, graph: Graph, is_kept: bool = False) -> int:
+        return sizes.saved(graph.site(self.path), self.shape.in_features, is_kept)
 
 
 def observe_input(x: LinearInput, path: str) -> None:
@@ -259,6 +373,7 @@ class Norm:
     residual: str  # the observer's name of the sum h + x
     linear: str | None = None
     """The linear that reads y; None for the last norm, which lm_head reads."""
+    is_frozen: bool = False
 
     def masters(self) -> dict[str, Master]:
         return {f"{self.path}.weight": norm_master(self.width, self.checkpoint_name)}
@@ -316,72 +431,11 @@ class Norm:
     ) -> torch.Tensor:
         """d_residual + the gradient through the norm, [T, C]."""
         name = f"{self.path}.weight"
-        return weights.backend.rms_norm_backward(
-            dy, h, weights.plain[name], self.epsilon, d_residual, gradient(name)
-        )
+        weight = weights.plain[name]
+        grad = unused_gradient(weight) if self.is_frozen else gradient(name)
+        return weights.backend.rms_norm_backward(dy, h, weight, self.epsilon, d_residual, grad)
 
 
-_READERS = {
-    "input_norm": ("qkv_proj",),
-    "post_attention_norm": ("gate_up_proj", "router", "experts.gate_up_proj"),
-}
-"""What reads a layer's norms."""
-_OUTSTANDING = 2.0
-
-
-def outstanding(norm: torch.Tensor) -> torch.Tensor:
-    """A norm's weight [C] -> the power of two, FP32 [C], by which each channel stands out: 1 for
-    weights of up to ``_OUTSTANDING`` times the median's size, else the smallest that brings them to
-    the median or below.  What moves lowers the median, so it is looked for again until nothing
-    stands out: a norm that was divided by its factors has none, when it is saved and loaded again.
-
-    ``benchmarks.outliers`` compares the flows; with 8 or 4 times, ``int8`` was further from
-    ``fp32`` wherever a norm had outliers.
-    """
-    size, factor = norm.abs().float(), torch.ones_like(norm, dtype=torch.float32)
-    while True:
-        left = size / factor
-        times = left / left.median().clamp(min=torch.finfo(torch.float32).tiny)
-        stand_out = (times > _OUTSTANDING) & times.isfinite()
-        if not stand_out.any():
-            return factor
-        factor = torch.where(stand_out, factor * torch.exp2(torch.log2(times).ceil()), factor)
-
-
-def fold_norms(
-    masters: Iterable[tuple[str, MasterValues]],
-    is_folded: Callable[[str], bool],
-    note: Callable[[int], None],
-) -> Iterator[tuple[str, MasterValues]]:
-    """The masters of a decoder in which no channel of a norm stands out, where ``is_folded`` of the
-    linear that reads it, by path: INT8 has one scale a token, in which such a channel would leave
-    the others few steps.  The norm's weights are divided by ``outstanding`` and the columns of what
-    reads it multiplied: the same function, and in BF16 the same numbers times powers of two.
-    ``note`` gets the number of channels of each norm that is changed.
-    """
-    factors: dict[str, torch.Tensor] = {}
-    for name, values in masters:
-        path = name.removesuffix(".weight")
-        layer, _, own = path.rpartition(".")
-        readers = [f"{layer}.{reader}" for reader in _READERS.get(own, ())]
-        if any(map(is_folded, readers)):
-            assert isinstance(values, torch.Tensor), "a norm is not quantised"
-            # A plan's norms are shapes without numbers.
-            factor = None if values.is_meta else outstanding(values)
-            if factor is not None and (channels := int((factor > 1).sum())):
-                note(channels)
-                values = values / factor
-                factors |= dict.fromkeys(readers, factor)
-        elif path in factors:
-            wide = values if isinstance(values, torch.Tensor) else master_of(values)
-            values = wide * factors.pop(path)
-        yield name, values
-
-
-def about_folded(channels: Sequence[int]) -> str:
-    """What to say of norms that were changed, from what ``fold_norms`` has noted."""
-    return (
-        f"isobit: {sum(channels)} channels of {len(channels)} norms, whose weights are more than "
-        f"{_OUTSTANDING:g} times the median, are moved into the matrices behind them for INT8: "
-        "the same function"
-    )
+def unused_gradient(weight: torch.Tensor) -> torch.Tensor:
+    """Zeros, FP32 like a frozen ``weight`` [C], for an operation that adds its gradient."""
+    return torch.zeros_like(weight, dtype=torch.float32)

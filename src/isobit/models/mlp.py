@@ -8,7 +8,9 @@ quantised. Gate and up of all experts are one master [E 2 I, C], down another [E
 expert. The gradients of the router's own losses come from ``Routes``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -18,9 +20,12 @@ from isobit.kernels.operands import (
     LinearWeight,
     Operand,
     RoutedExperts,
+    RouterLoss,
     Routing,
+    expert_load,
     is_observed,
     observe,
+    router_losses,
 )
 from isobit.kernels.sizes import ExpertsShape, Sizes
 from isobit.models.config import ModelConfig
@@ -30,14 +35,82 @@ from isobit.models.layers import (
     Linear,
     Master,
     Norm,
-    Routes,
     UnitBytes,
     Weights,
     observe_input,
 )
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.quant_tensor import DTYPES
+from isobit.records.batch import RouterScores
 from isobit.util.errors import ModelError
+
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_WORD = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class RouterCoefficients:
+    """Weights of the router's losses for one sequence in one layer."""
+
+    balance: float = 0.0
+    z: float = 0.0
+
+
+class Routes:
+    """A forward's routing: a digest of each token's experts and, in training, router losses and
+    load.
+    """
+
+    def __init__(self, loss: RouterLoss | None = None) -> None:
+        """A ``loss`` collects the router's figures as well, even if its coefficients are 0."""
+        self.loss = loss
+        self._experts: list[torch.Tensor] = []
+        self._losses: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._load: list[torch.Tensor] = []
+
+    def add(self, routing: Routing) -> None:
+        """The routing of the next sparse layer."""
+        self._experts.append(routing.experts)
+        if self.loss is not None:
+            self._losses.append(router_losses(routing, self.loss.means))
+            self._load.append(expert_load(routing))
+
+    @property
+    def loss_to_learn(self) -> RouterLoss | None:
+        """The loss, if any coefficient is not 0."""
+        return self.loss if self.loss is not None and (self.loss.balance or self.loss.z) else None
+
+    def digests(self) -> torch.Tensor:
+        """int64 [T]."""
+        return digests(self._experts)
+
+    def scores(self) -> RouterScores | None:
+        """The router's figures, on the host; None if none were collected."""
+        if not self._losses:
+            return None
+        balance, z = (torch.stack(kind).mean(0).cpu() for kind in zip(*self._losses, strict=True))
+        return RouterScores(balance, z, torch.stack(self._load).long().cpu())
+
+
+def digests(experts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The chosen experts int32 [T, k] of each sparse layer -> a digest of each token, int64 [T].
+
+    With c_1 .. c_n a token's experts, by layer and rank, the digest is the sum of (c_i + 1) M^(n -
+    i) mod 2^64: different experts give the same one with a probability of 2^-64. It is computed on
+    the device, so that a captured step includes it.
+    """
+    chosen = torch.cat(list(experts), 1)
+    return ((chosen.long() + 1) * _powers(chosen.shape[1], chosen.device)).sum(1)
+
+
+@cache
+def _powers(count: int, device: torch.device) -> torch.Tensor:
+    """M^(count - 1) .. M^0 mod 2^64, int64 [count]. Cached: a captured step cannot copy from the
+    host.
+    """
+    powers = [pow(_MULTIPLIER, exponent, _WORD) for exponent in reversed(range(count))]
+    signed = [power - _WORD if power >= _WORD // 2 else power for power in powers]
+    return torch.tensor(signed).to(device)
 
 
 def _norm(config: ModelConfig, path: str, linear: str) -> Norm:
@@ -49,6 +122,7 @@ def _norm(config: ModelConfig, path: str, linear: str) -> Norm:
         config.rms_epsilon,
         residual=f"{path}.attention_residual",
         linear=linear,
+        is_frozen=config.lora is not None,
     )
 
 
@@ -71,12 +145,12 @@ class Mlp:
         self._norm = _norm(config, path, f"{path}.gate_up_proj")
         checkpoint = f"model.{path}.mlp"
         gate_up = LinearShape({"gate_proj": width, "up_proj": width}, hidden)
-        self._gate_up = Linear(f"{path}.gate_up_proj", gate_up, checkpoint)
+        self._gate_up = Linear(f"{path}.gate_up_proj", gate_up, checkpoint, lora=config.lora)
         down = LinearShape({"down_proj": hidden}, width)
-        self._down = Linear(f"{path}.down_proj", down, checkpoint)
+        self._down = Linear(f"{path}.down_proj", down, checkpoint, lora=config.lora)
 
     def sites(self) -> tuple[SiteShape, ...]:
-        return self._gate_up.site(self._layer), self._down.site(self._layer)
+        return *self._gate_up.sites(self._layer), *self._down.sites(self._layer)
 
     def masters(self) -> dict[str, Master]:
         return {**self._norm.masters(), **self._gate_up.masters(), **self._down.masters()}
@@ -87,7 +161,7 @@ class Mlp:
         """h and x [T, C] -> the residual stream, and what is to be added to it. ``routes`` is for
         experts.
         """
-        h, b = self._norm.forward(weights, h, x, save=False)
+        h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=False))
         gate_up = self._gate_up.forward(weights, b)
         self._observe(weights, gate_up)
         site, split = weights.linears[self._down.path].site, weights.tensor_parallel
@@ -95,27 +169,30 @@ class Mlp:
             mine = weights.backend.swiglu(gate_up)
             activation = self._down.input(weights, mine, False, split.width)
         else:
-            activation = weights.backend.swiglu_input(gate_up, site)
+            save = self._down.saves(save=False)
+            activation = weights.backend.swiglu_input(gate_up, site, save)
         return h, self._down.joined(weights, activation, split.width)
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, routes: Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor, SavedMlp]:
         """The same bits, and what the backward reads."""
-        h, b = self._norm.forward(weights, h, x, save=True)
+        h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=True))
         gate_up = self._gate_up.forward(weights, b)
         self._observe(weights, gate_up)
         site = weights.linears[self._down.path].site
-        activation = weights.backend.swiglu_input(gate_up, site, save=True)
+        activation = weights.backend.swiglu_input(gate_up, site, self._down.saves(save=True))
         x = self._down.forward(weights, activation)
         return h, x, SavedMlp(h, b.saved, gate_up, activation.saved)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
         """What ``saving_forward`` saves, from the residual stream h + x; without down_proj."""
-        h, b = self._norm.forward(weights, h, x, save=True)
+        h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=True))
         gate_up = self._gate_up.forward(weights, b)
-        site = weights.linears[self._down.path].site
-        return SavedMlp(h, b.saved, gate_up, weights.backend.swiglu_saved(gate_up, site))
+        site, saved = weights.linears[self._down.path].site, None
+        if self._down.saves(save=True):
+            saved = weights.backend.swiglu_saved(gate_up, site)
+        return SavedMlp(h, b.saved, gate_up, saved)
 
     def backward(
         self,
@@ -136,16 +213,22 @@ class Mlp:
         a = DTYPES[graph.activations].itemsize
         stream, width = a * self._hidden, self._down.shape.in_features
         gate_up_site, down_site = graph.site(self._gate_up.path), graph.site(self._down.path)
-        gate_up, read = 2 * a * width, sizes.read(gate_up_site, self._hidden)
-        activation = sizes.read(down_site, width)
-        saved = sizes.saved(gate_up_site, self._hidden) + sizes.saved(down_site, width)
+        gate_up, read = 2 * a * width, self._gate_up.read_bytes(sizes, graph)
+        activation, down_adapter = (
+            self._down.read_bytes(sizes, graph),
+            self._down.adapter_bytes(graph),
+        )
+        saved = self._gate_up.saved_bytes(sizes, graph) + self._down.saved_bytes(sizes, graph)
         return UnitBytes(
             saved=stream + gate_up + saved,
             input=stream,
             read=read,
-            kept=activation,
-            made=(read or stream) + gate_up + (activation or a * width),
-            gradients=a * width + sizes.gradient(gate_up_site, 2 * width) + 2 * stream,
+            kept=max(self._gate_up.adapter_bytes(graph), activation + down_adapter),
+            made=(read or stream) + gate_up + (activation or a * width) + down_adapter,
+            gradients=self._gate_up.adapter_bytes(graph, backward=True)
+            + a * width
+            + sizes.gradient(gate_up_site, 2 * width)
+            + 2 * stream,
             once=max(
                 sizes.transposed(site, linear.shape.in_features)
                 for site, linear in ((gate_up_site, self._gate_up), (down_site, self._down))
@@ -193,7 +276,7 @@ class MixtureOfExperts:
 
     def sites(self) -> tuple[SiteShape, ...]:
         router = SiteShape(self.router, "router", self._layer)
-        return router, self._gate_up.site(self._layer), self._down.site(self._layer)
+        return router, *self._gate_up.sites(self._layer), *self._down.sites(self._layer)
 
     def masters(self) -> dict[str, Master]:
         count = self._experts.count

@@ -12,7 +12,7 @@ up are fused along their outputs), ``layers.N.qkv_proj.bias``, ``norm.weight``, 
 if it is not tied, and ``value_head.weight`` or ``score.weight``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,11 +20,17 @@ import torch
 from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.kernels.backend import Backend, backend_of
 from isobit.kernels.operands import HeadWeight, LinearWeight, RopeTable
+from isobit.models.adapters import check_delivered, drawn_adapters
 from isobit.models.checkpoint import is_equal_in_pieces
 from isobit.models.config import ModelConfig, inverse_frequencies
-from isobit.models.decoder import LM_HEAD, build_decoder, master_shapes
-from isobit.models.layers import Weights, about_folded, fold_norms
-from isobit.models.quantised_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
+from isobit.models.decoder import LM_HEAD, about_folded, build_decoder, fold_norms, master_shapes
+from isobit.models.layers import PublishedChange, Weights
+from isobit.models.quantised_checkpoint import (
+    MasterValues,
+    ScaleConversion,
+    is_taken,
+    master_of,
+)
 from isobit.models.safetensors import checksum_of
 from isobit.parallel.gradient_sum import (
     ONE_SLOT,
@@ -41,36 +47,6 @@ from isobit.precision.kv_scales import KvScales
 from isobit.precision.quant_tensor import DTYPES, QuantisedWeight, QuantTensor, Side
 from isobit.util.errors import MismatchError
 from isobit.util.terminal import say
-
-
-class PublishedChange:
-    """Counts how many of the quantised weights a publication changes.
-
-        share = changed numbers / numbers     over the matrices of all linears: E4M3 or INT8 bytes
-                                              without scales, or BF16 numbers if a matrix stays BF16
-
-    An update that moves masters by much less than their format's spacing changes few of them.
-    Counts stay on the device until ``share`` is read.
-    """
-
-    def __init__(self, world: World = ALONE) -> None:
-        self._world = world
-        self._changed: list[torch.Tensor] = []
-        self._numbers = 0
-
-    def add(self, changed: torch.Tensor, numbers: int) -> None:
-        """One matrix of so many numbers; ``changed`` is an int64 scalar on its device."""
-        self._changed.append(changed)
-        self._numbers += numbers
-
-    @property
-    def share(self) -> float:
-        """From 0 to 1, over the rows of all ranks, which all call it; 0 if nothing changed."""
-        changed = int(torch.stack(self._changed).sum()) if self._changed else 0
-        counts = self._world.all_gather((changed, self._numbers))
-        numbers = sum(one[1] for one in counts)
-        return sum(one[0] for one in counts) / numbers if numbers else 0.0
-
 
 SIDES: tuple[Side, Side] = ("rollout", "training")
 
@@ -97,11 +73,13 @@ class Published:
         self._described = decoder.masters()
 
     def take_all(
-        self, masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]], keep: bool
+        self,
+        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]],
+        keep: Collection[str],
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Publish whole masters, in the order of the forward; -> each by name, after it was
         published, as FP32 numbers on the device, or None for a folder's FP8 that is used unchanged
-        and not to ``keep``. Masters of a mapping are copied, pairs are taken over.
+        and not one of those to ``keep``. Masters of a mapping are copied, pairs are taken over.
         """
         pairs = masters.items() if isinstance(masters, Mapping) else masters
         names: list[str] = []
@@ -109,7 +87,7 @@ class Published:
         for name, values in self.folded(pairs, folded.append):
             names.append(name)
             if isinstance(values, QuantTensor):
-                master = self.take(name, values, keep)
+                master = self.take(name, values, name in keep)
             else:
                 copy, device = isinstance(masters, Mapping), self._backend.device
                 master = values.to(device, torch.float32, copy=copy)
@@ -199,11 +177,11 @@ class Published:
         world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
         self._derive_head()
 
-    def checksum(self, values: bool) -> int:
-        """The checksum of all published bytes (``isobit.models.safetensors``), by their places;
-        without ``values`` those of a value head are left out.
+    def checksum(self, without: Collection[str] = ()) -> int:
+        """The checksum of all published bytes (``isobit.models.safetensors``), by their places, but
+        for those of some masters.
         """
-        names = [one for one in self._described if values or not one.startswith("value_head.")]
+        names = [name for name in self._described if name not in without]
         tensors = self._tensors(dict.fromkeys(names, (0,)))
         return checksum_of({str(place): tensor for place, (tensor, _) in enumerate(tensors)})
 
@@ -295,15 +273,18 @@ class Policy:
         """The rows that this rank owns, perhaps none."""
         self.change = PublishedChange(self.world)
         self.shapes = master_shapes(config)
+        """Of the masters that learn."""
         self.ownership = self.decoder.ownership(world.size, slots.hosts)
         self._published = Published(config, self.flow, self.backend)
-        for name, master in self._published.take_all(masters, keep=trainable):
-            if trainable and master is not None:
+        kept = self.shapes if trainable else {}
+        for name, master in self._published.take_all(masters, kept):
+            if name in kept and master is not None:
                 own = master if world.size == 1 else master[self.rows(name)].clone()
                 self.masters[name] = torch.nn.Parameter(own)
         self.gradient = self._gradient_sum()
         """Sums the masters' gradients during a backward."""
         self.version = 1
+        self._base: str | None = None
 
     @property
     def conversion(self) -> ScaleConversion:
@@ -338,7 +319,7 @@ class Policy:
     def publish(self) -> None:
         """Quantise each weight once, in place, from the BF16 rounding of its master; ``version``
         counts the publications. All ranks call it. Raises MismatchError, on all, if published bytes
-        differ afterwards.
+        differ afterwards, or with LoRA are not those of the adapters that were trained.
         """
         self.change = PublishedChange(self.world)
         self._published.reads_folder = False
@@ -347,6 +328,8 @@ class Policy:
             if rows.start < rows.stop:
                 self._published.republish(name, master, rows.start, rows.stop, self.change)
         self._published.gather(self.world, self.ownership.cuts, self.ownership.places)
+        if self.config.lora is not None:
+            check_delivered(self)
         if (scales := self.kv_scales) is not None:
             if scales.calibration == "trainer":
                 scales.take_update(self.world.all_gather(scales.learnt.tolist()))
@@ -398,7 +381,18 @@ class Policy:
         (``isobit.models.safetensors``): the same on every rank, whatever it owns. Without
         ``values`` those of a value head are left out.
         """
-        return self._published.checksum(values)
+        kept = () if values else [one for one in self.shapes if one.startswith("value_head.")]
+        return self._published.checksum(kept)
+
+    def base(self) -> dict[str, str] | None:
+        """With LoRA, what names the base's published bytes, which never change: their checksum, and
+        the back end, since others publish other bytes. Else None.
+        """
+        if self.config.lora is None:
+            return None
+        if self._base is None:
+            self._base = f"{self._published.checksum(self.shapes):016x}"
+        return {"back_end": self.backend.name, "checksum": self._base}
 
     def pass_on(self, world: World, owners: int) -> None:
         """Send the published weights and their version from the first ``owners`` ranks of a world,
@@ -465,8 +459,10 @@ def random_policy(
     world: World = ALONE,
     slots: Slots = ONE_SLOT,
 ) -> Policy:
-    """Masters as transformers draws them: matrices N(0, 0.02), norms 1; biases and values 0."""
-    masters = random_masters(config, seed, device)
+    """Masters as transformers draws them: matrices N(0, 0.02), norms 1; biases and values 0.
+    Adapters as PEFT does.
+    """
+    masters = drawn_adapters(random_masters(config, seed, device), config, seed)
     return Policy(config, named_precision(precision), masters, device, trainable, world, slots)
 
 

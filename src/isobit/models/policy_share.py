@@ -78,7 +78,7 @@ class PolicyShare:
         self._weights = published.sides["training"] = published.sides[SIDE]
         self._weights.tensor_parallel = self.tensor_parallel
         described = self.decoder.masters()
-        for name, _ in published.take_all(masters, keep=False):
+        for name, _ in published.take_all(masters, ()):
             self._keep_share(name, described[name])
         # what connections between GPUs take is there before a cache takes what is left
         world.all_gather_stack(torch.zeros(1, device=self.device, dtype=torch.float32))

@@ -35,10 +35,13 @@ import torch
 from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer, named_stops, stop_token_ids
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder, checkpoint_shapes
-from isobit.models.layers import about_folded, fold_norms
+from isobit.models.decoder import about_folded, build_decoder, checkpoint_shapes, fold_norms
 from isobit.models.policy import Policy
-from isobit.models.quantised_checkpoint import fp8_config, int8_config, parts_of
+from isobit.models.quantised_checkpoint import (
+    fp8_config,
+    int8_config,
+    parts_of,
+)
 from isobit.models.safetensors import (
     INT8_SCALES_SUFFIX,
     SCALES_SUFFIX,
@@ -428,7 +431,7 @@ def write_folder(
     described = config.to_hf()
     if tokenizer_from is not None:
         described = _token_ids(tokenizer_from) | described
-        _copy_tokenizer(tokenizer_from, folder)
+        copy_tokenizer(tokenizer_from, folder)
     if contents.quantization is not None:
         described["quantization_config"] = contents.quantization
     _write_json(folder / "config.json", described)
@@ -442,7 +445,7 @@ def _token_ids(source: Path) -> dict[str, Any]:
     return {key: found[key] for key in _TOKEN_IDS if found.get(key) is not None}
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
     """Adds a generation config if there is none, so that engines know every end token."""
     for file in TEXT_FILES:
         if (source / file).is_file():

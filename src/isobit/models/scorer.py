@@ -26,7 +26,7 @@ from isobit.config.tables import Recompute
 from isobit.kernels.operands import RouterLoss, sequence_means
 from isobit.models.attention import SavedAttention
 from isobit.models.decoder import Layer, Scorable
-from isobit.models.layers import RouterCoefficients, Routes
+from isobit.models.mlp import RouterCoefficients, Routes
 from isobit.models.policy import Policy
 from isobit.parallel.world import run_and_gather
 from isobit.precision.quant_tensor import Side

@@ -27,6 +27,7 @@ from rich.progress import (
 from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
+from isobit.models.decoder import parameter_count
 from isobit.models.policy import Policy
 from isobit.observe.evaluation import EvalResult
 from isobit.records.metrics import METRICS, Kind, Metrics
@@ -251,9 +252,16 @@ def silent() -> Console:
 
 def describe_policy(name: str, policy: Policy) -> str:
     """A policy in one line."""
-    parameters = sum(map(prod, policy.shapes.values()))
-    layers = policy.config.num_layers
-    return f"model {name}: {policy.config.family}, {parameters:,} parameters, {layers} layers"
+    layers, trained = policy.config.num_layers, sum(map(prod, policy.shapes.values()))
+    parameters = parameter_count(policy.config) if policy.config.lora is not None else trained
+    line = f"model {name}: {policy.config.family}, {parameters:,} parameters, {layers} layers"
+    lora = policy.config.lora
+    if lora is None:
+        return line
+    return (
+        f"{line}; LoRA of rank {lora.rank} on {', '.join(lora.targets)}: {trained:,} parameters "
+        "are trained"
+    )
 
 
 def describe_moment(step: int) -> str:

@@ -20,7 +20,9 @@ from isobit.config.tables import KvCalibration, PrecisionConfig
 from isobit.precision.quant_tensor import EIGHT_BITS, Format, ScaleKind, Side
 from isobit.util.errors import ConfigError
 
-SiteKind = Literal["embedding", "norm", "linear", "router", "attention", "kv_cache", "head"]
+SiteKind = Literal[
+    "embedding", "norm", "linear", "adapter", "router", "attention", "kv_cache", "head"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class SiteShape:
     kind: SiteKind
     layer: int | None = None
     linear: LinearShape | None = None
+    adapter: LinearShape | None = None
+    """A matrix of LoRA: a linear in the format between operators, in every flow."""
 
     @property
     def aliases(self) -> set[str]:
@@ -82,7 +86,9 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One operation and its formats; ``dgrad``, ``wgrad`` and ``parts`` are for linears only."""
+    """One operation and its formats; ``dgrad``, ``wgrad`` and ``parts`` are for linears and
+    adapters only.
+    """
 
     name: str
     kind: SiteKind
@@ -134,6 +140,11 @@ class Graph:
     def num_layers(self) -> int:
         return sum(site.kind == "attention" for site in self.sites)
 
+    def without_adapters(self) -> "Graph":
+        """The same, without LoRA's sites."""
+        sites = tuple(site for site in self.sites if site.kind != "adapter")
+        return Graph(sites, self.activations)
+
     def with_token_scales(self) -> "Graph":
         """The same, with scales of Q, K and V a token and head everywhere."""
         return Graph(
@@ -164,6 +175,11 @@ class PrecisionFlow:
     def one_sided(self, side: Side) -> "PrecisionFlow":
         """The flow of a model that only one side reads."""
         return replace(self, rollout=self.graph(side), training=self.graph(side))
+
+    def without_adapters(self) -> "PrecisionFlow":
+        """The flow of a policy's base."""
+        sides = self.rollout.without_adapters(), self.training.without_adapters()
+        return replace(self, rollout=sides[0], training=sides[1])
 
     def frozen(self, side: Side) -> "PrecisionFlow":
         """The flow of a model that only scores: nobody calibrates it, and Q, K and V have scales a
@@ -240,12 +256,19 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
     linears, attention = _PRESETS[config.preset][side]
     base: Format = "fp32" if config.preset == "fp32" else "bf16"
     last = shape.num_layers - config.last_layers_bf16
+    has_adapters = any(site.adapter is not None for site in shape.sites)
+    if has_adapters:
+        # X and dY of a linear are read by its adapter's WGrad, and by no other
+        config = config.model_copy(update={"wgrad": "bf16"})
     sites: list[Site] = []
     for site in shape.sites:
         kept = site.layer is not None and not config.first_layers_bf16 <= site.layer < last
         if site.linear is not None:
             wanted = base if kept or site.aliases & set(config.modules_bf16) else linears
             sites.append(_linear_site(config, site.name, site.linear, wanted))
+        elif site.adapter is not None:
+            rows = site.adapter.rows
+            sites.append(Site(site.name, site.kind, base, dgrad=base, wgrad=base, parts=rows))
         elif site.kind in ("kv_cache", "attention"):
             format = base if kept else attention
             per_tensor = format == "e4m3" and config.kv_scales == "per_tensor"
@@ -301,8 +324,11 @@ def is_same_forward(rollout: Graph, training: Graph) -> bool:
 def describe_flow(flow: PrecisionFlow) -> list[str]:
     """One line per site, with equal layers folded, then whether the sides are one function."""
     training = {site.name: site for site in flow.training.sites}
+    adapters = [site for site in flow.rollout.sites if site.kind == "adapter"]
     rows = [
-        (site.name, _formats(site), _formats(training[site.name])) for site in flow.rollout.sites
+        (site.name, _formats(site), _formats(training[site.name]))
+        for site in flow.rollout.sites
+        if site.kind != "adapter"
     ]
     layers: dict[int, list[tuple[str, str, str]]] = {}
     for name, a, b in rows:
@@ -314,6 +340,9 @@ def describe_flow(flow: PrecisionFlow) -> list[str]:
         span = f"layers.{numbers[0]}" if len(numbers) == 1 else f"layers.{numbers[0]}-{numbers[-1]}"
         lines += [_line(f"{span}.{name}", a, b) for name, a, b in key]
     lines += [_line(*row) for row in rows[1:] if not row[0].startswith("layers.")]
+    if adapters:
+        what = f"{_formats(adapters[0])}, added to {len(adapters) // 2} linears' outputs"
+        lines.append(_line("LoRA", what, what))
     differing = len(graph_differences(flow.rollout, flow.training))
     total = len(flow.rollout.sites)
     verdict = (

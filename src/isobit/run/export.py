@@ -13,29 +13,41 @@ A run's checkpoint holds FP32 masters, of which the checkpoint's tensors are row
 is their BF16 rounding, from which the same 8-bit values are published.
 """
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import torch
 
 from isobit.config.load import build
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.tables import PrecisionConfig
+from isobit.models.adapters import (
+    CONFIG_FILE,
+    MergedTensors,
+    folded_columns,
+    open_adapters,
+    peft_tensors,
+    without_adapters,
+    write_adapters,
+)
 from isobit.models.checkpoint import Checkpoint as FolderCheckpoint
-from isobit.models.config import ModelConfig
-from isobit.models.decoder import build_decoder, decoder_shape
-from isobit.models.folder import model_folder, read_any_config
+from isobit.models.config import Lora, ModelConfig
+from isobit.models.decoder import (
+    build_decoder,
+    checkpoint_shapes,
+    decoder_shape,
+    master_shapes,
+)
+from isobit.models.folder import base_folder, model_folder, read_any_config
 from isobit.models.safetensors import SHARD_BYTES, TensorFile, total_bytes
 from isobit.models.saving import (
     Contents,
     Tensors,
     bf16_contents,
+    copy_tokenizer,
     fp8_contents,
     int8_contents,
     stored_contents,
@@ -50,11 +62,8 @@ from isobit.store.checkpoint import MASTERS, Checkpoint, folders_by_step, read_c
 from isobit.store.directory import RunDirectory
 from isobit.store.disk import newest_usable
 from isobit.store.keeper import best_on_disk
-from isobit.util.errors import CheckpointError, ConfigError, shown
+from isobit.util.errors import CheckpointError, ConfigError
 from isobit.util.files import check_free, disk_errors, file_sha256, new_folder
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 Say = Callable[[str], None]
 """Prints a line."""
@@ -78,6 +87,8 @@ class ExportSource:
     """What the run has left; None of a folder."""
     step: int | None = None
     """Steps of the run that the model has learnt from."""
+    adapters: Mapping[str, torch.Tensor] | None = None
+    """With LoRA, A and B by PEFT's names; then ``tensors`` are those of the base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +102,8 @@ class MasterTensors:
     @classmethod
     def of(cls, path: Path, config: ModelConfig) -> "MasterTensors":
         """Raises CheckpointError for masters that are not those of ``config``."""
-        file = TensorFile(path)
-        shapes = file.shapes()
-        places: dict[str, tuple[str, int, int]] = {}
+        file, places = checked_masters(path, config), dict[str, tuple[str, int, int]]()
         for name, master in build_decoder(config).masters().items():
-            if shapes.get(name) != master.shape:
-                raise CheckpointError(
-                    f"{path}: {name} has the shape {shapes.get(name, '(none)')}, and the model "
-                    f"that the run began with asks for {master.shape}: that is another model now"
-                )
             first = 0
             for part, rows in master.parts.items():
                 places[part] = name, first, first + rows
@@ -119,6 +123,19 @@ class MasterTensors:
     def quantised(self, name: str) -> QuantTensor | None:
         """None."""
         return None
+
+
+def checked_masters(path: Path, config: ModelConfig) -> TensorFile:
+    """A file of masters. Raises CheckpointError where they are not those of ``config``."""
+    file = TensorFile(path)
+    shapes = file.shapes()
+    for name, shape in master_shapes(config).items():
+        if shapes.get(name) != shape:
+            raise CheckpointError(
+                f"{path}: {name} has the shape {shapes.get(name, '(none)')}, and the model "
+                f"that the run began with asks for {shape}: that is another model now"
+            )
+    return file
 
 
 def find_source(name: str | Path, step: int | Literal["best"] | None, say: Say) -> ExportSource:
@@ -164,22 +181,20 @@ def _is_run(path: Path) -> bool:
 
 
 def _folder(name: str, path: Path) -> ExportSource:
-    config = read_any_config(path)
-    return ExportSource(name, path, config, FolderCheckpoint.open(path, config), path)
+    config, base = read_any_config(path), base_folder(path)
+    adapters = None if config.lora is None else open_adapters(path, config)
+    tensors = FolderCheckpoint.open(base, config)
+    return ExportSource(name, path, config, tensors, base, adapters=adapters)
 
 
 def _finished(directory: RunDirectory, record: RunRecord) -> ExportSource:
-    config = read_any_config(directory.model)
     recipe = record.setting("config")
-    return ExportSource(
-        str(directory.root),
-        directory.root,
-        config,
-        FolderCheckpoint.open(directory.model, config),
-        directory.model,
-        None if recipe is None else _precision(recipe),
-        record,
-        record.setting("config", "training", "steps"),
+    return replace(
+        _folder(str(directory.root), directory.model),
+        path=directory.root,
+        precision=None if recipe is None else _precision(recipe),
+        record=record,
+        step=record.setting("config", "training", "steps"),
     )
 
 
@@ -226,15 +241,26 @@ def _of_checkpoint(
         if isinstance(recipe, SftConfig)
         else source_config(recipe.model)
     )
+    if recipe.lora is not None:
+        config = replace(config, lora=Lora.of(recipe.lora))
+    base, masters, adapters = base_folder(model_folder(recipe.model)), None, None
+    if config.lora is None:
+        masters = MasterTensors.of(checkpoint.folder / MASTERS, config)
+    else:
+        masters = FolderCheckpoint.open(base, config)
+        flow = build_flow(recipe.precision, decoder_shape(config))
+        trained = checked_masters(checkpoint.folder / MASTERS, config)
+        adapters = peft_tensors(config, trained, folded_columns(config, flow, masters.tensor))
     return ExportSource(
         str(directory.root),
         directory.root,
         config,
-        MasterTensors.of(checkpoint.folder / MASTERS, config),
-        model_folder(recipe.model),
+        masters,
+        base,
         recipe.precision,
         record,
         checkpoint.step,
+        adapters,
     )
 
 
@@ -246,94 +272,6 @@ def _recipe(checkpoint: Checkpoint) -> Recipe:
 
 def _precision(recipe: dict[str, object]) -> PrecisionConfig:
     return build(PrecisionConfig, recipe["precision"], "the run's precision")  # pyright: ignore[reportArgumentType]
-
-
-HUB = "hf:"
-"""What a target begins with that is a model of the hub."""
-_REPOSITORY = re.compile(r"hf://(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class HubTarget:
-    """A model of the hub that a folder is uploaded to, made and checked before it is written."""
-
-    name: str
-    api: "HfApi"
-
-    @classmethod
-    def open(cls, target: str, private: bool, overwrite: bool) -> "HubTarget":
-        """The repository ``hf://user/name``, created if there is none.  Raises ConfigError for
-        another form, without a token, for a model that has files already unless ``overwrite``, and
-        where the hub refuses or cannot be reached.
-        """
-        from huggingface_hub import HfApi, get_token
-
-        match = _REPOSITORY.fullmatch(target)
-        if match is None:
-            raise ConfigError(f"--to is {target!r}; a model of the hub is written hf://user/name")
-        if get_token() is None:
-            raise ConfigError(
-                f"--to is {target!r}, but there is no token of the hub here: run `hf auth login`, "
-                "or set HF_TOKEN to one that may write"
-            )
-        made = cls(match["name"], HfApi())
-        with made.errors("cannot be opened"):
-            made.api.create_repo(made.name, private=private or None, exist_ok=True)
-            there = set(made.api.list_repo_files(made.name)) - {".gitattributes", CARD_FILE}
-        if there and not overwrite:
-            raise ConfigError(
-                f"--to is {target!r}, which already holds {len(there)} files; name another model, "
-                "or replace it (--overwrite)"
-            )
-        return made
-
-    def upload(self, folder: Path, message: str) -> str:
-        """Upload a folder as one commit, replacing older weights.  -> Its address."""
-        with self.errors("did not take the folder"):
-            commit = self.api.upload_folder(
-                repo_id=self.name,
-                folder_path=folder,
-                commit_message=message,
-                delete_patterns=["*.safetensors", "*.safetensors.index.json"],
-            )
-        return str(commit.repo_url)
-
-    @contextmanager
-    def errors(self, what: str) -> Iterator[None]:
-        """Turn every error of the hub into a ConfigError that says what to do."""
-        from huggingface_hub.errors import HfHubHTTPError
-
-        try:
-            yield
-        except Exception as error:  # many types, down to those of its HTTP client
-            status = None
-            if isinstance(error, HfHubHTTPError) and error.response is not None:
-                status = error.response.status_code
-            lines = str(error).strip().splitlines() or [""]
-            remedy = (
-                "the token is not one that may write there; make one that may, and set HF_TOKEN or "
-                "run `hf auth login`"
-                if status in (401, 403)
-                else "check the name on the hub"
-                if status in (400, 404, 409)
-                else "check the network; the model can also be exported to a folder (--to FOLDER) "
-                "and uploaded later with `hf upload`"
-            )
-            raise ConfigError(
-                f"hf://{self.name} {what}: {type(error).__name__}: {shown(lines[0])}; {remedy}"
-            ) from error
-
-
-def export_to_hub(
-    source: ExportSource, target: HubTarget, format: "ExportFormat" = "bf16", **settings: Any
-) -> tuple["ExportResult", str]:
-    """``export`` to a temporary folder, and upload that.  -> Also the model's address."""
-    with TemporaryDirectory(prefix="isobit-export-") as place:
-        folder = Path(place) / target.name.rpartition("/")[2]
-        result = export(source, folder, format, **settings)
-        step = "" if source.step is None else f" after step {source.step}"
-        address = target.upload(folder, f"Upload {format} weights{step} by Isobit")
-    return result, address
 
 
 ExportFormat = Literal["bf16", "fp8", "int8"]
@@ -357,6 +295,8 @@ class ExportResult:
     """The preset in which the run sampled, where ``precision`` is another flow; else None."""
     not_whole: tuple[str, ...]
     """Matrices that the flow has in E4M3, and which stock loaders could not read in it."""
+    rounding: float | None = None
+    """Of merged adapters: the rms of what rounding changes over that of what adapters change."""
 
 
 def export(
@@ -366,15 +306,24 @@ def export(
     precision: PrecisionConfig | None = None,
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
+    merge: bool = False,
 ) -> ExportResult:
     """Write a model as the folder ``target``.  Values in 8 bits are those of ``precision``, by
-    default the run's own flow, or as they are of a folder that is FP8 already.
+    default the run's own flow, or as they are of a folder that is FP8 already.  With LoRA it is
+    PEFT's folder, or with ``merge`` the base with its adapters added.
 
     Raises ConfigError for a target that cannot be used and a flow without such values or whose
     INT8 vLLM does not take, StorageError for a disk without room, ModelError for a tensor that
     cannot be read.
     """
     check_target(source, target, overwrite)
+    merged = None
+    if source.adapters is not None or merge:
+        _check_merge(source, format, merge)
+        if not merge:
+            return _export_adapters(source, target)
+        merged = _merged(source)
+        source = replace(source, config=without_adapters(source.config), tensors=merged)
     flow = _flow(source, format, precision)
     contents = _contents(source, format, flow)
     needed = total_bytes(contents.layout) + _OTHER_FILES
@@ -389,7 +338,54 @@ def export(
         contents.num_quantised,
         _sampled_in(source, flow),
         contents.not_whole,
+        None if merged is None or format == "int8" else _rounding(source, merged, target),
     )
+
+
+def _check_merge(source: ExportSource, format: ExportFormat, merge: bool) -> None:
+    if source.adapters is None:
+        raise ConfigError(
+            f"--merge adds adapters to their base, and {source.name} has none; leave it out"
+        )
+    if not merge and format != "bf16":
+        raise ConfigError(
+            f"--format is {format}, but adapters are written as PEFT's, in FP32; leave it out, or "
+            "add --merge, which writes the base with its adapters"
+        )
+
+
+def _export_adapters(source: ExportSource, target: Path) -> ExportResult:
+    lora, tensors = source.config.lora, source.adapters
+    assert lora is not None
+    assert tensors is not None
+    size = total_bytes(tensors)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        disk_errors(target.parent, f"the folder {target}", size, "export again"),
+        new_folder(target) as partial,
+    ):
+        write_adapters(partial, lora, source.tokenizer_from, tensors)
+        copy_tokenizer(source.tokenizer_from, partial)
+    return ExportResult(target, "bf16", size, 1, 0, None, ())
+
+
+def _merged(source: ExportSource) -> MergedTensors:
+    lora, tensors = source.config.lora, source.adapters
+    assert lora is not None
+    assert tensors is not None
+    return MergedTensors(source.tensors, tensors, lora.scale)
+
+
+def _rounding(source: ExportSource, merged: MergedTensors, target: Path) -> float:
+    """``ExportResult.rounding``, of a folder that was written."""
+    written, errors, changes = FolderCheckpoint.open(target, source.config), 0.0, 0.0
+    for name in checkpoint_shapes(source.config):
+        change = merged.change(name)
+        if change is not None:
+            exact = source.tensors.tensor(name).double()
+            errors += float((written.tensor(name).double() - exact).square().sum())
+            changes += float(change.square().sum())
+    return (errors / changes) ** 0.5 if changes else 0.0
 
 
 def _sampled_in(source: ExportSource, flow: PrecisionFlow | None) -> str | None:
@@ -417,7 +413,7 @@ def check_target(source: ExportSource, target: Path, overwrite: bool) -> None:
             f"--to is {str(target)!r}, which already holds files; name another folder, or replace "
             "it (--overwrite)"
         )
-    if not (target / "config.json").is_file():
+    if not any((target / file).is_file() for file in ("config.json", CONFIG_FILE)):
         raise ConfigError(
             f"--to is {str(target)!r}, which holds files but no config.json: it is no model "
             "folder, and is not replaced; name another"

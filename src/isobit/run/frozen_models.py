@@ -45,6 +45,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import decoder_shape
 from isobit.models.folder import (
     DescribedModel,
+    base_folder,
     choose_device,
     describe_model,
     model_folder,
@@ -53,8 +54,8 @@ from isobit.models.folder import (
 from isobit.models.frozen import (
     FrozenPolicy,
     RewardModel,
+    frozen_config,
     load_reward_model,
-    without_value_head,
 )
 from isobit.models.policy import Policy
 from isobit.precision.flow import build_flow
@@ -141,11 +142,12 @@ def describe_reference(
     folder = reference_folder(config, weights)
     if folder is None:
         return None
-    shape = without_value_head(policy.config)
-    if folder != policy.folder:
+    shape, own = frozen_config(policy.config), base_folder(policy.folder, weights)
+    if base_folder(folder, weights) != own:
         shape = _described_reference(config, describe_model(folder), policy, longest)
-    flow = build_flow(config.precision, decoder_shape(shape))
-    return FrozenModel(REFERENCE, shape, flow, "reference", config.reference.offload)
+    flow, offload = build_flow(config.precision, decoder_shape(shape)), config.reference.offload
+    shared = policy.config.lora is not None and base_folder(folder, weights) == own
+    return FrozenModel(REFERENCE, shape, flow, "reference", offload, shared=shared)
 
 
 def load_reference(config: RunConfig, policy: Policy) -> Reference | None:
@@ -155,7 +157,7 @@ def load_reference(config: RunConfig, policy: Policy) -> Reference | None:
     folder = reference_folder(config)
     if folder is None:
         return None
-    if folder == model_folder(config.model):
+    if base_folder(folder) == base_folder(model_folder(config.model)):
         frozen = FrozenPolicy.of(policy)
     else:
         frozen = FrozenPolicy.load(folder, config.precision, policy.device)
@@ -168,7 +170,7 @@ def checkpoint_bytes(config: RunConfig, policy: ModelConfig) -> int:
     """What it takes of a checkpoint at most: nothing where it is never refreshed."""
     if config.algorithm.kl_coefficient == 0 or not config.reference.refresh_every:
         return 0
-    shape = without_value_head(policy)
+    shape = frozen_config(policy)
     flow = build_flow(config.precision, decoder_shape(shape))
     # published bytes are as many on every device but in fp32, which is the CPU's alone
     return FrozenModel(REFERENCE, shape, flow, "reference").checkpoint_bytes(support("cpu").sizes)
@@ -178,7 +180,7 @@ def _described_reference(
     config: RunConfig, model: DescribedModel, policy: DescribedModel, longest: int
 ) -> ModelConfig:
     """The shape of another model than the policy's own, which has to fit."""
-    name, shape, wanted = config.reference.model, model.config, without_value_head(policy.config)
+    name, shape, wanted = config.reference.model, model.config, frozen_config(policy.config)
     if model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ConfigError(
             f"reference.model is {name!r}, whose tokenizer has other tokens than the policy's: it "

@@ -39,7 +39,6 @@ from itertools import compress
 from typing import Any
 
 from isobit.config.recipes import RunConfig
-from isobit.models.folder import model_folder, read_config
 from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
 from isobit.records.kept_groups import groups_value
@@ -56,6 +55,7 @@ from isobit.run.pending import (
     check_parts,
     compared,
 )
+from isobit.run.plan import source_config
 from isobit.run.run import begin_run, open_graders, start_run
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.store.reward_record import SentAnswers, SentRecord
@@ -87,6 +87,8 @@ def train(
     last checkpoint has what the run has learnt.
     """
     with open_run(config, console, resume, world, rollouters, allowed) as run:
+        if run.steps().start == 1:
+            run.prove_adapters()
         for step in run.steps():
             take_step(run, step)
         run.save_model()
@@ -244,7 +246,7 @@ def open_run(
         check_parts(config, ALONE)
     console = console or (Console() if world.rank == 0 else silent())
     config, data = settled(with_date_of_run(config, resume, world), read_rl, console.line)
-    shape = read_config(model_folder(config.model))
+    shape = source_config(config.model, lora=config.lora)
     extra = extra_bytes(config, shape)
     with (
         begin_run(config, shape, console, resume, world, allowed, extra) as begun,

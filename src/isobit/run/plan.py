@@ -17,6 +17,7 @@ import torch
 from isobit.config.recipes import Objective, RunConfig, SftConfig
 from isobit.config.rules import check_shape
 from isobit.config.tables import (
+    LoraConfig,
     ModelShape,
     PrecisionConfig,
     RunRolloutConfig,
@@ -32,15 +33,16 @@ from isobit.data.tokenizer import (
 from isobit.kernels.backend import backend_of, support
 from isobit.memory.activations import FrozenModel
 from isobit.memory.device import MOMENTS, Card, DevicePlan, DevicePlanner
-from isobit.models.config import Experts, ModelConfig
+from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.decoder import checkpoint_shapes, decoder_shape
 from isobit.models.folder import (
     DescribedModel,
     LoadedModel,
+    base_folder,
     choose_device,
-    load_policy,
     model_folder,
     read_config,
+    read_masters,
     read_reward_masters,
     reward_config,
 )
@@ -73,6 +75,25 @@ class ModelSource:
         config = replace(self.described.config, value_head=True)
         return replace(self, described=replace(self.described, config=config))
 
+    def with_lora(self, config: LoraConfig | None) -> "ModelSource":
+        """The same, with adapters to be trained. Raises ConfigError where the weights are drawn or
+        the folder has adapters, ModelError for a model that cannot have any.
+        """
+        if config is None:
+            return self
+        if self.from_scratch:
+            raise ConfigError(
+                "lora and from_scratch are both set, but adapters change a model that is stored "
+                "somewhere; leave one of them out"
+            )
+        if self.described.config.lora is not None:
+            raise ConfigError(
+                f"lora is set, but {self.described.folder} has adapters of its own, which are "
+                "trained on; leave [lora] out, or name their base as the model"
+            )
+        lora = replace(self.described.config, lora=Lora.of(config))
+        return replace(self, described=replace(self.described, config=lora))
+
     def load(
         self,
         precision: PrecisionConfig,
@@ -90,13 +111,12 @@ class ModelSource:
         config = described.config
         if self.from_scratch:
             policy = random_policy(config, precision, seed, device, trainable, world, slots)
-        elif config.score_head:
-            masters = read_reward_masters(described.folder, config, seed, device)
-            policy = Policy(config, precision, masters, device, trainable, world, slots)
         else:
-            policy = load_policy(
-                described.folder, precision, device, trainable, config.value_head, world, slots
-            )
+            if config.score_head:
+                masters = read_reward_masters(described.folder, config, seed, device)
+            else:
+                masters = read_masters(described.folder, config, device, seed)
+            policy = Policy(config, precision, masters, device, trainable, world, slots)
         return LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
 
 
@@ -113,10 +133,11 @@ def describe_source(
     Raises ModelError for a folder, ConfigError for a shape that cannot be used.
     """
     folder = model_folder(model, weights)
-    config, tokenizer = source_config(model, shape, objective, weights), load_tokenizer(folder)
-    check_vocabulary(tokenizer, config.vocab_size, folder)
+    config, text = source_config(model, shape, objective, weights), base_folder(folder, False)
+    tokenizer = load_tokenizer(text)
+    check_vocabulary(tokenizer, config.vocab_size, text)
     described = DescribedModel(
-        folder, config, tokenizer, stop_token_ids(tokenizer, folder, config.vocab_size)
+        folder, config, tokenizer, stop_token_ids(tokenizer, text, config.vocab_size)
     )
     return ModelSource(described, from_scratch=shape is not None)
 
@@ -126,11 +147,13 @@ def source_config(
     shape: ModelShape | None = None,
     objective: Objective = "supervised",
     weights: bool = True,
+    lora: LoraConfig | None = None,
 ) -> ModelConfig:
     """The decoder alone; raises as ``describe_source`` does."""
     folder = model_folder(model, weights)
     if shape is None and objective == "supervised":
-        return read_config(folder)
+        found = read_config(folder)
+        return found if lora is None else replace(found, lora=Lora.of(lora))
     tokenizer = load_tokenizer(folder)
     if shape is None:
         return reward_config(folder, pad_token_id(tokenizer))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from isobit.algorithms.objective import Algorithm
@@ -21,6 +22,7 @@ from isobit.data.sampler import Mapped
 from isobit.data.tokenizer import describe_end_of_turn
 from isobit.environments.pool import Environments
 from isobit.memory.cache_size import batched_tokens
+from isobit.models.adapters import filled
 from isobit.models.config import ModelConfig
 from isobit.models.policy_share import is_one_function
 from isobit.models.scorer import calibrate_kv_scales
@@ -29,6 +31,7 @@ from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
+from isobit.records.batch import pack
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout.engine import EngineStats, Handle, Progress, Request
 from isobit.rollout.episodes import Episodes, Tools
@@ -59,6 +62,7 @@ from isobit.training.calibration import build_calibration, describe_shadow
 from isobit.training.judge import Judge
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Learner
+from isobit.util.errors import MismatchError
 
 VALUE_HEAD_RATE = 10.0
 """Of a value head over the policy's, where the recipe does not say: it starts from nothing."""
@@ -252,6 +256,42 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             self.engine,
         )
 
+    def prove_adapters(self) -> None:
+        """With LoRA, before the first step: fill each B with small numbers, sample some tokens, and
+        compare their log-probabilities with the trainer's. At the start B is zeros, and the first
+        step's own comparison would not see an adapter that one side does not read. Collective.
+        Raises MismatchError.
+
+        Not where other processes sample, nor with scales a tensor, which publications set.
+        """
+        policy = self.model.policy
+        if policy.config.lora is None or self.rollouters or policy.kv_scales or not self.exact:
+            return
+        place = self.sampler.state()
+        prompts = self.sampler.next(min(2, self.config.training.prompts_per_step))
+        self.sampler.restore(place)
+        few = replace(self.sampling, max_new_tokens=min(4, self.sampling.max_new_tokens))
+        requests = [Request(prompt, visit, 1, few) for prompt, visit in prompts]
+        base = self._sampled_and_scored(requests)
+        with filled(policy):
+            sampled, scored = self._sampled_and_scored(requests)
+        same = torch.equal(sampled, scored)
+        if same and not (sampled.shape == base[0].shape and torch.equal(sampled, base[0])):
+            return
+        what = "are those without them" if same else "are not the trainer's"
+        raise MismatchError(
+            f"before the first step, with adapters that are not zero, log-probabilities {what}: "
+            "the engine or the trainer does not read them; `isobit verify` on the run's adapters "
+            "with --bisect names the operation"
+        )
+
+    def _sampled_and_scored(self, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of a few tokens as the engine records them, and the trainer's."""
+        made, _, _ = generate_shared(self.world, self.engine, requests)
+        [batch] = pack([one.sequence for of_one in made for one in of_one], 1 << 30)
+        with self.turns.training(self.clock):
+            return batch.recorded_log_probs, self.trainer.scorer.score(batch).log_probs
+
     @property
     def given(self) -> Given:
         """The records of what the run is given from outside."""
@@ -293,6 +333,7 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
     check_package(config.tracking)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
     source = describe_source(config.model, weights=weights)
+    source = source.with_lora(config.lora)
     if algorithm.needs_values:
         source = source.with_value_head()
     model = source.described

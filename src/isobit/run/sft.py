@@ -313,6 +313,7 @@ def read_sft(config: SftConfig, *, weights: bool = True, data: SftData | None = 
     check_sft(config)
     check_package(config.tracking)
     source = describe_source(config.model, config.from_scratch, config.objective, weights)
+    source = source.with_lora(config.lora)
     data = data or load_examples(config.data, source.described, config.objective)
     evaluation = {}
     if config.reward is not None:
@@ -394,7 +395,7 @@ def open_run(
     """A block with all steps of a run, which begins or is resumed (``isobit.run.run``)."""
     console = console or (Console() if world.rank == 0 else silent())
     config, data = settled(with_date_of_run(config, resume, world), read_sft, console.line)
-    shape = source_config(config.model, config.from_scratch, config.objective)
+    shape = source_config(config.model, config.from_scratch, config.objective, lora=config.lora)
     with (
         begin_run(config, shape, console, resume, world, allowed) as begun,
         start_run(config, lambda: prepare_sft(config, world, data), *begun) as run,

@@ -42,7 +42,9 @@ import isobit
 from isobit.config.recipes import Recipe
 from isobit.data.sampler import PromptSampler
 from isobit.kernels.backend import support
+from isobit.models.decoder import parameter_count
 from isobit.models.folder import LoadedModel
+from isobit.models.policy import Policy
 from isobit.precision.flow import PrecisionFlow, Site, graph_differences
 from isobit.training.trainer import Trainer
 from isobit.util.machine import openmp_libraries, processor_name, read_memory, usable_cores
@@ -280,7 +282,7 @@ def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
         "machine": {**machine(), **processes(hosts)},
         "model": {
             "folder": str(run.model.folder),
-            "parameters": sum(map(prod, policy.shapes.values())),
+            **_parameters(policy),
             "config": asdict(policy.config),
         },
         "data": run.data_figures(),
@@ -289,6 +291,14 @@ def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
         "precision": precision_graph(policy.flow, engine is None or "engine" not in engine),
         "config": run.config.model_dump(mode="json"),
     }
+
+
+def _parameters(policy: Policy) -> dict[str, int]:
+    """Of the model, and with LoRA also of its adapters."""
+    trained = sum(map(prod, policy.shapes.values()))
+    if policy.config.lora is None:
+        return {"parameters": trained}
+    return {"parameters": parameter_count(policy.config), "trained": trained}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -5,7 +5,8 @@ A checkpoint saves and restores:
     tensors    FP32 masters, AdamW's moments, and the tensors of extras
                (``isobit.store.manifest.Extra``)
     counters   the trainer's updates and skipped steps, the version of the weights, and the scales
-               of Q, K and V that go with it (``isobit.precision.kv_scales``)
+               of Q, K and V that go with it (``isobit.precision.kv_scales``); with LoRA the
+               checksum of the base, of which nothing is saved
     cursors    the sampler's epoch and place, and the size of every file that grows
                (``isobit.store.directory``)
     budget     the tokens a micro-batch, as far as out-of-memories have lowered them
@@ -154,6 +155,7 @@ def take_boundary(
         "step": step,
         "weights_version": run.model.policy.version,
         **({} if (scales := run.model.policy.kv_scales) is None else {"kv_scales": scales.state()}),
+        **({} if (base := run.model.policy.base()) is None else {"base": base}),
         "trainer": run.trainer.counters(),
         "budget": [asdict(change) for change in run.trainer.budget.changes],
         "sampler": run.sampler.state(),
@@ -215,6 +217,7 @@ def restore(checkpoint: Checkpoint, run: TrainingRun, other_prompts: bool = Fals
         return masters, moments
 
     masters, moments = run_on_all(policy.world, open_tensors)
+    _check_base(checkpoint, policy)
     policy.restore(share.own_masters(masters), state["weights_version"])
     if policy.kv_scales is not None and "kv_scales" in state:  # not after another flow
         policy.kv_scales.restore(state["kv_scales"])
@@ -222,6 +225,20 @@ def restore(checkpoint: Checkpoint, run: TrainingRun, other_prompts: bool = Fals
     run.trainer.budget.changes = [BudgetChange(**change) for change in state["budget"]]
     run.sampler.restore(state["sampler"], other_prompts)
     run_on_all(policy.world, lambda: _restore_extras(checkpoint, run))
+
+
+def _check_base(checkpoint: Checkpoint, policy: Policy) -> None:
+    """Refuse another base under the adapters of a checkpoint."""
+    then, now = checkpoint.state.get("base"), policy.base()
+    if then is None or now is None or then["back_end"] != now["back_end"]:
+        return
+    if then != now:
+        raise CheckpointError(
+            f"{checkpoint.folder}: the adapters were trained on a model whose published weights "
+            f"have the checksum {then['checksum']}, and those of the folder `model` have "
+            f"{now['checksum']}: put the folder's old files back, or start a new run (--output "
+            "PATH)"
+        )
 
 
 def _share(policy: Policy) -> Share:

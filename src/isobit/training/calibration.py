@@ -49,7 +49,7 @@ from isobit.config.tables import PrecisionConfig
 from isobit.memory.activations import FrozenModel
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
-from isobit.models.frozen import FrozenPolicy, without_value_head
+from isobit.models.frozen import FrozenPolicy, frozen_config
 from isobit.models.policy import Policy
 from isobit.precision.flow import build_flow
 from isobit.records.batch import TokenScores, responses
@@ -144,7 +144,7 @@ class Calibration:
 
 def shadow_of(policy: Policy) -> FrozenPolicy:
     """What the policy's masters are in BF16, without a value head."""
-    config = without_value_head(policy.config)
+    config = frozen_config(policy.config)
     names = build_decoder(config).masters()
     masters = ((name, policy.whole_master(name)) for name in names)
     return FrozenPolicy.publish(config, SHADOW, masters, policy.device)
@@ -176,7 +176,7 @@ def describe_shadow(config: RunConfig, policy: ModelConfig) -> FrozenModel | Non
     """The shadow as a plan of the memory knows it; None where there is none."""
     if not calibrates(config):
         return None
-    shape = without_value_head(policy)
+    shape = frozen_config(policy)
     flow = build_flow(SHADOW, decoder_shape(shape))
     return FrozenModel("BF16 shadow", shape, flow, "algorithm", lasting=False)
 

@@ -57,7 +57,7 @@ import torch
 from isobit.algorithms.objective import Objective, Shares
 from isobit.config.tables import Recompute, TrainingConfig
 from isobit.models.decoder import VALUE_HEAD
-from isobit.models.layers import RouterCoefficients
+from isobit.models.mlp import RouterCoefficients
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction, function_of
 from isobit.models.safetensors import checksum_of

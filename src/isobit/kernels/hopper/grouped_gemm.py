@@ -11,7 +11,7 @@ them may therefore depend on anything.
 
 DeepGEMM has one grid of blocks a matrix, so experts whose parts are not whole blocks, and BF16
 sizes that are not whole tiles, go to Triton, and so does INT8.  It has no grouped WGrad: that is
-``isobit.kernels.hopper.wgrad`` in E4M3, and a kernel here in BF16.
+``isobit.kernels.hopper.linear`` in E4M3, and a kernel here in BF16.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -27,8 +27,8 @@ import triton.language as tl
 from isobit.kernels.hopper.dispatch import Dispatch, GroupedRows
 from isobit.kernels.hopper.gemm import BackEnd, call_deep_gemm, deep_gemm_or_triton, stages
 from isobit.kernels.hopper.int8 import transposed_e4m3
+from isobit.kernels.hopper.linear import triton_fp8_gemm_tn
 from isobit.kernels.hopper.quantise import QuantRows
-from isobit.kernels.hopper.wgrad import triton_fp8_gemm_tn
 from isobit.kernels.operands import LinearWeight, Operand
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, E4M3, Int8Rows, num_blocks

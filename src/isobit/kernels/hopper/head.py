@@ -354,15 +354,15 @@ def token_log_probs_backward(
     targets: torch.Tensor,
     temperatures: torch.Tensor,
     d_log_probs: torch.Tensor,
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
     d_entropies: torch.Tensor | None = None,
     drawn: int | None = None,
 ) -> torch.Tensor:
     """Inputs as for ``token_log_probs``; d_log_probs and d_entropies FP32 [N] are the loss's
     gradients, None for zeros -> that of hidden, BF16 [N, C], NaN where the logits are not finite;
-    adds the head's to ``grad``, FP32 [V, C].  Repeats its bits at the same sizes.
+    adds the head's to ``grad``, FP32 [V, C], if it is given.  Repeats its bits at the same sizes.
     """
-    head, grad = head.first(_in_tiles(drawn)), grad[: _in_tiles(drawn)]
+    head = head.first(_in_tiles(drawn))
     rows = backward_rows(head.table.shape[0])
     d_hidden = torch.empty_like(hidden)
     for first in range(0, hidden.shape[0], rows):
@@ -374,7 +374,8 @@ def token_log_probs_backward(
         # FP32 out: cuBLAS may cut so long a sum, over the vocabulary, in pieces, and would add
         # those of a BF16 product in BF16.
         d_hidden[part] = torch.mm(d_logits, head.table, out_dtype=torch.float32)
-        bf16_gemm_tn(d_logits, hidden[part], grad)
+        if grad is not None:
+            bf16_gemm_tn(d_logits, hidden[part], grad[: _in_tiles(drawn)])
         del d_logits  # before the next part's are made
     return d_hidden
 

@@ -233,16 +233,17 @@ def token_log_probs_backward(
     targets: torch.Tensor,
     temperatures: torch.Tensor,
     d_log_probs: torch.Tensor,
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
     d_entropies: torch.Tensor | None = None,
     drawn: int | None = None,
 ) -> torch.Tensor:
     """The gradients of the log-probabilities and of the entropies, FP32 [N] each (None for zeros)
-    -> that of hidden [N, C]; adds the head's to ``grad``, FP32 [V, C].
+    -> that of hidden [N, C]; adds the head's to ``grad``, FP32 [V, C], if it is given.
     """
-    head, grad = head.first(drawn), grad[:drawn]
+    head = head.first(drawn)
     wide = head.table.float()
-    d_hidden, d_head = torch.empty_like(hidden), torch.zeros_like(wide)
+    d_hidden = torch.empty_like(hidden)
+    d_head = None if grad is None else torch.zeros_like(wide)
     rows = _chunk_rows(head.table)
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
@@ -255,8 +256,10 @@ def token_log_probs_backward(
             None if d_entropies is None else d_entropies[part, None] / temperature,
         )
         d_hidden[part] = (d_logits @ wide).to(hidden.dtype)
-        d_head.addmm_(d_logits.t(), h)
-    grad.add_(d_head)
+        if d_head is not None:
+            d_head.addmm_(d_logits.t(), h)
+    if grad is not None and d_head is not None:
+        grad[:drawn].add_(d_head)
     return d_hidden
 
 

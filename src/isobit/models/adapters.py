@@ -1,0 +1,351 @@
+"""Adapters of low rank in PEFT's folders, and at the start of a run.
+
+    adapter_config.json           ``LoraConfig``: r, lora_alpha, target_modules, use_rslora, ..
+    adapter_model.safetensors     base_model.model.MODULE.lora_A.weight    FP32 [r, K]
+                                  base_model.model.MODULE.lora_B.weight    FP32 [N, r]
+
+``isobit.models.layers.Adapter`` has the arithmetic. Stock ``peft`` and vLLM load such a folder; the
+model that it changes is another folder, ``base_model_name_or_path``. What PEFT has beside A and B
+(biases, DoRA, other ranks for some modules, saved modules) is refused by its name.
+
+In INT8 what stands out of a norm is moved behind it (``fold_norms``), so that A reads other numbers
+than PEFT's. Files have PEFT's A: it is multiplied by the norm's powers of two when it is read, and
+divided by them when it is written, both exactly.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isobit.config.tables import ALL_LINEAR, LORA_TARGETS
+from isobit.models.config import Lora, ModelConfig
+from isobit.models.decoder import build_decoder, fold_norms
+from isobit.models.layers import Master
+from isobit.models.quantised_checkpoint import (
+    MasterValues,
+)
+from isobit.models.safetensors import TensorFile, write_tensors
+from isobit.parallel.world import raised_on_all
+from isobit.precision.flow import PrecisionFlow
+from isobit.precision.quant_tensor import QuantTensor
+from isobit.util.errors import MismatchError, ModelError
+
+if TYPE_CHECKING:
+    from isobit.models.policy import Policy
+    from isobit.models.saving import Tensors
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+_NEUTRAL: dict[str, Any] = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "bias": "none",
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "use_qalora": False,
+}
+"""Keys that change what an adapter computes, with the values that leave it plain LoRA."""
+
+
+def adapter_masters(config: ModelConfig) -> dict[str, Master]:
+    """A and B of every linear with an adapter, in the order of the forward."""
+    masters = build_decoder(config).masters()
+    return {name: master for name, master in masters.items() if master.adapter}
+
+
+def drawn_adapters(
+    masters: Iterator[tuple[str, MasterValues]], config: ModelConfig, seed: int
+) -> Iterator[tuple[str, MasterValues]]:
+    """A policy's masters in which each A is drawn as PEFT draws it, uniformly within 1 / sqrt(K)
+    (Kaiming, a = sqrt(5)), by ``seed`` and its name; B is zeros.
+    """
+    adapters = adapter_masters(config)
+    for name, values in masters:
+        if name in adapters and name.endswith(".lora_A.weight"):
+            assert isinstance(values, torch.Tensor), "no adapter is quantised"
+            key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key[:7]))
+            drawn = torch.rand(values.shape, generator=generator, dtype=torch.float32)
+            bound = values.shape[1] ** -0.5
+            yield name, drawn.mul_(2 * bound).sub_(bound).to(values.device)
+        else:
+            yield name, values
+
+
+def read_adapters(
+    masters: Iterator[tuple[str, MasterValues]], config: ModelConfig, folder: Path
+) -> Iterator[tuple[str, MasterValues]]:
+    """A policy's masters with the A and B of PEFT's folder. Raises ModelError for tensors that are
+    not those of ``config``.
+    """
+    adapters, file = adapter_masters(config), open_adapters(folder, config)
+    for name, values in masters:
+        if name not in adapters:
+            yield name, values
+            continue
+        assert isinstance(values, torch.Tensor), "no adapter is quantised"
+        found = torch.cat([file[part].float() for part in adapters[name].adapter])
+        if not bool(found.isfinite().all()):
+            raise ModelError(f"{folder / WEIGHTS_FILE}: {name} has a number that is not finite")
+        yield name, found.to(values.device)
+
+
+def open_adapters(folder: Path, config: ModelConfig) -> TensorFile:
+    """A and B in PEFT's folder. Raises ModelError for tensors that are not those of ``config``."""
+    adapters, path = adapter_masters(config), folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise ModelError(
+            f"{folder} has {CONFIG_FILE} but no {WEIGHTS_FILE}; expected a folder that `isobit "
+            "train` or PEFT's save_pretrained has written"
+        )
+    file = TensorFile(path)
+    found = file.shapes()
+    expected = {
+        part: (rows, *master.shape[1:])
+        for master in adapters.values()
+        for part, rows in master.adapter.items()
+    }
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise ModelError(
+                f"{path}: {name} has the shape {found.get(name, '(none)')}, and {CONFIG_FILE} and "
+                f"the model ask for {expected.get(name, '(none)')}: they do not belong together"
+            )
+    return file
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    return (folder / CONFIG_FILE).is_file()
+
+
+@torch.no_grad()
+def check_delivered(policy: "Policy") -> None:
+    """Compare what both sides read of the adapters with a new publication of their masters, after
+    each publication; collective. Raises MismatchError, on all ranks, where they differ: sampler and
+    trainer would agree on what they both have not got, so that no log-probability shows it.
+    """
+
+    def look() -> str | None:
+        for name, master in policy.masters.items():
+            path, rows = name.rpartition(".")[0], policy.rows(name)
+            for side in ("rollout", "training"):
+                held = policy.weights(side).linears.get(path)
+                if held is None or rows.start == rows.stop:
+                    continue
+                own = held.rows(rows.start, rows.stop)
+                assert isinstance(own.matrix, torch.Tensor), "an adapter is not quantised"
+                made = policy.backend.publish(own.site, master)
+                if not torch.equal(own.matrix, made):  # pyright: ignore[reportArgumentType]
+                    return f"{side} reads another {path} than the one that was trained"
+        return None
+
+    problems = [found for found in policy.world.all_gather(look()) if found is not None]
+    if problems:
+        raise raised_on_all(
+            MismatchError(
+                f"{problems[0]}: the publication has not delivered it; a memory is faulty, or "
+                "something else holds a copy of published weights; go on with --resume"
+            )
+        )
+
+
+@contextmanager
+def filled(policy: "Policy", size: float = 0.05) -> Iterator[None]:
+    """A block in which each B of a policy has small numbers, drawn by its name, in place of its
+    own: at a run's start it is zeros, and says nothing on whether anybody reads it. All ranks enter
+    it. Two publications are made.
+    """
+    before = {name: master.detach().clone() for name, master in policy.masters.items()}
+    with torch.no_grad():
+        for name, master in policy.masters.items():
+            if name.endswith(".lora_B.weight"):
+                key = hashlib.sha256(name.encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(key[:7]))
+                drawn = torch.randn(policy.shapes[name], generator=generator, dtype=torch.float32)
+                master.copy_(drawn[policy.rows(name)].mul_(size))
+    policy.publish()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, master in policy.masters.items():
+                master.copy_(before[name])
+        policy.publish()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """What ``adapter_config.json`` says."""
+
+    base: str  # the model that it changes: a folder or a name of the hub
+    lora: Lora
+
+
+def read_adapter_config(folder: Path) -> AdapterFolder:
+    """Raises ModelError for what is not plain LoRA on a decoder's linears."""
+    path = folder / CONFIG_FILE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
+        raise ModelError(f"{path}: peft_type is not LORA, the only kind of adapter that is read")
+    for key, neutral in _NEUTRAL.items():
+        value = found.get(key)
+        if value and value != neutral:
+            raise ModelError(
+                f"{path}: {key} is {value!r}, which changes what an adapter computes; only plain "
+                f"LoRA is read, with {key} = {neutral!r}"
+            )
+    rank, alpha = found.get("r"), found.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+        raise ModelError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers")
+    base = found.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"{path}: base_model_name_or_path is {base!r}; write the folder or the hub's name of "
+            "the model there that the adapter was trained on"
+        )
+    if isinstance(revision := found.get("revision"), str) and not Path(base).exists():
+        base = f"{base}@{revision}"
+    targets = _targets(path, found.get("target_modules"))
+    return AdapterFolder(base, Lora(rank, float(alpha), targets, bool(found.get("use_rslora"))))
+
+
+def _targets(path: Path, value: Any) -> tuple[str, ...]:
+    names = LORA_TARGETS if value == ALL_LINEAR else value
+    if not isinstance(names, list | tuple) or not names or not set(names) <= set(LORA_TARGETS):
+        raise ModelError(
+            f"{path}: target_modules is {value!r}; expected a list of some of "
+            f"{', '.join(LORA_TARGETS)}"
+        )
+    return tuple(name for name in LORA_TARGETS if name in names)
+
+
+def adapter_config(lora: Lora, base: Path) -> dict[str, Any]:
+    """An ``adapter_config.json`` that PEFT and vLLM load; ``base`` may be in the hub's cache."""
+    name, revision = str(base.resolve()), None
+    parts = base.parts
+    if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        name, revision = parts[-3].removeprefix("models--").replace("--", "/"), parts[-1]
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": name,
+        "revision": revision,
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        "use_rslora": lora.rslora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def folded_columns(
+    config: ModelConfig, flow: PrecisionFlow, norm: Callable[[str], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """By the name of an A, the powers of two [1, K] that a policy in ``flow`` has multiplied it by
+    (``fold_norms``); A's that are PEFT's are left out. ``norm`` gives the base's tensors.
+    """
+    sites = [*flow.rollout.sites, *flow.training.sites]
+    int8 = {site.name for site in sites if site.kind == "linear" and site.forward == "int8"}
+    described = build_decoder(config).masters()
+
+    def rows() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, master in described.items():
+            if len(master.shape) == 2:
+                yield name, torch.ones(1, master.shape[1], dtype=torch.float32)
+            elif len(master.parts) == 1:
+                yield name, norm(next(iter(master.parts))).float()
+
+    folded = fold_norms(rows(), int8.__contains__, lambda channels: None)
+    return {
+        name: row
+        for name, row in folded
+        if described[name].adapter and isinstance(row, torch.Tensor) and bool((row != 1).any())
+    }
+
+
+def peft_tensors(
+    config: ModelConfig,
+    masters: Mapping[str, torch.Tensor],
+    folded: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """A policy's adapters, FP32 and whole, by the names of PEFT's files; ``folded`` are
+    ``folded_columns``.
+    """
+    made: dict[str, torch.Tensor] = {}
+    for name, master in adapter_masters(config).items():
+        values = masters[name].detach().cpu()
+        values = values / folded[name] if name in folded else values
+        parts = values.split(list(master.adapter.values()))
+        made |= dict(zip(master.adapter, (part.contiguous() for part in parts), strict=True))
+    return made
+
+
+def write_adapters(
+    folder: Path, lora: Lora, base: Path, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """PEFT's folder, of ``peft_tensors``, for adapters of the model folder ``base``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(adapter_config(lora, base), indent=2)
+    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    write_tensors(folder / WEIGHTS_FILE, tensors, tensors.__getitem__, {"format": "pt"})
+
+
+@dataclass(frozen=True, slots=True)
+class MergedTensors:
+    """A base's tensors with its adapters added, W + scale B A in FP64, rounded to FP32 once
+    (``isobit.models.saving.Tensors``).
+    """
+
+    base: "Tensors"
+    adapters: Mapping[str, torch.Tensor]  # by PEFT's names
+    scale: float
+
+    def tensor(self, name: str) -> torch.Tensor:
+        values, change = self.base.tensor(name), self.change(name)
+        return values if change is None else (values.double() + change).float()
+
+    def change(self, name: str) -> torch.Tensor | None:
+        """What is added to a tensor, FP64; None where there is no adapter."""
+        path = f"base_model.model.{name.removesuffix('.weight')}"
+        down = self.adapters.get(f"{path}.lora_A.weight")
+        if down is None:
+            return None
+        up = self.adapters[f"{path}.lora_B.weight"]
+        return (up.double() @ down.double()).mul_(self.scale)
+
+    @property
+    def in_e4m3(self) -> frozenset[str]:
+        """None: a merged matrix is in FP32."""
+        return frozenset()
+
+    def quantised(self, name: str) -> QuantTensor | None:
+        return None
+
+
+def without_adapters(config: ModelConfig) -> ModelConfig:
+    """The base."""
+    return replace(config, lora=None)

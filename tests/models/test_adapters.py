@@ -1,0 +1,343 @@
+"""LoRA: one function in rollout and training, gradients of the adapters alone, and PEFT's files."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.config.tables import (
+    LORA_TARGETS,
+    Family,
+    PrecisionConfig,
+    Recompute,
+    named_precision,
+)
+from isobit.models.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_masters, filled
+from isobit.models.config import Experts, Lora, ModelConfig
+from isobit.models.decoder import master_shapes
+from isobit.models.folder import (
+    LoadedModel,
+    load_model,
+    load_policy,
+    read_config,
+    read_masters,
+    write_model,
+)
+from isobit.models.frozen import FrozenPolicy
+from isobit.models.policy import Policy, Published, random_masters, random_policy
+from isobit.models.saving import save_policy
+from isobit.models.scorer import ScoredPass, Scorer
+from isobit.run.export import export, find_source
+from isobit.starter import starter_folder
+from isobit.util.errors import ConfigError, MismatchError, ModelError
+from tests.models.exactness_probe import packed, paged
+from tests.models.policies import logits_of, published_tensors, whole_batch
+
+LENGTHS = (1, 18, 67, 130)
+FLOWS = ("fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8")
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+ALL = Lora(8, 12.0, LORA_TARGETS)
+SOME = Lora(5, 7.0, ("k_proj", "v_proj", "up_proj"), rslora=True)
+
+
+def config_of(family: Family = "qwen3", lora: Lora | None = ALL, tied: bool = True) -> ModelConfig:
+    config = ModelConfig(family, 128, 128, 192, 2, 4, 2, 32, 256, 1e-6, 1e4, tied)
+    return replace(config, lora=lora)
+
+
+def moved(policy: Policy, seed: int = 1, size: float = 0.05) -> Policy:
+    """With adapters that are not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for master in policy.parameters():
+            master.add_(size * torch.randn(master.shape, generator=generator))
+    policy.publish()
+    return policy
+
+
+def make(preset: str = "fp32", **options: Any) -> Policy:
+    return moved(random_policy(config_of(**options), preset, seed=0))
+
+
+def tokens(policy: Policy, seed: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(policy.config.vocab_size, (sum(LENGTHS),), generator=generator)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("preset", FLOWS)
+def test_rollout_and_training_are_one_function_in_which_adapters_count(
+    family: Family, preset: str
+) -> None:
+    policy = make(preset, family=family)
+    ids = tokens(policy)
+    trained = packed(policy, ids, LENGTHS)
+    assert torch.equal(paged(policy, ids, LENGTHS), trained)
+    base = random_policy(config_of(family, None), preset, seed=0)
+    assert not torch.equal(packed(base, ids, LENGTHS), trained)
+
+
+@pytest.mark.parametrize("lora", [SOME, replace(ALL, rank=33), replace(ALL, targets=("o_proj",))])
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
+def test_any_rank_and_targets_are_exact(preset: str, lora: Lora) -> None:
+    policy = make(preset, lora=lora)
+    ids = tokens(policy)
+    assert torch.equal(paged(policy, ids, LENGTHS), packed(policy, ids, LENGTHS))
+
+
+@pytest.mark.parametrize("preset", ["fp32", "fp8", "int8"])
+def test_without_a_change_adapters_leave_the_base_as_it_is(preset: str) -> None:
+    policy = random_policy(config_of(), preset, seed=0)
+    base = random_policy(config_of(lora=None), preset, seed=0)
+    ids = tokens(policy)
+    assert torch.equal(packed(policy, ids, LENGTHS), packed(base, ids, LENGTHS))
+
+
+def gradients(policy: Policy, recompute: Recompute = "none") -> dict[str, torch.Tensor]:
+    batch = whole_batch(tokens(policy), LENGTHS, tokens(policy, 4))
+    scored = ScoredPass(policy, batch, recompute)
+    scores = scored.forward()
+    assert torch.equal(scores.log_probs, Scorer(policy).score(batch).log_probs)
+    d = torch.linspace(-1, 1, len(scores.log_probs))
+    scored.backward(d)
+    return {name: master.grad for name, master in policy.masters.items() if master.grad is not None}
+
+
+@pytest.mark.parametrize("lora", [ALL, SOME])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_merged_matrices(family: Family, lora: Lora) -> None:
+    """With W' = W + s B A, and dW' its gradient: dA = s B^T dW' and dB = s dW' A^T."""
+    policy = make(family=family, lora=lora)
+    assert set(policy.masters) == set(adapter_masters(policy.config))
+    described, s = policy.decoder.masters(), lora.scale
+    whole: dict[str, torch.Tensor] = {}
+    for name, values in random_masters(replace(policy.config, lora=None), 0):
+        whole[name] = values
+    matrices: list[tuple[str, slice, torch.Tensor, torch.Tensor, str, int]] = []
+    for name in [one for one in policy.masters if one.endswith("lora_A.weight")]:
+        path = name.removesuffix(".lora_A.weight")
+        parts = {part.split(".")[-2]: n for part, n in described[f"{path}.weight"].parts.items()}
+        first_b = 0
+        for index, target in enumerate(one for one in parts if one in lora.targets):
+            begin = sum(list(parts.values())[: list(parts).index(target)])
+            rows = slice(begin, begin + parts[target])
+            a = policy.masters[name].detach()[index * lora.rank : (index + 1) * lora.rank]
+            b = policy.masters[f"{path}.lora_B.weight"].detach()
+            b = b[first_b : first_b + parts[target]]
+            whole[f"{path}.weight"][rows] += s * (b @ a)
+            matrices.append((path, rows, a, b, f"{path}.weight", index))
+            first_b += parts[target]
+    merged = Policy(replace(policy.config, lora=None), PrecisionConfig(preset="fp32"), whole)
+    found, expected = gradients(policy), gradients(merged)
+    seen: dict[str, int] = {}
+    for path, rows, a, b, matrix, index in matrices:
+        dw = expected[matrix][rows]
+        d_a = found[f"{path}.lora_A.weight"][index * lora.rank : (index + 1) * lora.rank]
+        first = seen.get(path, 0)
+        d_b = found[f"{path}.lora_B.weight"][first : first + len(b)]
+        seen[path] = first + len(b)
+        torch.testing.assert_close(d_a, s * b.t() @ dw, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(d_b, s * dw @ a.t(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
+def test_gradients_do_not_depend_on_what_is_computed_again(preset: str) -> None:
+    policy = make(preset, family="qwen2")
+    levels: tuple[Recompute, ...] = ("none", "mlp", "full")
+    found: list[dict[str, torch.Tensor]] = []
+    for level in levels:
+        found.append({name: grad.clone() for name, grad in gradients(policy, level).items()})
+        for master in policy.parameters():
+            master.grad = None
+    assert found[0].keys() == set(policy.masters)
+    assert all(bool(grad.any()) for grad in found[0].values())
+    for other in found[1:]:
+        assert all(torch.equal(grad, other[name]) for name, grad in found[0].items())
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
+def test_gradients_in_low_precision_are_near_those_in_fp32(preset: str) -> None:
+    found, exact = gradients(make(preset)), gradients(make("fp32"))
+    for name, grad in found.items():
+        error = (grad - exact[name]).norm() / exact[name].norm()
+        assert error < (0.05 if preset == "bf16" else 0.3), (name, float(error))
+
+
+def test_only_adapters_have_masters_moments_and_checkpoints() -> None:
+    policy = make("fp8", lora=SOME)
+    names = {name for name in policy.decoder.masters() if "lora_" in name}
+    assert set(policy.masters) == set(policy.shapes) == names == set(master_shapes(policy.config))
+    published = policy.weights("rollout").linears
+    assert published["layers.0.qkv_proj.lora_A"].matrix.shape == (10, 128)  # pyright: ignore
+    assert published["layers.0.qkv_proj.lora_B"].matrix.shape == (128, 5)  # pyright: ignore
+    assert "layers.0.o_proj.lora_A" not in published
+
+
+def test_a_publication_that_delivers_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make("fp8")
+    policy.publish()
+    monkeypatch.setattr(Published, "republish", lambda *arguments: None)
+    with pytest.raises(MismatchError, match=r"rollout reads another layers\.0\.qkv_proj\.lora_A"):
+        moved(policy)
+
+
+def test_a_copy_on_one_side_that_stays_as_it_was_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = make("fp8")
+    linears = policy.weights("rollout").linears
+    stale = linears["layers.1.down_proj.lora_B"]
+    assert isinstance(stale.matrix, torch.Tensor)
+    linears["layers.1.down_proj.lora_B"] = replace(stale, matrix=stale.matrix.clone())
+    moved(policy)  # which writes to both
+    monkeypatch.setattr(Published, "_of", lambda self, path: [self.sides["training"].linears[path]])
+    with pytest.raises(MismatchError, match=r"rollout reads another layers\.1\.down_proj\.lora_B"):
+        moved(policy)
+
+
+def test_filled_adapters_are_not_zero_and_go_away_again() -> None:
+    policy = random_policy(config_of(), "fp8", seed=0)
+    ids, before = tokens(policy), policy.checksum()
+    base = packed(policy, ids, LENGTHS)
+    with filled(policy):
+        assert policy.checksum() != before
+        assert not torch.equal(packed(policy, ids, LENGTHS), base)
+    assert policy.checksum() == before
+
+
+def test_the_reference_is_the_base_without_a_copy() -> None:
+    policy = make("fp8")
+    base = random_policy(config_of(lora=None), "fp8", seed=0)
+    frozen, batch = FrozenPolicy.of(policy), whole_batch(tokens(policy), LENGTHS)
+    assert torch.equal(Scorer(frozen).score(batch).log_probs, Scorer(base).score(batch).log_probs)
+    assert not frozen.is_equal_to(policy)
+    own = {id(tensor) for tensor in published_tensors(policy, ["training"])}
+    assert {id(tensor) for tensor in frozen.tensors().values()} <= own
+    digest = frozen.digest()
+    moved(policy, seed=9)
+    assert FrozenPolicy.of(policy).digest() == digest
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A folder in which two channels of a norm stand out, so that INT8 folds them."""
+    config = config_of("llama", None, tied=False)
+    policy = random_policy(config, "fp32", seed=0)
+    with torch.no_grad():
+        policy.masters["layers.0.input_norm.weight"][3] = 40.0
+        policy.masters["layers.1.post_attention_norm.weight"][7] = 9.0
+    save_policy(policy, tmp_path / "base", tokenizer_from=starter_folder())
+    return tmp_path / "base"
+
+
+def trained(base: Path, preset: str, lora: Lora = ALL) -> LoadedModel:
+    config = replace(read_config(base), lora=lora)
+    policy = Policy(config, named_precision(preset), read_masters(base, config))
+    loaded = load_model(base, preset)
+    return replace(loaded, policy=moved(policy))
+
+
+@pytest.mark.parametrize("preset", ["fp32", "fp8", "int8"])
+def test_a_folder_of_adapters_is_the_policy_again(preset: str, base: Path, tmp_path: Path) -> None:
+    model = trained(base, preset, SOME)
+    write_model(model, tmp_path / "adapters")
+    again = load_policy(tmp_path / "adapters", preset)
+    assert again.config == model.policy.config
+    assert again.checksum() == model.policy.checksum()
+    for name, master in again.masters.items():
+        assert torch.equal(master, model.policy.masters[name])
+    write_model(replace(model, policy=again, folder=tmp_path / "adapters"), tmp_path / "second")
+    for file in (WEIGHTS_FILE, CONFIG_FILE):
+        assert (tmp_path / "second" / file).read_bytes() == (
+            tmp_path / "adapters" / file
+        ).read_bytes()
+
+
+def test_int8_moves_what_stands_out_and_files_have_pefts_numbers(
+    base: Path, tmp_path: Path
+) -> None:
+    """A policy in INT8 that reads the adapters of one in FP32 is the same function, nearly."""
+    exact = trained(base, "fp32")
+    write_model(exact, tmp_path / "adapters")
+    int8 = load_policy(tmp_path / "adapters", "int8")
+    name = "layers.0.qkv_proj.lora_A.weight"
+    factor = int8.masters[name] / exact.policy.masters[name]
+    assert factor[:, 3].unique().tolist() == [64.0]
+    assert factor[:, :3].unique().tolist() == [1.0]
+    ids = tokens(int8)[:100]
+    expected, found = logits_of(exact.policy, ids), logits_of(int8, ids)
+    assert (found - expected).norm() / expected.norm() < 0.05
+
+
+def test_peft_computes_our_logits_and_writes_our_bytes(base: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    for place, lora in enumerate((ALL, SOME)):
+        model = trained(base, "fp32", lora)
+        folder = tmp_path / f"adapters {place}"
+        write_model(model, folder)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        theirs = peft.PeftModel.from_pretrained(theirs, folder).eval()
+        ids = tokens(model.policy)[:100]
+        with torch.no_grad():
+            expected = theirs(ids[None]).logits[0]
+        found = logits_of(model.policy, ids)
+        torch.testing.assert_close(found, expected[:, : found.shape[1]], rtol=0, atol=1e-3)
+        theirs.save_pretrained(tmp_path / f"theirs {place}")
+        ours = (folder / WEIGHTS_FILE).read_bytes()
+        assert (tmp_path / f"theirs {place}" / WEIGHTS_FILE).read_bytes() == ours
+        again = load_policy(tmp_path / f"theirs {place}", "fp32")
+        assert again.checksum() == model.policy.checksum()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is not LORA"),
+        ({"use_dora": True}, "use_dora is True, which changes what an adapter computes"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "expected a list of some of q_proj"),
+        ({"r": 16}, "they do not belong together"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is None"),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused_by_its_key(
+    changes: dict[str, Any], reason: str, base: Path, tmp_path: Path
+) -> None:
+    write_model(trained(base, "fp32"), tmp_path / "adapters")
+    path = tmp_path / "adapters" / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelError, match=reason):
+        load_policy(tmp_path / "adapters", "fp32")
+
+
+def test_merged_matrices_are_the_sum_rounded_once(base: Path, tmp_path: Path) -> None:
+    model = trained(base, "fp32", SOME)
+    write_model(model, tmp_path / "adapters")
+    source = find_source(tmp_path / "adapters", None, lambda line: None)
+    result = export(source, tmp_path / "merged", merge=True)
+    merged = load_policy(tmp_path / "merged", "fp32")
+    a = model.policy.masters["layers.0.qkv_proj.lora_A.weight"].detach()[:5].double()
+    b = model.policy.masters["layers.0.qkv_proj.lora_B.weight"].detach()[:64].double()
+    plain = load_policy(base, "fp32").masters["layers.0.qkv_proj.weight"].detach()
+    expected = (plain[128:192].double() + SOME.scale * (b @ a)).float().bfloat16().float()
+    assert torch.equal(merged.masters["layers.0.qkv_proj.weight"][128:192], expected)
+    assert torch.equal(merged.masters["layers.0.qkv_proj.weight"][:128], plain[:128])
+    assert result.rounding is not None
+    assert 0 < result.rounding < 0.1
+    coarse = export(source, tmp_path / "fp8", "fp8", PrecisionConfig(), merge=True)
+    assert coarse.rounding is not None
+    assert coarse.rounding > 4 * result.rounding
+    with pytest.raises(ConfigError, match="add --merge"):
+        export(source, tmp_path / "no", "fp8")
+
+
+def test_models_that_cannot_have_adapters_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="does not train a qwen3_moe model"):
+        replace(config_of(lora=None), family="qwen3_moe", experts=Experts(4, 2, 64, True), lora=ALL)
+    with pytest.raises(ModelError, match="does not train a reward model"):
+        replace(config_of(), score_head=True)
