@@ -49,8 +49,7 @@ def test_any_rank_and_targets_are_exact(preset: Preset) -> None:
 
 def gradients(policy: Policy, recompute: Recompute) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    drawn = torch.randint(policy.config.vocab_size, (2, sum(LENGTHS)), generator=generator)
-    ids, targets = drawn.to(policy.device)
+    ids, targets = torch.randint(policy.config.vocab_size, (2, sum(LENGTHS)), generator=generator)
     batch = whole_batch(ids, LENGTHS, targets)
     scored = ScoredPass(policy, batch, recompute)
     scores = scored.forward()
