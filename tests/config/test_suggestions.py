@@ -111,8 +111,7 @@ def test_each_name_in_an_unknown_table_is_answered() -> None:
         "actor_rollout_ref.rollout.n: unknown key; use training.samples_per_prompt (verl: rollout",
         "actor_rollout_ref.rollout.foo: unknown key\n",
         "actor_rollout_ref.actor.optim.lr: unknown key; use training.learning_rate (verl: ",
-        "lora.r: unknown key; not here (TRL: r): no LoRA",
-        "lora.rank: unknown key; not here (TRL: lora): no LoRA",
+        "lora.r: unknown key; use lora.rank (TRL: r)",
     ):
         assert line in message
 
@@ -187,4 +186,4 @@ def test_a_flag_with_dashes_is_answered_with_the_key_as_a_flag() -> None:
     message = str(refused.value)
     assert "top-k: unknown key; did you mean --rollout.top_k?" in message
     assert "max-sequences: unknown key; did you mean --rollout.max_sequences?" in message
-    assert "lora-rank: unknown key; not here (OpenRLHF: lora_rank): no LoRA" in message
+    assert "lora-rank: unknown key; use lora.rank (isobit train) (OpenRLHF: lora_rank)" in message

@@ -263,7 +263,7 @@ def test_fine_tuning_is_planned_before_weights_are_read(
 
     monkeypatch.setattr(plan, "choose_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(run, "plan_device_memory", refuse)
-    monkeypatch.setattr(plan, "load_policy", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(plan, "read_masters", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="no room"):
         prepare_sft(supervised(make_config, training={"prompts_per_step": 2}))
     assert microbatch_tokens(asked[0], 100) == 200

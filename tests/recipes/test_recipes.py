@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from isobit.cli.main import main
@@ -36,7 +37,7 @@ CLAIMS: dict[str, Callable[[Figures, Figures], bool]] = {
     "replay": lambda first, last: first["replay/samples"] == 0 < last["staleness/mean"],
 }
 """What a recipe for one capability shows in its first or its last step."""
-TRAIN = ("checkpoint", "quickstart", "reasoning_gym", "tens", "tools", "your_data", *CLAIMS)
+TRAIN = ("checkpoint", "lora", "quickstart", "reasoning_gym", "tens", "tools", "your_data", *CLAIMS)
 SFT = ("fine_tune", "moe", "reward_model", "starter", "tools_sft")
 SMALL = {"training.steps": 1, "training.prompts_per_step": 2, "threads": 1}
 FEW_ROWS = {"data__train__limit": 200}
@@ -132,6 +133,15 @@ def test_recipes_of_one_capability_show_it(name: str, tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     first, last = (line for text in lines if "loss" in (line := json.loads(text)))
     assert CLAIMS[name](first, last)
+
+
+def test_adapters_are_what_the_recipe_for_them_trains(tmp_path: Path) -> None:
+    changes = {"training__prompts_per_step": 8, "training__samples_per_prompt": 8, **FEW_ROWS}
+    summary = run("train", "lora", tmp_path / "run", data__eval__held_out__limit=4, **changes)
+    assert summary["tokens_differing"] == 0 != summary["tokens_compared"]
+    (written,) = (tmp_path / "run" / "model").glob("*.safetensors")
+    adapters = load_file(written)
+    assert all("lora_" in name and values.any() for name, values in adapters.items())
 
 
 def test_the_mix_of_tasks_trains_and_evaluates_each(tmp_path: Path) -> None:

@@ -379,7 +379,10 @@ def make_run(
     return make
 
 
-OF_THE_ENGINE = ("rollout/shared_pages", "rollout/chunks", "rollout/preemptions", "time/update_s")
+OF_THE_ENGINE = (
+    *("rollout/shared_pages", "rollout/kept_tokens", "rollout/chunks", "rollout/preemptions"),
+    "time/update_s",
+)
 """Counts of what a native engine does with its pages."""
 
 

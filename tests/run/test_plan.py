@@ -147,7 +147,7 @@ def test_several_processes_are_planned(
 def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "load_policy", None)
+    monkeypatch.setattr(plan_module, "read_masters", None)
     on_a_gpu(monkeypatch, 1 << 30)
     for start in (plan_run, prepare_rl):
         with pytest.raises(ConfigError, match="training a micro-batch of 84 tokens would take"):

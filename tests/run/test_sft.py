@@ -19,7 +19,8 @@ from isobit.config.recipes import SftConfig
 from isobit.config.tables import Preset
 from isobit.kernels.backend import support
 from isobit.memory.turns import DeviceTurns
-from isobit.models.folder import load_model, load_policy
+from isobit.models.folder import load_model, read_masters
+from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.records.batch import PackedBatch
 from isobit.run import plan
@@ -124,9 +125,12 @@ def test_a_gpu_has_no_cache_where_nothing_is_generated(
     monkeypatch.setattr(plan, "available_memory", lambda _: 8 << 30)
     monkeypatch.setattr(run_module, "allocate_in_pages", lambda _: None)
     monkeypatch.setattr(
+        plan_module, "read_masters", lambda folder, config, *_: read_masters(folder, config, "cpu")
+    )
+    monkeypatch.setattr(
         plan_module,
-        "load_policy",
-        lambda folder, precision, *_, **__: load_policy(folder, precision),
+        "Policy",
+        lambda config, precision, masters, *_: Policy(config, precision, masters),
     )
     config = make_config(rollout={"kv_memory_gib": 12.0})
     shown = "\n".join(plan_sft(config).describe(None))
