@@ -2,6 +2,7 @@
 # logs are kept each minute, too: a call that is ended before it is over still brings them back.  Caches are kept with CACHES=1: that takes a minute.
 . experiments/sitting/environment.sh
 [ -d $TREE ] || { echo "the machine was given back"; exit 9; }
+[ -e /tmp/queue.log ] || { echo "no queue was begun"; exit 9; }
 keep() { (cd /tmp && tar c $(ls -d */rows */flows */runs/*.log */runs/*/metrics.jsonl ./*.log 2>/dev/null) | xz -3 -T0 > kept.part && cp kept.part "$OUT/kept.new" && mv "$OUT/kept.new" "$OUT/kept.txz"); }
 cd $TREE || exit 1; until=$(( $(date +%s) + $1 )); kept=$(date +%s)
 while [ "$(date +%s)" -lt $until ] && [ ! -e /tmp/queue.ended ]; do
