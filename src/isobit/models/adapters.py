@@ -27,9 +27,7 @@ from isobit.config.tables import ALL_LINEAR, LORA_TARGETS
 from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import build_decoder, fold_norms
 from isobit.models.layers import Master
-from isobit.models.quantised_checkpoint import (
-    MasterValues,
-)
+from isobit.models.quantised_checkpoint import MasterValues
 from isobit.models.safetensors import TensorFile, write_tensors
 from isobit.parallel.world import raised_on_all
 from isobit.precision.flow import PrecisionFlow
