@@ -1,8 +1,10 @@
 """How long a model folder takes to its first token, and how much of the host's memory.
 
     python -m benchmarks.loading [--shape qwen3-8b] [--folder DIR] [--precision fp8] [--trainable]
+        [--format fp8]
 
-A folder of the shape is written first, where none is there: random BF16 weights in shards of 5 GB.
+A folder of the shape is written first, where none is there: random weights, in BF16 or in blocks of
+FP8, in shards of 5 GB.
 What was written is in the system's cache, and stays there where it fits.  Then a fresh process
 reads it, publishes it and draws one token.  A JSON line each:
 
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter, time
@@ -33,30 +36,57 @@ if TYPE_CHECKING:
 _SAMPLE_S = 0.001
 
 
-def write_folder(config: "ModelConfig", folder: Path, shard_bytes: int) -> None:
-    """Random weights: matrices from N(0, 0.02), all else ones."""
+def write_folder(
+    config: "ModelConfig", folder: Path, shard_bytes: int, format: str = "bf16", writers: int = 4
+) -> None:
+    """Random weights: matrices of some N(0, 0.02), all else ones; with the format ``fp8`` what
+    linears read is E4M3 with scales that are powers of two. A shard is drawn by its name, and so
+    many are written at a time.
+    """
     import torch
 
     from isobit.models.decoder import checkpoint_shapes
-    from isobit.models.safetensors import write_shards
+    from isobit.models.quantised_checkpoint import fp8_config
+    from isobit.models.safetensors import INDEX_FILE, plan_shards, total_bytes, write_tensors
+    from isobit.precision.quant_tensor import num_blocks
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
-    layout = {
-        name: torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        for name, shape in checkpoint_shapes(config).items()
-    }
+    layout: dict[str, torch.Tensor] = {}
+    for name, shape in checkpoint_shapes(config).items():
+        in_fp8 = format == "fp8" and name.endswith("_proj.weight")
+        dtype = torch.float8_e4m3fn if in_fp8 else torch.bfloat16
+        layout[name] = torch.empty(shape, dtype=dtype, device="meta")
+        if in_fp8:
+            blocks = [num_blocks(side) for side in shape]
+            layout[f"{name}_scale_inv"] = torch.empty(blocks, device="meta")
 
-    def value(name: str) -> torch.Tensor:
-        shape = layout[name].shape
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16)
-        drawn = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-        return drawn.mul_(0.02)
+    def write(file: str, names: list[str]) -> None:
+        generator = torch.Generator(device).manual_seed(int.from_bytes(file.encode()) % (1 << 63))
+
+        def value(name: str) -> torch.Tensor:
+            one = layout[name]
+            if one.dtype == torch.float32:
+                return torch.full(one.shape, 2.0**-12)
+            if one.dim() == 1:
+                return torch.ones(one.shape, dtype=one.dtype)
+            drawn = torch.randn(one.shape, generator=generator, device=device, dtype=torch.bfloat16)
+            in_fp8 = one.dtype == torch.float8_e4m3fn
+            return drawn.mul_(80.0 if in_fp8 else 0.02).clamp_(-448, 448).to(one.dtype)
+
+        write_tensors(folder / file, {name: layout[name] for name in names}, value)
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_shards(folder, layout, value, shard_bytes)
-    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    shards = plan_shards(layout, shard_bytes)
+    with ThreadPoolExecutor(writers) as pool:
+        list(pool.map(write, shards, shards.values()))
+    if len(shards) > 1:
+        places = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total_bytes(layout)}, "weight_map": places}
+        (folder / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
+    described = config.to_hf()
+    if format == "fp8":
+        described["quantization_config"] = fp8_config(["lm_head"])
+    (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
 
 
 def measure(
@@ -164,6 +194,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--precision", default="fp8")
+    parser.add_argument("--format", default="bf16", choices=("bf16", "fp8"))
     parser.add_argument("--trainable", action="store_true")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--started-at", type=float, help=argparse.SUPPRESS)
@@ -176,7 +207,7 @@ def main() -> None:
 
         folder = options.folder or Path(tempfile.mkdtemp(prefix=f"isobit-{options.shape}-"))
         if not (folder / "config.json").is_file():
-            write_folder(model_shape(options.shape), folder, SHARD_BYTES)
+            write_folder(model_shape(options.shape), folder, SHARD_BYTES, options.format)
         lines = read_in_fresh_process(folder, options.precision, options.trainable)
     for line in lines:
         print(json.dumps(line), flush=True)

@@ -158,6 +158,15 @@ _ENGINE_ARMS: dict[str, Changes] = {
         "rollout.engine": "vllm",
     },
 }
+LORA = "lora"
+"""``gsm`` with adapters of rank 32 in place of all weights, at five and ten times their learning
+rate; beside the task ``gsm``.
+"""
+_LORA_ARMS: dict[str, Changes] = {
+    f"{name}-{times}x": {**ARMS[name], "lora.rank": "32", "training.learning_rate": rate}
+    for name in ("fp8",)
+    for times, rate in ((5, "1.5e-4"), (10, "3e-4"))
+}
 LONG = "long"
 """``multiply`` over twice as many steps."""
 OUTLIERS = "stress-outliers"
@@ -175,10 +184,11 @@ _ARMS_OF: dict[str, dict[str, Changes]] = {
     SITES: _SITE_ARMS,
     FROM_FP8: {name: ARMS[name] for name in ("bf16", "fp8")},
     ENGINES: {name: {**arm, "training.steps": "100"} for name, arm in _ENGINE_ARMS.items()},
+    LORA: _LORA_ARMS,
     LONG: {name: {**ARMS[name], "training.steps": "300"} for name in ("bf16", "fp8", "int8")},
 }
 """Arms of the tasks that have others than ``_FEW``."""
-NAMES = (*TASKS, SITES, FROM_FP8, ENGINES, LONG, *STRESSES)
+NAMES = (*TASKS, SITES, FROM_FP8, ENGINES, LORA, LONG, *STRESSES)
 """All tasks that a run may have."""
 
 
@@ -194,7 +204,7 @@ class Run:
     @property
     def problems(self) -> Task:
         """What it is trained and measured on."""
-        return "gsm" if self.task in ("gsm", ENGINES, *STRESSES) else "multiply"
+        return "gsm" if self.task in ("gsm", ENGINES, LORA, *STRESSES) else "multiply"
 
     @property
     def start(self) -> str:

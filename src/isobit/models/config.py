@@ -429,6 +429,11 @@ SHAPES: dict[str, ModelConfig] = {
         tied_embeddings=False,
         rope_scaling=_LLAMA3_SCALING,
     ),
+    "llama-3.1-70b": ModelConfig(
+        *("llama", 128256, 8192, 28672, 80, 64, 8, 128, 131072, 1e-5, 5e5),
+        tied_embeddings=False,
+        rope_scaling=_LLAMA3_SCALING,
+    ),
     "mistral-7b": ModelConfig(
         *("mistral", 32000, 4096, 14336, 32, 32, 8, 128, 32768, 1e-5, 1e4),
         tied_embeddings=False,

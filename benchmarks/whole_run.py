@@ -1,0 +1,184 @@
+"""Some steps of ``isobit train`` on a model of random weights, from a folder of shards: with LoRA
+or all weights, what a step takes of the card and of the host.
+
+    python -m benchmarks.whole_run --shape llama-3.1-70b --format fp8 --lora-rank 16 [--steps 3]
+        [--precision fp8] [--prompts 32] [--samples 8] [--prompt-tokens 256] [--new-tokens 512]
+        [--microbatch 8192] [--kv-memory-gib 12] [--folder DIR] [--keep DIR] [--out FILE.jsonl]
+        [-- --KEY VALUE ...]
+
+The folder is written first where none is there (``benchmarks.loading``), with a tokenizer of one
+word for each row of the head, so that no sample ends early but by its stop token. The reward is
+luck. A JSON line: what was asked, the card, seconds from the start of the process to the first step
+and in all, of each step what ``STEP`` names, log-probabilities that were compared and that differ,
+and the host's anonymous memory at its highest (what no file backs, looked at every 20 ms).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from random import Random
+from time import perf_counter, sleep
+from typing import Any
+
+from benchmarks.common import measure_card, printed, versions
+from benchmarks.loading import write_folder
+from isobit.models.config import ModelConfig, model_shape
+from isobit.models.safetensors import SHARD_BYTES
+from isobit.records.text import Completion, Prompt
+
+STEP = (
+    *("time/rollout_s", "time/training_s", "tokens_per_s/rollout", "tokens_per_s/training"),
+    *("memory/rollout_peak_gib", "memory/training_peak_gib", "response_length/mean"),
+    *("log_prob_diff/tokens_compared", "log_prob_diff/tokens_differing", "grad_norm"),
+)
+
+
+def luck(prompt: Prompt, completion: Completion) -> float:
+    """0 or 1, by the tokens."""
+    return float(sum(completion.token_ids) % 2)
+
+
+def write_tokenizer(config: ModelConfig, folder: Path) -> None:
+    """A word for each row of the head: ``<end>``, which ends a sample, ``<unknown>``, ``w2``, .."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+
+    end, unknown = "<end>", "<unknown>"
+    words = {f"w{row}": row for row in range(2, config.vocab_size)} | {end: 0, unknown: 1}
+    made = Tokenizer(WordLevel(words, unk_token=unknown))
+    split = Split(Regex(r"w\d+"), "isolated")
+    made.pre_tokenizer = split  # pyright: ignore[reportAttributeAccessIssue]
+    made.save(str(folder / "tokenizer.json"))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "unk_token": unknown,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described), encoding="utf-8")
+
+
+def write_prompts(config: ModelConfig, tokens: int, path: Path) -> None:
+    numbers = Random(0)  # noqa: S311 (no secret)
+    lines = [
+        "".join(f"w{numbers.randrange(2, config.vocab_size)}" for _ in range(tokens))
+        for _ in range(1024)
+    ]
+    text = "".join(json.dumps({"prompt": line}) + "\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+
+
+def recipe_of(options: argparse.Namespace, folder: Path, directory: Path) -> dict[str, Any]:
+    """The keys of the run."""
+    return {
+        "model": folder,
+        "output": directory / "run",
+        "precision": options.precision,
+        "data.train.type": "jsonl",
+        "data.train.path": directory / "prompts.jsonl",
+        "data.max_prompt_tokens": options.prompt_tokens,
+        "reward.function": f"{__file__}:luck",
+        "rollout.max_new_tokens": options.new_tokens,
+        "rollout.max_sequences": options.max_sequences,
+        **({"rollout.kv_memory_gib": options.kv_memory_gib} if options.kv_memory_gib else {}),
+        "training.steps": options.steps,
+        "training.prompts_per_step": options.prompts,
+        "training.samples_per_prompt": options.samples,
+        "training.tokens_per_microbatch": options.microbatch,
+        "training.recompute": options.recompute,
+        "training.moments": "bf16",
+        "training.learning_rate": "1e-6",
+        "checkpoint.every": 0,
+        "checkpoint.keep_last": 0,
+        "device": options.device,
+        **({"lora.rank": options.lora_rank} if options.lora_rank else {}),
+    }
+
+
+def run(recipe: dict[str, Any], more: list[str], log: Path) -> dict[str, Any]:
+    """Train in a process of its own. Raises RuntimeError with the log's end where it fails."""
+    empty = log.with_suffix(".toml")
+    empty.write_text("", encoding="utf-8")
+    words = [word for key, value in recipe.items() for word in (f"--{key}", str(value))]
+    metrics = Path(recipe["output"]) / "metrics.jsonl"
+    began, peak, first = perf_counter(), 0, None
+    with log.open("wb") as said:
+        command = [sys.executable, "-m", "isobit.cli.main", "train", str(empty), *words, *more]
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)  # noqa: S603
+        while process.poll() is None:
+            peak = max(peak, anonymous_bytes_of(process.pid))
+            if first is None and metrics.is_file() and metrics.stat().st_size:
+                first = perf_counter() - began
+            sleep(0.02)
+    if process.returncode:
+        tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+        raise RuntimeError(f"isobit train ended with {process.returncode}:\n{tail}")
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    steps = [{name: line.get(name) for name in STEP} for line in lines if STEP[0] in line]
+    return {
+        "seconds_to_first_step": first,
+        "seconds": perf_counter() - began,
+        "host_anonymous_gib": peak / 2**30,
+        "compared": sum(step["log_prob_diff/tokens_compared"] or 0 for step in steps),
+        "differing": sum(step["log_prob_diff/tokens_differing"] or 0 for step in steps),
+        "by_step": steps,
+    }
+
+
+def anonymous_bytes_of(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:  # it has ended
+        return 0
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")]
+    return found[0] if found else 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--format", default="bf16", choices=("bf16", "fp8"))
+    parser.add_argument("--precision", default="fp8")
+    parser.add_argument("--lora-rank", type=int, default=0, help="0: all weights learn")
+    parser.add_argument("--recompute", default="full")
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    sizes = {"steps": 3, "prompts": 32, "samples": 8, "prompt-tokens": 256, "new-tokens": 512}
+    for name, value in {**sizes, "microbatch": 8192, "max-sequences": 256}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--kv-memory-gib", type=float, default=0.0, help="0: what is left")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--keep", type=Path, help="where the run's log and metrics stay")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options = parse(sys.argv[1:cut])
+    config = model_shape(options.shape)
+    with tempfile.TemporaryDirectory(prefix="isobit-run-") as made:
+        directory = options.keep or Path(made)
+        directory.mkdir(parents=True, exist_ok=True)
+        folder = options.folder or directory / options.shape
+        began = perf_counter()
+        if not (folder / "config.json").is_file():
+            write_folder(config, folder, SHARD_BYTES, options.format)
+            write_tokenizer(config, folder)
+        written = perf_counter() - began
+        write_prompts(config, options.prompt_tokens, directory / "prompts.jsonl")
+        found = run(recipe_of(options, folder, directory), sys.argv[cut + 1 :], directory / "log")
+        folder_bytes = sum(one.stat().st_size for one in folder.glob("*.safetensors"))
+    asked = {key: value for key, value in vars(options).items() if not isinstance(value, Path)}
+    where = measure_card() | versions() if options.device == "cuda" else {"name": "cpu"}
+    row = {**asked, **where, "folder_bytes": folder_bytes, "seconds_written": written, **found}
+    printed(row)
+    if options.out is not None:
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
