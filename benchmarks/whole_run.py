@@ -23,7 +23,7 @@ from random import Random
 from time import perf_counter, sleep
 from typing import Any
 
-from benchmarks.common import measure_card, printed, versions
+from benchmarks.common import card_row, printed
 from benchmarks.loading import write_folder
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.safetensors import SHARD_BYTES
@@ -172,7 +172,7 @@ def main() -> None:
         found = run(recipe_of(options, folder, directory), sys.argv[cut + 1 :], directory / "log")
         folder_bytes = sum(one.stat().st_size for one in folder.glob("*.safetensors"))
     asked = {key: value for key, value in vars(options).items() if not isinstance(value, Path)}
-    where = measure_card() | versions() if options.device == "cuda" else {"name": "cpu"}
+    where = card_row() if options.device == "cuda" else {"card": "cpu"}
     row = {**asked, **where, "folder_bytes": folder_bytes, "seconds_written": written, **found}
     printed(row)
     if options.out is not None:

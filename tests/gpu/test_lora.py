@@ -54,7 +54,7 @@ def gradients(policy: Policy, recompute: Recompute) -> dict[str, torch.Tensor]:
     scored = ScoredPass(policy, batch, recompute)
     scores = scored.forward()
     assert torch.equal(scores.log_probs, Scorer(policy).score(batch).log_probs)
-    scored.backward(torch.linspace(-1, 1, len(scores.log_probs), device=policy.device))
+    scored.backward(torch.linspace(-1, 1, len(scores.log_probs)))
     found = {name: one.grad for name, one in policy.masters.items() if one.grad is not None}
     assert set(found) == {name for name in policy.masters if "lora_" in name} != set()
     return {name: gradient.cpu() for name, gradient in found.items()}

@@ -25,6 +25,7 @@ import torch
 from isobit.config.base import Device
 from isobit.kernels.noise import AdamWFactors, Rows
 from isobit.kernels.operands import (
+    AdapterWeight,
     Attend,
     AttendWithBackward,
     DecodeBatch,
@@ -128,6 +129,16 @@ class Backend(Protocol):
 
     def linear(self, x: Operand, weight: LinearWeight) -> torch.Tensor:
         """FProp, Y = X W^T: [T, K] -> [T, N], without the bias, which ``QkvTransform`` adds."""
+        ...
+
+    def adapter_low(self, x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
+        """t = x A^T, rounded, then times the scale, rounded: x [T, K] -> [T, R]."""
+        ...
+
+    def add_adapter(self, y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight) -> None:
+        """y [T, N] += t B^T in the columns of each target, where t B^T is rounded before it is
+        added; x [T, K].
+        """
         ...
 
     def route(

@@ -67,6 +67,33 @@ class LinearWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterWeight:
+    """What an adapter of a linear reads (``isobit.models.layers.Adapter``), in the format between
+    operators: ``down`` [R, K], the A [r, K] of each target stacked, and ``up``, the targets' B [its
+    columns, r] stacked.
+    """
+
+    down: LinearWeight
+    up: LinearWeight
+    columns: tuple[slice, ...]  # of the linear's output, of each target
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        assert isinstance(self.up.matrix, torch.Tensor), "no adapter is quantised"
+        return self.up.matrix.shape[1]
+
+    def targets(self) -> Iterator[tuple[slice, slice, LinearWeight]]:
+        """Of each target its columns of t, those of the output, and its B."""
+        first = 0
+        for index, columns in enumerate(self.columns):
+            last = first + columns.stop - columns.start
+            place = slice(index * self.rank, (index + 1) * self.rank)
+            yield place, columns, self.up.rows(first, last)
+            first = last
+
+
+@dataclass(frozen=True, slots=True)
 class HeadWeight:
     """lm_head [V, C] as it is published: the forward multiplies by ``int8``, or else by ``table``,
     and the backward by ``table``.

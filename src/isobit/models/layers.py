@@ -2,7 +2,7 @@
 forward, and bytes for the memory plan.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +10,7 @@ import torch
 
 from isobit.kernels.backend import Backend
 from isobit.kernels.operands import (
+    AdapterWeight,
     HeadWeight,
     LinearInput,
     LinearWeight,
@@ -167,13 +168,9 @@ class Adapter:
             made[f"{site.name}.weight"] = Master(size, {}, "matrix", names)
         return made
 
-    def add(self, weights: Weights, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """x [T, K] and the linear's output [T, N], which is written to -> the sum, y itself."""
-        backend, low = weights.backend, self._low(weights, x)
-        for target, (place, columns, up) in zip(self.targets, self._ups(weights), strict=True):
-            t = backend.linear_input(low[:, place].contiguous(), up.site).read
-            y[:, columns] += observe(backend.linear(t, up), up.site.name, target)
-        return y
+    def add(self, weights: Weights, x: torch.Tensor, y: torch.Tensor) -> None:
+        """x [T, K]; the linear's output y [T, N] is written to."""
+        weights.backend.add_adapter(y, x, self._weight(weights))
 
     def backward(
         self,
@@ -186,45 +183,27 @@ class Adapter:
         """dY [T, N], x [T, K] and the linear's own dX [T, K], which is written to -> the sum, dX
         itself; adds to the gradients of A and B.  t is computed again.
         """
-        backend, low = weights.backend, self._low(weights, x)
+        backend, adapter = weights.backend, self._weight(weights)
+        low = backend.adapter_low(x, adapter)
         d_low, first = torch.empty_like(low), 0
         d_up = gradient(f"{self.path}.lora_B.weight")
-        for place, columns, up in self._ups(weights):
-            d = None  # that of the target before is gone when this one is made
-            d = backend.output_gradient(dy[:, columns].contiguous(), up.site)
+        for place, columns, up in adapter.targets():
+            d = backend.output_gradient(dy[:, columns], up.site)
             last = first + columns.stop - columns.start
-            backend.wgrad(d.tokens, low[:, place].contiguous(), d_up[first:last])
+            backend.wgrad(d.tokens, low[:, place], d_up[first:last])
             d_low[:, place] = backend.dgrad(d.rows, up)
             first = last
-        down, d = weights.linears[f"{self.path}.lora_A"], None
-        d = backend.output_gradient(self._scaled(d_low), down.site)
+        d_low = d_low.float().mul_(self.scale).to(low.dtype)
+        d = backend.output_gradient(d_low, adapter.down.site)
         backend.wgrad(d.tokens, x, gradient(f"{self.path}.lora_A.weight"))
-        return dx.add_(backend.dgrad(d.rows, down))
+        return dx.add_(backend.dgrad(d.rows, adapter.down))
 
-    def _low(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
-        """x [T, K] -> t of all targets, side by side, times the scale."""
-        down = weights.linears[f"{self.path}.lora_A"]
-        t = weights.backend.linear(weights.backend.linear_input(x, down.site).read, down)
-        return observe(self._scaled(t), f"{self.path}.lora_A")
-
-    def _scaled(self, t: torch.Tensor) -> torch.Tensor:
-        """Rounded once: in FP32, and not by a multiplication that may be fused with another."""
-        return t.float().mul_(self.scale).to(t.dtype)
-
-    def _ups(self, weights: Weights) -> Iterator[tuple[slice, slice, LinearWeight]]:
-        """Of each target its columns of t, its columns of y, and its B."""
-        whole, begins, begin = weights.linears[f"{self.path}.lora_B"], dict[str, int](), 0
+    def _weight(self, weights: Weights) -> AdapterWeight:
+        columns, begin = dict[str, slice](), 0
         for name, size in self.linear.parts.items():
-            begins[name], begin = begin, begin + size
-        first = 0
-        for index, name in enumerate(self.targets):
-            size = self.linear.parts[name]
-            yield (
-                slice(index * self.rank, (index + 1) * self.rank),
-                slice(begins[name], begins[name] + size),
-                whole.rows(first, first + size),
-            )
-            first += size
+            columns[name], begin = slice(begin, begin + size), begin + size
+        down, up = (weights.linears[f"{self.path}.lora_{kind}"] for kind in "AB")
+        return AdapterWeight(down, up, tuple(columns[name] for name in self.targets), self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +266,7 @@ class Linear:
         y = weights.backend.linear(x.read, weights.linears[self.path])
         if (adapter := self.adapter) is not None:
             assert isinstance(x.saved, torch.Tensor), "an adapter reads its input in BF16"
-            y = adapter.add(weights, x.saved, observe(y, self.path, "base"))
+            adapter.add(weights, x.saved, observe(y, self.path, "base"))
         return observe(y, self.path)
 
     def joined(self, weights: Weights, x: LinearInput, cuts: Cuts) -> torch.Tensor:

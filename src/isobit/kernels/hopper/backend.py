@@ -30,6 +30,8 @@ from isobit.kernels.hopper.head import (
     token_log_probs_backward,
 )
 from isobit.kernels.hopper.linear import (
+    adapter_low,
+    add_adapter,
     dgrad,
     joined_rows,
     linear,
@@ -80,6 +82,8 @@ class HopperBackend:
     swiglu_input = staticmethod(swiglu_input)
     swiglu_saved = staticmethod(swiglu_saved)
     linear = staticmethod(linear)
+    adapter_low = staticmethod(adapter_low)
+    add_adapter = staticmethod(add_adapter)
     route = staticmethod(route)
     experts = staticmethod(experts)
     experts_saving = staticmethod(experts_saving)

@@ -11,6 +11,10 @@ whole blocks of W's parts.  WGrad's operands are in groups of 128 tokens (``toke
 BF16 (``precision.wgrad``, and layers in BF16).  Where both copies of an operand are needed, one
 kernel reads it once.  A linear in INT8 has its backward in E4M3.
 
+LoRA's products are narrow: x A^T has a few dozen columns, and a library's tile of a decode step
+would go through all of K on four multiprocessors.  K is cut into parts here, at fixed places, whose
+FP32 sums are added in ascending order, and what is added to y is made where it is added.
+
 FP8 tensor cores read both operands along the contraction, so W is transposed here, a layer at a
 time, rather than stored twice.  Each WGrad adds one finished sum to every element of the master's
 FP32 gradient.  No bit of the backward has to agree with a rollout, so cuBLAS may choose its
@@ -57,7 +61,13 @@ from isobit.kernels.hopper.quantise import (
     quantise_rows,
 )
 from isobit.kernels.hopper.token_groups import gradient_both, quantise_both, quantise_tokens
-from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient
+from isobit.kernels.operands import (
+    AdapterWeight,
+    LinearInput,
+    LinearWeight,
+    Operand,
+    OutputGradient,
+)
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK as WHOLE_BLOCK
 from isobit.precision.quant_tensor import Int8Rows, QuantTensor, ScaleKind, num_blocks
@@ -366,6 +376,147 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
     assert isinstance(x, torch.Tensor)
     assert isinstance(weight.matrix, torch.Tensor)
     return bf16_gemm_nt(x, weight.matrix)
+
+
+_ROWS = tl.constexpr(64)  # of x and y, of a program: those of one instruction
+_COLUMNS = tl.constexpr(128)  # of y
+_DEPTH = tl.constexpr(128)  # of x, of a step
+_PARTS = 16  # the most of a row of x
+_SUMMED = 512  # tokens: more of them have their parts summed once for all columns of y
+
+
+@triton.jit(do_not_specialize=["m"])
+def _low_kernel(
+    X, A, OUT, m,
+    K: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """One program 64 rows, WIDTH of the R columns, and PART of K: OUT is FP32 [parts, m, R]."""
+    row = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
+    part = tl.program_id(1)
+    column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    depth = part * PART + tl.arange(0, _DEPTH)
+    x_row = (row % m).to(tl.int64)  # rows and columns beyond the matrices are not stored
+    acc = tl.zeros([_ROWS, WIDTH], tl.float32)
+    for first in range(0, PART, _DEPTH):
+        k = first + depth
+        x = tl.load(X + x_row[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0.0)
+        a = tl.load(A + (column % R)[None, :] * K + k[:, None], mask=(k < K)[:, None], other=0.0)
+        acc = tl.dot(x, a, acc)
+    place = OUT + (part.to(tl.int64) * m + row[:, None]) * R + column[None, :]
+    tl.store(place, acc, mask=(row < m)[:, None] & (column < R)[None, :])
+
+
+@triton.jit
+def _summed(LOW, place, inside, step, scale, PARTS: tl.constexpr):
+    """t: the sum of the parts, which are ``step`` numbers apart, in ascending order; rounded, times
+    the scale, rounded.
+    """
+    total = tl.load(LOW + place, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(LOW + part * step + place, mask=inside, other=0.0)
+    return (total.to(tl.bfloat16).to(tl.float32) * scale).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["size", "scale"])
+def _sum_kernel(LOW, OUT, size, scale, PARTS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
+    inside = place < size
+    tl.store(OUT + place, _summed(LOW, place, inside, size, scale, PARTS), mask=inside)
+
+
+@triton.jit(do_not_specialize=["m", "y_stride", "scale"])
+def _up_kernel(
+    LOW, B, Y, m, y_stride, scale,
+    RANK: tl.constexpr, DEPTH: tl.constexpr, TARGETS: tl.constexpr, PARTS: tl.constexpr,
+    BEGIN_0: tl.constexpr, SIZE_0: tl.constexpr, BEGIN_1: tl.constexpr, SIZE_1: tl.constexpr,
+    BEGIN_2: tl.constexpr, SIZE_2: tl.constexpr,
+):  # fmt: skip
+    """One program 64 rows and 128 columns of one of up to three targets, whose columns of Y begin
+    at BEGIN_i; t is summed here of PARTS, or is there, with 0.
+    """
+    row = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
+    tile = tl.program_id(1)
+    tiles_0: tl.constexpr = (SIZE_0 + 127) // 128
+    tiles_1: tl.constexpr = (SIZE_1 + 127) // 128
+    target, begin, size, b_row = 0, BEGIN_0, SIZE_0, 0
+    if tile >= tiles_0 + tiles_1:
+        target, begin, size, b_row = 2, BEGIN_2, SIZE_2, SIZE_0 + SIZE_1
+        tile -= tiles_0 + tiles_1
+    elif tile >= tiles_0:
+        target, begin, size, b_row = 1, BEGIN_1, SIZE_1, SIZE_0
+        tile -= tiles_0
+    column = tile * _COLUMNS + tl.arange(0, _COLUMNS)
+    low = tl.arange(0, DEPTH)
+    stride: tl.constexpr = TARGETS * RANK
+    place = row.to(tl.int64)[:, None] * stride + target * RANK + low[None, :]
+    inside = (row < m)[:, None] & (low < RANK)[None, :]
+    if PARTS:
+        t = _summed(LOW, place, inside, m.to(tl.int64) * stride, scale, PARTS)
+    else:
+        t = tl.load(LOW + place, mask=inside, other=0.0)
+    b_place = (b_row + column)[None, :] * RANK + low[:, None]
+    b = tl.load(B + b_place, mask=(column < size)[None, :] & (low < RANK)[:, None], other=0.0)
+    added = tl.dot(t, b).to(tl.bfloat16).to(tl.float32)
+    y_place = Y + row.to(tl.int64)[:, None] * y_stride + (begin + column)[None, :]
+    inside = (row < m)[:, None] & (column < size)[None, :]
+    y = tl.load(y_place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_place, (y + added).to(tl.bfloat16), mask=inside)
+
+
+def _low_parts(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
+    """x BF16 [T, K], contiguous -> x A^T in parts of K, FP32 [parts, T, R]. K is cut by its size
+    alone, so a row has the same bits in every batch, and a few tokens keep the whole card busy.
+    """
+    a = adapter.down.matrix
+    assert isinstance(a, torch.Tensor)
+    assert x.dtype == a.dtype == torch.bfloat16
+    assert x.is_contiguous()
+    assert a.is_contiguous()
+    (m, k), r = x.shape, a.shape[0]
+    part = 4 * _DEPTH.value
+    while part * _PARTS < k:
+        part *= 2
+    width = min(128, max(16, triton.next_power_of_2(r)))
+    parts = triton.cdiv(k, part)
+    out = torch.empty((parts, m, r), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(m, _ROWS.value), parts, triton.cdiv(r, width))
+    _low_kernel[grid](
+        x, a, out, m, k, r, width, part, num_warps=4, num_stages=3, enable_fp_fusion=False
+    )
+    return out
+
+
+def _low(parts: torch.Tensor, scale: float) -> torch.Tensor:
+    out = torch.empty(parts.shape[1:], dtype=torch.bfloat16, device=parts.device)
+    grid = (triton.cdiv(out.numel(), 1024),)
+    _sum_kernel[grid](parts, out, out.numel(), scale, len(parts), enable_fp_fusion=False)
+    return out
+
+
+def adapter_low(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
+    """x BF16 [T, K] -> t of all targets, side by side, BF16 [T, R]."""
+    return _low(_low_parts(x, adapter), adapter.scale)
+
+
+def add_adapter(y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight) -> None:
+    """x BF16 [T, K], y BF16 [T, N]: two kernels for a few tokens, and three for many."""
+    low, b, m = _low_parts(x, adapter), adapter.up.matrix, len(x)
+    assert isinstance(b, torch.Tensor)
+    assert b.is_contiguous()
+    assert y.stride(1) == 1
+    assert 0 < len(adapter.columns) <= 3, "a linear fuses at most three matrices"
+    parts = len(low)
+    if m > _SUMMED:
+        low, parts = _low(low, adapter.scale), 0
+    places = [(one.start, one.stop - one.start) for one in adapter.columns]
+    tiles = sum(triton.cdiv(size, _COLUMNS.value) for _, size in places)
+    places += [(0, 0)] * (3 - len(places))
+    depth = max(16, triton.next_power_of_2(adapter.rank))
+    _up_kernel[triton.cdiv(m, _ROWS.value), tiles](
+        low, b, y, m, y.stride(0), adapter.scale,
+        adapter.rank, depth, len(adapter.columns), parts, *(one for pair in places for one in pair),
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:

@@ -30,6 +30,8 @@ from isobit.kernels.spec.head import (
     token_log_probs_backward,
 )
 from isobit.kernels.spec.linear import (
+    adapter_low,
+    add_adapter,
     dgrad,
     has_int8_products,
     int_mm_is_exact,
@@ -78,6 +80,8 @@ class SpecBackend:
     swiglu_input = staticmethod(swiglu_input)
     swiglu_saved = staticmethod(swiglu_saved)
     linear = staticmethod(linear)
+    adapter_low = staticmethod(adapter_low)
+    add_adapter = staticmethod(add_adapter)
     route = staticmethod(route)
     experts = staticmethod(experts)
     experts_saving = staticmethod(experts_saving)

@@ -33,7 +33,14 @@ from functools import cache
 
 import torch
 
-from isobit.kernels.operands import LinearInput, LinearWeight, Operand, OutputGradient, rounded
+from isobit.kernels.operands import (
+    AdapterWeight,
+    LinearInput,
+    LinearWeight,
+    Operand,
+    OutputGradient,
+    rounded,
+)
 from isobit.kernels.spec.quantise import (
     SHIFT,
     decode_e4m3,
@@ -168,6 +175,21 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
     assert isinstance(x, torch.Tensor)
     assert isinstance(weight.matrix, torch.Tensor)
     return rounded(grid_gemm_nt(x, weight.matrix), x.dtype)
+
+
+def adapter_low(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
+    """t of all targets, side by side.  The scale multiplies in FP32, by an operation of its own,
+    which is not fused with another.
+    """
+    down = adapter.down
+    t = linear(linear_input(x, down.site).read, down)
+    return t.float().mul_(adapter.scale).to(t.dtype)
+
+
+def add_adapter(y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight) -> None:
+    low = adapter_low(x, adapter)
+    for place, columns, up in adapter.targets():
+        y[:, columns] += linear(linear_input(low[:, place].contiguous(), up.site).read, up)
 
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:

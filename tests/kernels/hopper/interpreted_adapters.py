@@ -1,0 +1,67 @@
+"""Run in Triton's interpreter by test_interpreted.py: LoRA's products, which are exact here since
+their numbers are small integers, are the specification's; parts summed here or before are one.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from isobit.kernels.hopper import linear as hopper
+from isobit.kernels.operands import AdapterWeight, LinearWeight
+from isobit.kernels.spec import linear as specification
+from isobit.precision.flow import Site
+from tests.kernels.hopper.interpreted_qkv import convert
+
+TOKENS = 70
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.randint(-3, 4, shape).bfloat16()
+
+
+def made(rank: int, columns: int, *targets: tuple[int, int]) -> AdapterWeight:
+    """For a linear of so many columns, whose output has targets from one column to another."""
+    down, up = (Site(f"o_proj.lora_{kind}", "adapter", "bf16") for kind in "AB")
+    rows = sum(stop - start for start, stop in targets)
+    return AdapterWeight(
+        LinearWeight(down, integers(rank * len(targets), columns)),
+        LinearWeight(up, integers(rows, rank)),
+        tuple(slice(*one) for one in targets),
+        0.5,
+    )
+
+
+def check(adapter: AdapterWeight, columns: int, width: int) -> None:
+    x, y = integers(TOKENS, columns), integers(TOKENS, width)
+    low = specification.adapter_low(x, adapter)
+    assert torch.equal(hopper.adapter_low(x, adapter), low)
+    exact = y.clone()
+    specification.add_adapter(exact, x, adapter)
+    assert not torch.equal(exact, y)
+    for summed in (0, TOKENS):
+        hopper._SUMMED = summed
+        for rows in (slice(0, TOKENS), slice(3, 4), slice(60, 69)):
+            ours = y[rows].clone()
+            hopper.add_adapter(ours, x[rows].contiguous(), adapter)
+            assert torch.equal(ours, exact[rows])
+
+
+def dot(_: object, a: Any, b: Any, sums: Any, *options: object) -> Any:
+    """The interpreter multiplies BF16 as the integers that it keeps it in."""
+    left, right = (
+        convert(one.data, tl.bfloat16, tl.float32, None).view(np.float32) for one in (a, b)
+    )
+    return interpreter.TensorHandle(np.matmul(left, right) + sums.data, sums.dtype.scalar)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    interpreter._convert_float = convert
+    builder: Any = interpreter.InterpreterBuilder
+    builder.create_dot = dot
+    check(made(5, 130, (0, 200), (260, 300)), 130, 300)
+    check(made(16, 1100, (0, 128)), 1100, 128)
+    check(made(48, 9000, (0, 128), (128, 192), (192, 256)), 9000, 256)

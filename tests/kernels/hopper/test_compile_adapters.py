@@ -1,0 +1,38 @@
+"""LoRA's products compile for sm_90 to one instruction whatever the number of tokens, and their
+parts are loaded before they are added.
+"""
+
+import pytest
+
+from isobit.kernels.hopper import linear
+from tests.kernels.hopper.ahead_of_time import compile_for_hopper
+
+TYPES = {
+    **dict.fromkeys(("X", "A", "B", "Y"), "*bf16"),
+    **dict.fromkeys(("m", "y_stride"), "i32"),
+    "scale": "fp32",
+}
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(16, 16), (48, 64), (99, 128), (192, 128)])
+def test_low(ranks: int, width: int) -> None:
+    made = compile_for_hopper(
+        linear._low_kernel, TYPES | {"OUT": "*fp32"},
+        {"K": 4096, "R": ranks, "WIDTH": width, "PART": 512}, 4, num_stages=3,
+    )  # fmt: skip
+    assert made.products == {"bf16"}
+    assert made.stack == 0
+
+
+@pytest.mark.parametrize("parts", [0, 1, 8, 16])
+@pytest.mark.parametrize(("rank", "depth"), [(5, 16), (16, 16), (32, 32), (64, 64)])
+def test_up(rank: int, depth: int, parts: int) -> None:
+    places = {"BEGIN_0": 0, "SIZE_0": 4096, "BEGIN_1": 4096, "SIZE_1": 1024}
+    made = compile_for_hopper(
+        linear._up_kernel, TYPES | {"LOW": "*fp32" if parts else "*bf16"},
+        {"RANK": rank, "DEPTH": depth, "TARGETS": 3, "PARTS": parts, **places, "BEGIN_2": 5120,
+         "SIZE_2": 1024}, 4, multiples=("y_stride",),
+    )  # fmt: skip
+    assert made.products == {"bf16"}
+    assert made.stack == 0
+    assert made.count("FFMA") == 0  # the scale is not fused with a sum
