@@ -5,6 +5,7 @@ seeds, on a real checkpoint.
     python -m experiments.proof problems DIR
     python -m experiments.proof start DIR --model MODEL      # fine-tuned once, for all arms
     python -m experiments.proof start DIR --model MODEL --precision fp8      # for from-fp8
+    python -m experiments.proof ladder DIR --size 27m        # a start of another size, or its text
     python -m experiments.proof outliers DIR                 # the start of stress-outliers
     python -m experiments.proof flows DIR [--cards 0 1] [--jobs 3]     # where FP8 loses, untrained
     python -m experiments.proof run DIR --tasks gsm multiply [--cards 0 1] [--jobs 3]
@@ -29,12 +30,12 @@ from pathlib import Path
 
 import torch
 
-from experiments.proof import cost, figures, page, rows, runs, suite
+from experiments.proof import cost, figures, ladder, page, rows, runs, suite
 from experiments.proof import rows as rows_module
 from experiments.proof import runs as runs_module
 from experiments.proof import suite as suite_module
 
-FINE_TUNE = Path(__file__).parent / "fine_tune.toml"
+FINE_TUNE, LADDER = (Path(__file__).parent / f"{name}.toml" for name in ("fine_tune", "ladder"))
 LEFT = 3
 """Exit status: some run is not finished."""
 
@@ -42,8 +43,13 @@ LEFT = 3
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("problems", "start", "outliers", "flows", "run", "cost", "look", "table", "page"):
+    for name in ("problems", "start", "ladder", "outliers", "flows", "run", "cost", "look"):
         commands.add_parser(name).add_argument("directory", type=Path)
+    for name in ("table", "page"):
+        commands.add_parser(name).add_argument("directory", type=Path)
+    commands.choices["ladder"].add_argument(
+        "--size", choices=(*ladder.SIZES, "text"), required=True
+    )
     start, run = commands.choices["start"], commands.choices["run"]
     drawn = commands.choices["page"]
     drawn.add_argument("--out", type=Path, default=Path("proof.html"))
@@ -76,6 +82,8 @@ def main() -> int:
             suite_module.write_problems(directory / "data")
         case "start":
             return fine_tune(directory, arguments.model, arguments.precision, changes)
+        case "ladder":
+            return climb(directory, arguments.size, changes)
         case "outliers":
             suite_module.plant(directory / "start" / "model", directory / "outliers" / "model")
         case "flows":
@@ -116,6 +124,26 @@ def report(arguments: argparse.Namespace) -> None:
     print(page.write_html(*found, arguments.out))
     if arguments.picture is not None:
         print(page.write_picture(found[0], arguments.picture))
+
+
+def climb(directory: Path, size: str, changes: list[str]) -> int:
+    """Write the ladder's text and tokenizer where they are missing, then ``isobit sft``."""
+    data = directory / "data"
+    if not (data / "tokenizer" / "tokenizer.json").is_file():
+        ladder.write_text(data)
+    if size == "text":
+        return 0
+    held_out = {task: data / f"{task}.held_out.jsonl" for task in suite_module.TASKS}
+    keys = {
+        "model": data / "tokenizer",
+        "output": directory / f"start-{size}",
+        "data.train.path": data / "ladder.solutions.jsonl",
+        **{f"data.eval.{task}.path": path for task, path in held_out.items()},
+        **ladder.SIZES[size].words(),
+    }
+    words = [word for key, value in keys.items() for word in (f"--{key}", value)] + changes
+    command = [sys.executable, "-m", "isobit.cli.main", "sft", LADDER, "--resume", *words]
+    return subprocess.run(list(map(str, command)), check=False).returncode  # noqa: S603 (this file)
 
 
 def fine_tune(directory: Path, model: Path, precision: str, changes: list[str]) -> int:

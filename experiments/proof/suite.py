@@ -39,7 +39,7 @@ SIZES: dict[Split, int] = {"solutions": 20_000, "train": 20_000, "held_out": 2_0
 """Rows of what is fine-tuned on, of the prompts of reinforcement learning, and of evaluation."""
 DIGITS = 6, 5
 _SPLITS: tuple[Split, ...] = get_args(Split)
-_SEED_STEP = 10_000_000
+SEED_STEP = 10_000_000
 
 Row = dict[str, str]
 
@@ -62,7 +62,7 @@ def rows_of(task: Task, split: Split, count: int) -> list[Row]:
 def _gsm(split: Split, count: int) -> Iterator[Row]:
     import reasoning_gym
 
-    seed = _SEED_STEP * (1 + _SPLITS.index(split))
+    seed = SEED_STEP * (1 + _SPLITS.index(split))
     for entry in reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=seed):
         answer = str(entry["answer"])
         text = entry["metadata"]["answer_cot"].rpartition("####")[0].rstrip()
@@ -72,7 +72,7 @@ def _gsm(split: Split, count: int) -> Iterator[Row]:
 
 def _multiply(split: Split, count: int) -> Iterator[Row]:
     place = _SPLITS.index(split)
-    random_numbers = random.Random(_SEED_STEP + place)  # noqa: S311 (no secret)
+    random_numbers = random.Random(SEED_STEP + place)  # noqa: S311 (no secret)
     seen: set[tuple[int, int]] = set()
     while len(seen) < count:
         first, second = (
@@ -188,7 +188,10 @@ _ARMS_OF: dict[str, dict[str, Changes]] = {
     LONG: {name: {**ARMS[name], "training.steps": "300"} for name in ("bf16", "fp8", "int8")},
 }
 """Arms of the tasks that have others than ``_FEW``."""
-NAMES = (*TASKS, SITES, FROM_FP8, ENGINES, LORA, LONG, *STRESSES)
+LADDER = "ladder-"
+"""``multiply`` from a start of another size (``experiments.proof.ladder``), behind its name."""
+LADDERS = tuple(LADDER + size for size in ("27m", "108m", "443m", "1.1b"))
+NAMES = (*TASKS, SITES, FROM_FP8, ENGINES, LORA, LONG, *LADDERS, *STRESSES)
 """All tasks that a run may have."""
 
 
@@ -209,6 +212,8 @@ class Run:
     @property
     def start(self) -> str:
         """Of the directories that have a ``model``, the one that it begins with."""
+        if self.task in LADDERS:
+            return f"start-{self.task.removeprefix(LADDER)}"
         return {OUTLIERS: "outliers", FROM_FP8: "start-fp8"}.get(self.task, "start")
 
     @property

@@ -1,0 +1,170 @@
+"""A ladder of models for the question of docs/proof.md at other sizes: one family (Qwen3's shape)
+and one tokenizer, from random weights, fine-tuned in BF16 on worked out solutions of five tasks.
+
+    gsm, multiply     as in ``experiments.proof.suite``
+    convert           reasoning-gym's ``base_conversion`` up to 10^6, by way of base ten: powers of
+                      the first base are added up, then divided by the second
+    factors           ``prime_factorization`` up to 10^4, by dividing by one prime after the other
+    lcm               ``lcm`` of two numbers up to 10^4, by Euclid's algorithm
+
+    python -m experiments.proof ladder DIR --size 27m        # text and tokenizer, then the start
+
+All end with ``#### ANSWER``.  A start is DIR/start-SIZE, and goes on where it was interrupted.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.proof.suite import SEED_STEP, Row, rows_of
+
+SOLUTIONS = 20_000
+"""Rows of each task."""
+VOCABULARY = 2048
+PAD, END = "<pad>", "<end>"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A decoder of Qwen3's family, with tied embeddings."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    steps: int
+    learning_rate: float
+
+    def words(self) -> dict[str, Any]:
+        """The keys of its fine-tuning that the recipe leaves open."""
+        return {
+            "from_scratch.hidden_size": self.hidden,
+            "from_scratch.intermediate_size": self.mlp,
+            "from_scratch.num_layers": self.layers,
+            "from_scratch.num_heads": self.heads,
+            "from_scratch.num_kv_heads": self.kv_heads,
+            "from_scratch.head_dim": self.head_dim,
+            "training.steps": self.steps,
+            "training.learning_rate": self.learning_rate,
+        }
+
+
+SIZES: dict[str, Size] = {
+    "27m": Size(512, 1536, 8, 8, 4, 64, 3000, 1e-3),
+    "108m": Size(576, 1536, 30, 9, 3, 64, 2500, 6e-4),  # SmolLM2-135M, with fewer embeddings
+    "443m": Size(1024, 3072, 28, 16, 8, 128, 1500, 4e-4),  # Qwen3-0.6B, likewise
+    "1.1b": Size(2048, 6144, 22, 16, 8, 128, 1000, 3e-4),  # Qwen3-1.7B with 22 of 28 layers
+}
+"""By the parameters, with those of embeddings."""
+
+
+def write_text(directory: Path) -> None:
+    """``ladder.solutions.jsonl`` and the tokenizer's folder, the same bytes each time."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "ladder.solutions.jsonl"
+    rows = list(solutions(SOLUTIONS))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_tokenizer(rows, directory / "tokenizer")
+
+
+def solutions(count: int) -> Iterator[Row]:
+    """So many of each task, a task after another."""
+    yield from rows_of("gsm", "solutions", count)
+    yield from rows_of("multiply", "solutions", count)
+    for name, work in (("base_conversion", _convert), ("prime_factorization", _factors)):
+        yield from _rows(name, work, count)
+    yield from _rows("lcm", _lcm, count)
+
+
+_OPTIONS: dict[str, dict[str, int]] = {
+    "base_conversion": {"max_value": 10**6},
+    "prime_factorization": {"max_value": 10**4},
+    "lcm": {"max_value": 10**4},
+}
+
+
+def _rows(name: str, work: Callable[[dict[str, Any]], str], count: int) -> Iterator[Row]:
+    import reasoning_gym
+
+    entries = reasoning_gym.create_dataset(name, size=count, seed=SEED_STEP, **_OPTIONS[name])
+    for entry in entries:
+        answer, prompt = str(entry["answer"]), str(entry["question"]).strip()
+        yield {
+            "prompt": f"{prompt}\nThink step by step, and end with #### and the answer.",
+            "completion": f"{work(entry['metadata'])}\n#### {answer}",
+            "answer": answer,
+        }
+
+
+def _convert(made: dict[str, Any]) -> str:
+    source, target, text = made["source_base"], made["target_base"], made["source_repr"]
+    lines, value = list[str](), 0
+    for digit in text:
+        own = int(digit, 36)
+        lines.append(f"{value}*{source}+{own}={value * source + own}")
+        value = value * source + own
+    digits = ""
+    while True:
+        rest = value % target
+        name = "0123456789abcdefghijklmnopqrstuvwxyz"[rest]
+        lines.append(f"{value}/{target}={value // target} rest {rest}: write {name}")
+        digits, value = name + digits, value // target
+        if not value:
+            return "\n".join(lines)
+
+
+def _factors(made: dict[str, Any]) -> str:
+    value, prime, lines = int(made["number"]), 2, list[str]()
+    while prime * prime <= value:
+        if value % prime:
+            lines.append(f"{value}/{prime}: rest {value % prime}")
+            prime = next(
+                n for n in range(prime + 1, 2 * prime + 1) if all(n % d for d in range(2, n))
+            )
+        else:
+            lines.append(f"{value}/{prime}={value // prime}")
+            value //= prime
+    return "\n".join([*lines, f"{value} is prime"])
+
+
+def _lcm(made: dict[str, Any]) -> str:
+    first, second = made["numbers"]
+    a, b, lines = first, second, list[str]()
+    while b:
+        lines.append(f"{a}={a // b}*{b}+{a % b}")
+        a, b = b, a % b
+    lines += [f"gcd={a}", f"{first}/{a}={first // a}", f"{first // a}*{second}={made['result']}"]
+    return "\n".join(lines)
+
+
+def write_tokenizer(rows: list[Row], folder: Path) -> None:
+    """Byte pairs of the text, with each digit a token of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made: Any = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(
+        (row[key] for row in rows for key in ("prompt", "completion")), trainer
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    described = PreTrainedTokenizerFast(tokenizer_object=made, pad_token=PAD, eos_token=END)
+    described.save_pretrained(str(folder))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # as every release of transformers says
+    config.pop("backend", None)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
