@@ -23,14 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isobit.config.tables import ALL_LINEAR, LORA_TARGETS
+from isobit.config.tables import ALL_LINEAR, LORA_TARGETS, PrecisionConfig
+from isobit.kernels.operands import LinearWeight
+from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import Lora, ModelConfig
-from isobit.models.decoder import build_decoder, fold_norms
-from isobit.models.layers import Master
+from isobit.models.decoder import Decoder, build_decoder, fold_norms
+from isobit.models.layers import Master, Weights
 from isobit.models.quantised_checkpoint import MasterValues
 from isobit.models.safetensors import TensorFile, write_tensors
 from isobit.parallel.world import raised_on_all
-from isobit.precision.flow import PrecisionFlow
+from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.util.errors import MismatchError, ModelError
 
@@ -98,10 +100,50 @@ def read_adapters(
             yield name, values
             continue
         assert isinstance(values, torch.Tensor), "no adapter is quantised"
-        found = torch.cat([file[part].float() for part in adapters[name].adapter])
-        if not bool(found.isfinite().all()):
-            raise ModelError(f"{folder / WEIGHTS_FILE}: {name} has a number that is not finite")
-        yield name, found.to(values.device)
+        yield name, _stored(file, adapters[name], name).to(values.device)
+
+
+def _stored(file: TensorFile, master: Master, name: str) -> torch.Tensor:
+    found = torch.cat([file[part].float() for part in master.adapter])
+    if not bool(found.isfinite().all()):
+        raise ModelError(f"{file.path}: {name} has a number that is not finite")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The rollout side of a policy with adapters of its own: all other tensors are the policy's."""
+
+    decoder: Decoder
+    weights: Weights
+
+
+@torch.no_grad()
+def add_adapter(
+    policy: "Policy", precision: PrecisionConfig, name: str, folder: Path, base: Path
+) -> None:
+    """Let a policy without adapters also sample with those of PEFT's ``folder``, in its precision
+    and under a name. What is sampled has the bits of a policy loaded from the folder alone.
+
+    Raises ModelError for adapters of another model than the folder ``base``, which the policy was
+    loaded from, and as ``read_adapter_config`` and ``open_adapters`` do.
+    """
+    described = read_adapter_config(folder)
+    assert policy.config.lora is None, "adapters of adapters"
+    config = replace(policy.config, lora=described.lora)
+    decoder, file = build_decoder(config), open_adapters(folder, config)
+    flow = build_flow(precision, decoder.shape)
+    graph, own = flow.rollout, policy.weights("rollout")
+    folded = folded_columns(config, flow, Checkpoint.open(base, policy.config).tensor)
+    linears = {path: replace(held, site=graph.site(path)) for path, held in own.linears.items()}
+    for master_name, master in adapter_masters(config).items():
+        values = _stored(file, master, master_name)
+        if master_name in folded:
+            values = values * folded[master_name]
+        site = graph.site(master_name.removesuffix(".weight"))
+        matrix = policy.backend.publish(site, values.to(policy.device))
+        linears[site.name] = LinearWeight(site, matrix)
+    policy.adapters[name] = Adapted(decoder, replace(own, graph=graph, linears=linears))
 
 
 def open_adapters(folder: Path, config: ModelConfig) -> TensorFile:

@@ -20,7 +20,7 @@ import torch
 from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.kernels.backend import Backend, backend_of
 from isobit.kernels.operands import HeadWeight, LinearWeight, RopeTable
-from isobit.models.adapters import check_delivered, drawn_adapters
+from isobit.models.adapters import Adapted, check_delivered, drawn_adapters
 from isobit.models.checkpoint import is_equal_in_pieces
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import LM_HEAD, about_folded, build_decoder, fold_norms, master_shapes
@@ -283,6 +283,8 @@ class Policy:
                 self.masters[name] = torch.nn.Parameter(own)
         self.gradient = self._gradient_sum()
         """Sums the masters' gradients during a backward."""
+        self.adapters: dict[str, Adapted] = {}
+        """That it also samples with, by name (``isobit.models.adapters.add_adapter``)."""
         self.version = 1
         self._base: str | None = None
 
