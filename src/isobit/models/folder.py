@@ -49,7 +49,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare, SampledPolicy
-from isobit.models.quantised_checkpoint import MasterValues, read_fp8_format
+from isobit.models.quantised_checkpoint import MasterValues, read_quantisation
 from isobit.models.safetensors import INDEX_FILE
 from isobit.models.saving import (
     TEMPLATES,
@@ -136,7 +136,7 @@ def read_any_config(folder: Path) -> ModelConfig:
         )
     path = folder / "config.json"
     config = read_json(path)
-    read_fp8_format(config, str(path))
+    read_quantisation(config, str(path))
     config.pop("quantization_config", None)  # how the weights are stored, not what they compute
     return ModelConfig.from_hf(config, str(path)).with_tokenizer(tokenizer_size(folder))
 

@@ -86,7 +86,7 @@ class Published:
         folded: list[int] = []
         for name, values in self.folded(pairs, folded.append):
             names.append(name)
-            if isinstance(values, QuantTensor):
+            if isinstance(values, QuantisedWeight):
                 master = self.take(name, values, name in keep)
             else:
                 copy, device = isinstance(masters, Mapping), self._backend.device
@@ -130,9 +130,10 @@ class Published:
             self._derive_head()
 
     @torch.no_grad()
-    def take(self, name: str, given: QuantTensor, keep_master: bool) -> torch.Tensor | None:
-        """Use a folder's FP8 unchanged on each side whose flow has its form, and publish its
-        numbers on the other; -> these numbers, if ``keep_master``.
+    def take(self, name: str, given: QuantisedWeight, keep_master: bool) -> torch.Tensor | None:
+        """Use a folder's FP8 or INT8 unchanged on each side whose flow has its form, and publish
+        its numbers on the other; -> these numbers, if ``keep_master``. Raises ModelError for INT8
+        whose numbers are needed.
         """
         path = name.rpartition(".")[0]
         sites = self._sites(path)
@@ -145,7 +146,7 @@ class Published:
                 assert master is not None
                 matrix = self._backend.publish(site, master)
                 made[site] = LinearWeight(site, matrix)
-                if isinstance(matrix, QuantTensor):
+                if isinstance(given, QuantTensor) and isinstance(matrix, QuantTensor):
                     self.conversion.add(path, given, matrix)
             self.sides[side].linears[path] = made[site]
         return master if keep_master else None
