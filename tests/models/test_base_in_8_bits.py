@@ -1,6 +1,8 @@
 """Folders in FP8 and INT8 as they are: under adapters, and where a policy only samples."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +109,42 @@ def test_under_adapters_bytes_are_taken_over_and_no_number_of_a_matrix_is_ever_m
     assert torch.equal(paged(policy, ids, LENGTHS), packed(policy, ids, LENGTHS))
     _, formats = loaded(base, preset)
     assert torch.float32 in formats, "the count sees the numbers of a base in BF16"
+
+
+READ = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from benchmarks.loading import anonymous_bytes
+from isobit.models.folder import read_config, read_masters
+from tests.models.test_adapters import ALL
+
+folder = Path(sys.argv[1])
+masters = read_masters(folder, replace(read_config(folder), lora=ALL))
+before, most, largest = anonymous_bytes(), 0, 0
+for _, values in masters:
+    most = max(most, anonymous_bytes() - before)
+    held = values.values if hasattr(values, "scales") else values
+    largest = max(largest, held.nbytes)
+print(most, largest)
+"""
+
+
+@pytest.mark.parametrize("preset", ["fp8", "int8"])
+def test_a_folder_of_several_files_is_read_a_matrix_at_a_time(preset: Any, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_heads": 16, "num_kv_heads": 16}
+    base = written(tmp_path / "base", **sizes, num_layers=16)
+    source = find_source(base, None, lambda line: None)
+    precision, shard = PrecisionConfig(preset=preset), 10 << 20
+    folder = export(source, tmp_path / preset, preset, precision, shard_bytes=shard).folder
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert stored > 60 << 20
+    assert len(list(folder.glob("*.safetensors"))) > 6
+    # a process of its own, because a process keeps what it has given back
+    command = [sys.executable, "-c", READ, str(folder)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    most, largest = map(int, said.split())
+    assert most < 3 * largest + (6 << 20) < stored / 4, (most, largest)
 
 
 @pytest.mark.parametrize("preset", ["int8", "int8-linear"])
