@@ -273,7 +273,7 @@ def test_int8_moves_what_stands_out_and_files_have_pefts_numbers(
 
 
 def test_peft_computes_our_logits_and_writes_our_bytes(base: Path, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="`pip install peft` loads what runs leave")
     transformers = pytest.importorskip("transformers")
     for place, lora in enumerate((ALL, SOME)):
         model = trained(base, "fp32", lora)
