@@ -69,6 +69,8 @@ MakeConfig = Callable[..., RunConfig]
         {"precision": "fp8"},
         {"precision": "int8", "algorithm": {"name": "grpo", "kl_coefficient": 0.1}},
         {"precision": "bf16", "algorithm": {"name": "ppo"}},
+        {"precision": {"preset": "fp8", "kv_scales": "per_tensor"}},
+        {"precision": {"preset": "fp8", "kv_scales": "per_tensor", "kv_calibration": "engine"}},
     ],
 )
 def test_a_run_is_exact_and_leaves_adapters(
@@ -179,12 +181,13 @@ def test_an_engine_that_keeps_the_first_adapters_is_noticed_before_step_1(
         train(make_config())
 
 
+@pytest.mark.parametrize("kv_scales", ["per_token", "per_tensor"])
 def test_adapters_that_nobody_reads_are_noticed_before_step_1(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    kv_scales: str, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("isobit.models.layers.Adapter.add", lambda self, weights, x, y: y)
     with pytest.raises(MismatchError, match="are those without them"):
-        train(make_config())
+        train(make_config(precision={"preset": "fp8", "kv_scales": kv_scales}))
 
 
 def test_fine_tuning_and_going_on_from_its_adapters(
