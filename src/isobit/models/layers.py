@@ -170,9 +170,9 @@ class Adapter:
     def add(self, weights: Weights, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """x [T, K] and the linear's output [T, N], which is written to -> the sum, y itself."""
         backend, low = weights.backend, self._low(weights, x)
-        for target, (place, columns, up) in zip(self.targets, self._ups(weights), strict=True):
-            t = backend.linear_input(low[:, place].contiguous(), up.site).read
-            y[:, columns] += observe(backend.linear(t, up), up.site.name, target)
+        for t, target, (columns, up) in zip(low, self.targets, self._ups(weights), strict=True):
+            read = backend.linear_input(t, up.site).read
+            y[:, columns] += observe(backend.linear(read, up), up.site.name, target)
         return y
 
     def backward(
@@ -187,43 +187,42 @@ class Adapter:
         itself; adds to the gradients of A and B.  t is computed again.
         """
         backend, low = weights.backend, self._low(weights, x)
-        d_low, first = torch.empty_like(low), 0
+        d_low, first = low.new_empty(len(x), len(low) * self.rank), 0
         d_up = gradient(f"{self.path}.lora_B.weight")
-        for place, columns, up in self._ups(weights):
+        for t, d_t, (columns, up) in zip(
+            low, d_low.split(self.rank, 1), self._ups(weights), strict=True
+        ):
             d = None  # that of the target before is gone when this one is made
             d = backend.output_gradient(dy[:, columns].contiguous(), up.site)
             last = first + columns.stop - columns.start
-            backend.wgrad(d.tokens, low[:, place].contiguous(), d_up[first:last])
-            d_low[:, place] = backend.dgrad(d.rows, up)
+            backend.wgrad(d.tokens, t, d_up[first:last])
+            d_t.copy_(backend.dgrad(d.rows, up))
             first = last
         down, d = weights.linears[f"{self.path}.lora_A"], None
-        d = backend.output_gradient(self._scaled(d_low), down.site)
+        d = backend.output_gradient(d_low * self.scale, down.site)
         backend.wgrad(d.tokens, x, gradient(f"{self.path}.lora_A.weight"))
         return dx.add_(backend.dgrad(d.rows, down))
 
     def _low(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
-        """x [T, K] -> t of all targets, side by side, times the scale."""
+        """x [T, K] -> t of each target times the scale, [targets, T, r].
+
+        A product of a BF16 tensor and a number is made in FP32 and rounded once.
+        """
         down = weights.linears[f"{self.path}.lora_A"]
         t = weights.backend.linear(weights.backend.linear_input(x, down.site).read, down)
-        return observe(self._scaled(t), f"{self.path}.lora_A")
+        by_target = observe(t, f"{self.path}.lora_A").view(len(t), -1, self.rank).transpose(0, 1)
+        made = torch.empty(by_target.shape, dtype=t.dtype, device=t.device)
+        return torch.mul(by_target, self.scale, out=made)  # each target's rows side by side
 
-    def _scaled(self, t: torch.Tensor) -> torch.Tensor:
-        """Rounded once: in FP32, and not by a multiplication that may be fused with another."""
-        return t.float().mul_(self.scale).to(t.dtype)
-
-    def _ups(self, weights: Weights) -> Iterator[tuple[slice, slice, LinearWeight]]:
-        """Of each target its columns of t, its columns of y, and its B."""
+    def _ups(self, weights: Weights) -> Iterator[tuple[slice, LinearWeight]]:
+        """Of each target its columns of y, and its B."""
         whole, begins, begin = weights.linears[f"{self.path}.lora_B"], dict[str, int](), 0
         for name, size in self.linear.parts.items():
             begins[name], begin = begin, begin + size
         first = 0
-        for index, name in enumerate(self.targets):
+        for name in self.targets:
             size = self.linear.parts[name]
-            yield (
-                slice(index * self.rank, (index + 1) * self.rank),
-                slice(begins[name], begins[name] + size),
-                whole.rows(first, first + size),
-            )
+            yield slice(begins[name], begins[name] + size), whole.rows(first, first + size)
             first += size
 
 
