@@ -15,7 +15,14 @@ from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.gemm import BackEnd, bf16_gemm_nt, fp8_gemm_nt, why_not_deep_gemm
+from isobit.kernels.hopper.gemm import (
+    BackEnd,
+    bf16_gemm_nt,
+    fp8_gemm_nt,
+    is_narrow,
+    narrow_gemm_nt,
+    why_not_deep_gemm,
+)
 from isobit.kernels.hopper.publish import publish_blocks
 from isobit.kernels.hopper.quantise import quantise_rows
 
@@ -115,3 +122,17 @@ def test_values_against_the_specification(back_end: BackEnd) -> None:
     exact = specification(quantise_rows_on_cpu(x), w)
     ours = fp8_gemm_nt(quantise_rows(x.cuda()), on_gpu(w), "power_of_two", back_end).cpu()
     assert (ours.float() - exact).norm() / exact.norm() < 2.5e-3  # a BF16 rounding is 1.7e-3
+
+
+@pytest.mark.parametrize(("n", "k"), [(32, 4096), (96, 4096), (99, 1100), (32, 12288), (224, 4096)])
+def test_narrow_rows_are_free_of_the_batch_and_right(n: int, k: int) -> None:
+    """An adapter's A, which is cut along K."""
+    assert is_narrow(n, k)
+    a, b = bf16(max(ROWS), k), bf16(n, k)
+    whole = narrow_gemm_nt(a, b)
+    for rows in ROWS:
+        assert torch.equal(narrow_gemm_nt(a[:rows].contiguous(), b), whole[:rows])
+        assert torch.equal(narrow_gemm_nt(a[-rows:].contiguous(), b), whole[-rows:])
+    exact = a.double() @ b.double().t()
+    error = (whole.double() - exact).norm() / exact.norm()
+    assert error < 2e-3

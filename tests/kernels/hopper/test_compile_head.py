@@ -74,6 +74,20 @@ def test_swiglu() -> None:
     assert made.stack == 0 and made.wide_loads
 
 
+@pytest.mark.parametrize(("columns", "depth"), [(32, 512), (64, 768), (128, 1536)])
+def test_narrow_gemm(columns: int, depth: int) -> None:
+    constants = {"BLOCK_M": 64, "BLOCK_N": columns, "DEPTH": depth}
+    types = {"A": "*bf16", "B": "*bf16", "SUMS": "*fp32"}
+    made = compile_for_hopper(
+        gemm._narrow_kernel, TYPES | types, constants, 4, multiples=("k",), num_stages=4
+    )
+    assert made.stack == 0
+    assert made.products == {"bf16"}
+    constants = {"SPANS": 8, "BLOCK": 1024}
+    types = {"SUMS": "*fp32", "OUT": "*bf16", "size": "i32"}
+    assert compile_for_hopper(gemm._spans_kernel, TYPES | types, constants, 4).stack == 0
+
+
 @pytest.mark.parametrize(
     ("m", "whole_k", "e4m3"),
     [(16, True, True), (16, False, False), (4096, False, True), (4096, True, False)],

@@ -7,6 +7,8 @@ import pytest
 from tests.kernels.hopper.interpreted import run_interpreted
 
 
-@pytest.mark.parametrize("what", ["attention", "checksum", "dispatch", "int8", "optimiser", "qkv"])
+@pytest.mark.parametrize(
+    "what", ["attention", "checksum", "dispatch", "gemm", "int8", "optimiser", "qkv"]
+)
 def test_in_the_interpreter(what: str, tmp_path: Path) -> None:
     run_interpreted(f"tests.kernels.hopper.interpreted_{what}:main", tmp_path)

@@ -18,6 +18,9 @@ preference (tests/gpu/test_gemm.py):
 
 A choice may depend on what is installed and on N and K, never on M.
 
+An adapter's A has so few rows that one tile would read all of K alone, while a decoding step waits:
+K is cut into 8 or 16 spans, by N and K alone, whose FP32 sums are added in ascending order.
+
 In the Triton kernel one program computes a whole element, by one fma a block in FP8, and in BF16 in
 the tensor cores' FP32 accumulator in steps of 16, both ascending.  K is never split, and both
 tiles, 64x128 and 128x128, issue wgmma of 64 rows, so an element's operations are the same in
@@ -134,6 +137,76 @@ def tile(m: int, n: int) -> tuple[int, int]:
 def stages(block_m: int, element_size: int) -> int:
     """Pipeline stages of tiles of A and B that fit the shared memory."""
     return min(6, 196 * 1024 // ((block_m + _BLOCK) * _BLOCK * element_size))
+
+
+_NARROW, _DEEP = 256, 1024
+"""The most rows of B, and the least of K, whose products are cut along K."""
+_ROWS = 64  # of A in a tile
+
+
+@triton.jit(do_not_specialize=["m"])
+def _narrow_kernel(
+    A, B, SUMS, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    """One program a tile of SUMS [spans, m, n] over ``DEPTH`` of K."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    a_row = (row % m).to(tl.int64)  # rows beyond the matrix repeat others and are not stored
+    b_row = (column % n).to(tl.int64)
+    depth = tl.program_id(2) * DEPTH + tl.arange(0, 128)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for block in range(0, DEPTH // 128):
+        at = depth + block * 128
+        a = tl.load(A + a_row[:, None] * k + at[None, :], mask=at[None, :] < k, other=0.0)
+        b = tl.load(B + b_row[None, :] * k + at[:, None], mask=at[:, None] < k, other=0.0)
+        acc = tl.dot(a, b, acc)
+    place = (tl.program_id(2).to(tl.int64) * m + row[:, None]) * n + column[None, :]
+    tl.store(SUMS + place, acc, mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+@triton.jit(do_not_specialize=["size"])
+def _spans_kernel(SUMS, OUT, size, SPANS: tl.constexpr, BLOCK: tl.constexpr):
+    """OUT [size] = SUMS [SPANS, size], added in ascending order and rounded once."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(SUMS + place, mask=place < size, other=0.0)
+    for span in tl.static_range(1, SPANS):
+        total += tl.load(SUMS + span * size.to(tl.int64) + place, mask=place < size, other=0.0)
+    tl.store(OUT + place, total.to(OUT.dtype.element_ty), mask=place < size)
+
+
+def is_narrow(n: int, k: int) -> bool:
+    """Whether ``narrow_gemm_nt`` is for B [n, k]."""
+    return n <= _NARROW and k >= _DEEP
+
+
+def narrow_gemm_nt(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A BF16 [M, K], B BF16 [N, K] of few rows, both contiguous -> A B^T, BF16 [M, N]."""
+    assert a.dtype == b.dtype == torch.bfloat16
+    assert a.is_contiguous()
+    assert b.is_contiguous()
+    out = torch.empty((len(a), len(b)), dtype=torch.bfloat16, device=a.device)
+    multiply_in_spans(a, b, out)
+    return out
+
+
+def multiply_in_spans(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """A [M, K] B [N, K]^T to out [M, N]."""
+    (m, k), n = a.shape, b.shape[0]
+    depth, spans = spans_of(k)
+    block_n = max(32, min(128, triton.next_power_of_2(n)))
+    sums = torch.empty((spans, m, n), dtype=torch.float32, device=a.device)
+    _narrow_kernel[(triton.cdiv(m, _ROWS), triton.cdiv(n, block_n), spans)](
+        a, b, sums, m, n, k, _ROWS, block_n, depth, num_warps=4, num_stages=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    _spans_kernel[(triton.cdiv(m * n, 1024),)](sums, out, m * n, spans, 1024, num_warps=4)
+
+
+def spans_of(k: int) -> tuple[int, int]:
+    """How long a span of K is, in whole blocks of 128, and how many there are."""
+    most = 16 if k >= 8192 else 8
+    depth = triton.cdiv(triton.cdiv(k, 128), most) * 128
+    return depth, triton.cdiv(k, depth)
 
 
 BackEnd = Literal["deep_gemm", "scaled_mm", "triton"]

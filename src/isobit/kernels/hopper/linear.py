@@ -48,6 +48,8 @@ from isobit.kernels.hopper.gemm import (
     call_deep_gemm,
     deep_gemm_or_triton,
     fp8_gemm_nt,
+    is_narrow,
+    narrow_gemm_nt,
 )
 from isobit.kernels.hopper.int8 import int8_gemm_nt, transposed_weight
 from isobit.kernels.hopper.quantise import (
@@ -365,6 +367,8 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
         return fp8_gemm_nt(x, weight.matrix, weight.site.scales)
     assert isinstance(x, torch.Tensor)
     assert isinstance(weight.matrix, torch.Tensor)
+    if weight.site.kind == "adapter" and is_narrow(*weight.matrix.shape):
+        return narrow_gemm_nt(x, weight.matrix)
     return bf16_gemm_nt(x, weight.matrix)
 
 
