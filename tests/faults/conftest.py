@@ -113,12 +113,12 @@ def outcome() -> Callable[[Path], dict[str, Any]]:
     def read(root: Path) -> dict[str, Any]:
         summary = json.loads((root / "summary.json").read_text())
         last = max((root / "checkpoints").glob("step_??????"))
+        model = [one.name for one in (root / "model").iterdir() if one.suffix != ".md"]
+        assert {"model.safetensors", "adapter_model.safetensors"} & set(model)
         bytewise = (
             "completions.jsonl",
             "rewards.jsonl",
-            "model/model.safetensors",
-            "model/config.json",
-            "model/tokenizer.json",
+            *(f"model/{name}" for name in sorted(model)),
         )
         return {
             **{name: (root / name).read_bytes() for name in bytewise},

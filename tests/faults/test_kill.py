@@ -69,6 +69,13 @@ STAGES = {
     "sft in int8, graders": Stage(
         {"precision": "int8"} | POOL, command="sft", victims=("trainer", "both")
     ),
+    "lora, kl, scales a tensor": Stage(
+        {
+            "lora": {"rank": 4},
+            "precision": {"preset": "fp8", "kv_scales": "per_tensor"},
+            "algorithm": {"kl_coefficient": 0.1},
+        }
+    ),
     "rollout worker": Stage(
         {"async": {"lag": 1}}, victims=("trainer", "worker", "both"), processes=2, rollouters=1
     ),

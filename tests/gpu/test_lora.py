@@ -1,6 +1,7 @@
 """On a GPU too, adapters are part of one function of rollout and training, and learn."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +11,17 @@ from isobit.config.tables import LORA_TARGETS, Preset, Recompute
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from isobit.models.adapters import check_delivered
 from isobit.models.config import Lora
 from isobit.models.policy import Policy, random_policy
+from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.proof.verify import VerifyOptions, verify_policy
+from isobit.starter import starter_folder
+from isobit.util.errors import MismatchError
 from tests.gpu.conftest import SHAPES
 from tests.models.policies import whole_batch
+from tests.rollout.test_adapters import adapters_of, check_together
 
 ALL = Lora(8, 16.0, LORA_TARGETS)
 SOME = Lora(33, 7.0, ("k_proj", "v_proj", "up_proj"), rslora=True)
@@ -72,3 +78,26 @@ def test_adapters_alone_have_gradients_which_are_right(shape: str, preset: Prese
         assert torch.equal(found[name], again[name]), name
         allowed = 2 * (cpu[name] - expected).norm()
         assert (found[name] - expected).norm() <= allowed, name
+
+
+def test_a_publication_is_one_rounding() -> None:
+    policy = policy_of("qwen3", "fp8")
+    joined = policy.joined
+    assert joined is not None and joined.are_read(policy)
+    for name in joined.places:
+        held = policy.weights("rollout").linears[name.removesuffix(".weight")].matrix
+        assert isinstance(held, torch.Tensor)
+        assert torch.equal(held, policy.masters[name].detach().bfloat16())
+    check_delivered(policy)
+    joined.published[5] += 1
+    with pytest.raises(MismatchError, match="rollout reads another"):
+        check_delivered(policy)
+
+
+@pytest.mark.parametrize("preset", ["fp8", "int8"])
+def test_adapters_in_one_batch_draw_what_each_draws_alone(preset: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    config = replace(SHAPES["qwen3"], tokenizer_size=None)
+    save_policy(random_policy(config, "bf16", 0), base, tokenizer_from=starter_folder())
+    folders = adapters_of(base, tmp_path)
+    check_together(base, folders, preset, "cuda", ("direct", "captured"))

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from math import prod
 from typing import Any, get_args
 
 import pytest
@@ -23,7 +24,7 @@ from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import Card, DevicePlan, DevicePlanner, read_card
 from isobit.memory.host import share_of
 from isobit.models.config import Lora, ModelConfig, model_shape
-from isobit.models.decoder import decoder_shape
+from isobit.models.decoder import decoder_shape, master_shapes, parameter_count
 from isobit.models.policy import SIDES, Policy
 from isobit.precision.flow import Site, build_flow
 from isobit.precision.quant_tensor import DTYPES, Format, Int8Rows
@@ -84,6 +85,38 @@ def test_so_does_that_of_adapters(
             beside = 4 * tokens * config.hidden_size
             assert saved + beside == pytest.approx(measured["saved"], rel=0.005)
             assert -0.005 < (saved + max(passing.values())) / measured["peak"] - 1 < 0.04
+
+
+LLAMA_70B = ModelConfig("llama", 128256, 8192, 28672, 80, 64, 8, 128, 8192, 1e-5, 5e5, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "card", "recompute", "least"),
+    [
+        (QWEN3_8B, "h100", "mlp", 16384),
+        (model_shape("qwen3-32b"), "h100", "full", 16384),
+        (model_shape("qwen3-32b"), "h200", "mlp", 16384),
+        (LLAMA_70B, "h200", "full", 16384),
+    ],
+)
+def test_a_base_has_no_masters_gradients_and_moments_in_a_plan(
+    config: ModelConfig, card: str, recompute: Recompute, least: int
+) -> None:
+    adapted, training = (
+        replace(config, lora=Lora(32, 64.0, LORA_TARGETS)),
+        TrainingConfig(recompute=recompute),
+    )
+    flow = build_flow(precision("fp8"), decoder_shape(adapted))
+    planner = DevicePlanner(adapted, flow, sizes, read_card(card).total)
+    numbers = sum(prod(shape) for shape in master_shapes(adapted).values())
+    assert numbers < 0.011 * parameter_count(config)
+    found = planner.training_bytes(training, least, 4096)
+    assert found["masters"] == found["gradients"] == 4 * numbers
+    assert found["optimiser moments"] == 8 * numbers
+    tables = 2 * 2 * config.vocab_size * config.hidden_size
+    rest = found["published weights"] - (parameter_count(config) - tables / 2) - tables
+    assert 0 < rest < 0.025 * found["published weights"], "a byte a number, and adapters in BF16"
+    assert planner.largest_microbatch(training, 4096) >= least
 
 
 @pytest.mark.parametrize("format", ["e4m3", "int8", "bf16"])

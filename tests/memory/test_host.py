@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from isobit.config.tables import (
+    LORA_TARGETS,
     Moments,
     PrecisionConfig,
     Preset,
@@ -22,7 +23,7 @@ from isobit.memory import host as memory
 from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import num_pages_for
 from isobit.memory.host import MemoryEstimate, estimate_memory
-from isobit.models.config import ModelConfig
+from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import decoder_shape
 from isobit.models.policy import SIDES, Policy, random_policy
 from isobit.models.scorer import ScoredPass
@@ -37,11 +38,12 @@ QWEN2 = replace(
     QWEN3, family="qwen2", tied_embeddings=False, hidden_size=160, num_layers=3
 )  # no linear but down_proj's output fits blocks
 VALUES, REWARD = replace(QWEN3, value_head=True), replace(QWEN2, score_head=True)
-SHAPES = ["qwen3", "qwen2", "value head", "reward model"]
+ADAPTED = replace(QWEN3, lora=Lora(8, 16.0, LORA_TARGETS))
+SHAPES = ["qwen3", "qwen2", "value head", "reward model", "adapters"]
 PRESETS: list[Preset] = ["fp32", "bf16", "fp8-rollout", "fp8-linear", "fp8", "int8-rollout", "int8"]
 
 
-@pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD], ids=SHAPES)
+@pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD, ADAPTED], ids=SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Preset) -> None:
     policy = random_policy(shape, PrecisionConfig(preset=preset, first_layers_bf16=1), seed=0)
@@ -56,16 +58,17 @@ def test_published_weights_and_pages_are_exact(shape: ModelConfig, preset: Prese
     )
 
 
+@pytest.mark.parametrize("shape", [QWEN3, ADAPTED], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("moments", get_args(Moments))
-def test_masters_gradients_and_moments_are_exact(moments: Moments) -> None:
+def test_masters_gradients_and_moments_are_exact(moments: Moments, shape: ModelConfig) -> None:
     """Norms of 32 numbers have groups of scales that are not full."""
-    policy = random_policy(QWEN3, PrecisionConfig(), seed=0)
+    policy = random_policy(shape, PrecisionConfig(), seed=0)
     training = TrainingConfig(moments=moments)
     trainer = Trainer(policy, training, total_updates=1)
     for master in policy.parameters():
         master.grad = torch.ones_like(master)
     trainer._step(1.0, 1e-3)
-    estimate = estimate_memory(QWEN3, policy.flow, RolloutConfig(), training, 64, sizes)
+    estimate = estimate_memory(shape, policy.flow, RolloutConfig(), training, 64, sizes)
     assert estimate.size("masters") == storage_bytes(policy.parameters())
     assert estimate.size("gradients") == storage_bytes(
         master.grad for master in policy.parameters() if master.grad is not None
@@ -82,6 +85,7 @@ def pass_bytes(policy: Policy, tokens: int, length: int, recompute: Recompute) -
     batch = whole_batch(ids, (length,) * (tokens // length))
     for master in policy.parameters():
         master.grad = torch.zeros_like(master)
+    ScoredPass(policy, batch, recompute).forward()  # makes the constants that kernels keep
     with LiveBytes() as live:
         scored = ScoredPass(policy, batch, recompute)
         scores = scored.forward()
@@ -94,7 +98,7 @@ def pass_bytes(policy: Policy, tokens: int, length: int, recompute: Recompute) -
 
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))
-@pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD], ids=SHAPES)
+@pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD, ADAPTED], ids=SHAPES)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
 def test_activations_are_what_the_forward_keeps(
     shape: ModelConfig, preset: Preset, recompute: Recompute

@@ -15,7 +15,15 @@ from isobit.config.tables import (
     Recompute,
     named_precision,
 )
-from isobit.models.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_masters, filled
+from isobit.kernels.operands import LinearWeight
+from isobit.kernels.spec.backend import SpecBackend
+from isobit.models.adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    JoinedAdapters,
+    adapter_masters,
+    filled,
+)
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.models.folder import (
@@ -30,6 +38,8 @@ from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, Published, random_masters, random_policy
 from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import DTYPES
 from isobit.run.export import export, find_source
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError, MismatchError, ModelError
@@ -198,6 +208,73 @@ def test_a_copy_on_one_side_that_stays_as_it_was_is_noticed(
         moved(policy)
 
 
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A back end that publishes plain matrices as a GPU does."""
+
+    def publish(site: Site, master: torch.Tensor) -> Any:
+        return exact(site, master) if site.kind != "adapter" else master.detach().to(dtype(site))
+
+    def republish(weight: LinearWeight, master: torch.Tensor) -> torch.Tensor:
+        assert weight.site.kind != "adapter", "one by one"
+        return one_by_one(weight, master)
+
+    def dtype(site: Site) -> torch.dtype:
+        return DTYPES[site.forward]
+
+    exact, one_by_one = SpecBackend.publish, SpecBackend.republish
+    monkeypatch.setattr(SpecBackend, "publish", staticmethod(publish))
+    monkeypatch.setattr(SpecBackend, "republish", staticmethod(republish))
+    monkeypatch.setattr(SpecBackend, "rounds_alone", True)
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("lora", [ALL, SOME])
+@pytest.mark.parametrize("preset", ["fp32", "fp8", "fp8-rollout"])
+def test_where_numbers_are_rounded_alone_a_publication_is_one_rounding(
+    preset: str, lora: Lora
+) -> None:
+    policy = random_policy(replace(config_of(lora=lora), value_head=True), preset, seed=0)
+    assert policy.joined is not None
+    assert set(policy.joined.places) == set(policy.masters) - {"value_head.weight"}
+    before = policy.checksum()
+    moved(policy)
+    changed = sum(int(policy.masters[name].count_nonzero()) for name in policy.joined.places)
+    assert 0 < policy.change.share <= 1
+    assert changed > 1000
+    assert policy.checksum() != before
+    storages = {policy.masters[name].untyped_storage()._cdata for name in policy.joined.places}
+    assert len(storages) == 1
+    for side in ("rollout", "training"):
+        for name in policy.joined.places:
+            held = policy.weights(side).linears[name.removesuffix(".weight")]
+            made = policy.masters[name].detach().to(policy.joined.published.dtype)
+            assert torch.equal(held.matrix, made)  # pyright: ignore[reportArgumentType]
+    again = random_policy(policy.config, preset, seed=5)
+    again.restore({name: one.detach().clone() for name, one in policy.masters.items()}, 7)
+    for name in policy.joined.places:
+        held = again.weights("rollout").linears[name.removesuffix(".weight")].matrix
+        own = policy.weights("rollout").linears[name.removesuffix(".weight")].matrix
+        assert torch.equal(held, own)  # pyright: ignore[reportArgumentType]
+    gradients(policy)
+    assert policy.masters["layers.1.qkv_proj.lora_A.weight"].grad is not None
+
+
+@pytest.mark.usefixtures("rounding")
+def test_a_joined_publication_that_is_not_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make("fp8")
+    linears = policy.weights("rollout").linears
+    stale = linears["layers.1.down_proj.lora_B"]
+    assert isinstance(stale.matrix, torch.Tensor)
+    linears["layers.1.down_proj.lora_B"] = replace(stale, matrix=stale.matrix.clone())
+    with pytest.raises(MismatchError, match=r"rollout reads another layers\.1\.down_proj\.lora_B"):
+        moved(policy)
+    policy = make("fp8")
+    monkeypatch.setattr(JoinedAdapters, "publish", lambda self: torch.zeros((), dtype=torch.int64))
+    with pytest.raises(MismatchError, match=r"rollout reads another layers\.0\.qkv_proj\.lora_A"):
+        moved(policy)
+
+
 def test_filled_adapters_are_not_zero_and_go_away_again() -> None:
     policy = random_policy(config_of(), "fp8", seed=0)
     ids, before = tokens(policy), policy.checksum()
@@ -273,7 +350,7 @@ def test_int8_moves_what_stands_out_and_files_have_pefts_numbers(
 
 
 def test_peft_computes_our_logits_and_writes_our_bytes(base: Path, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="`pip install peft` loads what runs leave")
     transformers = pytest.importorskip("transformers")
     for place, lora in enumerate((ALL, SOME)):
         model = trained(base, "fp32", lora)

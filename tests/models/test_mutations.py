@@ -21,7 +21,7 @@ from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_i
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
-from isobit.models.quantised_checkpoint import read_fp8_format
+from isobit.models.quantised_checkpoint import read_quantisation
 from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE
 from isobit.models.saving import save_policy
 from isobit.starter import starter_folder
@@ -114,7 +114,7 @@ def test_quantization_config() -> None:
     }
     for _ in range(COUNT):
         config = {"quantization_config": mutated_json(stored, draw)}
-        outcomes.refuses(lambda config=config: read_fp8_format(config, "config.json"), ModelError)
+        outcomes.refuses(lambda config=config: read_quantisation(config, "config.json"), ModelError)
     outcomes.check(1 / 2)
 
 

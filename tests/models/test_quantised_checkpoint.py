@@ -20,7 +20,7 @@ from isobit.models.config import Experts, ModelConfig
 from isobit.models.folder import load_policy, read_config
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
-from isobit.models.quantised_checkpoint import master_of, read_fp8_format
+from isobit.models.quantised_checkpoint import master_of, read_quantisation
 from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
 from isobit.precision.quant_tensor import E4M3, Int8Rows, QuantTensor, dequantise
@@ -368,14 +368,14 @@ def test_other_quantisations_are_refused_by_name(
 
 def test_what_a_quantization_config_may_leave_out_and_say_besides() -> None:
     least = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    found = read_fp8_format({"quantization_config": least}, "config.json")
+    found = read_quantisation({"quantization_config": least}, "config.json")
     assert found is not None and found.kept == () and not found.keeps("model.layers.0.mlp.up_proj")
     more = {"scale_fmt": "ue8m0", "dequantize": False, "ignored_layers": ["lm_head", "mlp.gate"]}
-    found = read_fp8_format({"quantization_config": least | more}, "config.json")
+    found = read_quantisation({"quantization_config": least | more}, "config.json")
     assert found is not None and found.keeps("lm_head")
     assert found.keeps("model.layers.3.mlp.gate") and not found.keeps(
         "model.layers.3.mlp.gate_proj"
     )
-    assert read_fp8_format({}, "config.json") is None
+    assert read_quantisation({}, "config.json") is None
     with pytest.raises(ModelError, match="expected an object"):
-        read_fp8_format({"quantization_config": "fp8"}, "config.json")
+        read_quantisation({"quantization_config": "fp8"}, "config.json")

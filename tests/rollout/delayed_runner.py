@@ -66,7 +66,9 @@ class DelayedRunner:
         lengths = tuple(position + 1 for position in positions)
         paged = PagedBatch((1,) * len(samples), lengths, table, torch.tensor(slots))
         tokens = torch.tensor([self.slots[sample][0] for sample in samples])
-        states = self.model.forward(ForwardBatch(tokens, torch.tensor(positions), paged))
+        states = self.model.forward(
+            ForwardBatch(tokens, torch.tensor(positions), paged, samples[0].adapter)
+        )
         self.draw([(sample, states.row(row)) for row, sample in enumerate(samples)])
 
     def prefill(self, plan: Plan) -> States:

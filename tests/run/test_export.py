@@ -165,7 +165,7 @@ def test_a_run_in_int8_is_written_in_it_in_bf16_or_quantised_anew(
     assert "- int8\n" in card and "behind blocks of a Hadamard matrix" in card
     assert "apply_transform_config(model" in card
     with pytest.raises(ModelError, match=r"compressed-tensors' format.* --format bf16"):
-        find_source(stored.folder, None, lines.append)
+        export(find_source(stored.folder, None, lines.append), tmp_path / "no")
     with pytest.raises(ConfigError, match=r"flow int8 samples with matrices in INT8.*--precision"):
         export(source, tmp_path / "refused", "fp8")
     assert not (tmp_path / "refused").exists()

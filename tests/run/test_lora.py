@@ -1,5 +1,6 @@
 """Runs that train adapters: exact, resumed to the same bytes, and ended where nothing arrives."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_run, check_sft
+from isobit.config.tables import PrecisionConfig
 from isobit.models.adapters import CONFIG_FILE, WEIGHTS_FILE
 from isobit.models.layers import Weights
 from isobit.models.policy import Policy
@@ -18,7 +20,7 @@ from isobit.precision.quant_tensor import Side
 from isobit.run.export import export, find_source
 from isobit.run.loop import train
 from isobit.run.sft import sft
-from isobit.util.errors import CheckpointError, ConfigError, MismatchError
+from isobit.util.errors import CheckpointError, ConfigError, MismatchError, ModelError
 from tests.tiny import json_lines, save_tiny, with_sections
 
 LORA = {"rank": 8, "targets": "all-linear"}
@@ -67,6 +69,8 @@ MakeConfig = Callable[..., RunConfig]
         {"precision": "fp8"},
         {"precision": "int8", "algorithm": {"name": "grpo", "kl_coefficient": 0.1}},
         {"precision": "bf16", "algorithm": {"name": "ppo"}},
+        {"precision": {"preset": "fp8", "kv_scales": "per_tensor"}},
+        {"precision": {"preset": "fp8", "kv_scales": "per_tensor", "kv_calibration": "engine"}},
     ],
 )
 def test_a_run_is_exact_and_leaves_adapters(
@@ -89,6 +93,24 @@ def test_a_run_is_exact_and_leaves_adapters(
     ]
     for one in found:
         assert (one / WEIGHTS_FILE).read_bytes() == (folder / WEIGHTS_FILE).read_bytes()
+
+
+def test_a_model_in_int8_is_trained_on_as_it_is(
+    make_config: MakeConfig, model: Path, tmp_path: Path
+) -> None:
+    precision = PrecisionConfig(preset="int8")
+    source = find_source(model, None, lambda line: None)
+    base = export(source, tmp_path / "int8", "int8", precision).folder
+    config = make_config(model=str(base), precision="int8", training={"steps": 2})
+    train(config)
+    train(make_config(model=str(base), precision="int8"), resume=True)
+    lines = json_lines(config.output / "metrics.jsonl")
+    found = [one["log_prob_diff/tokens_differing"] for one in lines if "log_prob_diff/mean" in one]
+    assert found == [0, 0, 0]
+    stored = json.loads((config.output / "model" / CONFIG_FILE).read_text())
+    assert stored["base_model_name_or_path"] == str(base)
+    with pytest.raises(ModelError, match=r"is in INT8.* exported from"):
+        train(make_config(model=str(base), precision="fp8", output=str(tmp_path / "fp8")))
 
 
 def test_a_resumed_run_has_the_same_bytes(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -159,12 +181,13 @@ def test_an_engine_that_keeps_the_first_adapters_is_noticed_before_step_1(
         train(make_config())
 
 
+@pytest.mark.parametrize("kv_scales", ["per_token", "per_tensor"])
 def test_adapters_that_nobody_reads_are_noticed_before_step_1(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    kv_scales: str, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("isobit.models.layers.Adapter.add", lambda self, weights, x, y: y)
     with pytest.raises(MismatchError, match="are those without them"):
-        train(make_config())
+        train(make_config(precision={"preset": "fp8", "kv_scales": kv_scales}))
 
 
 def test_fine_tuning_and_going_on_from_its_adapters(

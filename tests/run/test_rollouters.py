@@ -45,6 +45,7 @@ def config_of(case: dict[str, Any]) -> RunConfig:
             "checkpoint": {"every": 2, "keep_last": 2},
             "async": {"lag": case["lag"]},
             "cluster": {"rollouters": case.get("rollouters", 0)},
+            **case.get("more", {}),
         }
     )
 
@@ -77,6 +78,40 @@ def test_the_bytes_do_not_depend_on_who_samples(
     assert found.keys() == expected.keys()
     assert [name for name in expected if found[name] != expected[name]] == []
     assert any(name.endswith("pending.safetensors") for name in expected)
+
+
+@pytest.mark.parametrize("kv_scales", ["per_token", "per_tensor"])
+def test_adapters_leave_the_same_bytes_whoever_samples(kv_scales: str, tmp_path: Path) -> None:
+    write_model(tmp_path, "dense")
+    more = {"lora": {"rank": 4}, "precision": {"preset": "fp8", "kv_scales": kv_scales}}
+    case = {"folder": str(tmp_path), "steps": 4, "lag": 1, "algorithm": "grpo", "more": more}
+    work(ALONE, {**case, "output": "one"})
+    in_world(3, "tests.run.test_rollouters:work", {**case, "output": "several", "rollouters": 1})
+    expected, found = left_by(tmp_path / "one"), left_by(tmp_path / "several")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+def deaf(world: World, case: dict[str, Any]) -> str:
+    """A run whose rollouters sample without the adapters; -> what was raised."""
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr("isobit.models.layers.Adapter.add", lambda self, weights, x, y: y)
+        try:
+            train_by_ranks(config_of(case), world=world)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_rollouters_that_do_not_read_adapters_are_noticed_before_step_1(tmp_path: Path) -> None:
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path), "steps": 2, "lag": 1, "algorithm": "grpo", "output": "run"}
+    case |= {"rollouters": 1, "more": {"lora": {"rank": 4}}}
+    trainer, rollouter = in_world(2, "tests.run.test_rollouters:deaf", case)
+    assert trainer.startswith("MismatchError: before the first step"), trainer
+    assert "log-probabilities are not the trainer's" in trainer
+    assert rollouter.startswith("PeerError")
 
 
 def test_a_run_without_trainers_is_refused(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ _ELSEWHERE = {
 """Commands of other tools, and what to do here."""
 _FILES = {
     "sft": "train",
-    "chat": "serve",
+    "chat": "rollout",
     "ui": "serve",
     "diff": "verify",
     "replay": "verify",

@@ -1,4 +1,6 @@
-"""``isobit rollout FOLDER``: completes prompts, and prints completions or writes JSON lines."""
+"""``isobit rollout FOLDER``: completes prompts, and prints completions or writes JSON lines;
+``isobit chat MODEL``: a conversation in the terminal, with the same engine.
+"""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +18,19 @@ from isobit.cli.arguments import (
     whole,
 )
 from isobit.cli.main import obey_as_rank, start_ranks, starting
+from isobit.cli.serve import served_settings
 from isobit.config.base import MAX_BATCH
+from isobit.util.errors import ConfigError, DataError, IsobitError
 from isobit.util.files import LineFile, disk_errors
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:
-    from isobit.config.recipes import GenerationConfig
+    from isobit.config.recipes import GenerationConfig, ServeConfig
+    from isobit.models.folder import SamplingModel
     from isobit.parallel.world import World
-    from isobit.records.text import Group
+    from isobit.records.text import Group, Message
+    from isobit.rollout.engine import Request
+    from isobit.rollout.native import NativeEngine
 
 
 def run_rollout(arguments: Sequence[str]) -> int:
@@ -172,3 +179,89 @@ def _parser() -> ArgumentParser:
         help="write JSON lines there, with tokens and log-probabilities",
     )
     return parser
+
+
+def run_chat(arguments: Sequence[str]) -> int:
+    """Converse until the input ends. Raises IsobitError for a model that cannot."""
+    parser = folder_parser(
+        "chat", "Converse with a model in the terminal.", "precision, rollout and data"
+    )
+    parser.set_defaults(precision=None)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--max-new-tokens", metavar="N", help="longest answer")
+    parser.add_argument("--temperature", metavar="T", help="0 is greedy; by default 1")
+    options, overrides = parser.parse_known_args(arguments)
+    limits = given(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    settings = served_settings(options, overrides, max_sequences=1, **limits)
+    set_threads(options)
+    with starting():
+        from isobit.models.folder import load_sampling_model
+        from isobit.rollout.native import NativeEngine
+    model = load_sampling_model(options.model, settings.precision, settings.device)
+    if not model.tokenizer.chat_template:
+        raise ConfigError(
+            f"{options.model} has no chat template, so it knows no turns; `isobit rollout MODEL "
+            "--prompt TEXT` completes a text"
+        )
+    engine = NativeEngine(model.policy, settings.rollout, model.tokenizer, options.seed)
+    _converse(model, engine, settings, options.system)
+    return 0
+
+
+def _converse(
+    model: "SamplingModel", engine: "NativeEngine", settings: "ServeConfig", system: str | None
+) -> None:
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            print()
+            return
+        if not text.strip():
+            continue
+        messages.append({"role": "user", "content": text})
+        try:
+            answer = _say_answer(engine, _turn(messages, model, settings))
+        except (DataError, IsobitError) as error:
+            say(f"isobit: {error}")
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _turn(
+    messages: "Sequence[Message]", model: "SamplingModel", settings: "ServeConfig"
+) -> "Request":
+    """Raises DataError for a conversation that does not fit the context or the template."""
+    from isobit.data.prompts import prompts_of_rows
+    from isobit.data.sources import Row
+    from isobit.rollout.engine import Request
+
+    row = Row(tuple(messages), {}, "the conversation")
+    (prompt,) = prompts_of_rows(
+        "turn", [row], model.tokenizer, settings.data, context_tokens=model.context
+    )
+    return Request(prompt, len(messages), 1, model.sampling(settings.rollout))
+
+
+def _say_answer(engine: "NativeEngine", request: "Request") -> str:
+    """Print an answer as it is drawn; Ctrl-C ends it where it stands."""
+    from isobit.observe.console import printable
+
+    ((handle,),) = engine.submit([request], "text")
+    parts = list[str]()
+
+    def show(text: str) -> None:
+        parts.append(text)
+        print(printable(text), end="", flush=True)
+
+    try:
+        while engine.num_live:
+            for event in engine.step():
+                show(event.text)
+    except KeyboardInterrupt:
+        for event in engine.abort([handle]):
+            show(event.text)
+    print()
+    return "".join(parts)

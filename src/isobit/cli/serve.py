@@ -1,9 +1,9 @@
-"""``isobit serve MODEL``: an OpenAI-compatible server (docs/serve.md); ``isobit chat MODEL``: a
-conversation in the terminal, with the same engine; ``isobit ui RUNS``: a viewer of runs in the
-browser (docs/ui.md).
+"""``isobit serve MODEL``: an OpenAI-compatible server (docs/serve.md); ``isobit ui RUNS``: a viewer
+of runs in the browser (docs/ui.md).
 
-Either takes a run's directory in place of a model folder: its finished model, in the run's
-precision.  With ``--follow`` the server takes the weights of each checkpoint that the run writes.
+The server takes a run's directory in place of a model folder: its finished model, in the run's
+precision.  With ``--follow`` it takes the weights of each checkpoint that the run writes, and with
+``--lora-modules`` it has adapters beside the model, each a model of its own for clients.
 """
 
 import json
@@ -14,14 +14,13 @@ import socket
 import threading
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobit.cli.arguments import (
     folder_parser,
-    given,
     path_value,
     set_threads,
     settings_from,
@@ -30,22 +29,19 @@ from isobit.cli.arguments import (
 from isobit.cli.main import starting
 from isobit.config.base import MAX_BATCH
 from isobit.store.directory import RunDirectory, is_run
-from isobit.util.errors import ConfigError, DataError, IsobitError
+from isobit.util.errors import ConfigError, IsobitError
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:
     from isobit.config.recipes import ServeConfig
-    from isobit.models.folder import SamplingModel
     from isobit.models.policy import Policy
-    from isobit.records.text import Message
-    from isobit.rollout.engine import Request
-    from isobit.rollout.native import NativeEngine
     from isobit.serve.app import Server
 
 POLL_S = 1.0
 """Between two looks for a checkpoint."""
 
 PACKAGES = ("prometheus_client", "starlette", "uvicorn")
+"""Of the extra ``serve``."""
 _PLAIN_HTTP: dict[str, Any] = {
     "log_config": None,
     "access_log": False,
@@ -55,7 +51,6 @@ _PLAIN_HTTP: dict[str, Any] = {
     "proxy_headers": False,
 }
 """What uvicorn is told by either server."""
-"""Of the extra ``serve``."""
 
 
 def run_serve(arguments: Sequence[str]) -> int:
@@ -64,13 +59,14 @@ def run_serve(arguments: Sequence[str]) -> int:
     _check_packages("serve", PACKAGES)
     key = _key(options.api_key)
     updated = _updated(options)
+    adapters = _adapters(options)
     followed = FollowedRun(Path(options.folder)) if options.follow else None
-    settings = _settings(options, overrides)
+    settings = served_settings(options, overrides)
     with _listening(options.host, options.port, f"--host {options.host} ") as listener:
         set_threads(options)
         with starting():
             import isobit.serve.app  # noqa: F401
-        server = _server(options, settings, key, followed, updated)
+        server = _server(options, settings, key, followed, updated, adapters)
         return _serve(server, listener, options)
 
 
@@ -83,7 +79,9 @@ def _check_packages(command: str, names: Sequence[str]) -> None:
         )
 
 
-def _settings(options: Namespace, overrides: Sequence[str], **rollout: object) -> "ServeConfig":
+def served_settings(
+    options: Namespace, overrides: Sequence[str], **rollout: object
+) -> "ServeConfig":
     """Those of the command line, with the precision of a run where one is named, whose finished
     model becomes the folder. Raises ConfigError.
     """
@@ -206,6 +204,22 @@ def _updated(options: Namespace) -> Path | None:
     return folder
 
 
+def _adapters(options: Namespace) -> dict[str, Path]:
+    """By their names for clients; a run's are those of its finished model."""
+    if not options.lora_modules:
+        return {}
+    if options.follow or options.allow_weight_updates is not None:
+        raise ConfigError(
+            "--lora-modules is for a model that stays as it is; leave --follow and "
+            "--allow-weight-updates out"
+        )
+    names = [options.name or options.folder, *(name for name, _ in options.lora_modules)]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"--lora-modules: two models are called {twice!r}; give each its name")
+    return {name: path / "model" if is_run(path) else path for name, path in options.lora_modules}
+
+
 def _listening(host: str, port: int, option: str = "") -> socket.socket:
     """Raises ConfigError for an address that cannot be listened at, before a model is loaded;
     ``option`` is how the host was given.
@@ -226,10 +240,11 @@ def _server(
     key: str | None,
     followed: FollowedRun | None,
     updated: Path | None,
+    adapters: Mapping[str, Path],
 ) -> "Server":
     from isobit.data.tokenizer import load_tokenizer
     from isobit.memory.cache_size import batched_tokens
-    from isobit.models.folder import load_sampling_model
+    from isobit.models.folder import LoadedModel, load_adapters, load_sampling_model
     from isobit.models.policy import Policy
     from isobit.rollout.native import NativeEngine
     from isobit.rollout.scoring import TokenScorer
@@ -246,6 +261,9 @@ def _server(
     model = load_sampling_model(options.model, settings.precision, settings.device)
     policy = model.policy
     assert isinstance(policy, Policy)
+    if adapters:
+        assert isinstance(model, LoadedModel)
+        load_adapters(model, settings.precision, adapters)
     if followed is not None:
         followed.start(policy)
     new_weights = None if followed is None else lambda: followed.new_weights(policy)
@@ -253,14 +271,17 @@ def _server(
     scorer = TokenScorer(policy, tokens)  # first: the engine takes the memory that is left
     engine = NativeEngine(policy, rollout, model.tokenizer, seed=0)
     thread = EngineThread(engine, scorer, new_weights)
+    name = options.name or options.folder
     serving = Settings(
-        name=options.name or options.folder,
+        name=name,
         key=key,
         max_live=options.max_live,
         chat=settings.data,
         sampling=model.sampling(rollout),
         max_tokens=rollout.max_new_tokens if "max_new_tokens" in rollout.model_fields_set else None,
         precision=settings.precision.preset,
+        adapters=tuple(adapters),
+        folders={name: options.folder} | {one: str(path) for one, path in options.lora_modules},
     )
     updates = None if updated is None else WeightUpdates(policy, thread, updated)
     return Server(model, load_tokenizer(model.folder), thread, serving, updates)
@@ -302,6 +323,13 @@ def _variable(text: str) -> str:
     return name
 
 
+def _module(text: str) -> tuple[str, Path]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ArgumentTypeError(f"{text!r}: name an adapter and its folder, as NAME=PATH")
+    return name, Path(path)
+
+
 def _parser() -> ArgumentParser:
     parser = folder_parser(
         "serve",
@@ -326,6 +354,14 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--name", help="the model's name for clients; by default MODEL as it stands here"
+    )
+    parser.add_argument(
+        "--lora-modules",
+        type=_module,
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="adapters of MODEL, each a model for clients by its name: folders of PEFT, or runs",
     )
     parser.add_argument(
         "--follow",
@@ -353,92 +389,6 @@ def _parser() -> ArgumentParser:
         help="how long answers may take to their end after SIGTERM, by default 30",
     )
     return parser
-
-
-def run_chat(arguments: Sequence[str]) -> int:
-    """Converse until the input ends. Raises IsobitError for a model that cannot."""
-    parser = folder_parser(
-        "chat", "Converse with a model in the terminal.", "precision, rollout and data"
-    )
-    parser.set_defaults(precision=None)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
-    parser.add_argument("--max-new-tokens", metavar="N", help="longest answer")
-    parser.add_argument("--temperature", metavar="T", help="0 is greedy; by default 1")
-    options, overrides = parser.parse_known_args(arguments)
-    limits = given(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    settings = _settings(options, overrides, max_sequences=1, **limits)
-    set_threads(options)
-    with starting():
-        from isobit.models.folder import load_sampling_model
-        from isobit.rollout.native import NativeEngine
-    model = load_sampling_model(options.model, settings.precision, settings.device)
-    if not model.tokenizer.chat_template:
-        raise ConfigError(
-            f"{options.model} has no chat template, so it knows no turns; `isobit rollout MODEL "
-            "--prompt TEXT` completes a text"
-        )
-    engine = NativeEngine(model.policy, settings.rollout, model.tokenizer, options.seed)
-    _converse(model, engine, settings, options.system)
-    return 0
-
-
-def _converse(
-    model: "SamplingModel", engine: "NativeEngine", settings: "ServeConfig", system: str | None
-) -> None:
-    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    while True:
-        try:
-            text = input("> ")
-        except EOFError:
-            print()
-            return
-        if not text.strip():
-            continue
-        messages.append({"role": "user", "content": text})
-        try:
-            answer = _say_answer(engine, _turn(messages, model, settings))
-        except (DataError, IsobitError) as error:
-            say(f"isobit: {error}")
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": answer})
-
-
-def _turn(
-    messages: "Sequence[Message]", model: "SamplingModel", settings: "ServeConfig"
-) -> "Request":
-    """Raises DataError for a conversation that does not fit the context or the template."""
-    from isobit.data.prompts import prompts_of_rows
-    from isobit.data.sources import Row
-    from isobit.rollout.engine import Request
-
-    row = Row(tuple(messages), {}, "the conversation")
-    (prompt,) = prompts_of_rows(
-        "turn", [row], model.tokenizer, settings.data, context_tokens=model.context
-    )
-    return Request(prompt, len(messages), 1, model.sampling(settings.rollout))
-
-
-def _say_answer(engine: "NativeEngine", request: "Request") -> str:
-    """Print an answer as it is drawn; Ctrl-C ends it where it stands."""
-    from isobit.observe.console import printable
-
-    ((handle,),) = engine.submit([request], "text")
-    parts = list[str]()
-
-    def show(text: str) -> None:
-        parts.append(text)
-        print(printable(text), end="", flush=True)
-
-    try:
-        while engine.num_live:
-            for event in engine.step():
-                show(event.text)
-    except KeyboardInterrupt:
-        for event in engine.abort([handle]):
-            show(event.text)
-    print()
-    return "".join(parts)
 
 
 def run_ui(arguments: Sequence[str]) -> int:

@@ -60,6 +60,8 @@ class Backend(Protocol):
     device: torch.device
     is_asynchronous: bool
     """Whether calls return early; then the engine plans ahead and captures its decode steps."""
+    rounds_alone: bool
+    """Whether publishing a matrix that stays in BF16 or FP32 rounds each number by itself."""
 
     @property
     def sizes(self) -> Sizes: ...

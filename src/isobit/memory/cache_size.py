@@ -52,6 +52,8 @@ class Parked:
 
     tokens: Sequence[int]
     pages: Sequence[int]
+    adapter: str | None = None
+    """That they were computed with; None without one."""
 
 
 class PageAllocator:
@@ -119,16 +121,22 @@ class PageAllocator:
             else:
                 self._free.append(page)
 
-    def park(self, name: Hashable, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Keep the K and V of ``tokens`` in the first of ``pages``, which are held, when their
-        holder releases them.
+    def park(
+        self,
+        name: Hashable,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        adapter: str | None = None,
+    ) -> None:
+        """Keep the K and V of ``tokens``, computed with ``adapter``, in the first of ``pages``,
+        which are held, when their holder releases them.
         """
         self.drop_parked([name])
         kept = list(pages[: self.pages_for(len(tokens))])
         for page in kept:
             assert self._holders[page] > 0, f"page {page} is parked but not held"
             self._parks[page] += 1
-        self._parked[name] = Parked(tokens, kept)
+        self._parked[name] = Parked(tokens, kept, adapter)
 
     def parked(self, name: Hashable) -> Parked | None:
         """What was parked under ``name``, if it is still there."""

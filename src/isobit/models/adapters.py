@@ -23,15 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isobit.config.tables import ALL_LINEAR, LORA_TARGETS
+from isobit.config.tables import ALL_LINEAR, LORA_TARGETS, PrecisionConfig
+from isobit.kernels.operands import LinearWeight
+from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import Lora, ModelConfig
-from isobit.models.decoder import build_decoder, fold_norms
-from isobit.models.layers import Master
+from isobit.models.decoder import Decoder, build_decoder, fold_norms
+from isobit.models.layers import Master, Weights
 from isobit.models.quantised_checkpoint import MasterValues
 from isobit.models.safetensors import TensorFile, write_tensors
 from isobit.parallel.world import raised_on_all
-from isobit.precision.flow import PrecisionFlow
-from isobit.precision.quant_tensor import QuantTensor
+from isobit.precision.flow import PrecisionFlow, build_flow
+from isobit.precision.quant_tensor import DTYPES, QuantTensor
 from isobit.util.errors import MismatchError, ModelError
 
 if TYPE_CHECKING:
@@ -98,10 +100,50 @@ def read_adapters(
             yield name, values
             continue
         assert isinstance(values, torch.Tensor), "no adapter is quantised"
-        found = torch.cat([file[part].float() for part in adapters[name].adapter])
-        if not bool(found.isfinite().all()):
-            raise ModelError(f"{folder / WEIGHTS_FILE}: {name} has a number that is not finite")
-        yield name, found.to(values.device)
+        yield name, _stored(file, adapters[name], name).to(values.device)
+
+
+def _stored(file: TensorFile, master: Master, name: str) -> torch.Tensor:
+    found = torch.cat([file[part].float() for part in master.adapter])
+    if not bool(found.isfinite().all()):
+        raise ModelError(f"{file.path}: {name} has a number that is not finite")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The rollout side of a policy with adapters of its own: all other tensors are the policy's."""
+
+    decoder: Decoder
+    weights: Weights
+
+
+@torch.no_grad()
+def add_adapter(
+    policy: "Policy", precision: PrecisionConfig, name: str, folder: Path, base: Path
+) -> None:
+    """Let a policy without adapters also sample with those of PEFT's ``folder``, in its precision
+    and under a name. What is sampled has the bits of a policy loaded from the folder alone.
+
+    Raises ModelError for adapters of another model than the folder ``base``, which the policy was
+    loaded from, and as ``read_adapter_config`` and ``open_adapters`` do.
+    """
+    described = read_adapter_config(folder)
+    assert policy.config.lora is None, "adapters of adapters"
+    config = replace(policy.config, lora=described.lora)
+    decoder, file = build_decoder(config), open_adapters(folder, config)
+    flow = build_flow(precision, decoder.shape)
+    graph, own = flow.rollout, policy.weights("rollout")
+    folded = folded_columns(config, flow, Checkpoint.open(base, policy.config).tensor)
+    linears = {path: replace(held, site=graph.site(path)) for path, held in own.linears.items()}
+    for master_name, master in adapter_masters(config).items():
+        values = _stored(file, master, master_name)
+        if master_name in folded:
+            values = values * folded[master_name]
+        site = graph.site(master_name.removesuffix(".weight"))
+        matrix = policy.backend.publish(site, values.to(policy.device))
+        linears[site.name] = LinearWeight(site, matrix)
+    policy.adapters[name] = Adapted(decoder, replace(own, graph=graph, linears=linears))
 
 
 def open_adapters(folder: Path, config: ModelConfig) -> TensorFile:
@@ -132,6 +174,86 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file()
 
 
+_ALIGNED = 64
+"""Numbers: each adapter begins at a multiple of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedAdapters:
+    """The adapters of a policy that is alone in its world as two tensors, of which masters and what
+    both sides read are views: a publication is one rounding, however many there are.
+    """
+
+    masters: torch.Tensor  # FP32 [n]
+    published: torch.Tensor  # [n], in the format between operators
+    places: Mapping[str, int]  # where each master begins
+
+    @classmethod
+    def of(cls, policy: "Policy") -> "JoinedAdapters | None":
+        """Put them into two tensors; None where several processes own them, the sides do not read
+        the same, or the back end looks at more than one number to round it.
+        """
+        if policy.config.lora is None or policy.world.size > 1 or not policy.backend.rounds_alone:
+            return None
+        places, size, adapters = dict[str, int](), 0, adapter_masters(policy.config)
+        sides = [policy.weights(side).linears for side in ("rollout", "training")]
+        for name, master in policy.masters.items():
+            if name not in adapters:
+                continue
+            held = [linears[name.removesuffix(".weight")].matrix for linears in sides]
+            if held[0] is not held[1]:
+                return None
+            places[name] = size
+            size += -(-master.numel() // _ALIGNED) * _ALIGNED
+        if not places:
+            return None
+        dtype = DTYPES[policy.flow.training.activations]
+        made = cls(
+            torch.zeros(size, dtype=torch.float32, device=policy.device),
+            torch.zeros(size, dtype=dtype, device=policy.device),
+            places,
+        )
+        for name in places:
+            path, master = name.removesuffix(".weight"), made.view(made.masters, policy, name)
+            master.copy_(policy.masters[name].detach())
+            policy.masters[name] = torch.nn.Parameter(master)
+            matrix = made.view(made.published, policy, name)
+            held = {id(linears[path]): linears[path] for linears in sides}
+            own = {key: replace(one, matrix=matrix) for key, one in held.items()}
+            for linears in sides:
+                linears[path] = own[id(linears[path])]
+        made.publish()
+        return made
+
+    def view(self, tensor: torch.Tensor, policy: "Policy", name: str) -> torch.Tensor:
+        begin, shape = self.places[name], policy.shapes[name]
+        return tensor[begin : begin + shape[0] * shape[1]].view(shape)
+
+    @torch.no_grad()
+    def publish(self) -> torch.Tensor:
+        """Round all masters; -> how many numbers have changed, int64."""
+        made = self.masters.to(self.published.dtype)
+        changed = (made != self.published).sum()
+        self.published.copy_(made)
+        return changed
+
+    def are_read(self, policy: "Policy") -> bool:
+        """Whether both sides read these tensors where they are."""
+        begin, size = self.published.data_ptr(), self.published.element_size()
+        for side in ("rollout", "training"):
+            linears = policy.weights(side).linears
+            for name, place in self.places.items():
+                matrix = linears[name.removesuffix(".weight")].matrix
+                if (
+                    not isinstance(matrix, torch.Tensor)
+                    or matrix.data_ptr() != begin + place * size
+                    or matrix.shape != policy.shapes[name]
+                    or not matrix.is_contiguous()
+                ):
+                    return False
+        return True
+
+
 @torch.no_grad()
 def check_delivered(policy: "Policy") -> None:
     """Compare what both sides read of the adapters with a new publication of their masters, after
@@ -140,6 +262,12 @@ def check_delivered(policy: "Policy") -> None:
     """
 
     def look() -> str | None:
+        joined = policy.joined
+        if joined is not None and joined.are_read(policy):
+            made = joined.masters.to(joined.published.dtype)
+            if torch.equal(made, joined.published):
+                return None
+        checks, differing = list[str](), list[torch.Tensor]()
         for name, master in policy.masters.items():
             path, rows = name.rpartition(".")[0], policy.rows(name)
             for side in ("rollout", "training"):
@@ -147,11 +275,13 @@ def check_delivered(policy: "Policy") -> None:
                 if held is None or rows.start == rows.stop:
                     continue
                 own = held.rows(rows.start, rows.stop)
-                assert isinstance(own.matrix, torch.Tensor), "an adapter is not quantised"
                 made = policy.backend.publish(own.site, master)
-                if not torch.equal(own.matrix, made):  # pyright: ignore[reportArgumentType]
-                    return f"{side} reads another {path} than the one that was trained"
-        return None
+                assert isinstance(own.matrix, torch.Tensor), "an adapter is not quantised"
+                assert isinstance(made, torch.Tensor)
+                checks.append(f"{side} reads another {path} than the one that was trained")
+                differing.append((own.matrix != made).any())
+        found = torch.stack(differing).tolist() if differing else []  # waits for a device once
+        return next((check for check, differs in zip(checks, found, strict=True) if differs), None)
 
     problems = [found for found in policy.world.all_gather(look()) if found is not None]
     if problems:

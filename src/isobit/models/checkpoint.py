@@ -34,49 +34,37 @@ from isobit.models.decoder import NAME as EMBEDDING
 from isobit.models.decoder import build_decoder
 from isobit.models.layers import Master
 from isobit.models.quantised_checkpoint import (
+    FORMATS,
+    FP8,
     SCALE_FORMATS,
-    Fp8Format,
+    SUFFIXES,
+    Int8Format,
     MasterValues,
-    read_fp8_format,
+    check_format,
+    check_int8,
+    check_scales,
+    one_of,
+    read_int8_scales,
+    read_quantisation,
+    read_scales,
     scales_shape,
 )
 from isobit.models.safetensors import (
     INDEX_FILE,
-    SCALES_SUFFIX,
     WEIGHTS_FILE,
+    CheckpointTensor,
     TensorFile,
     parse_json,
 )
-from isobit.precision.quant_tensor import E4M3_MAX, QuantTensor, dequantise
+from isobit.precision.quant_tensor import (
+    Int8Rows,
+    QuantisedWeight,
+    QuantTensor,
+    dequantise,
+    rotation_size,
+)
 from isobit.util.errors import ModelError, shown
 from isobit.util.files import lies_within
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointTensor:
-    """One tensor of a folder, not read yet."""
-
-    name: str
-    file: TensorFile
-
-    @property
-    def format(self) -> str:
-        return self.file.stored[self.name].format
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.file.stored[self.name].shape
-
-    @property
-    def mapped(self) -> torch.Tensor:
-        """Its bytes in the file, read when they are accessed."""
-        return self.file[self.name]
-
-    def read_ahead(self) -> None:
-        self.file.read_ahead(self.name)
-
-    def __str__(self) -> str:
-        return f"{self.file.path}: {shown(self.name)}"
 
 
 def open_checkpoint(folder: Path) -> dict[str, CheckpointTensor]:
@@ -239,8 +227,6 @@ def holds_nan_byte(values: torch.Tensor) -> bool:
     return bool(torch.stack([piece.bitwise_and(0x7F).amax() for piece in pieces]).amax() == 0x7F)
 
 
-FORMATS = ("F32", "BF16", "F16", "F64")  # formats of weights that are not quantised
-FP8 = "F8_E4M3"
 _HEAD = "lm_head.weight"
 
 
@@ -250,13 +236,13 @@ class Checkpoint:
 
     config: ModelConfig
     tensors: Mapping[str, CheckpointTensor]  # all that the decoder reads, by the checkpoint's names
-    scales: Mapping[str, CheckpointTensor]  # scales of each FP8 matrix, by the matrix's name
+    scales: Mapping[str, CheckpointTensor]  # of each matrix in 8 bits, by the matrix's name
 
     @classmethod
     def open(cls, folder: Path, config: ModelConfig) -> "Checkpoint":
         """Raises ModelError for a missing, damaged, misshaped or superfluous tensor."""
         source = folder / "config.json"
-        fp8 = read_fp8_format(read_json(source), str(source))
+        format = read_quantisation(read_json(source), str(source))
         found = open_checkpoint(folder)
         expected = _expected(config)
         _check_names(folder, config, expected, found)
@@ -267,17 +253,19 @@ class Checkpoint:
                 raise ModelError(
                     f"{tensor} has the shape {tensor.shape}, but config.json asks for {shape}"
                 )
-            _check_format(tensor, is_matrix, fp8)
-            if tensor.format == FP8:
-                scales[name] = found[name + SCALES_SUFFIX]
-                _check_scales(tensor, scales[name])
+            check_format(tensor, is_matrix, format)
+            if tensor.format in SUFFIXES:
+                scales[name] = _scales_of(tensor, found)
+        if isinstance(format, Int8Format):
+            check_int8(format, {name: rotation_size(found[name].shape[1]) for name in scales})
         if config.tied_embeddings and _HEAD in found:
             _check_tied(found[_HEAD], found[f"model.{EMBEDDING}"])
         return cls(config, {name: found[name] for name in expected}, scales)
 
     def masters(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, MasterValues]]:
         """Each master by name on the device, in the order of the forward: FP32, or the folder's FP8
-        unchanged. One at a time is in memory. Masters that checkpoints do not have are zeros.
+        or INT8 unchanged. One at a time is in memory. Masters that checkpoints do not have are
+        zeros.
         Raises ModelError for a tensor with a NaN or an infinity.
         """
         described = build_decoder(self.config).masters()
@@ -293,12 +281,22 @@ class Checkpoint:
     @property
     def in_e4m3(self) -> Set[str]:
         """The matrices that are stored in FP8."""
-        return self.scales.keys()
+        return {name for name in self.scales if self.tensors[name].format == FP8}
+
+    @property
+    def in_int8(self) -> Set[str]:
+        """The matrices that are stored in INT8."""
+        return self.scales.keys() - self.in_e4m3
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor on the host: mapped as stored, or dequantised to FP32. Raises as ``masters``
-        does.
+        does, and for a matrix in INT8.
         """
+        if name in self.in_int8:
+            raise ModelError(
+                f"{self.tensors[name]} is in INT8, behind a Hadamard matrix; name the run or "
+                "folder that it was exported from, which has the numbers"
+            )
         quantised = self.quantised(name)
         if quantised is not None:
             return dequantise(quantised)
@@ -309,10 +307,10 @@ class Checkpoint:
 
     def quantised(self, name: str) -> QuantTensor | None:
         """A matrix that is stored in FP8, on the host, else None. Raises as ``masters`` does."""
-        if name not in self.scales:
+        if name not in self.in_e4m3:
             return None
         shape = self.tensors[name].shape
-        return self._read_quantised(Master(shape, {name: shape[0]}), torch.device("cpu"))
+        return self._read_fp8(Master(shape, {name: shape[0]}), torch.device("cpu"))
 
     def _read(self, master: Master, device: torch.device) -> torch.Tensor:
         make = torch.empty if master.parts else torch.zeros
@@ -329,7 +327,18 @@ class Checkpoint:
             )
         return values
 
-    def _read_quantised(self, master: Master, device: torch.device) -> QuantTensor:
+    def _read_quantised(self, master: Master, device: torch.device) -> QuantisedWeight:
+        if self.tensors[next(iter(master.parts))].format == FP8:
+            return self._read_fp8(master, device)
+        (n, k), parts = master.shape, list(master.parts.values())
+        made = Int8Rows.empty(n, k, device)
+        rows = zip(made.values.split(parts), made.scales.split(parts), strict=True)
+        for part, (values, scales) in zip(master.parts, rows, strict=True):
+            copy_in_pieces(values, self.tensors[part].mapped)
+            scales.copy_(read_int8_scales(self.tensors[part], self.scales[part]))
+        return made
+
+    def _read_fp8(self, master: Master, device: torch.device) -> QuantTensor:
         rows, columns = master.shape
         parts = tuple(master.parts.values())
         made = QuantTensor.empty_blocks(rows, columns, device, parts)
@@ -341,17 +350,6 @@ class Checkpoint:
         if holds_nan_byte(made.values):
             raise _not_finite(next(one for one in stored.values() if holds_nan_byte(one.mapped)))
         return made
-
-
-def read_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> torch.Tensor:
-    """FP32 scales, on the host. Raises ModelError if one is not finite and positive."""
-    found = scales.mapped.float()
-    if not bool(((found > 0) & torch.isfinite(found * E4M3_MAX)).all()):
-        raise ModelError(
-            f"{scales} holds a scale that is not positive and finite, so values of {matrix.name} "
-            "are none; expected positive numbers"
-        )
-    return found
 
 
 _Expected = Mapping[str, tuple[tuple[int, ...], bool]]
@@ -369,9 +367,10 @@ def _expected(config: ModelConfig) -> _Expected:
 def _check_names(
     folder: Path, config: ModelConfig, expected: _Expected, found: Mapping[str, CheckpointTensor]
 ) -> None:
-    """Nothing is missing, scales of FP8 matrices included, and nothing else is there."""
-    quantised = {name for name in expected if name in found and found[name].format == FP8}
-    wanted = {*expected, *(name + SCALES_SUFFIX for name in quantised)}
+    """Nothing is missing, scales of matrices in 8 bits included, and nothing else is there."""
+    stored = {name: found[name].format for name in expected if name in found}
+    quantised = {name: SUFFIXES[kind] for name, kind in stored.items() if kind in SUFFIXES}
+    wanted = {*expected, *(name + suffix for name, suffix in quantised.items())}
     if config.tied_embeddings and not config.score_head:
         wanted.add(_HEAD)  # some exporters write the tied matrix twice
     for name, tensor in found.items():
@@ -383,12 +382,17 @@ def _check_names(
     missing = [name for name in expected if name not in found]
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
-    for name in quantised:
-        if name + SCALES_SUFFIX not in found:
-            raise ModelError(
-                f"{found[name]} is {FP8}, and its scales {name}{SCALES_SUFFIX} are missing; "
-                f"expected {_one_of(SCALE_FORMATS)} of the shape {scales_shape(found[name].shape)}"
-            )
+
+
+def _scales_of(tensor: CheckpointTensor, found: Mapping[str, CheckpointTensor]) -> CheckpointTensor:
+    name, kind = tensor.name + SUFFIXES[tensor.format], tensor.format
+    if name not in found:
+        raise ModelError(
+            f"{tensor} is {kind}, and its scales {name} are missing; expected "
+            f"{one_of(SCALE_FORMATS[kind])} of the shape {scales_shape(tensor.shape, kind)}"
+        )
+    check_scales(tensor, found[name])
+    return found[name]
 
 
 _ROTARY = re.compile(
@@ -429,50 +433,11 @@ def _is_buffer(tensor: CheckpointTensor, config: ModelConfig) -> bool:
 
 
 def _about_scales(name: str, found: Mapping[str, CheckpointTensor]) -> str:
-    matrix = found.get(name.removesuffix(SCALES_SUFFIX))
-    if matrix is None or matrix.name == name:
-        return ""
-    return f": {matrix.name} is {matrix.format}, and {FP8} alone has scales"
-
-
-def _check_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> None:
-    if scales.format not in SCALE_FORMATS:
-        raise ModelError(f"{scales} is {scales.format}; expected {_one_of(SCALE_FORMATS)}")
-    expected = scales_shape(matrix.shape)
-    if scales.shape != expected:
-        raise ModelError(
-            f"{scales} has the shape {scales.shape}, but a matrix of {matrix.shape} has "
-            f"{expected} blocks of 128 x 128"
-        )
-
-
-def _check_format(tensor: CheckpointTensor, is_matrix: bool, fp8: Fp8Format | None) -> None:
-    if tensor.format == FP8:
-        _check_fp8(tensor, is_matrix, fp8)
-    elif tensor.format not in FORMATS:
-        raise ModelError(
-            f"{tensor} is {tensor.format}; expected {_one_of(FORMATS)}, or {FP8} with scales"
-        )
-    elif fp8 is not None and is_matrix and not fp8.keeps(tensor.name.removesuffix(".weight")):
-        raise ModelError(
-            f"{tensor} is {tensor.format}, but quantization_config in config.json does not name "
-            f"its module in modules_to_not_convert; expected {FP8}"
-        )
-
-
-def _check_fp8(tensor: CheckpointTensor, is_matrix: bool, fp8: Fp8Format | None) -> None:
-    expected = f"expected {_one_of(FORMATS)}"
-    if fp8 is None:
-        raise ModelError(
-            f"{tensor} is {FP8}, but config.json has no quantization_config; {expected}"
-        )
-    if not is_matrix:
-        raise ModelError(f"{tensor} is {FP8}; {expected}, as it is no linear's matrix")
-    if fp8.keeps(tensor.name.removesuffix(".weight")):
-        raise ModelError(
-            f"{tensor} is {FP8}, but modules_to_not_convert in config.json names its module; "
-            f"{expected}"
-        )
+    for kind, suffix in SUFFIXES.items():
+        matrix = found.get(name.removesuffix(suffix))
+        if matrix is not None and matrix.name != name:
+            return f": {matrix.name} is {matrix.format}, and {kind} alone has scales"
+    return ""
 
 
 def _check_tied(head: CheckpointTensor, embedding: CheckpointTensor) -> None:
@@ -488,7 +453,3 @@ def _check_tied(head: CheckpointTensor, embedding: CheckpointTensor) -> None:
 
 def _not_finite(tensor: CheckpointTensor) -> ModelError:
     return ModelError(f"{tensor} holds a NaN or an infinity; expected finite numbers")
-
-
-def _one_of(formats: tuple[str, ...]) -> str:
-    return f"{', '.join(formats[:-1])} or {formats[-1]}"

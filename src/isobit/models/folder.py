@@ -16,7 +16,7 @@ Nothing else is fetched: no pickle, and no code.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from isobit.data.tokenizer import (
 from isobit.kernels import backend
 from isobit.models.adapters import (
     adapter_masters,
+    add_adapter,
     drawn_adapters,
     folded_columns,
     is_adapter_folder,
@@ -48,7 +49,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare, SampledPolicy
-from isobit.models.quantised_checkpoint import MasterValues, read_fp8_format
+from isobit.models.quantised_checkpoint import MasterValues, read_quantisation
 from isobit.models.safetensors import INDEX_FILE
 from isobit.models.saving import (
     TEMPLATES,
@@ -135,7 +136,7 @@ def read_any_config(folder: Path) -> ModelConfig:
         )
     path = folder / "config.json"
     config = read_json(path)
-    read_fp8_format(config, str(path))
+    read_quantisation(config, str(path))
     config.pop("quantization_config", None)  # how the weights are stored, not what they compute
     return ModelConfig.from_hf(config, str(path)).with_tokenizer(tokenizer_size(folder))
 
@@ -342,6 +343,33 @@ def load_sampling_model(
     masters = read_masters(folder, config, device)
     policy = PolicyShare(config, precision, masters, world, device)
     return SamplingModel(folder, policy, *_tokenizer(folder, config))
+
+
+def load_adapters(
+    model: LoadedModel, precision: PrecisionConfig, folders: Mapping[str, Path]
+) -> None:
+    """Let a model that samples also sample with the adapters of PEFT's folders, by their names
+    (``add_adapter``). Raises ModelError for a model that has adapters itself, a folder that is not
+    PEFT's, and adapters of another model.
+    """
+    if model.policy.config.lora is not None:
+        raise ModelError(
+            f"{model.folder} is an adapter's folder itself; name the model that it changes, and "
+            "this folder beside the other adapters"
+        )
+    for name, folder in folders.items():
+        if not is_adapter_folder(folder):
+            raise ModelError(
+                f"{folder} has no adapter_config.json; expected a folder that `isobit train` with "
+                "[lora] or PEFT's save_pretrained has written"
+            )
+        base = base_folder(folder, weights=False)
+        if base.resolve() != model.folder.resolve():
+            raise ModelError(
+                f"{folder} is an adapter of {base}, and the model is {model.folder}; if they are "
+                "one model, write that into base_model_name_or_path of adapter_config.json"
+            )
+        add_adapter(model.policy, precision, name, folder, model.folder)
 
 
 def describe_model(name: str | Path) -> DescribedModel:

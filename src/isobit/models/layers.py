@@ -193,8 +193,7 @@ class Adapter:
             backend.wgrad(d.tokens, low[:, place], d_up[first:last])
             d_low[:, place] = backend.dgrad(d.rows, up)
             first = last
-        d_low = d_low.float().mul_(self.scale).to(low.dtype)
-        d = backend.output_gradient(d_low, adapter.down.site)
+        d = backend.output_gradient(d_low * self.scale, adapter.down.site)
         backend.wgrad(d.tokens, x, gradient(f"{self.path}.lora_A.weight"))
         return dx.add_(backend.dgrad(d.rows, adapter.down))
 

@@ -20,7 +20,7 @@ import torch
 from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.kernels.backend import Backend, backend_of
 from isobit.kernels.operands import HeadWeight, LinearWeight, RopeTable
-from isobit.models.adapters import check_delivered, drawn_adapters
+from isobit.models.adapters import Adapted, JoinedAdapters, check_delivered, drawn_adapters
 from isobit.models.checkpoint import is_equal_in_pieces
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import LM_HEAD, about_folded, build_decoder, fold_norms, master_shapes
@@ -86,7 +86,7 @@ class Published:
         folded: list[int] = []
         for name, values in self.folded(pairs, folded.append):
             names.append(name)
-            if isinstance(values, QuantTensor):
+            if isinstance(values, QuantisedWeight):
                 master = self.take(name, values, name in keep)
             else:
                 copy, device = isinstance(masters, Mapping), self._backend.device
@@ -130,9 +130,10 @@ class Published:
             self._derive_head()
 
     @torch.no_grad()
-    def take(self, name: str, given: QuantTensor, keep_master: bool) -> torch.Tensor | None:
-        """Use a folder's FP8 unchanged on each side whose flow has its form, and publish its
-        numbers on the other; -> these numbers, if ``keep_master``.
+    def take(self, name: str, given: QuantisedWeight, keep_master: bool) -> torch.Tensor | None:
+        """Use a folder's FP8 or INT8 unchanged on each side whose flow has its form, and publish
+        its numbers on the other; -> these numbers, if ``keep_master``. Raises ModelError for INT8
+        whose numbers are needed.
         """
         path = name.rpartition(".")[0]
         sites = self._sites(path)
@@ -145,7 +146,7 @@ class Published:
                 assert master is not None
                 matrix = self._backend.publish(site, master)
                 made[site] = LinearWeight(site, matrix)
-                if isinstance(matrix, QuantTensor):
+                if isinstance(given, QuantTensor) and isinstance(matrix, QuantTensor):
                     self.conversion.add(path, given, matrix)
             self.sides[side].linears[path] = made[site]
         return master if keep_master else None
@@ -173,9 +174,11 @@ class Published:
         """Take the rows of each master that other ranks have republished
         (``World.all_gather_rows``), and derive what depends on several ranks' rows.
         """
-        pairs = list(self._tensors(cuts))
-        world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
-        self._derive_head()
+        if world.size > 1:
+            pairs = list(self._tensors(cuts))
+            world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
+        if not self._decoder.has_adapters:  # with them it stays
+            self._derive_head()
 
     def checksum(self, without: Collection[str] = ()) -> int:
         """The checksum of all published bytes (``isobit.models.safetensors``), by their places, but
@@ -281,8 +284,11 @@ class Policy:
             if name in kept and master is not None:
                 own = master if world.size == 1 else master[self.rows(name)].clone()
                 self.masters[name] = torch.nn.Parameter(own)
+        self.joined = JoinedAdapters.of(self)
         self.gradient = self._gradient_sum()
         """Sums the masters' gradients during a backward."""
+        self.adapters: dict[str, Adapted] = {}
+        """That it also samples with, by name (``isobit.models.adapters.add_adapter``)."""
         self.version = 1
         self._base: str | None = None
 
@@ -323,9 +329,12 @@ class Policy:
         """
         self.change = PublishedChange(self.world)
         self._published.reads_folder = False
+        if (joined := self.joined) is not None:
+            numbers = sum(self.masters[name].numel() for name in joined.places)
+            self.change.add(joined.publish(), numbers)
         for name, master in self.masters.items():
             rows = self.rows(name)
-            if rows.start < rows.stop:
+            if rows.start < rows.stop and (joined is None or name not in joined.places):
                 self._published.republish(name, master, rows.start, rows.stop, self.change)
         self._published.gather(self.world, self.ownership.cuts, self.ownership.places)
         if self.config.lora is not None:

@@ -37,6 +37,7 @@ from torch.nn.functional import pad
 
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.backend import backend_of
+from isobit.models.adapters import Adapted
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.layers import Master, Weights
@@ -72,6 +73,8 @@ class PolicyShare:
         self.decoder = build_decoder(config)
         self.device = torch.device(device)
         self.backend = backend_of(self.device)
+        self.adapters: dict[str, Adapted] = {}
+        """None: ``Policy.adapters`` is for a whole policy."""
         self.flow = build_flow(precision, self.decoder.shape).one_sided(SIDE)
         self.tensor_parallel = TensorParallel.of(config, world)
         published = Published(config, self.flow, self.backend)

@@ -14,13 +14,18 @@ concatenated. Bytes and scales are used as they are where the flow's scales have
 scales = "fp32" always, with powers of two (the default) if all scales of the matrix are powers of
 two. Other matrices are quantised once again, and ``ScaleConversion`` measures the error.
 
-**INT8** is written for vLLM, in the format of compressed-tensors, and not read:
+**INT8** is written for vLLM, in the format of compressed-tensors:
 
     config.json   quantization_config: {quant_method: "compressed-tensors", format: "int-quantized",
                   config_groups: INT8 by channel and by token, transform_config: a Hadamard matrix
                   of n rows in front of the inputs, ignore: [...]}
     X.weight             I8 [N, K], of W H
     X.weight_scale       F32 [N, 1]; integer * scale is a value of W H / sqrt(n)
+
+Such a folder is read where nothing but its integers is needed: by a policy without masters, or with
+LoRA, in a flow whose linears are in INT8. Integers are used as they are, and scales divided by
+sqrt(n). Where sqrt(n) is no power of two a scale was rounded to FP32 when it was written, so that
+it may be one unit in the last place from the run's own.
 
 Read from vLLM 0.25.1 (``quantization/compressed_tensors``, ``csrc/quantization/hadamard``) and
 compressed-tensors 0.17: H is Sylvester's, of a power of two of rows up to 2^15, and divided by
@@ -34,12 +39,26 @@ from typing import Any
 
 import torch
 
+from isobit.models.safetensors import INT8_SCALES_SUFFIX, SCALES_SUFFIX, CheckpointTensor
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import BLOCK, QuantTensor, dequantise, num_blocks
+from isobit.precision.quant_tensor import (
+    BLOCK,
+    E4M3_MAX,
+    Int8Rows,
+    QuantisedWeight,
+    QuantTensor,
+    dequantise,
+    num_blocks,
+    rotation_size,
+)
 from isobit.util.errors import ConfigError, ModelError, shown
 
-MasterValues = torch.Tensor | QuantTensor  # what a folder has for a master: numbers, or FP8 blocks
-SCALE_FORMATS = ("F32", "BF16", "F8_E8M0")
+MasterValues = torch.Tensor | QuantisedWeight  # what a folder has for a master
+FORMATS = ("F32", "BF16", "F16", "F64")  # formats of weights that are not quantised
+FP8, INT8 = "F8_E4M3", "I8"
+SUFFIXES = {FP8: SCALES_SUFFIX, INT8: INT8_SCALES_SUFFIX}
+"""Of the scales of matrices in each format."""
+SCALE_FORMATS = {FP8: ("F32", "BF16", "F8_E8M0"), INT8: ("F32",)}
 _WANTED: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -70,7 +89,15 @@ class Fp8Format:
         )
 
 
-def read_fp8_format(config: Mapping[str, Any], source: str) -> Fp8Format | None:
+@dataclass(frozen=True, slots=True)
+class Int8Format(Fp8Format):
+    """``kept`` is ``ignore``."""
+
+    config: Mapping[str, Any]
+    source: str
+
+
+def read_quantisation(config: Mapping[str, Any], source: str) -> Fp8Format | None:
     """A config.json's ``quantization_config``, or None. Raises ModelError for other formats."""
     found = config.get("quantization_config")
     if found is None:
@@ -78,11 +105,7 @@ def read_fp8_format(config: Mapping[str, Any], source: str) -> Fp8Format | None:
     if not isinstance(found, Mapping):
         raise ModelError(f"{source}: quantization_config is {shown(found)}, expected an object")
     if found.get("quant_method") == "compressed-tensors":
-        raise ModelError(
-            f"{source}: the folder is in compressed-tensors' format, which `isobit export --format "
-            "int8` writes for vLLM and Isobit does not read; name the run or folder that it was "
-            "exported from, or export that with --format bf16"
-        )
+        return Int8Format(_modules(found, ("ignore",), source), found, source)
     for key, wanted in _WANTED.items():
         if found.get(key, wanted if key in _BY_DEFAULT else None) != wanted:
             raise ModelError(
@@ -97,13 +120,33 @@ def read_fp8_format(config: Mapping[str, Any], source: str) -> Fp8Format | None:
                 f"{source}: quantization_config has {shown(key)} = {shown(repr(value))}, which is "
                 "not supported"
             )
+    return Fp8Format(_modules(found, _LISTS, source))
+
+
+def _modules(found: Mapping[str, Any], keys: Sequence[str], source: str) -> tuple[str, ...]:
     kept: list[str] = []
-    for key in _LISTS:
+    for key in keys:
         names = found.get(key) or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ModelError(f"{source}: {key} is {shown(repr(names))}, expected a list of modules")
         kept += names
-    return Fp8Format(tuple(kept))
+    return tuple(kept)
+
+
+def check_int8(format: Int8Format, rotations: Mapping[str, int]) -> None:
+    """Raises ModelError for another layout than ``int8_config`` writes for these matrices, with the
+    rows of their Hadamard matrix.
+    """
+    wanted = _int8_layout(rotations, format.kept)
+    for key in (*wanted, *format.config.keys() - wanted.keys()):
+        found = format.config.get(key)
+        if found != wanted.get(key) and (key in wanted or found):
+            raise ModelError(
+                f"{format.source}: the folder is in compressed-tensors' format, of which only what "
+                f"`isobit export --format int8` writes is read, and {shown(key)} = "
+                f"{shown(repr(found))} is not ({wanted.get(key)!r}); name the folder that it was "
+                "made from, in BF16 or FP8"
+            )
 
 
 def fp8_config(kept: Sequence[str]) -> dict[str, Any]:
@@ -121,9 +164,14 @@ def int8_config(
     Only the side of the inputs is named, since compressed-tensors' ``apply_transform_config`` would
     multiply the stored weights once more.
     """
+    for matrix in rotations:
+        _check_vllm_takes(matrix.removesuffix(".weight"), names)
+    return _int8_layout(rotations, kept)
+
+
+def _int8_layout(rotations: Mapping[str, int], kept: Sequence[str]) -> dict[str, Any]:
     modules: dict[int, dict[str, None]] = {}  # the last part of their names, by rows of H
     for matrix, size in rotations.items():
-        _check_vllm_takes(matrix.removesuffix(".weight"), names)
         modules.setdefault(size, {})[matrix.split(".")[-2]] = None
     transforms = {
         f"hadamard_{size}": {
@@ -169,18 +217,27 @@ def _check_vllm_takes(module: str, names: Collection[str]) -> None:
         )
 
 
-def scales_shape(matrix: tuple[int, ...]) -> tuple[int, ...]:
+def scales_shape(matrix: tuple[int, ...], format: str = FP8) -> tuple[int, ...]:
     """The shape of the scales of a matrix [N, K]."""
-    return tuple(num_blocks(size) for size in matrix)
+    return (matrix[0], 1) if format == INT8 else tuple(num_blocks(size) for size in matrix)
 
 
-def is_taken(site: Site, given: QuantTensor) -> bool:
+def is_taken(site: Site, given: QuantisedWeight) -> bool:
     """Whether a linear multiplies with a folder's bytes and scales as they are."""
+    if isinstance(given, Int8Rows):
+        return site.forward == "int8"
     return site.forward == "e4m3" and (site.scales == "fp32" or _are_powers_of_two(given.scales))
 
 
-def master_of(given: QuantTensor) -> torch.Tensor:
-    """The FP32 numbers that a folder's bytes stand for."""
+def master_of(given: QuantisedWeight) -> torch.Tensor:
+    """The FP32 numbers that a folder's bytes stand for. Raises ModelError for INT8."""
+    if isinstance(given, Int8Rows):
+        raise ModelError(
+            "the model's folder is in INT8, whose integers are used as they are: by a flow whose "
+            "linears are in INT8 in rollout and training (int8, int8-linear), to sample or to "
+            "train [lora]; for other flows and to train all weights name the folder that it was "
+            "exported from"
+        )
     master = torch.empty(given.values.shape, dtype=torch.float32, device=given.values.device)
     rows = master.split(list(given.parts))
     for target, part in zip(rows, parts_of(given), strict=True):
@@ -245,3 +302,83 @@ def _are_powers_of_two(scales: torch.Tensor) -> bool:
 def _relative(sums: torch.Tensor) -> float:
     error, old = sums.tolist()
     return (error / old) ** 0.5 if old else 0.0
+
+
+def read_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> torch.Tensor:
+    """FP32 scales, on the host. Raises ModelError if one is not finite and positive."""
+    found = scales.mapped.float()
+    if not bool(((found > 0) & torch.isfinite(found * E4M3_MAX)).all()):
+        raise ModelError(
+            f"{scales} holds a scale that is not positive and finite, so values of {matrix.name} "
+            "are none; expected positive numbers"
+        )
+    return found
+
+
+def read_int8_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> torch.Tensor:
+    """The FP32 scale of each row, as it is published, on the host. Raises ModelError as
+    ``read_scales`` does.
+    """
+    found = scales.mapped[:, 0].double() / rotation_size(matrix.shape[1]) ** 0.5
+    if not bool(((found > 0) & torch.isfinite(found)).all()):
+        raise ModelError(
+            f"{scales} holds a scale that is not positive and finite, so values of {matrix.name} "
+            "are none; expected positive numbers"
+        )
+    return found.float()
+
+
+def check_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> None:
+    """Raises ModelError for scales that cannot be those of a matrix in 8 bits."""
+    formats = SCALE_FORMATS[matrix.format]
+    if scales.format not in formats:
+        raise ModelError(f"{scales} is {scales.format}; expected {one_of(formats)}")
+    expected = scales_shape(matrix.shape, matrix.format)
+    if scales.shape != expected:
+        blocks = " blocks of 128 x 128" if matrix.format == FP8 else ": a scale a row"
+        raise ModelError(
+            f"{scales} has the shape {scales.shape}, but a matrix of {matrix.shape} has "
+            f"{expected}{blocks}"
+        )
+
+
+def check_format(tensor: CheckpointTensor, is_matrix: bool, format: Fp8Format | None) -> None:
+    """Raises ModelError for a tensor in another format than ``quantization_config`` says."""
+    own, key = (INT8, "ignore") if isinstance(format, Int8Format) else (FP8, _LISTS[0])
+    if tensor.format in ((FP8,) if format is None else SUFFIXES):
+        _check_eight_bits(tensor, is_matrix, format, own, key)
+    elif tensor.format not in FORMATS:
+        raise ModelError(
+            f"{tensor} is {tensor.format}; expected {one_of(FORMATS)}, or {FP8} with scales"
+        )
+    elif format is not None and is_matrix and not format.keeps(tensor.name.removesuffix(".weight")):
+        raise ModelError(
+            f"{tensor} is {tensor.format}, but quantization_config in config.json does not name "
+            f"its module in {key}; expected {own}"
+        )
+
+
+def _check_eight_bits(
+    tensor: CheckpointTensor, is_matrix: bool, format: Fp8Format | None, own: str, key: str
+) -> None:
+    expected = f"expected {one_of(FORMATS)}"
+    if format is None:
+        raise ModelError(
+            f"{tensor} is {tensor.format}, but config.json has no quantization_config; {expected}"
+        )
+    if tensor.format != own:
+        raise ModelError(
+            f"{tensor} is {tensor.format}, but quantization_config in config.json is of {own}; "
+            f"{expected}, or {own}"
+        )
+    if not is_matrix:
+        raise ModelError(f"{tensor} is {own}; {expected}, as it is no linear's matrix")
+    if format.keeps(tensor.name.removesuffix(".weight")):
+        raise ModelError(
+            f"{tensor} is {own}, but {key} in config.json names its module; {expected}"
+        )
+
+
+def one_of(formats: tuple[str, ...]) -> str:
+    """Names, for a sentence."""
+    return " or ".join([*([", ".join(formats[:-1])] if formats[1:] else []), formats[-1]])

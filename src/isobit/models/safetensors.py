@@ -279,6 +279,33 @@ class TensorFile(Mapping[str, torch.Tensor]):
         return {name: stored.shape for name, stored in self.stored.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """One tensor of a folder, not read yet."""
+
+    name: str
+    file: TensorFile
+
+    @property
+    def format(self) -> str:
+        return self.file.stored[self.name].format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.stored[self.name].shape
+
+    @property
+    def mapped(self) -> torch.Tensor:
+        """Its bytes in the file, read when they are accessed."""
+        return self.file[self.name]
+
+    def read_ahead(self) -> None:
+        self.file.read_ahead(self.name)
+
+    def __str__(self) -> str:
+        return f"{self.file.path}: {shown(self.name)}"
+
+
 _AT_ONCE = 1 << 30  # bytes of a write; Linux takes less than 2 GiB
 
 

@@ -36,9 +36,7 @@ from isobit.util.errors import RequestError
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts from the first request after the engine had nothing to do: those of one ``generate``
-    call.
-    """
+    """Counts since the engine last had nothing to do: those of one ``generate`` call."""
 
     generated_tokens: int = 0
     """Those of samples that were aborted as well."""
@@ -140,6 +138,8 @@ class Request:
     comes_back: bool = False
     """A sample that has stopped may be admitted again, with more tokens behind its own: until it is
     aborted, its K and V stay while their memory is not needed."""
+    adapter: str | None = None
+    """One of ``Policy.adapters``; None for the policy as it is."""
 
     def noise_key(self, run_seed: int, sample: int) -> int:
         """The key of the noise of one sample, a signed 64-bit integer."""

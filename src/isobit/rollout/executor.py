@@ -1,5 +1,5 @@
 """One step of the engine over a ModelRunner: a forward, then a token for every sample that is up to
-date, known at once.
+date, known at once.  Sequences of other adapters have a forward of their own in the same step.
 
 One step of the engine over a PipelineRunner: the host is a step behind the device, and the
 device never waits for it.
@@ -33,8 +33,8 @@ from isobit.rollout.runner import (
     draws_of,
     take_ready,
 )
-from isobit.rollout.scheduler import Plan, Scheduler
-from isobit.rollout.sequence import Sample
+from isobit.rollout.scheduler import Plan, Scheduler, by_adapter
+from isobit.rollout.sequence import Sample, States
 from isobit.util.errors import NonFiniteError
 
 
@@ -61,15 +61,19 @@ class DirectExecutor:
         counts if weights change meanwhile.
         """
         plan = scheduler.plan()
-        decoded: Ready = []
+        decoded: list[tuple[Sample, States]] = []
         if plan:
-            states = self._runner.forward(build_batch(plan, self._runner.page_tokens))
+            parts = by_adapter(plan)
+            found = [
+                self._runner.forward(build_batch(part, self._runner.page_tokens)) for part in parts
+            ]
             if self._runner.version != version:
                 # published during the forward: its result belongs to no version of the weights
                 return
             scheduler.advance(plan)
-            ends = torch.tensor([count for _, count in plan]).cumsum(0) - 1
-            decoded = take_ready(plan, states, ends.tolist())
+            for part, states in zip(parts, found, strict=True):
+                ends = torch.tensor([count for _, count in part]).cumsum(0) - 1
+                decoded += take_ready(part, states, ends.tolist())
         fresh = scheduler.start()
         assert plan or scheduler.running, "an engine with work to do always finds some"
         self._draw([*decoded, *fresh], version)
@@ -124,9 +128,9 @@ class PipelinedExecutor:
         """
         plan = scheduler.plan()
         samples, chunks = _split(plan)
-        if samples:
-            self._runner.decode(samples)
-        states = self._runner.prefill(chunks) if chunks else None
+        for part in by_adapter([(sample, 1) for sample in samples]):
+            self._runner.decode([sample for sample, _ in part if isinstance(sample, Sample)])
+        prefilled = [(part, self._runner.prefill(part)) for part in by_adapter(chunks)]
         if self._runner.version != version:
             dropped = (
                 self._runner.end_step()
@@ -134,11 +138,11 @@ class PipelinedExecutor:
             self.settle()
             dropped.wait()
             return
-        recomputed: Ready = []
+        recomputed: list[tuple[Sample, States]] = []
         if plan:
             scheduler.advance(plan)
-        if states is not None:
-            recomputed = take_ready(chunks, states, range(len(chunks)))
+        for part, states in prefilled:
+            recomputed += take_ready(part, states, range(len(part)))
         ready = [*recomputed, *scheduler.start()]
         if ready:
             self._runner.draw(ready)

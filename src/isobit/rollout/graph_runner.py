@@ -233,6 +233,8 @@ class _StepKey:
     """Tokens of the longest sequence that it serves."""
     filtered: bool
     """Whether the draw is left to the host: it ends with the logits."""
+    adapter: str | None
+    """Whose weights it reads."""
 
 
 class GraphRunner:
@@ -268,7 +270,8 @@ class GraphRunner:
         n, size = len(slots), next(size for size in self._sizes if size >= len(slots))
         longest = max([sample.length for sample in samples])
         filtered = truncates(samples)
-        step = self._captured(_StepKey(size, self._backend.reach(longest), filtered))
+        reach, adapter = self._backend.reach(longest), samples[0].adapter
+        step = self._captured(_StepKey(size, reach, filtered, adapter))
         padded = torch.tensor(slots + [self._state.padding] * (size - n))
         self._rows[:size].copy_(self._backend.to_device(padded))
         outputs = step.replay()
@@ -289,7 +292,7 @@ class GraphRunner:
         """
         batch, to_device = build_batch(plan, self.page_tokens), self._backend.to_device
         attend = self._backend.paged_attention(self._cache, batch.paged, to_device(batch.positions))
-        states = rollout_states(self._policy, to_device(batch.token_ids), attend)
+        states = rollout_states(self._policy, to_device(batch.token_ids), attend, batch.adapter)
         last = torch.tensor(batch.paged.counts).cumsum(0) - 1
         return states.take(to_device(last))
 
@@ -358,7 +361,7 @@ class GraphRunner:
     def _step(self, rows: Tensor, key: _StepKey) -> tuple[Tensor, ...]:
         token_ids, batch = self._state.batch(rows, key.reach)
         attend = self._backend.decode_attention(self._cache, batch)
-        states = rollout_states(self._policy, token_ids, attend)
+        states = rollout_states(self._policy, token_ids, attend, key.adapter)
         logits = self._logits(states.hidden)
         routings = () if states.routings is None else (states.routings,)
         if key.filtered:

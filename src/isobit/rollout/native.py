@@ -238,6 +238,7 @@ class NativeEngine:
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse, with a RequestError, what can never be served, and what is live already."""
         check_limits(requests, self._limits, self._live)
+        self._check_adapters(requests)
 
     def submit(self, requests: Sequence[Request], follow: Follow = "end") -> list[list[Handle]]:
         """Take on requests; a handle for each sample, in their order.  Nothing runs before a step.
@@ -331,6 +332,7 @@ class NativeEngine:
         """
         asked = requests_of(half_done, requests, self._live)
         check_limits(list(asked.values()), self._limits)
+        self._check_adapters(asked.values())
         if not self._live:
             self._begin_period()
         prompts = self._prompts_in_line()
@@ -338,7 +340,8 @@ class NativeEngine:
         for handle, completion in half_done.items():
             name = handle.prompt_id, handle.visit
             own = SharedPrompt(asked[name], self._limits.max_pages)
-            if (prompt := prompts.setdefault(name, own)).tokens != own.tokens:
+            prompt = prompts.setdefault(name, own)
+            if (prompt.tokens, prompt.adapter) != (own.tokens, own.adapter):
                 prompt = own  # an environment has opened it
             sample = self._make_sample(prompt, handle.sample)
             sample.take_up(completion)
@@ -370,6 +373,14 @@ class NativeEngine:
         self._works = None  # the graphs hold addresses of the cache, and go with it
         if (memory := self._policy.backend.memory) is not None:
             memory.release_cached()
+
+    def _check_adapters(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request.adapter is not None and request.adapter not in self._policy.adapters:
+                raise RequestError(
+                    f"prompt {request.prompt.id!r} asks for the adapter {request.adapter!r}; the "
+                    f"policy has {', '.join(map(repr, self._policy.adapters)) or 'none'}"
+                )
 
     def _make_samples(self, request: Request) -> list[Sample]:
         prompt = SharedPrompt(request, self._limits.max_pages)

@@ -43,11 +43,13 @@ class ForwardBatch:
     positions: Tensor
     """int64 [T], from 0 in each sequence."""
     paged: PagedBatch
+    adapter: str | None = None
+    """Of all B (``Request.adapter``)."""
 
 
 def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
     """The tensors of ``plan``.  Every sequence of it has pages, of ``page_tokens`` tokens, for the
-    tokens it puts in.
+    tokens it puts in; all have one adapter.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -72,7 +74,8 @@ def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
     paged = PagedBatch(
         tuple([count for _, count in plan]), lengths, block_table, torch.tensor(slots)
     )
-    return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), paged)
+    (adapter,) = {sequence.adapter for sequence, _ in plan}
+    return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), paged, adapter)
 
 
 Ready = Sequence[tuple[Sample, States]]
@@ -192,12 +195,14 @@ class PipelineRunner(Protocol):
         ...
 
     def decode(self, samples: Sequence[Sample]) -> None:
-        """Put each sample's newest token, drawn here, through the model, and draw the next one."""
+        """Put each sample's newest token, drawn here, through the model, and draw the next one; all
+        have one adapter.
+        """
         ...
 
     def prefill(self, plan: Plan) -> States:
         """Put tokens that the host knows through the model; what it leaves of each chunk's last
-        token.
+        token.  All have one adapter.
         """
         ...
 
@@ -252,7 +257,7 @@ class PolicyRunner:
         """K and V of the new tokens go into the cache."""
         token_ids, positions = map(self._backend.to_device, (batch.token_ids, batch.positions))
         attend = self._backend.paged_attention(self._cache, batch.paged, positions)
-        return rollout_states(self._policy, token_ids, attend)
+        return rollout_states(self._policy, token_ids, attend, batch.adapter)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -278,10 +283,18 @@ def empty_cache(policy: SampledPolicy, num_pages: int) -> KvCache:
     return policy.backend.kv_cache(shape, policy.flow, num_pages)
 
 
-def rollout_states(policy: SampledPolicy, token_ids: Tensor, attend: Attend) -> States:
-    """A forward of the rollout side: int64 [T] on the policy's device."""
-    routes = policy.decoder.routes()
-    hidden = policy.decoder.hidden_states(policy.weights("rollout"), token_ids, attend, routes)
+def rollout_states(
+    policy: SampledPolicy, token_ids: Tensor, attend: Attend, adapter: str | None = None
+) -> States:
+    """A forward of the rollout side, or of one of the policy's ``adapters``: int64 [T] on its
+    device.
+    """
+    decoder, weights = policy.decoder, policy.weights("rollout")
+    if adapter is not None:
+        adapted = policy.adapters[adapter]
+        decoder, weights = adapted.decoder, adapted.weights
+    routes = decoder.routes()
+    hidden = decoder.hidden_states(weights, token_ids, attend, routes)
     return States(hidden, None if routes is None else routes.digests())
 
 

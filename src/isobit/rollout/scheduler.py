@@ -36,6 +36,14 @@ Plan = list[tuple[CachedTokens, int]]
 """The sequences of one forward and how many of its next tokens each one puts in."""
 
 
+def by_adapter(plan: Plan) -> list[Plan]:
+    """A plan in parts of one adapter each, in the order of their first sequences."""
+    parts: dict[str | None, Plan] = {}
+    for sequence, count in plan:
+        parts.setdefault(sequence.adapter, []).append((sequence, count))
+    return list(parts.values())
+
+
 class PlanExecutor(Protocol):
     """What the scheduler asks of whoever carries out its plans."""
 
@@ -231,7 +239,8 @@ class Scheduler:
         parked = self._allocator.parked(sample.handle)
         if parked is None:
             return
-        if sample.tokens[: len(parked.tokens)] == parked.tokens:
+        is_own = parked.adapter == sample.adapter
+        if is_own and sample.tokens[: len(parked.tokens)] == parked.tokens:
             self._allocator.keep_parked(sample.handle)
         else:
             self._allocator.drop_parked([sample.handle])

@@ -36,6 +36,8 @@ class Scoring:
     temperature: float
     alternatives: int = 0
     """How many of the likeliest tokens are told of each position."""
+    adapter: str | None = None
+    """One of ``Policy.adapters``; None for the policy as it is."""
 
 
 @dataclass(slots=True)
@@ -108,7 +110,7 @@ class TokenScorer(Generic[Key]):
             raise RequestError(
                 f"token {wrong} is to be scored; the distribution holds 0 to {shape.num_drawn - 1}"
             )
-        sequence = CachedTokens(list(ids[:-1]), self._num_pages)
+        sequence = CachedTokens(list(ids[:-1]), self._num_pages, scoring.adapter)
         self._waiting.append(_Given(key, scoring, sequence))
 
     def drop(self, keys: Iterable[Key]) -> None:
@@ -139,8 +141,15 @@ class TokenScorer(Generic[Key]):
             budget -= count
         if not plan:
             return []
+        parts: dict[str | None, list[tuple[_Given[Key], int]]] = {}
+        for given, count in plan:
+            parts.setdefault(given.scoring.adapter, []).append((given, count))
         with out_of_memory_named(self._policy.backend.memory):
-            self._forward(plan)
+            found = [pair for part in parts.values() for pair in self._forward(part)]
+        for given, (log_prob, rank, alternatives) in found:
+            given.scored.log_probs.append(log_prob)
+            given.scored.ranks.append(rank)
+            given.scored.alternatives.append(alternatives)
         for given, count in plan:
             given.sequence.cached += count
         done = [given for given, _ in plan if not given.sequence.remaining]
@@ -168,7 +177,8 @@ class TokenScorer(Generic[Key]):
         self._active.remove(given)
         given.sequence.drop_pages(self._allocator)
 
-    def _forward(self, plan: list[tuple[_Given[Key], int]]) -> None:
+    def _forward(self, plan: list[tuple[_Given[Key], int]]) -> "list[tuple[_Given[Key], _Row]]":
+        """Sequences of one adapter -> what is found at each of their scored positions."""
         batch = build_batch(
             [(given.sequence, count) for given, count in plan], self._runner.page_tokens
         )
@@ -188,10 +198,7 @@ class TokenScorer(Generic[Key]):
         for first in range(0, len(rows), at_once):
             some = slice(first, first + at_once)
             found += self._rows(hidden, owners[some], rows[some], targets[some])
-        for given, (log_prob, rank, alternatives) in zip(owners, found, strict=True):
-            given.scored.log_probs.append(log_prob)
-            given.scored.ranks.append(rank)
-            given.scored.alternatives.append(alternatives)
+        return list(zip(owners, found, strict=True))
 
     def _rows(
         self, hidden: torch.Tensor, owners: list[_Given[Key]], rows: list[int], targets: list[int]

@@ -157,13 +157,15 @@ class CachedTokens:
 
     ``block_row`` mirrors ``pages``, where there are any, in the fixed-width form that a batch's
     block table is stacked from.  ``reserved``: the tokens that its pages have room for, once the
-    scheduler has made sure that nobody else holds those which will be written.
+    scheduler has made sure that nobody else holds those which will be written.  ``adapter``: what
+    they are computed with (``Request.adapter``).
     """
 
-    __slots__ = ("_max_pages", "block_row", "cached", "pages", "reserved", "tokens")
+    __slots__ = ("_max_pages", "adapter", "block_row", "cached", "pages", "reserved", "tokens")
 
-    def __init__(self, tokens: list[int], max_pages: int) -> None:
+    def __init__(self, tokens: list[int], max_pages: int, adapter: str | None = None) -> None:
         self.tokens = tokens
+        self.adapter = adapter
         self.cached = 0
         self.reserved = 0
         self.pages: list[int] = []
@@ -210,7 +212,7 @@ class SharedPrompt(CachedTokens):
     __slots__ = ("last", "request", "waiting")
 
     def __init__(self, request: Request, max_pages: int) -> None:
-        super().__init__(list(request.prompt.token_ids), max_pages)
+        super().__init__(list(request.prompt.token_ids), max_pages, request.adapter)
         self.request = request
         self.waiting = 0
         self.last: States | None = None
@@ -260,7 +262,7 @@ class Sample(CachedTokens):
         max_pages: int,
         tokenizer: "PreTrainedTokenizerBase | None",
     ) -> None:
-        super().__init__(list(prompt.tokens), max_pages)
+        super().__init__(list(prompt.tokens), max_pages, prompt.adapter)
         request, sampling = prompt.request, prompt.request.sampling
         self.prompt = prompt
         self.handle = Handle(request.prompt.id, request.visit, index)
@@ -309,7 +311,7 @@ class Sample(CachedTokens):
         """Give all pages back after a turn; they keep K and V for the next one while nobody else
         needs them.
         """
-        allocator.park(self.handle, self.tokens[: self.cached], self.pages)
+        allocator.park(self.handle, self.tokens[: self.cached], self.pages, self.adapter)
         self.drop_pages(allocator)
 
     def resume(self, parked: Parked) -> None:

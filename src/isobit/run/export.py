@@ -62,7 +62,7 @@ from isobit.store.checkpoint import MASTERS, Checkpoint, folders_by_step, read_c
 from isobit.store.directory import RunDirectory
 from isobit.store.disk import newest_usable
 from isobit.store.keeper import best_on_disk
-from isobit.util.errors import CheckpointError, ConfigError
+from isobit.util.errors import CheckpointError, ConfigError, ModelError
 from isobit.util.files import check_free, disk_errors, file_sha256, new_folder
 
 Say = Callable[[str], None]
@@ -317,6 +317,7 @@ def export(
     cannot be read.
     """
     check_target(source, target, overwrite)
+    _check_has_numbers(source, merge)
     merged = None
     if source.adapters is not None or merge:
         _check_merge(source, format, merge)
@@ -340,6 +341,16 @@ def export(
         contents.not_whole,
         None if merged is None or format == "int8" else _rounding(source, merged, target),
     )
+
+
+def _check_has_numbers(source: ExportSource, merge: bool) -> None:
+    has_integers = isinstance(source.tensors, FolderCheckpoint) and source.tensors.in_int8
+    if has_integers and (merge or source.adapters is None):
+        raise ModelError(
+            f"the folder {source.tokenizer_from} is in compressed-tensors' format, in INT8, whose "
+            "numbers are rounded already; name the run or folder that it was exported from, with "
+            "--format bf16, for example"
+        )
 
 
 def _check_merge(source: ExportSource, format: ExportFormat, merge: bool) -> None:

@@ -41,7 +41,7 @@ from typing import Any
 from isobit.config.recipes import RunConfig
 from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
-from isobit.records.kept_groups import groups_value
+from isobit.records.kept_groups import completions_value, groups_value
 from isobit.records.text import Completion, Group
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import EngineStats, Progress, Request
@@ -310,6 +310,10 @@ def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
             while (command := rollouters.receive_command(interruption.check))["do"] != "end":
                 if command["do"] == "take weights":
                     rollouters.transfer_weights(run.model.policy)
+                    continue
+                if command["do"] == "probe":
+                    run.sampler.restore(command["sampler"])
+                    rollouters.send_result(lambda: completions_value(run.sample_few()))
                     continue
                 # a signal waits for the command's end, since the run's own interruption hears none
                 serve = _serve_batch if command["do"] == "sample" else _serve_evaluation

@@ -67,9 +67,9 @@ from isobit.parallel.world import (
     is_raised_on_all,
     run_and_gather,
 )
-from isobit.records.kept_groups import groups_of, groups_value
+from isobit.records.kept_groups import completions_of, groups_of, groups_value
 from isobit.records.metrics import Metrics
-from isobit.records.text import Group, Prompt
+from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.evaluate import Evaluation, Evaluator
@@ -295,6 +295,14 @@ class Rollouters:
         if self._passed_on != policy.version:
             self.send_command({"do": "take weights"})
             self.transfer_weights(policy)
+
+    def sample_few(self, policy: Policy, sampler: Mapping[str, Any]) -> list[Completion]:
+        """Trainers: have the rollouters sample ``RlRun.sample_few`` by the current weights, from
+        the state of the order of prompts.
+        """
+        self.update_weights(policy)
+        self.send_command({"do": "probe", "sampler": sampler})
+        return completions_of(self.receive_result())
 
     def transfer_weights(self, policy: Policy) -> None:
         """All: send the published weights from the trainers to the rollouters."""

@@ -259,22 +259,26 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
     def prove_adapters(self) -> None:
         """With LoRA, before the first step: fill each B with small numbers, sample some tokens, and
         compare their log-probabilities with the trainer's. At the start B is zeros, and the first
-        step's own comparison would not see an adapter that one side does not read. Collective.
-        Raises MismatchError.
-
-        Not where other processes sample, nor with scales a tensor, which publications set.
+        step's own comparison would not see an adapter that one side does not read. Scales a tensor
+        are those of the few prompts, with and without. Collective. Raises MismatchError.
         """
-        policy = self.model.policy
-        if policy.config.lora is None or self.rollouters or policy.kv_scales or not self.exact:
+        policy, scales = self.model.policy, self.model.policy.kv_scales
+        if policy.config.lora is None or not self.exact:
             return
-        place = self.sampler.state()
-        prompts = self.sampler.next(min(2, self.config.training.prompts_per_step))
-        self.sampler.restore(place)
-        few = replace(self.sampling, max_new_tokens=min(4, self.sampling.max_new_tokens))
-        requests = [Request(prompt, visit, 1, few) for prompt, visit in prompts]
-        base = self._sampled_and_scored(requests)
+        begun = None if scales is None else scales.state()
+        if scales is not None:
+            prompts = [one.prompt.token_ids for one in self._few_requests()]
+            tokens = batched_tokens(self.config.rollout, policy.backend.sizes)
+            calibrate_kv_scales(policy, prompts, tokens)
+        probed = None if scales is None else scales.state()
+        base = self._sampled_and_scored()
         with filled(policy):
-            sampled, scored = self._sampled_and_scored(requests)
+            if scales is not None and probed is not None:
+                scales.restore(probed)  # a publication may have set others
+            sampled, scored = self._sampled_and_scored()
+        if scales is not None and begun is not None:
+            scales.restore(begun)
+            scales.forget_sampled()
         same = torch.equal(sampled, scored)
         if same and not (sampled.shape == base[0].shape and torch.equal(sampled, base[0])):
             return
@@ -285,10 +289,25 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             "with --bisect names the operation"
         )
 
-    def _sampled_and_scored(self, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of a few tokens as the engine records them, and the trainer's."""
-        made, _, _ = generate_shared(self.world, self.engine, requests)
-        [batch] = pack([one.sequence for of_one in made for one in of_one], 1 << 30)
+    def sample_few(self) -> list[Completion]:
+        """The beginnings of answers to the next prompts, which stay the next ones."""
+        made, _, _ = generate_shared(self.world, self.engine, self._few_requests())
+        return [one for of_one in made for one in of_one]
+
+    def _few_requests(self) -> list[Request]:
+        place = self.sampler.state()
+        prompts = self.sampler.next(min(2, self.config.training.prompts_per_step))
+        self.sampler.restore(place)
+        few = replace(self.sampling, max_new_tokens=min(4, self.sampling.max_new_tokens))
+        return [Request(prompt, visit, 1, few) for prompt, visit in prompts]
+
+    def _sampled_and_scored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of a few tokens as an engine records them, and the trainer's."""
+        if self.rollouters is None:
+            made = self.sample_few()
+        else:
+            made = self.rollouters.sample_few(self.model.policy, self.sampler.state())
+        [batch] = pack([one.sequence for one in made], 1 << 30)
         with self.turns.training(self.clock):
             return batch.recorded_log_probs, self.trainer.scorer.score(batch).log_probs
 

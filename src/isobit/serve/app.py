@@ -15,10 +15,10 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -81,6 +81,10 @@ class Settings:
     max_tokens: int | None
     """The same of its length; None for OpenAI's defaults."""
     precision: str
+    adapters: tuple[str, ...] = ()
+    """Names of the model's adapters (``Policy.adapters``), for clients."""
+    folders: Mapping[str, str] = field(default_factory=dict)
+    """What each name was said to be on the command line."""
 
 
 class Metrics:
@@ -190,11 +194,12 @@ class Server:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._described()]})
+        names = (self.settings.name, *self.settings.adapters)
+        return _json({"object": "list", "data": [self._described(name) for name in names]})
 
     async def _one_model(self, request: Request) -> Response:
-        self._check_name(request.path_params["name"])
-        return _json(self._described())
+        self._adapter(name := request.path_params["name"])
+        return _json(self._described(name))
 
     async def _complete(self, request: Request) -> Response:
         asked = read_request(CompletionAsked, await _body(request))
@@ -217,25 +222,31 @@ class Server:
 
         return update
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self, name: str) -> dict[str, Any]:
+        base = self.settings.name
         return {
-            "id": self.settings.name,
+            "id": name,
             "object": "model",
             "created": self._started_at,
             "owned_by": "isobit",
+            "root": self.settings.folders.get(name, name),
+            "parent": None if name == base else base,
             "max_model_len": self.model.context,
             "precision": self.settings.precision,
         }
 
-    def _check_name(self, name: str) -> None:
-        if name != self.settings.name:
+    def _adapter(self, name: str) -> str | None:
+        """That of a model's name; None for the base. Raises ApiError for an unknown name."""
+        names = (self.settings.name, *self.settings.adapters)
+        if name not in names:
             raise ApiError(
                 404,
                 f"model: there is no model {name[:100]!r} here; this server has "
-                f"{self.settings.name!r}",
+                f"{', '.join(map(repr, names))}",
                 "model",
                 "model_not_found",
             )
+        return None if name == self.settings.name else name
 
     def _guarded(
         self, handler: Callable[[Request], Awaitable[Response]]
@@ -342,7 +353,7 @@ class Server:
         places: int,
         read: Callable[[], list[Question]],
     ) -> Response:
-        self._check_name(asked.model)
+        self._adapter(asked.model)
         if self.is_draining() or self.thread.fault is not None:
             raise EngineStoppedError(self.thread.fault or "the server is shutting down")
         self.gate.enter(places)
@@ -387,13 +398,14 @@ class Server:
                     shows_special,
                 ),
                 seed,
+                adapter=self._adapter(asked.model),
             )
             for place, question in enumerate(questions)
         ]
         head = {
             "id": name,
             "created": int(time.time()),
-            "model": settings.name,
+            "model": asked.model,
         }
         return head, questions, requests
 

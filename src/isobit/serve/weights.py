@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
-from isobit.models.checkpoint import FORMATS, is_finite, open_checkpoint
+from isobit.models.checkpoint import is_finite, open_checkpoint
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy
 from isobit.models.policy_share import digest_of, read_file
+from isobit.models.quantised_checkpoint import FORMATS
 from isobit.models.safetensors import DTYPES, TensorFile
 from isobit.serve.engine import Call, EngineThread, PauseMode
 from isobit.serve.protocol import ApiError

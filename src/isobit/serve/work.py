@@ -408,7 +408,13 @@ class Work:
     async def _score_prompts(self, alternatives: int) -> None:
         found = [Scored() for _ in self._requests]
         scorings = [
-            Scoring(one.prompt.token_ids, 1, one.sampling.log_prob_temperature, alternatives)
+            Scoring(
+                one.prompt.token_ids,
+                1,
+                one.sampling.log_prob_temperature,
+                alternatives,
+                one.adapter,
+            )
             for one in self._requests
         ]
         places = [place for place, one in enumerate(scorings) if len(one.token_ids) > 1]
@@ -473,7 +479,7 @@ class Work:
         before = (*request.prompt.token_ids, *choice.told)
         temperature = request.sampling.log_prob_temperature
         ids, alternatives = (*before, *piece.token_ids), self.asked.alternatives or 0
-        scoring = Scoring(ids, len(before), temperature, alternatives)
+        scoring = Scoring(ids, len(before), temperature, alternatives, request.adapter)
         self.thread.score(self.call, piece.index, scoring)
         choice.is_asked = True
         return []

@@ -69,7 +69,7 @@ class HopperBackend:
 
     name = "hopper"
     sizes = sizes
-    is_asynchronous = True
+    is_asynchronous = rounds_alone = True
 
     publish = staticmethod(publish)
     republish = staticmethod(republish)
