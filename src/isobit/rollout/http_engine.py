@@ -28,7 +28,7 @@ from isobit.models.policy_share import LogProbFunction, SentWeights, function_of
 from isobit.rollout.books import SampleBooks
 from isobit.rollout.engine import Handle, Limits
 from isobit.rollout.sequence import Sample
-from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, UnavailableError
+from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, UnavailableError, Weights
 from isobit.util.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
@@ -91,13 +91,12 @@ class HttpEngine(SampleBooks):
         seed: int,
         bits: Mapping[str, str],
     ) -> None:
-        self._policy, self._patience_s = policy, config.servers_timeout_s
-        self._board, expected = Board(), described(policy, bits)
-        self._servers = [Server(url, key, expected, self._board) for url in config.servers]
+        self._policy, self._patience_s, self._board = policy, config.servers_timeout_s, Board()
+        self._servers = self._reach(config.servers, key, bits)
         notes = self._check_servers()
         sizes = [one.sizes for one in self._servers if one.sizes]
         limits = Limits(
-            policy.config.max_positions,
+            min(one.get("context", policy.config.max_positions) for one in sizes),
             policy.config.vocab_size,
             min(one["pages"] for one in sizes),
             max(one["page_tokens"] for one in sizes),
@@ -110,7 +109,7 @@ class HttpEngine(SampleBooks):
         self._number_of: dict[Handle, int] = {}
         self._loads = {server: Load() for server in self._servers}
         self._numbered = 0
-        self._weights: SentWeights | None = None
+        self._weights: Weights | None = None
         self._heard_at = monotonic()
         weakref.finalize(self, self._board.close)
         for server in self._servers:
@@ -146,6 +145,21 @@ class HttpEngine(SampleBooks):
 
     # Servers
 
+    def _reach(
+        self, urls: Iterable[str], key: str | None, bits: Mapping[str, str]
+    ) -> Sequence[Server]:
+        expected = described(self._policy, bits)
+        return [Server(url, key, expected, self._board) for url in urls]
+
+    def _how_to_start(self) -> str:
+        """The command that starts a server."""
+        return "isobit serve MODEL --api-key env:NAME --allow-weight-updates DIR"
+
+    def _take_published(self) -> Weights:
+        """What was published last, as servers get it."""
+        assert self._weights is None or isinstance(self._weights, SentWeights)
+        return SentWeights.of(self._policy, self._weights)
+
     def _check_servers(self) -> list[str]:
         """-> Lines on those that do not answer, which are asked again later."""
         notes: list[str] = []
@@ -158,9 +172,8 @@ class HttpEngine(SampleBooks):
                 notes.append(f"{server.url} does not answer yet: {error}")
         if not any(server.sizes for server in self._servers):
             raise ConfigError(
-                f"none of rollout.servers answers ({self._problems()}); start them with `isobit "
-                "serve MODEL --api-key env:NAME --allow-weight-updates DIR`, or correct the "
-                "addresses"
+                f"none of rollout.servers answers ({self._problems()}); start them with "
+                f"`{self._how_to_start()}`, or correct the addresses"
             )
         return notes
 
@@ -185,7 +198,7 @@ class HttpEngine(SampleBooks):
         begun = perf_counter()
         for number in list(self._there):
             self._forget(number)
-        self._weights = weights = SentWeights.of(self._policy, before)
+        self._weights = weights = self._take_published()
         self._heard_at = monotonic()
         for server in self._servers:
             server.pushed.clear()
@@ -204,13 +217,12 @@ class HttpEngine(SampleBooks):
         self._note_update(weights, up, seconds)
         self._count_update(seconds, is_first=before is None)
 
-    def _note_update(self, weights: SentWeights, up: int, seconds: float) -> None:
-        whole = sum(one.nbytes for one in weights.tensors.values())
+    def _note_update(self, weights: Weights, up: int, seconds: float) -> None:
         sent = [size for server in self._servers for _, size, _ in server.pushed]
         self._notes.append(
             f"weights of version {weights.version}: {up} of {len(self._servers)} servers have "
             f"acknowledged the digest {weights.digest[:12]}; {sum(sent) / MIB:.1f} MiB sent to "
-            f"{len(sent)} (all weights are {whole / MIB:.1f} MiB), {seconds:.2f} s"
+            f"{len(sent)} (all weights are {weights.nbytes / MIB:.1f} MiB), {seconds:.2f} s"
         )
 
     def _hand_out(self) -> None:

@@ -17,23 +17,49 @@ strings, episodes and half-done samples are the same.  vLLM draws its own noise,
 not batch invariant: a run with it is not repeated to the bit.
 """
 
+import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from isobit.config.tables import RunRolloutConfig
-from isobit.memory.cache_size import out_of_memory_named
+from isobit.memory.cache_size import batched_tokens, out_of_memory_named
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction
+from isobit.models.saving import published_tensors
 from isobit.rollout.books import SampleBooks
 from isobit.rollout.engine import Handle, Limits, Request
 from isobit.rollout.sequence import Sample
-from isobit.rollout.vllm_model import Vllm
-from isobit.util.errors import MismatchError, RequestError, shown
+from isobit.rollout.vllm_model import (
+    BACKEND,
+    Scales,
+    cache_arguments,
+    check_delivered,
+    check_scales,
+    constants_of,
+    described_model,
+    fused_names,
+    import_vllm,
+    read_scales,
+    recalibrate,
+    recalibrate_runner,
+    restore,
+    tensors_of,
+    write_scales,
+)
+from isobit.util.errors import ConfigError, MismatchError, RequestError, shown
+from isobit.util.terminal import gib
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_LEVEL = 2  # of sleep: weights leave the device too, since they are sent again anyway
 
 
 class VllmEngine(SampleBooks):
@@ -204,6 +230,156 @@ class VllmEngine(SampleBooks):
         self._count_update(perf_counter() - begun, is_first)
         for sample in waiting:
             self._give_to_vllm(sample)
+
+
+class Vllm:
+    """An LLM of a policy's shape, with the policy's weights once ``update`` has been called.
+
+    Raises ConfigError where vLLM is missing, is of another version, does not compute the policy's
+    shape or flow, or does not start.
+    """
+
+    def __init__(self, policy: Policy, config: RunRolloutConfig, seed: int, pages: int) -> None:
+        """``pages`` of the native engine's cache say how many bytes vLLM's has."""
+        self._policy, self._library = policy, import_vllm()
+        self._folder = TemporaryDirectory(prefix="isobit-vllm-")
+        self._llm = self._start(config, seed, pages)
+        self._llm.init_weight_transfer_engine({"init_info": {}})
+        self.version: int | None = None
+        """Of the weights that it has."""
+        self.asleep = False
+        self._constants: list[torch.Tensor] = []
+        """While it sleeps: what vLLM does not keep by itself, in the host's memory."""
+        self._scales: Scales | None = None
+        """Of each layer those of Q, K and V, once a forward has made them."""
+        self._scales_due = False
+
+    @property
+    def name(self) -> str:
+        return f"vllm {self._library.__version__}"
+
+    @property
+    def engine(self) -> Any:
+        """Its ``LLMEngine``."""
+        return self._llm.llm_engine
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Tokens of the longest sequence, blocks of the cache, and tokens of a block."""
+        config = self.engine.vllm_config
+        cache = config.cache_config
+        return config.model_config.max_model_len, cache.num_gpu_blocks, cache.block_size
+
+    def add(self, name: str, token_ids: Sequence[int], **sampling: Any) -> None:
+        """Have a sequence continued, with the log-probability of each drawn token."""
+        params = self._library.SamplingParams(
+            **sampling,
+            ignore_eos=True,  # stop_token_ids says which ids end it
+            logprobs=0,
+            detokenize=False,
+            output_kind=self._library.sampling_params.RequestOutputKind.DELTA,
+        )
+        self.engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
+
+    def sleep(self) -> None:
+        """Give the device the memory of weights and cache."""
+        (self._constants,) = self._llm.apply_model(constants_of)
+        self._llm.sleep(level=_LEVEL)
+        self.asleep, self.version = True, None
+
+    def wake(self) -> None:
+        """Have the memory back; what was in it is lost, but for buffers and constants."""
+        self._llm.wake_up()
+        self._llm.apply_model(partial(restore, constants=self._constants))
+        self.asleep = False
+
+    def update(self) -> str:
+        """Take the published weights.  -> A line on it.  No sequence may be there.
+
+        Raises MismatchError where it has not taken them.
+        """
+        begun, llm = perf_counter(), self._llm
+        sent = dict(published_tensors(self._policy))
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"weights": sent}})
+        llm.finish_weight_update()
+        llm.reset_prefix_cache()
+        self._policy.backend.synchronize()
+        sending, begun = perf_counter() - begun, perf_counter()
+        check_delivered(fused_names(self._policy), sent, llm.apply_model(tensors_of)[0])
+        self.version = self._policy.version
+        if self._has_scales:
+            self._have_scales()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
+        return (
+            f"{self.name} took {gib(size)} of weights in {sending:.3f} s; compared in "
+            f"{perf_counter() - begun:.3f} s, they are equal to what is published"
+        )
+
+    def _have_scales(self) -> None:
+        """Have the next forward make scales for the new weights, or keep the first ones."""
+        if self._scales is not None and self._policy.flow.kv_calibration == "never":
+            self._llm.apply_model(partial(write_scales, scales=self._scales))
+            return
+        self._llm.apply_model(recalibrate)
+        self._llm.collective_rpc(recalibrate_runner)
+        self._scales_due = True
+
+    def describe_scales(self) -> list[str]:
+        """A line on the scales that the first forward with new weights has made, once.
+
+        Raises NonFiniteError for scales that nothing can be divided by.
+        """
+        if not self._scales_due:
+            return []
+        self._scales_due = False
+        self._scales = scales = self._llm.apply_model(read_scales)[0]
+        return [f"{self.name} has {check_scales(scales)}"]
+
+    @property
+    def _has_scales(self) -> bool:
+        return bool(self.engine.vllm_config.cache_config.calculate_kv_scales)
+
+    def _start(self, config: RunRolloutConfig, seed: int, pages: int) -> Any:
+        policy = self._policy
+        shape, flow, sizes = policy.config, policy.flow, policy.backend.sizes
+        with open(f"{self._folder.name}/config.json", "w", encoding="utf-8") as file:
+            json.dump(described_model(policy), file)
+        cache = cache_arguments(policy)
+        if cache["calculate_kv_scales"]:  # its other runner captures forwards that make scales
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        cache_bytes = pages * sizes.page_bytes(shape, flow)
+        given: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "max_model_len": min(shape.max_positions, pages * sizes.page_tokens),
+            "max_num_seqs": config.max_sequences,
+            "max_num_batched_tokens": max(
+                batched_tokens(config, sizes), min(shape.max_positions, 2048)
+            ),
+            "kv_cache_memory_bytes": cache_bytes,
+            "gpu_memory_utilization": 0.01,  # only compared with what is free
+            **cache,
+            "logprobs_mode": "processed_logprobs",  # behind the temperature
+            "enable_sleep_mode": True,
+            "weight_transfer_config": {"backend": BACKEND},
+            "disable_log_stats": True,
+            "seed": seed % (1 << 31),
+        }
+        if policy.backend.memory is not None:
+            # a run has set it by a function (allocate_in_pages); vLLM keeps its memory out of such
+            # segments, so that it can sleep, where the variable says so
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        try:
+            with torch.no_grad():
+                return self._library.LLM(self._folder.name, **{**given, **config.engine_options})
+        except Exception as error:
+            raise ConfigError(
+                f"vLLM {self._library.__version__} did not start: {shown(repr(error))}; its own "
+                f"lines above say more. It was given {', '.join(sorted(given))} and "
+                f"rollout.engine_options = {config.engine_options}"
+            ) from error
 
 
 def check_whole_distribution(requests: Sequence[Request]) -> None:
