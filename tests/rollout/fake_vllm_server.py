@@ -47,7 +47,7 @@ class ServedModel(Model):
 class FakeWorker(Worker):
     def __init__(self, folder: str, **given: Any) -> None:
         self.model = ServedModel(folder)
-        self.model_runner = SimpleNamespace(get_model=lambda: self.model, calculate_kv_scales=False)
+        self.model_runner = SimpleNamespace(calculate_kv_scales=False)
         size = self.model.held[0].config.vocab_size
         values: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "world_size": 1}
         values |= given
@@ -65,6 +65,9 @@ class FakeWorker(Worker):
             parallel_config=SimpleNamespace(world_size=values["world_size"]),
             scheduler_config=SimpleNamespace(max_num_seqs=given.get("max_num_seqs", 8)),
         )
+
+    def get_model(self) -> ServedModel:
+        return self.model
 
 
 class VllmServe:

@@ -261,14 +261,14 @@ class Worker:
     results are of JSON's types, since they go through ``/collective_rpc``.
     """
 
-    model_runner: Any
+    get_model: Any  # this and the next are of vLLM's worker
     vllm_config: Any
     isobit_state: dict[str, Any]
     """What was loaded last, and the scales that the first forward made."""
 
     def isobit_describe(self) -> dict[str, Any]:
         """What computes here."""
-        config, model = self.vllm_config, self.model_runner.get_model()
+        config, model = self.vllm_config, self.get_model()
         cache, shape = config.cache_config, config.model_config
         return {
             "isobit": isobit.__version__,
@@ -297,7 +297,7 @@ class Worker:
         try:
             sent = load_file(order["path"])
             digest = digest_of(sent)
-            model = self.model_runner.get_model()
+            model = self.get_model()
             reload = import_module("vllm.model_executor.model_loader.reload")
             reload.initialize_layerwise_reload(model)
             model.load_weights(iter(sent.items()))
@@ -321,7 +321,7 @@ class Worker:
 
     def isobit_scales(self) -> dict[str, Any]:
         """Those of each layer's Q, K and V, as JSON, since they may be infinite."""
-        scales = read_scales(self.model_runner.get_model())
+        scales = read_scales(self.get_model())
         self._isobit_state.setdefault("scales", scales)
         return {"scales": json.dumps(scales)}
 
