@@ -61,8 +61,8 @@ from isobit.util.errors import ConfigError, MismatchError, ServerError, StorageE
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WAIT_S, GATHER_S, TOKEN_S = 0.1, 0.02, 120.0
-"""How long the first news of samples is waited for, then more, and a server's next token."""
+WAIT_S, GATHER_S, TOKEN_S = 0.1, 0.02, 600.0
+"""How long the first news of samples is waited for, then more, and the next token of a stream."""
 _MINUS_INFINITY = -9999.0  # as vLLM writes it
 _SAME = {
     "isobit": "another version of Isobit",
@@ -336,7 +336,8 @@ class VllmServer(Server):
                     f"`{self._start_command}`"
                 )
         names = ("context", "pages", "page_tokens", "running")
-        self.sizes = {name: int(found[name]) for name in names} | {"places": 1 << 30}
+        # one more than run at once would wait for its first token without a sign of life
+        self.sizes = {name: int(found[name]) for name in names} | {"places": found["running"]}
         self._held = None if self._get("/is_paused")["is_paused"] else found["weights"]
         self._name = self._get("/v1/models")["data"][0]["id"]
 
@@ -371,6 +372,7 @@ class VllmServer(Server):
         found: dict[int, dict[str, Any]] = {}
         for told in self._take() if self._live else ():
             if told.error is not None:
+                self._board.post(News(samples=list(found.values())))
                 raise told.error
             if told.number not in self._live:
                 continue
