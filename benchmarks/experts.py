@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import kernel_times, make_parser, measure_card, write_json
 from isobit.kernels.hopper.experts import experts, experts_backward, experts_saving, route
 from isobit.kernels.hopper.linear import linear_input
-from isobit.kernels.hopper.publish import publish
+from isobit.kernels.hopper.quantise import publish
 from isobit.kernels.operands import ExpertGradients, LinearInput, LinearWeight
 from isobit.models.config import Experts, ModelConfig, model_shape
 from isobit.precision.flow import Site

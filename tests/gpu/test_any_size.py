@@ -33,11 +33,13 @@ from isobit.kernels.hopper.linear import (
     wgrad,
 )
 from isobit.kernels.hopper.pointwise import swiglu_backward_bf16, swiglu_backward_quantise
-from isobit.kernels.hopper.publish import publish, publish_blocks, republish
 from isobit.kernels.hopper.quantise import (
     QuantRows,
+    publish,
+    publish_blocks,
     quantise_gradient,
     quantise_rows,
+    republish,
     rms_norm_quantise,
     swiglu,
     swiglu_quantise,

@@ -43,7 +43,7 @@ from isobit.kernels.hopper.gemm import why_not_deep_gemm
 from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt
 from isobit.kernels.hopper.linear import linear, linear_input
 from isobit.kernels.hopper.pointwise import swiglu_input
-from isobit.kernels.hopper.publish import publish
+from isobit.kernels.hopper.quantise import publish
 
 BACK_ENDS: list[Literal["deep_gemm", "triton"]] = (
     ["triton"] if why_not_deep_gemm() else ["deep_gemm", "triton"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isobit.config.tables import Preset
-from isobit.kernels.operands import HeadWeight, LinearInput, LinearWeight, Operand
+from isobit.kernels.operands import HeadWeight, LinearInput, LinearWeight, Operand, Routing
 from isobit.kernels.spec import head as head_specification
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.spec import quantise as specification
@@ -39,15 +39,17 @@ from isobit.kernels.hopper.int8 import (
     transposed_weight,
 )
 from isobit.kernels.hopper.linear import dgrad, linear, linear_input, output_gradient, wgrad
-from isobit.kernels.hopper.publish import publish, publish_head, publish_rows, republish
 from isobit.kernels.hopper.quantise import (
+    publish,
+    publish_head,
+    publish_rows,
     quantise_int8,
+    republish,
     rms_norm_int8,
     swiglu,
     swiglu_int8,
 )
 from isobit.kernels.hopper.token_groups import quantise_tokens
-from isobit.kernels.operands import Routing
 from isobit.models.policy import Policy
 from isobit.proof.verify import VerifyOptions, verify_policy
 

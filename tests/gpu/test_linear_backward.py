@@ -22,8 +22,7 @@ from isobit.kernels.hopper.linear import (
     fp8_gemm_tn,
     transpose_blocks,
 )
-from isobit.kernels.hopper.publish import publish_blocks
-from isobit.kernels.hopper.quantise import QuantRows, quantise_rows
+from isobit.kernels.hopper.quantise import QuantRows, publish_blocks, quantise_rows
 from isobit.kernels.hopper.token_groups import quantise_both, quantise_tokens
 
 KINDS: list[ScaleKind] = ["power_of_two", "fp32"]

@@ -14,7 +14,7 @@ from isobit.precision.quant_tensor import Format, QuantTensor, ScaleKind
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.kernels.hopper.publish import publish, publish_blocks, republish
+from isobit.kernels.hopper.quantise import publish, publish_blocks, republish
 
 
 def masters(rows: int, columns: int) -> torch.Tensor:

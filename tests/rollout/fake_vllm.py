@@ -21,6 +21,12 @@ FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
 }
 
 
+def _place(name: str) -> int:
+    """Of a part of a fused matrix: vLLM puts each to its place in whatever order they come."""
+    own = name.split(".")[-2]
+    return list(FUSED).index(own) if own in FUSED else -1
+
+
 class Attention(torch.nn.Module):
     """What has the scales of a layer's cache."""
 
@@ -68,7 +74,7 @@ class Model(torch.nn.Module):
         """Take all tensors, dequantised, into the model, which must have a place for each."""
         fused: dict[str, list[torch.Tensor]] = {}
         numbers: dict[str, torch.Tensor] = {}
-        for name, tensor in self.loaded.items():
+        for name, tensor in sorted(self.loaded.items(), key=lambda one: _place(one[0])):
             module, _, leaf = name.rpartition(".")
             above, _, own = module.rpartition(".")
             fused.setdefault(f"{above}.{FUSED.get(own, own)}.{leaf}".lstrip("."), []).append(tensor)

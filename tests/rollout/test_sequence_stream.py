@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from isobit.rollout.sequence import GrowingAnswer, cut, decode
+from isobit.rollout.native import GrowingAnswer
+from isobit.rollout.sequence import cut, decode
 from tests.rollout.test_sequence import (
     BYTES,
     FALLBACK,

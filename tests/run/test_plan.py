@@ -231,6 +231,40 @@ def test_an_estimate_on_another_card_or_of_a_reference_says_so(
 
 
 @pytest.mark.parametrize(
+    "engine", [{"engine": "http"}, {"engine": "vllm", "weights_folder": "/dev/shm/w"}]
+)
+def test_a_run_by_servers_has_no_cache_on_its_own_gpu(
+    engine: dict[str, str], make_config: MakeConfig, config_alone: Callable[[str], Path]
+) -> None:
+    """Neither a forward of the engine nor weights of its own; what trains has all of the memory."""
+
+    def plan(**rollout: Any) -> DryRun:
+        training = {"moments": "fp8", "recompute": "full", "offload_moments": True}
+        model = str(config_alone("qwen3-8b"))
+        config = make_config(model=model, training=training, rollout=rollout)
+        return plan_elsewhere(config, read_card("h200"))
+
+    servers = ["http://one:8000", "http://two:8000"]
+    here, there = plan(), plan(**engine, servers=servers)
+    assert isinstance(here.memory, DevicePlan)
+    assert isinstance(there.memory, DevicePlan)
+    assert there.memory.rollout == {} and there.memory.pages == 0
+    assert not there.memory.engine_stays
+    kept = {name: size for name, size in here.memory.training.items() if name != "KV pages"}
+    assert there.memory.training == kept
+    assert there.memory.host == here.memory.host != {}
+    text = "\n".join(there.describe(None))
+    assert "KV pages" not in text and "pages of" not in text
+    assert "KV pages" in "\n".join(here.describe(None))
+
+
+def test_main_memory_holds_no_cache_for_servers(make_config: MakeConfig) -> None:
+    rollout = {"engine": "http", "servers": ["http://one:8000"], "kv_pages": 10000}
+    text = "\n".join(plan_run(make_config(rollout=rollout)).describe(PLENTY))
+    assert "published weights" in text and "KV pages" not in text
+
+
+@pytest.mark.parametrize(
     ("shape", "said"),
     [
         ("qwen3-30b-a3b", r"on this GPU: .*; or set cluster\.processes = \d+"),

@@ -317,3 +317,42 @@ def check_corrections(corrections: Sequence[Correction]) -> None:
         raise ConfigError(
             "a correction of type normalise comes last, once; put it at the end of the list"
         )
+
+
+_OF_TOKENS = "has returns of tokens, in which a turn's reward counts from its last token back"
+_NOT_BY_TURN = {
+    "ppo": _OF_TOKENS,
+    "reinforce_pp": _OF_TOKENS,
+    "gspo": "has one ratio a sequence, in whose gradient only the mean of its advantages counts",
+    "remax": "has one greedy completion as its baseline, whose turns are others",
+}
+"""Why algorithms have no advantage for each turn."""
+
+
+def check_credit(algorithm: AlgorithmConfig, acts: bool, replayed: float) -> None:
+    """Refuse credit by turn where there is one turn, since nothing acts, or where it would count
+    for nothing; ``replayed`` is a share of completions.
+    """
+    if algorithm.credit == "episode":
+        if algorithm.turn_gamma != 1:
+            raise ConfigError(
+                f"algorithm.turn_gamma is {algorithm.turn_gamma:g}, but algorithm.credit is "
+                "'episode', which discounts nothing; set credit to 'turn', or leave turn_gamma out"
+            )
+        return
+    if not acts:
+        raise ConfigError(
+            "algorithm.credit is 'turn', but without [environment] a completion has one turn; "
+            "leave credit out"
+        )
+    if algorithm.name in _NOT_BY_TURN:
+        raise ConfigError(
+            f"algorithm.credit is 'turn', but algorithm {algorithm.name!r} "
+            f"{_NOT_BY_TURN[algorithm.name]}; leave credit out, or take 'grpo', 'dr_grpo', 'dapo', "
+            "'rloo', 'reinforce_pp_baseline' or 'cispo'"
+        )
+    if replayed > 0:
+        raise ConfigError(
+            f"algorithm.credit is 'turn', and replay.fraction {replayed:g}: a "
+            "replayed completion keeps one advantage for all its turns; leave one of them out"
+        )

@@ -13,6 +13,7 @@ from isobit.config.algorithm import (
     StepConfig,
     TokenClipConfig,
     check_corrections,
+    check_credit,
 )
 from isobit.config.base import MAX_BATCH
 from isobit.config.data import (
@@ -52,7 +53,7 @@ def check_run(config: RunConfig) -> None:
     check_layout(config)
     check_lora(config)
     check_engine(config)
-    check_credit(config)
+    check_credit(config.algorithm, config.environment is not None, config.replay.fraction)
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, _graded_figures(sets, config.evaluation))
 
@@ -127,15 +128,24 @@ def check_layout(config: RunConfig) -> None:
 def check_engine(config: RunConfig) -> None:
     """Refuse another engine where it would be shared, and options of one that is not there."""
     rollout, cluster, engine = config.rollout, config.cluster, config.rollout.engine
-    if rollout.engine_options and engine != "vllm":
+    served = engine == "http" or (engine == "vllm" and bool(rollout.servers))
+    if rollout.engine_options and (engine != "vllm" or served):
         raise ConfigError(
-            f"rollout.engine_options are arguments of vllm.LLM, and rollout.engine is {engine!r}; "
-            "leave them out, or set rollout.engine = 'vllm'"
+            "rollout.engine_options are arguments of vllm.LLM in the run's process, and "
+            f"rollout.engine is {engine!r}{' with servers' if served else ''}; leave them out, or "
+            "set rollout.engine = 'vllm' without rollout.servers"
         )
-    if bool(rollout.servers) != (engine == "http") or (rollout.server_key and engine != "http"):
+    if bool(rollout.servers) != served or (rollout.server_key and not served):
         raise ConfigError(
             f"rollout.engine is {engine!r}, and rollout.servers {list(rollout.servers)}: with the "
-            "engine 'http', and with no other, servers and server_key say where it samples"
+            "engine 'http', and of vLLM's servers with 'vllm', servers and server_key say where it "
+            "samples, and with no other"
+        )
+    if (rollout.weights_folder is not None) != (served and engine == "vllm"):
+        raise ConfigError(
+            f"rollout.weights_folder is {rollout.weights_folder}, and rollout.engine {engine!r} "
+            f"with {len(rollout.servers)} servers: vLLM's servers, and no others, need a folder "
+            "that they have under the same path; name one, on a shared disk or in /dev/shm"
         )
     if engine == "native":
         return
@@ -156,44 +166,6 @@ def check_engine(config: RunConfig) -> None:
         )
     if len(set(rollout.servers)) < len(rollout.servers):
         raise ConfigError("rollout.servers names a server twice; name each once")
-
-
-_OF_TOKENS = "has returns of tokens, in which a turn's reward counts from its last token back"
-_NOT_BY_TURN = {
-    "ppo": _OF_TOKENS,
-    "reinforce_pp": _OF_TOKENS,
-    "gspo": "has one ratio a sequence, in whose gradient only the mean of its advantages counts",
-    "remax": "has one greedy completion as its baseline, whose turns are others",
-}
-"""Why algorithms have no advantage for each turn."""
-
-
-def check_credit(config: RunConfig) -> None:
-    """Refuse credit by turn where there is one turn, or where it would count for nothing."""
-    algorithm = config.algorithm
-    if algorithm.credit == "episode":
-        if algorithm.turn_gamma != 1:
-            raise ConfigError(
-                f"algorithm.turn_gamma is {algorithm.turn_gamma:g}, but algorithm.credit is "
-                "'episode', which discounts nothing; set credit to 'turn', or leave turn_gamma out"
-            )
-        return
-    if config.environment is None:
-        raise ConfigError(
-            "algorithm.credit is 'turn', but without [environment] a completion has one turn; "
-            "leave credit out"
-        )
-    if algorithm.name in _NOT_BY_TURN:
-        raise ConfigError(
-            f"algorithm.credit is 'turn', but algorithm {algorithm.name!r} "
-            f"{_NOT_BY_TURN[algorithm.name]}; leave credit out, or take 'grpo', 'dr_grpo', 'dapo', "
-            "'rloo', 'reinforce_pp_baseline' or 'cispo'"
-        )
-    if config.replay.fraction > 0:
-        raise ConfigError(
-            f"algorithm.credit is 'turn', and replay.fraction {config.replay.fraction:g}: a "
-            "replayed completion keeps one advantage for all its turns; leave one of them out"
-        )
 
 
 def check_own_engine(cluster: ClusterConfig) -> None:

@@ -12,6 +12,7 @@ from isobit.config.base import (
     MAX_STEPS,
     MAX_WAIT_S,
     HomeName,
+    HomePath,
     Strict,
 )
 from isobit.util.errors import ConfigError
@@ -352,9 +353,11 @@ class RunRolloutConfig(RolloutConfig):
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of ``vllm.LLM``, for example ``{ enforce_eager = true }``."""
     servers: tuple[ServerAddress, ...] = ()
-    """Where the engine http samples, as ``["http://host:8000"]``."""
+    """Where the engine http samples, as ``["http://host:8000"]``; of vllm, servers of its own."""
     server_key: Annotated[str, Field(pattern=r"^env:[A-Za-z_]\w*$")] | None = None
     """``env:NAME``: the variable of the environment with the servers' key."""
+    weights_folder: HomePath | None = None
+    """Through which vLLM's servers get weights: a folder that they have under the same path."""
     servers_timeout_s: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
     """How long a run waits while no server answers; then it ends, and can be resumed."""
 

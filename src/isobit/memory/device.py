@@ -31,7 +31,7 @@ from itertools import product
 from typing import get_args
 
 from isobit.config.tables import Recompute, RolloutConfig, TrainingConfig
-from isobit.kernels.sizes import Sizes
+from isobit.kernels.operands import Sizes
 from isobit.memory.activations import (
     FrozenModel,
     added_up,
@@ -65,7 +65,7 @@ COPY = "the engine's own weights"
 class DevicePlan:
     """Bytes by name in both phases, at their peaks, without the reserve."""
 
-    rollout: Bytes  # empty if nothing is generated
+    rollout: Bytes  # empty if nothing is generated here
     training: Bytes
     total: int
     pages: int  # of the KV cache
@@ -134,7 +134,7 @@ class DevicePlanner:
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
     ) -> DevicePlan:
         """For sequences of at most ``longest`` tokens; ``rollout`` is None if nothing is ever
-        generated. Raises ConfigError if it does not fit, with the largest setting that would.
+        generated here. Raises ConfigError if it does not fit, with the largest setting that would.
         """
         tokens = microbatch_tokens(training, longest)
         needed = self.training_bytes(training, tokens, longest)
@@ -143,6 +143,8 @@ class DevicePlanner:
         page_tokens = self.sizes.page_tokens
         host = page_locked_bytes(self.frozen, self.sizes)
         if rollout is None:
+            if training.offload_moments:
+                host[MOMENTS] = page_locked(self.weight_bytes(training)[MOMENTS])
             return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host, self.processes)
         standing = self.standing_bytes(training)
         if MOMENTS in standing and training.offload_moments:

@@ -15,7 +15,7 @@ micro-batch.
                         lm_head on its grid once more, in the activations' format; the rotary table
     frozen models       the published weights of one side (``isobit.memory.activations``); a shadow
                         counts only if nothing else that passes is larger
-    KV pages            pages * bytes of a page        ``isobit.kernels.sizes``
+    KV pages            pages * bytes of a page        ``isobit.kernels.operands``
     activations         what the layers save (``isobit.memory.activations``), and T (2 a C + 4 D)
                         once: last residual stream, hidden states, rows of the rotary table
     workspace           the largest of what passes, which follow one another
@@ -36,7 +36,7 @@ from math import prod
 from typing import get_args
 
 from isobit.config.tables import Moments, RolloutConfig, TrainingConfig
-from isobit.kernels.sizes import Sizes
+from isobit.kernels.operands import Sizes
 from isobit.memory.activations import (
     FrozenModel,
     added_up,

@@ -286,6 +286,11 @@ class SentWeights:
     """The digest of the version before, to which ``change`` leads from there; None without one."""
     change: Tensors
 
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return sum(one.nbytes for one in self.tensors.values())
+
     @classmethod
     def of(cls, policy: Policy, before: "SentWeights | None" = None) -> "SentWeights":
         """Those that the policy has published last."""

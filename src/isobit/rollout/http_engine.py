@@ -15,8 +15,7 @@ are looked for here, as episodes are.
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from time import monotonic, perf_counter
@@ -26,21 +25,11 @@ import isobit
 from isobit.config.tables import RunRolloutConfig
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction, SentWeights, function_of
-from isobit.records.text import Completion
-from isobit.rollout.engine import (
-    EngineStats,
-    Follow,
-    Handle,
-    Limits,
-    Request,
-    SampleEvent,
-    check_limits,
-    parted,
-    requests_of,
-)
-from isobit.rollout.sequence import Sample, SharedPrompt
-from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, UnavailableError
-from isobit.util.errors import ConfigError, NonFiniteError, RequestError, ServerError
+from isobit.rollout.books import SampleBooks
+from isobit.rollout.engine import Handle, Limits
+from isobit.rollout.sequence import Sample
+from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, UnavailableError, Weights
+from isobit.util.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +67,7 @@ class Load:
         self.tokens += sign * sample.max_length
 
 
-class HttpEngine:
+class HttpEngine(SampleBooks):
     """Draws samples with servers elsewhere, which hold the current weights of a policy
     (``RolloutEngine``).
 
@@ -102,31 +91,25 @@ class HttpEngine:
         seed: int,
         bits: Mapping[str, str],
     ) -> None:
-        self._policy, self._tokenizer, self._seed = policy, tokenizer, seed
-        self._patience_s = config.servers_timeout_s
-        self._board, expected = Board(), described(policy, bits)
-        self._servers = [Server(url, key, expected, self._board) for url in config.servers]
-        self._notes: list[str] = []
-        self._check_servers()
+        self._policy, self._patience_s, self._board = policy, config.servers_timeout_s, Board()
+        self._servers = self._reach(config.servers, key, bits)
+        notes = self._check_servers()
         sizes = [one.sizes for one in self._servers if one.sizes]
-        self._limits = Limits(
-            policy.config.max_positions,
+        limits = Limits(
+            min(one.get("context", policy.config.max_positions) for one in sizes),
             policy.config.vocab_size,
             min(one["pages"] for one in sizes),
             max(one["page_tokens"] for one in sizes),
             tokenizer is not None,
         )
-        self.stats, self._started_at = EngineStats(), perf_counter()
-        self._live: dict[Handle, Sample] = {}
-        """In the order of arrival."""
+        super().__init__(limits, seed, tokenizer)
+        self._notes += notes
         self._there: dict[int, tuple[Sample, Server]] = {}
         """Those that a server has, by the numbers that they have there."""
         self._number_of: dict[Handle, int] = {}
         self._loads = {server: Load() for server in self._servers}
         self._numbered = 0
-        self._events: list[SampleEvent] = []
-        self._weights: SentWeights | None = None
-        self._update_s = 0.0  # of updates since the last sample ended
+        self._weights: Weights | None = None
         self._heard_at = monotonic()
         weakref.finalize(self, self._board.close)
         for server in self._servers:
@@ -136,11 +119,6 @@ class HttpEngine:
     def function(self) -> LogProbFunction:
         """The trainer's, if its flow is one function: servers have its bytes and its kernels."""
         return function_of(self._policy, "rollout")
-
-    @property
-    def num_live(self) -> int:
-        """Samples that have not ended."""
-        return len(self._live)
 
     @property
     def num_running(self) -> int:
@@ -157,75 +135,6 @@ class HttpEngine:
         limits = self._limits
         return {"kv_pages": limits.num_pages, "page_tokens": limits.page_tokens}
 
-    def notes(self) -> list[str]:
-        """What became of servers and of weights since the last call."""
-        notes, self._notes = self._notes, []
-        return notes
-
-    def check(self, requests: Sequence[Request]) -> None:
-        """Refuse what can never be served by each server, and what is live already."""
-        check_limits(requests, self._limits, self._live)
-
-    def submit(self, requests: Sequence[Request], follow: Follow = "end") -> list[list[Handle]]:
-        """As the protocol says, with samples that are followed to their end."""
-        self.check(requests)
-        if follow != "end":
-            raise RequestError("samples of servers are followed to their end alone")
-        self._begin_period()
-        groups: list[list[Sample]] = []
-        for request in requests:
-            prompt = SharedPrompt(request, max_pages=0)
-            groups.append([self._make(prompt, index) for index in range(request.samples)])
-        self._live.update((sample.handle, sample) for group in groups for sample in group)
-        return [[sample.handle for sample in group] for group in groups]
-
-    def step(self) -> list[SampleEvent]:
-        """Hand out what waits, and hear what servers have drawn.
-
-        Raises ServerError where no server has answered for ``rollout.servers_timeout_s``, and
-        MismatchError where a server has other weights than it was sent.
-        """
-        if self._live:
-            with self._all_or_nothing():
-                self._update()
-                self._hand_out()
-                self._hear()
-            self.stats.seconds = perf_counter() - self._started_at
-        events, self._events = self._events, []
-        return events
-
-    def abort(self, handles: Iterable[Handle]) -> list[SampleEvent]:
-        """End samples where they stand, with the tokens that were heard of."""
-        leaving = self._take_back(handles)
-        for sample in leaving:
-            self._end(sample)
-        told, self._events = parted(self._events, {one.handle for one in leaving})
-        return told
-
-    def num_drawn(self, handle: Handle) -> int:
-        """Tokens that a live sample has drawn, as far as they were heard of."""
-        return len(self._live[handle].log_probs)
-
-    def withdraw(self, handles: Iterable[Handle]) -> dict[Handle, Completion]:
-        """Let samples go as they are."""
-        half_done: dict[Handle, Completion] = {}
-        for sample in self._take_back(handles):
-            half_done[sample.handle] = sample.completion(tokenizer=None)
-            del self._live[sample.handle]
-        _, self._events = parted(self._events, half_done)
-        return half_done
-
-    def admit(self, requests: Sequence[Request], half_done: Mapping[Handle, Completion]) -> None:
-        """Take on half-done samples.  Raises RequestError as the protocol says."""
-        asked = requests_of(half_done, requests, self._live)
-        check_limits(list(asked.values()), self._limits)
-        self._begin_period()
-        prompts = {name: SharedPrompt(one, max_pages=0) for name, one in asked.items()}
-        for handle, completion in half_done.items():
-            sample = self._make(prompts[handle.prompt_id, handle.visit], handle.sample)
-            sample.take_up(completion)
-            self._live[handle] = sample
-
     def take_weights(self) -> None:
         """Have the servers hold what was published last."""
         with self._all_or_nothing():
@@ -236,24 +145,50 @@ class HttpEngine:
 
     # Servers
 
-    def _check_servers(self) -> None:
-        """Those that do not answer are asked again later."""
+    def _reach(
+        self, urls: Iterable[str], key: str | None, bits: Mapping[str, str]
+    ) -> Sequence[Server]:
+        expected = described(self._policy, bits)
+        return [Server(url, key, expected, self._board) for url in urls]
+
+    def _how_to_start(self) -> str:
+        """The command that starts a server."""
+        return "isobit serve MODEL --api-key env:NAME --allow-weight-updates DIR"
+
+    def _take_published(self) -> Weights:
+        """What was published last, as servers get it."""
+        assert self._weights is None or isinstance(self._weights, SentWeights)
+        return SentWeights.of(self._policy, self._weights)
+
+    def _check_servers(self) -> list[str]:
+        """-> Lines on those that do not answer, which are asked again later."""
+        notes: list[str] = []
         for server in self._servers:
             try:
                 server.check()
                 server.problem = ""
             except UnavailableError as error:
                 server.problem = str(error)
-                self._notes.append(f"{server.url} does not answer yet: {error}")
+                notes.append(f"{server.url} does not answer yet: {error}")
         if not any(server.sizes for server in self._servers):
             raise ConfigError(
-                f"none of rollout.servers answers ({self._problems()}); start them with `isobit "
-                "serve MODEL --api-key env:NAME --allow-weight-updates DIR`, or correct the "
-                "addresses"
+                f"none of rollout.servers answers ({self._problems()}); start them with "
+                f"`{self._how_to_start()}`, or correct the addresses"
             )
+        return notes
 
     def _problems(self) -> str:
         return "; ".join(f"{one.url}: {one.problem or 'no answer'}" for one in self._servers)
+
+    def _draw(self) -> None:
+        """Hand out what waits, and hear what servers have drawn.
+
+        Raises ServerError where no server has answered for ``rollout.servers_timeout_s``, and
+        MismatchError where a server has other weights than it was sent.
+        """
+        self._update()
+        self._hand_out()
+        self._hear()
 
     def _update(self) -> None:
         """Have all servers that answer hold the newest weights, with no sample there meanwhile."""
@@ -263,7 +198,7 @@ class HttpEngine:
         begun = perf_counter()
         for number in list(self._there):
             self._forget(number)
-        self._weights = weights = SentWeights.of(self._policy, before)
+        self._weights = weights = self._take_published()
         self._heard_at = monotonic()
         for server in self._servers:
             server.pushed.clear()
@@ -280,19 +215,14 @@ class HttpEngine:
                 break
         seconds = perf_counter() - begun
         self._note_update(weights, up, seconds)
-        if self._live:
-            self.stats.update_s += seconds
-            self.stats.weight_changes += before is not None
-        else:
-            self._update_s += seconds
+        self._count_update(seconds, is_first=before is None)
 
-    def _note_update(self, weights: SentWeights, up: int, seconds: float) -> None:
-        whole = sum(one.nbytes for one in weights.tensors.values())
+    def _note_update(self, weights: Weights, up: int, seconds: float) -> None:
         sent = [size for server in self._servers for _, size, _ in server.pushed]
         self._notes.append(
             f"weights of version {weights.version}: {up} of {len(self._servers)} servers have "
             f"acknowledged the digest {weights.digest[:12]}; {sum(sent) / MIB:.1f} MiB sent to "
-            f"{len(sent)} (all weights are {whole / MIB:.1f} MiB), {seconds:.2f} s"
+            f"{len(sent)} (all weights are {weights.nbytes / MIB:.1f} MiB), {seconds:.2f} s"
         )
 
     def _hand_out(self) -> None:
@@ -364,38 +294,25 @@ class HttpEngine:
             return  # aborted, or with another server
         (sample, server), self._heard_at = found, monotonic()
         assert self._weights is not None
-        truncated = told.get("truncated_log_probs")
-        routings = told.get("routings")
+        truncated = told.get("truncated_log_probs", ())
+        routings = told.get("routings", ())
         for at, token in enumerate(told["token_ids"]):
-            log_prob = told["log_probs"][at]
-            if not -1e30 < log_prob <= 1e-3:
-                raise NonFiniteError(
-                    f"{server.url} gave the log-probability {log_prob} for token {token} of prompt "
-                    f"{sample.handle.prompt_id!r}: its logits are not finite"
-                )
-            routing = None if routings is None else routings[at]
-            sample.accept(token, log_prob, self._weights.version, routing)
-            if truncated is not None:
-                sample.truncated_log_probs.append(truncated[at])
-            self.stats.generated_tokens += 1
+            version = self._weights.version
+            self._append(sample, token, told["log_probs"][at], version, server.url)
+            sample.routings += routings[at : at + 1]
+            sample.truncated_log_probs += truncated[at : at + 1]
             if sample.finish_reason is not None:
                 break
         reason = told.get("finish_reason")
         if sample.finish_reason is not None:
-            if reason is None:
-                self._drop(told["number"])
+            if reason is not None:
+                self._forget(told["number"])
             self._end(sample)
         elif reason is not None:
             raise ServerError(
                 f"{server.url} ended a sample of prompt {sample.handle.prompt_id!r} after "
                 f"{len(sample.log_probs)} tokens for the reason {reason!r}, which ends none here"
             )
-
-    # Books
-
-    def _make(self, prompt: SharedPrompt, index: int) -> Sample:
-        length = prompt.request.max_length(self._limits.context)
-        return Sample(prompt, index, self._seed, length, 0, self._tokenizer)
 
     def _forget(self, number: int) -> None:
         """A server does not have a sample any more; it waits, unless it has ended."""
@@ -404,45 +321,21 @@ class HttpEngine:
             del self._number_of[sample.handle]
             self._loads[server].add(sample, -1)
 
-    def _drop(self, number: int) -> None:
-        """Have a server let a sample go."""
-        _, server = self._there[number]
-        with self._board.changed:
-            server.drop([number])
-            self._board.changed.notify_all()
-
-    def _take_back(self, handles: Iterable[Handle]) -> list[Sample]:
-        """Live samples, which no server has any more."""
-        asked = set(handles)
-        leaving = [sample for handle, sample in self._live.items() if handle in asked]
-        for sample in leaving:
-            sample.finish_reason = "aborted"
-            if (number := self._number_of.get(sample.handle)) is not None:
-                self._drop(number)
-                self._forget(number)
-        return leaving
-
-    def _end(self, sample: Sample) -> None:
-        if (number := self._number_of.get(sample.handle)) is not None:
+    def _let_go(self, samples: Iterable[Sample]) -> None:
+        """Have servers drop samples."""
+        for sample in samples:
+            if (number := self._number_of.get(sample.handle)) is None:
+                continue
+            _, server = self._there[number]
+            with self._board.changed:
+                server.drop([number])
+                self._board.changed.notify_all()
             self._forget(number)
-        del self._live[sample.handle]
-        completion = sample.completion(self._tokenizer)
-        self._events.append(SampleEvent(sample.handle, completion=completion))
 
     def _begin_period(self) -> None:
         if not self._live:
-            self.stats, self._started_at = EngineStats(update_s=self._update_s), perf_counter()
-            self._update_s, self._heard_at = 0.0, monotonic()
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """After an error nobody is live."""
-        try:
-            yield
-        except BaseException:
-            self._take_back(list(self._live))
-            self._live, self._events = {}, []
-            raise
+            self._heard_at = monotonic()
+        super()._begin_period()
 
 
 def _start(sample: Sample) -> tuple[int, int]:

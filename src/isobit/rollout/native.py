@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 from isobit.config.tables import RolloutConfig
 from isobit.memory.cache_size import (
-    PageAllocator,
     batched_tokens,
     choose_num_pages,
     out_of_memory_named,
@@ -47,102 +46,14 @@ from isobit.rollout.engine import (
     parted,
     requests_of,
 )
-from isobit.rollout.executor import DirectExecutor, PipelinedExecutor
+from isobit.rollout.executor import Works
 from isobit.rollout.graph_runner import GraphRunner
 from isobit.rollout.runner import ModelRunner, PipelineRunner, PolicyRunner
-from isobit.rollout.scheduler import Scheduler
-from isobit.rollout.sequence import Sample, SampleStream, SharedPrompt
+from isobit.rollout.sequence import GrowingText, Sample, SharedPrompt
 from isobit.util.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class Works:
-    """Books around a runner whose cache nobody uses yet."""
-
-    def __init__(
-        self,
-        runner: ModelRunner | PipelineRunner,
-        num_pages: int,
-        max_sequences: int,
-        max_batched_tokens: int,
-        stats: EngineStats,
-    ) -> None:
-        self.runner = runner
-        self._version = runner.version
-        self._allocator = PageAllocator(num_pages, runner.page_tokens)
-        self._executor = (
-            PipelinedExecutor(runner, stats)
-            if isinstance(runner, PipelineRunner)
-            else DirectExecutor(runner, stats)
-        )
-        self._scheduler = Scheduler(
-            self._allocator, self._executor, max_sequences, max_batched_tokens, stats
-        )
-
-    @property
-    def num_running(self) -> int:
-        """Samples that have a place."""
-        return len(self._scheduler.running)
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that nobody holds."""
-        return self._allocator.num_free
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a further sample would soon have a place and pages."""
-        return self._scheduler.has_room
-
-    def count_into(self, stats: EngineStats) -> None:
-        """Fill these counters from now on."""
-        self._executor.stats = self._scheduler.stats = stats
-
-    def add(self, samples: Iterable[Sample]) -> None:
-        """Put samples in line."""
-        self._scheduler.add(samples)
-
-    def remove(self, samples: Sequence[Sample]) -> None:
-        """Take samples out, wherever they stand."""
-        self._scheduler.remove(samples)
-        self._allocator.drop_parked(sample.handle for sample in samples)
-        self._settle_if_done()
-
-    def drop_parked(self, handles: Iterable[Handle]) -> None:
-        """These samples do not come back: forget what their turns have left."""
-        self._allocator.drop_parked(handles)
-
-    def step(self) -> None:
-        """One step with the newest weights."""
-        self.notice_weights()
-        if not self._scheduler.is_done:
-            self._executor.step(self._scheduler, self._version)
-        self._settle_if_done()
-
-    def notice_weights(self) -> None:
-        """If weights were published since the last look, forget the K and V that others made."""
-        if self._version == self.runner.version:
-            return
-        self._version = self.runner.version
-        self._scheduler.stats.weight_changes += not self._scheduler.is_done
-        self.drop_all_pages()
-
-    def drop_all_pages(self) -> None:
-        """Let all samples go back into the line, with their tokens; nothing stays parked."""
-        self._scheduler.drop_all_pages()
-        self._settle_if_done()
-
-    def take_finished(self) -> list[Sample]:
-        """The samples that have finished since the last call."""
-        return self._scheduler.take_finished()
-
-    def _settle_if_done(self) -> None:
-        if self._scheduler.is_done:
-            self._executor.settle()
-            free, pages = self._allocator.num_free, self._allocator.num_pages
-            assert free == pages, "nobody is left to hold a page"
 
 
 class NativeEngine:
@@ -457,3 +368,75 @@ def _default_runner(
     if policy.backend.is_asynchronous:
         return GraphRunner(policy, num_pages, max_sequences)
     return PolicyRunner(policy, num_pages)
+
+
+class SampleStream:
+    """Follows one sample; with a tokenizer its text, too."""
+
+    def __init__(self, sample: Sample, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        self._sample = sample
+        self._told = 0  # tokens
+        sampling = sample.prompt.request.sampling
+        self._text = (
+            None
+            if tokenizer is None
+            else GrowingAnswer(tokenizer, sampling.stop_strings, sampling.special_tokens)
+        )
+
+    def event(self, completion: Completion | None = None) -> SampleEvent | None:
+        """What is new, or None; ``completion`` once the sample has ended."""
+        sample, told = self._sample, self._told
+        if completion is None and len(sample.log_probs) == told:
+            return None
+        token_ids = tuple(sample.tokens[len(sample.prompt.tokens) + told :])
+        self._told = len(sample.log_probs)
+        text = ""
+        if self._text is not None:
+            text = self._text.rest(completion.text) if completion else self._text.feed(token_ids)
+        truncates = sample.prompt.request.sampling.truncates
+        truncated = sample.truncated_log_probs[told:] if truncates else ()
+        log_probs, routings = tuple(sample.log_probs[told:]), tuple(sample.routings[told:])
+        columns = log_probs, tuple(truncated), routings
+        return SampleEvent(sample.handle, token_ids, *columns, text, completion)
+
+
+class GrowingAnswer:
+    """The text of a sample as far as it is sure."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        stop_strings: Sequence[str],
+        special: bool = False,
+    ) -> None:
+        self._text = GrowingText(tokenizer, special)
+        self._stop_strings = stop_strings
+        self._held = ""
+        self._told = 0  # characters
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens, none of which ended the sample; the text that is sure now."""
+        for token_id in token_ids:
+            new, complete = self._text.feed(token_id)
+            if complete:
+                self._held += new
+        sure = len(self._held) - self._possible_stop()
+        told, self._held = self._held[:sure], self._held[sure:]
+        self._told += len(told)
+        return told
+
+    def rest(self, text: str) -> str:
+        """What of the final ``text`` has not been told."""
+        return text[self._told :]
+
+    def _possible_stop(self) -> int:
+        """The longest end of the held text with which a stop string begins, in characters."""
+        return max(
+            (
+                length
+                for stop in self._stop_strings
+                for length in range(1, min(len(stop), len(self._held)) + 1)
+                if self._held.endswith(stop[:length])
+            ),
+            default=0,
+        )

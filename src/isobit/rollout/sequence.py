@@ -20,12 +20,6 @@ for the rest of it.  A tokenizer with byte fallback decodes a whole run of byte 
 of it to U+FFFD where one is wrong: the window waits for the end of the run.
 
 What a forward leaves of its tokens: final hidden states, and digests of their experts.
-
-What a caller that follows a sample has not been told yet.
-
-Text goes out when it can no longer change: whole characters, without the end that may turn out to
-be the beginning of a stop string.  What is held back comes with the end of the sample, so that all
-of it together is the text of the completion.
 """
 
 from collections.abc import Sequence
@@ -39,7 +33,7 @@ from isobit.data.tokenizer import byte_token_ids, special_token_ids
 from isobit.memory.cache_size import PageAllocator, Parked
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
-from isobit.rollout.engine import Handle, Request, SampleEvent
+from isobit.rollout.engine import Handle, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -386,75 +380,3 @@ class Sample(CachedTokens):
         shown = decode(tokenizer, spoken, sampling.special_tokens) if tokenizer else ""
         text = cut(shown, sampling.stop_strings)
         return Completion(sequence, text, self.finish_reason)
-
-
-class SampleStream:
-    """Follows one sample; with a tokenizer its text, too."""
-
-    def __init__(self, sample: Sample, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-        self._sample = sample
-        self._told = 0  # tokens
-        sampling = sample.prompt.request.sampling
-        self._text = (
-            None
-            if tokenizer is None
-            else GrowingAnswer(tokenizer, sampling.stop_strings, sampling.special_tokens)
-        )
-
-    def event(self, completion: Completion | None = None) -> SampleEvent | None:
-        """What is new, or None; ``completion`` once the sample has ended."""
-        sample, told = self._sample, self._told
-        if completion is None and len(sample.log_probs) == told:
-            return None
-        token_ids = tuple(sample.tokens[len(sample.prompt.tokens) + told :])
-        self._told = len(sample.log_probs)
-        text = ""
-        if self._text is not None:
-            text = self._text.rest(completion.text) if completion else self._text.feed(token_ids)
-        truncates = sample.prompt.request.sampling.truncates
-        truncated = sample.truncated_log_probs[told:] if truncates else ()
-        log_probs, routings = tuple(sample.log_probs[told:]), tuple(sample.routings[told:])
-        columns = log_probs, tuple(truncated), routings
-        return SampleEvent(sample.handle, token_ids, *columns, text, completion)
-
-
-class GrowingAnswer:
-    """The text of a sample as far as it is sure."""
-
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        stop_strings: Sequence[str],
-        special: bool = False,
-    ) -> None:
-        self._text = GrowingText(tokenizer, special)
-        self._stop_strings = stop_strings
-        self._held = ""
-        self._told = 0  # characters
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens, none of which ended the sample; the text that is sure now."""
-        for token_id in token_ids:
-            new, complete = self._text.feed(token_id)
-            if complete:
-                self._held += new
-        sure = len(self._held) - self._possible_stop()
-        told, self._held = self._held[:sure], self._held[sure:]
-        self._told += len(told)
-        return told
-
-    def rest(self, text: str) -> str:
-        """What of the final ``text`` has not been told."""
-        return text[self._told :]
-
-    def _possible_stop(self) -> int:
-        """The longest end of the held text with which a stop string begins, in characters."""
-        return max(
-            (
-                length
-                for stop in self._stop_strings
-                for length in range(1, min(len(stop), len(self._held)) + 1)
-                if self._held.endswith(stop[:length])
-            ),
-            default=0,
-        )

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from secrets import token_hex
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from isobit.models.policy_share import SentWeights
@@ -45,6 +45,21 @@ _SAME = {
 """What must be the same, and what it is otherwise."""
 
 
+class Weights(Protocol):
+    """One version of a policy's weights on their way to servers."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        ...
+
+
 class UnavailableError(Exception):
     """A server that does not answer, or not now."""
 
@@ -57,6 +72,8 @@ class Asked:
     numbers: Sequence[int]
     keys: Sequence[int]
     sampling: Mapping[str, Any]
+    end_here: bool = False
+    """Whether they may end for reasons that servers do not know of."""
 
     def body(self) -> dict[str, Any]:
         return {
@@ -125,7 +142,7 @@ class Server:
         self.sizes: Mapping[str, int] = {}
         self.pushed: list[tuple[bool, int, float]] = []
         """Of each update: whether all weights went, bytes and seconds."""
-        self._weights: SentWeights | None = None
+        self._weights: Weights | None = None
         self._asks: list[Asked] = []
         self._drops: list[int] = []
         # of the thread alone
@@ -143,7 +160,7 @@ class Server:
         found = self._get()
         for name, other in _SAME.items():
             if found.get(name) != self._expected[name]:
-                where = _difference(found.get(name), self._expected[name])
+                where = difference(found.get(name), self._expected[name])
                 raise ConfigError(
                     f"{self.url} (rollout.servers) has {other}: {where}; start it with the same "
                     "model, --precision and version as the run, on the same kind of device"
@@ -157,7 +174,7 @@ class Server:
 
     # By the run's thread, which holds ``board.changed``.
 
-    def set_weights(self, weights: SentWeights) -> None:
+    def set_weights(self, weights: Weights) -> None:
         """Others are sampled from now on, and all samples of these are to be dropped."""
         self._weights, self.is_up = weights, False
         self._drops, self._asks = [], []
@@ -242,7 +259,7 @@ class Server:
             taken.append(self._asks.pop(0))
         return taken
 
-    def _begin(self, weights: SentWeights) -> None:
+    def _begin(self, weights: Weights) -> None:
         """Have the server hold these weights, with nothing live."""
         if self._live:
             self._session += 1
@@ -256,7 +273,7 @@ class Server:
         self.problem = ""
 
     def _step(
-        self, weights: SentWeights, asks: Sequence[Asked], drops: Sequence[int]
+        self, weights: Weights, asks: Sequence[Asked], drops: Sequence[int]
     ) -> Mapping[str, Any] | None:
         """The answer; None where the places do not suffice for what is asked."""
         body = {
@@ -270,11 +287,12 @@ class Server:
         status, found = self._request("POST", "/isobit/step", [sent], ok=(200, 409, 429))
         if status == 409:
             self._held = None
-            raise UnavailableError(_sentence(found))
+            raise UnavailableError(sentence_of(found))
         return None if status == 429 else json.loads(found)
 
-    def _push(self, weights: SentWeights) -> None:
+    def _push(self, weights: Weights) -> None:
         """Send an update, and all weights where it does not lead to the right digest."""
+        assert isinstance(weights, SentWeights)
         base = self._held if self._held == weights.base else None
         for start in dict.fromkeys((base, None)):
             begun, size = time.perf_counter(), 0
@@ -353,7 +371,7 @@ class Server:
         headers = {
             "Content-Type": "application/json" if is_json else "application/octet-stream",
             "Content-Length": str(sum(map(len, pieces))),
-            **({} if self._key is None else {"Authorization": f"Bearer {self._key}"}),
+            **self._authorisation,
         }
         try:
             connection = self._connected(seconds)
@@ -366,20 +384,20 @@ class Server:
         self._used_at = time.monotonic()
         if status in ok:
             return status, found
-        sentence = _sentence(found)
+        sentence = sentence_of(found)
         if status in (408, 499, 502, 503, 504):
             raise UnavailableError(sentence)
         raise ServerError(f"{self.url}{path} answers with {status}: {sentence}")
+
+    @property
+    def _authorisation(self) -> dict[str, str]:
+        return {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
 
     def _connected(self, seconds: float) -> HTTPConnection:
         if self._connection is not None and time.monotonic() - self._used_at > IDLE_S:
             self._close()
         if self._connection is None:
-            place = urlsplit(self.url)
-            kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
-            assert place.hostname is not None
-            self._connection = kind(place.hostname, place.port, timeout=CONNECT_S)
-            self._connection.connect()
+            self._connection = connect(self.url)
         if self._connection.sock is not None:
             self._connection.sock.settimeout(seconds)
         return self._connection
@@ -390,19 +408,29 @@ class Server:
             self._connection = None
 
 
-def _sentence(found: bytes) -> str:
+def connect(url: str) -> HTTPConnection:
+    """Raises OSError."""
+    place = urlsplit(url)
+    kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
+    assert place.hostname is not None
+    connection = kind(place.hostname, place.port, timeout=CONNECT_S)
+    connection.connect()
+    return connection
+
+
+def sentence_of(found: bytes) -> str:
     """Of an answer's error."""
     with suppress(ValueError, KeyError, TypeError):
         return shown(json.loads(found)["error"]["message"])
     return shown(found[:200].decode(errors="replace"))
 
 
-def _difference(found: Any, expected: Any) -> str:
+def difference(found: Any, expected: Any) -> str:
     """The first place where two values differ."""
     if isinstance(found, Mapping) and isinstance(expected, Mapping):
         for name in expected:
             if found.get(name) != expected[name]:
-                return f"{name} {_difference(found.get(name), expected[name])}"
+                return f"{name} {difference(found.get(name), expected[name])}"
     if isinstance(found, list) and isinstance(expected, list):
         pairs = zip(found, expected, strict=False)
         different = next((pair for pair in pairs if pair[0] != pair[1]), None)

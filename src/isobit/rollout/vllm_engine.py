@@ -17,36 +17,52 @@ strings, episodes and half-done samples are the same.  vLLM draws its own noise,
 not batch invariant: a run with it is not repeated to the bit.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from isobit.config.tables import RunRolloutConfig
-from isobit.memory.cache_size import out_of_memory_named
+from isobit.memory.cache_size import batched_tokens, out_of_memory_named
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction
-from isobit.records.text import Completion
-from isobit.rollout.engine import (
-    EngineStats,
-    Follow,
-    Handle,
-    Limits,
-    Request,
-    SampleEvent,
-    check_limits,
-    parted,
-    requests_of,
+from isobit.models.saving import published_tensors
+from isobit.rollout.books import SampleBooks
+from isobit.rollout.engine import Handle, Limits, Request
+from isobit.rollout.sequence import Sample
+from isobit.rollout.vllm_model import (
+    BACKEND,
+    Scales,
+    cache_arguments,
+    check_delivered,
+    check_scales,
+    constants_of,
+    described_model,
+    fused_names,
+    import_vllm,
+    read_scales,
+    recalibrate,
+    recalibrate_runner,
+    restore,
+    tensors_of,
+    write_scales,
 )
-from isobit.rollout.sequence import Sample, SharedPrompt
-from isobit.rollout.vllm_model import Vllm
-from isobit.util.errors import MismatchError, NonFiniteError, RequestError, shown
+from isobit.util.errors import ConfigError, MismatchError, RequestError, shown
+from isobit.util.terminal import gib
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_LEVEL = 2  # of sleep: weights leave the device too, since they are sent again anyway
 
-class VllmEngine:
+
+class VllmEngine(SampleBooks):
     """Draws samples with vLLM from the current weights of a policy (``RolloutEngine``).
 
     Args:
@@ -67,32 +83,20 @@ class VllmEngine:
         seed: int,
         pages: int,
     ) -> None:
-        self._policy, self._tokenizer, self._seed = policy, tokenizer, seed
-        self._max_sequences = config.max_sequences
+        self._policy, self._max_sequences = policy, config.max_sequences
         self._vllm = Vllm(policy, config, seed, pages)
         context, blocks, block_tokens = self._vllm.sizes
-        self._limits = Limits(
-            context, policy.config.num_drawn, blocks, block_tokens, tokenizer is not None
-        )
-        self.stats, self._started_at = EngineStats(), perf_counter()
-        self._live: dict[Handle, Sample] = {}
-        """In the order of arrival."""
+        drawn = policy.config.num_drawn
+        limits = Limits(context, drawn, blocks, block_tokens, tokenizer is not None)
+        super().__init__(limits, seed, tokenizer)
         self._names: dict[str, Handle] = {}
         """The live samples that vLLM has, by the names that they have there."""
-        self._events: list[SampleEvent] = []
-        self._update_s = 0.0  # of updates since the last sample ended
         self._named = 0
-        self._notes: list[str] = []
 
     @property
     def function(self) -> LogProbFunction:
         """Of vLLM's copy of the weights, and therefore the trainer's in no flow."""
         return LogProbFunction(self, self._policy.flow.graph("rollout"), self._vllm.name)
-
-    @property
-    def num_live(self) -> int:
-        """Samples that have not ended."""
-        return len(self._live)
 
     @property
     def num_running(self) -> int:
@@ -113,97 +117,6 @@ class VllmEngine:
             "page_tokens": limits.page_tokens,
         }
 
-    def notes(self) -> list[str]:
-        """What became of the weights that were published since the last call."""
-        notes, self._notes = self._notes, []
-        return notes
-
-    def check(self, requests: Sequence[Request]) -> None:
-        """Refuse what can never be served, what is live already, and filters of the distribution:
-        vLLM gives the log-probability behind them alone.
-        """
-        check_limits(requests, self._limits, self._live)
-        for request in requests:
-            if request.sampling.truncates:
-                raise RequestError(
-                    f"prompt {request.prompt.id!r} is sampled with top_k, top_p or min_p, behind "
-                    "which vLLM gives no log-probability over the whole vocabulary, as the loss "
-                    "needs it; leave them out, or set rollout.engine = 'native'"
-                )
-
-    def submit(self, requests: Sequence[Request], follow: Follow = "end") -> list[list[Handle]]:
-        """As the protocol says, with samples that are followed to their end."""
-        self.check(requests)
-        if follow != "end":
-            raise RequestError("samples of vLLM are followed to their end alone")
-        self._begin_period()
-        groups: list[list[Sample]] = []
-        for request in requests:
-            prompt = SharedPrompt(request, max_pages=0)
-            groups.append([self._make(prompt, index) for index in range(request.samples)])
-        for sample in (sample for group in groups for sample in group):
-            self._take_on(sample)
-        return [[sample.handle for sample in group] for group in groups]
-
-    def step(self) -> list[SampleEvent]:
-        """One step of vLLM: a token for each sample that it runs.
-
-        Raises NonFiniteError where a log-probability is none, OutOfMemoryError as torch does, and
-        MismatchError where vLLM's weights are not those that were published.
-        """
-        if self._live:
-            with self._all_or_nothing():
-                self._wake()
-                outputs = self._vllm.engine.step()
-                self._notes += self._vllm.describe_scales()
-                self.stats.forwards += 1
-                for output in outputs:
-                    self._accept(output)
-            self.stats.seconds = perf_counter() - self._started_at
-        events, self._events = self._events, []
-        return events
-
-    def abort(self, handles: Iterable[Handle]) -> list[SampleEvent]:
-        """End samples where they stand, with the tokens so far."""
-        asked = set(handles)
-        leaving = [sample for handle, sample in self._live.items() if handle in asked]
-        self._take_from_vllm(sample.handle for sample in leaving)
-        for sample in leaving:
-            sample.finish_reason = "aborted"
-            self._end(sample)
-        told, self._events = parted(self._events, asked)
-        return told
-
-    def num_drawn(self, handle: Handle) -> int:
-        """Tokens that a live sample has drawn."""
-        return len(self._live[handle].log_probs)
-
-    def withdraw(self, handles: Iterable[Handle]) -> dict[Handle, Completion]:
-        """Let samples go as they are."""
-        asked = set(handles)
-        leaving = [sample for handle, sample in self._live.items() if handle in asked]
-        self._take_from_vllm(sample.handle for sample in leaving)
-        half_done: dict[Handle, Completion] = {}
-        for sample in leaving:
-            sample.finish_reason = "aborted"
-            half_done[sample.handle] = sample.completion(tokenizer=None)
-            del self._live[sample.handle]
-        _, self._events = parted(self._events, half_done)
-        return half_done
-
-    def admit(self, requests: Sequence[Request], half_done: Mapping[Handle, Completion]) -> None:
-        """Take on half-done samples, whose tokens so far vLLM is given as a prompt.  Raises
-        RequestError as the protocol says.
-        """
-        asked = requests_of(half_done, requests, self._live)
-        self.check(list(asked.values()))
-        self._begin_period()
-        for handle, completion in half_done.items():
-            request = asked[handle.prompt_id, handle.visit]
-            sample = self._make(SharedPrompt(request, max_pages=0), handle.sample)
-            sample.take_up(completion)
-            self._take_on(sample)
-
     def take_weights(self) -> None:
         """Send what was published last, unless vLLM sleeps: then the next step does."""
         if not self._vllm.asleep:
@@ -213,19 +126,33 @@ class VllmEngine:
     def release(self) -> None:
         """Have vLLM sleep; live samples stay here, and are given to it again when it wakes."""
         if not self._vllm.asleep:
-            self._take_from_vllm(list(self._live))
+            self._let_go(self._live.values())
             self._vllm.sleep()
 
     # Samples on their way to vLLM and back.
 
-    def _make(self, prompt: SharedPrompt, index: int) -> Sample:
-        length = prompt.request.max_length(self._limits.context)
-        return Sample(prompt, index, self._seed, length, 0, self._tokenizer)
+    def _check(self, requests: Sequence[Request], live: Iterable[Handle] = ()) -> None:
+        """Also filters of the distribution."""
+        super()._check(requests, live)
+        check_whole_distribution(requests)
 
     def _take_on(self, sample: Sample) -> None:
-        self._live[sample.handle] = sample
+        super()._take_on(sample)
         if not self._vllm.asleep:
             self._give_to_vllm(sample)
+
+    def _draw(self) -> None:
+        """One step of vLLM: a token for each sample that it runs.
+
+        Raises OutOfMemoryError as torch does, and MismatchError where vLLM's weights are not those
+        that were published.
+        """
+        self._wake()
+        outputs = self._vllm.engine.step()
+        self._notes += self._vllm.describe_scales()
+        self.stats.forwards += 1
+        for output in outputs:
+            self._accept(output)
 
     def _give_to_vllm(self, sample: Sample) -> None:
         """Have a sample drawn on from all of its tokens; the next to last of these are the ones of
@@ -245,8 +172,8 @@ class VllmEngine:
         self.stats.prompt_tokens += len(sample.prompt.tokens)
         self.stats.recomputed_tokens += len(sample.tokens) - len(sample.prompt.tokens)
 
-    def _take_from_vllm(self, handles: Iterable[Handle]) -> None:
-        leaving = set(handles)
+    def _let_go(self, samples: Iterable[Sample]) -> None:
+        leaving = {sample.handle for sample in samples}
         names = [name for name, handle in self._names.items() if handle in leaving]
         if names:
             self._vllm.engine.abort_request(names)
@@ -263,21 +190,12 @@ class VllmEngine:
         assert version is not None, "vLLM has weights while it draws"
         log_probs = drawn.logprobs or ()
         for token, found in zip(drawn.token_ids, log_probs, strict=True):
-            log_prob = found[token].logprob
-            if not -1e30 < log_prob <= 1e-3:
-                raise NonFiniteError(
-                    f"vLLM gave the log-probability {log_prob} for token {token} of prompt "
-                    f"{handle.prompt_id!r}: its logits are not finite"
-                )
-            sample.accept(token, log_prob, version)
-            self.stats.generated_tokens += 1
+            self._append(sample, token, found[token].logprob, version, "vLLM")
             if sample.finish_reason is not None:
                 break
         if sample.finish_reason is not None:
             if output.finished:
                 del self._names[output.request_id]
-            else:
-                self._take_from_vllm([handle])
             self._end(sample)
         elif output.finished:
             raise MismatchError(
@@ -286,26 +204,10 @@ class VllmEngine:
                 f"{shown(repr(drawn.finish_reason))}, which ends none here"
             )
 
-    def _end(self, sample: Sample) -> None:
-        del self._live[sample.handle]
-        completion = sample.completion(self._tokenizer)
-        self._events.append(SampleEvent(sample.handle, completion=completion))
-
-    def _begin_period(self) -> None:
-        if not self._live:
-            self.stats, self._started_at = EngineStats(update_s=self._update_s), perf_counter()
-            self._update_s = 0.0
-
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """After an error nobody is live."""
-        try:
-            with out_of_memory_named(self._policy.backend.memory):
-                yield
-        except BaseException:
-            self._take_from_vllm(list(self._live))
-            self._live, self._events = {}, []
-            raise
+        with super()._all_or_nothing(), out_of_memory_named(self._policy.backend.memory):
+            yield
 
     def _wake(self) -> None:
         """Have vLLM awake with the newest weights and all live samples."""
@@ -321,13 +223,171 @@ class VllmEngine:
         """Have vLLM take what was published since, with no sample there meanwhile."""
         if self._vllm.version == self._policy.version:
             return
-        begun, waiting, had = perf_counter(), list(self._names.values()), self._vllm.version
-        self._take_from_vllm(waiting)
+        begun, is_first = perf_counter(), self._vllm.version is None
+        waiting = [self._live[handle] for handle in self._names.values()]
+        self._let_go(waiting)
         self._notes.append(self._vllm.update())
-        if self._live:
-            self.stats.update_s += perf_counter() - begun
-            self.stats.weight_changes += had is not None
-        else:
-            self._update_s += perf_counter() - begun
-        for handle in waiting:
-            self._give_to_vllm(self._live[handle])
+        self._count_update(perf_counter() - begun, is_first)
+        for sample in waiting:
+            self._give_to_vllm(sample)
+
+
+class Vllm:
+    """An LLM of a policy's shape, with the policy's weights once ``update`` has been called.
+
+    Raises ConfigError where vLLM is missing, is of another version, does not compute the policy's
+    shape or flow, or does not start.
+    """
+
+    def __init__(self, policy: Policy, config: RunRolloutConfig, seed: int, pages: int) -> None:
+        """``pages`` of the native engine's cache say how many bytes vLLM's has."""
+        self._policy, self._library = policy, import_vllm()
+        self._folder = TemporaryDirectory(prefix="isobit-vllm-")
+        self._llm = self._start(config, seed, pages)
+        self._llm.init_weight_transfer_engine({"init_info": {}})
+        self.version: int | None = None
+        """Of the weights that it has."""
+        self.asleep = False
+        self._constants: list[torch.Tensor] = []
+        """While it sleeps: what vLLM does not keep by itself, in the host's memory."""
+        self._scales: Scales | None = None
+        """Of each layer those of Q, K and V, once a forward has made them."""
+        self._scales_due = False
+
+    @property
+    def name(self) -> str:
+        return f"vllm {self._library.__version__}"
+
+    @property
+    def engine(self) -> Any:
+        """Its ``LLMEngine``."""
+        return self._llm.llm_engine
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Tokens of the longest sequence, blocks of the cache, and tokens of a block."""
+        config = self.engine.vllm_config
+        cache = config.cache_config
+        return config.model_config.max_model_len, cache.num_gpu_blocks, cache.block_size
+
+    def add(self, name: str, token_ids: Sequence[int], **sampling: Any) -> None:
+        """Have a sequence continued, with the log-probability of each drawn token."""
+        params = self._library.SamplingParams(
+            **sampling,
+            ignore_eos=True,  # stop_token_ids says which ids end it
+            logprobs=0,
+            detokenize=False,
+            output_kind=self._library.sampling_params.RequestOutputKind.DELTA,
+        )
+        self.engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
+
+    def sleep(self) -> None:
+        """Give the device the memory of weights and cache."""
+        (self._constants,) = self._llm.apply_model(constants_of)
+        self._llm.sleep(level=_LEVEL)
+        self.asleep, self.version = True, None
+
+    def wake(self) -> None:
+        """Have the memory back; what was in it is lost, but for buffers and constants."""
+        self._llm.wake_up()
+        self._llm.apply_model(partial(restore, constants=self._constants))
+        self.asleep = False
+
+    def update(self) -> str:
+        """Take the published weights.  -> A line on it.  No sequence may be there.
+
+        Raises MismatchError where it has not taken them.
+        """
+        begun, llm = perf_counter(), self._llm
+        sent = dict(published_tensors(self._policy))
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"weights": sent}})
+        llm.finish_weight_update()
+        llm.reset_prefix_cache()
+        self._policy.backend.synchronize()
+        sending, begun = perf_counter() - begun, perf_counter()
+        check_delivered(fused_names(self._policy), sent, llm.apply_model(tensors_of)[0])
+        self.version = self._policy.version
+        if self._has_scales:
+            self._have_scales()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
+        return (
+            f"{self.name} took {gib(size)} of weights in {sending:.3f} s; compared in "
+            f"{perf_counter() - begun:.3f} s, they are equal to what is published"
+        )
+
+    def _have_scales(self) -> None:
+        """Have the next forward make scales for the new weights, or keep the first ones."""
+        if self._scales is not None and self._policy.flow.kv_calibration == "never":
+            self._llm.apply_model(partial(write_scales, scales=self._scales))
+            return
+        self._llm.apply_model(recalibrate)
+        self._llm.collective_rpc(recalibrate_runner)
+        self._scales_due = True
+
+    def describe_scales(self) -> list[str]:
+        """A line on the scales that the first forward with new weights has made, once.
+
+        Raises NonFiniteError for scales that nothing can be divided by.
+        """
+        if not self._scales_due:
+            return []
+        self._scales_due = False
+        self._scales = scales = self._llm.apply_model(read_scales)[0]
+        return [f"{self.name} has {check_scales(scales)}"]
+
+    @property
+    def _has_scales(self) -> bool:
+        return bool(self.engine.vllm_config.cache_config.calculate_kv_scales)
+
+    def _start(self, config: RunRolloutConfig, seed: int, pages: int) -> Any:
+        policy = self._policy
+        shape, flow, sizes = policy.config, policy.flow, policy.backend.sizes
+        with open(f"{self._folder.name}/config.json", "w", encoding="utf-8") as file:
+            json.dump(described_model(policy), file)
+        cache = cache_arguments(policy)
+        if cache["calculate_kv_scales"]:  # its other runner captures forwards that make scales
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        cache_bytes = pages * sizes.page_bytes(shape, flow)
+        given: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "max_model_len": min(shape.max_positions, pages * sizes.page_tokens),
+            "max_num_seqs": config.max_sequences,
+            "max_num_batched_tokens": max(
+                batched_tokens(config, sizes), min(shape.max_positions, 2048)
+            ),
+            "kv_cache_memory_bytes": cache_bytes,
+            "gpu_memory_utilization": 0.01,  # only compared with what is free
+            **cache,
+            "logprobs_mode": "processed_logprobs",  # behind the temperature
+            "enable_sleep_mode": True,
+            "weight_transfer_config": {"backend": BACKEND},
+            "disable_log_stats": True,
+            "seed": seed % (1 << 31),
+        }
+        if policy.backend.memory is not None:
+            # a run has set it by a function (allocate_in_pages); vLLM keeps its memory out of such
+            # segments, so that it can sleep, where the variable says so
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        try:
+            with torch.no_grad():
+                return self._library.LLM(self._folder.name, **{**given, **config.engine_options})
+        except Exception as error:
+            raise ConfigError(
+                f"vLLM {self._library.__version__} did not start: {shown(repr(error))}; its own "
+                f"lines above say more. It was given {', '.join(sorted(given))} and "
+                f"rollout.engine_options = {config.engine_options}"
+            ) from error
+
+
+def check_whole_distribution(requests: Sequence[Request]) -> None:
+    """Refuse filters of the distribution: vLLM gives the log-probability behind them alone."""
+    for request in requests:
+        if request.sampling.truncates:
+            raise RequestError(
+                f"prompt {request.prompt.id!r} is sampled with top_k, top_p or min_p, behind "
+                "which vLLM gives no log-probability over the whole vocabulary, as the loss "
+                "needs it; leave them out, or set rollout.engine = 'native'"
+            )

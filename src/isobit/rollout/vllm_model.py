@@ -1,14 +1,19 @@
-"""vLLM in this process: its start, its weights and its memory.  The one file that imports it.
+"""What vLLM runs on its model for us: an update of its weights, their comparison with what is
+published, and new scales of its cache.  The one file that imports vLLM.
 
-An update goes through vLLM's weight-transfer interface (``start_weight_update``,
-``update_weights``, ``finish_weight_update``) with a transfer of our own, which hands tensors of
-this process over by reference; vLLM's layers copy them to their places.  What vLLM has then is
-compared with what is published, tensor by tensor (``check_delivered``).
+    in the run's process   ``isobit.rollout.vllm_engine``, by vLLM's interface for weight transfer
+                           with one of our own, which hands tensors over by reference
+    in a server            ``Worker``, which ``vllm serve --worker-extension-cls
+                           isobit.rollout.vllm_model.Worker`` adds to vLLM's worker, so that
+                           ``isobit.rollout.vllm_server`` can call it by name
+
+vLLM's layers copy the weights to their places; then each tensor of its model is compared with what
+is published (``check_delivered``).
 
 With an E4M3 cache vLLM takes one scale a layer for each of Q, K and V from a forward, at its start
-from one of made-up tokens.  ``update`` has it take them again from the next one, as FP8-RL (arXiv
+from one of made-up tokens.  An update has it take them again from the next one, as FP8-RL (arXiv
 2601.18150) does on the side of inference; with ``precision.kv_calibration = "never"`` the first
-ones stay, also through its sleep, which would make them 1.
+ones stay.
 """
 
 import json
@@ -16,242 +21,118 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
-from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from isobit.config.tables import MIXTURES, RunRolloutConfig
-from isobit.memory.cache_size import batched_tokens
+import isobit
+from isobit.config.tables import MIXTURES
 from isobit.models.policy import Policy
+from isobit.models.policy_share import digest_of
 from isobit.models.safetensors import SCALES_SUFFIX
-from isobit.models.saving import published_tensors, quantisation_of
-from isobit.precision.quant_tensor import BLOCK
+from isobit.models.saving import quantisation_of
+from isobit.precision.quant_tensor import BLOCK, E4M3
 from isobit.util.errors import ConfigError, MismatchError, NonFiniteError, shown
-from isobit.util.terminal import gib
 
 SUPPORTED = ("0.25.1",)
 """Versions of vLLM whose interfaces were read and run."""
-_BACKEND = "isobit"  # the name of our transfer in vLLM's registry
+BACKEND = "isobit"  # the name of our transfer in vLLM's registry
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-_LEVEL = 2  # of sleep: weights leave the device too, since they are sent again anyway
 
-
+Tensors = Mapping[str, torch.Tensor]
 Scales = list[tuple[float, float, float]]
 
 
-class Vllm:
-    """An LLM of a policy's shape, with the policy's weights once ``update`` has been called.
-
-    Raises ConfigError where vLLM is missing, is of another version, does not compute the policy's
-    shape or flow, or does not start.
+def described_model(policy: Policy) -> dict[str, Any]:
+    """The ``config.json`` of what vLLM is to compute.  Raises ConfigError for a shape or a flow
+    that it does not take.
     """
-
-    def __init__(self, policy: Policy, config: RunRolloutConfig, seed: int, pages: int) -> None:
-        """``pages`` of the native engine's cache say how many bytes vLLM's has."""
-        self._policy, self._library = policy, _import_vllm()
-        self._folder = TemporaryDirectory(prefix="isobit-vllm-")
-        self._llm = self._start(config, seed, pages)
-        self._llm.init_weight_transfer_engine({"init_info": {}})
-        self.version: int | None = None
-        """Of the weights that it has."""
-        self.asleep = False
-        self._constants: list[torch.Tensor] = []
-        """While it sleeps: what vLLM does not keep by itself, in the host's memory."""
-        self._scales: Scales | None = None
-        """Of each layer those of Q, K and V, once a forward has made them."""
-        self._scales_due = False
-
-    @property
-    def name(self) -> str:
-        return f"vllm {self._library.__version__}"
-
-    @property
-    def engine(self) -> Any:
-        """Its ``LLMEngine``."""
-        return self._llm.llm_engine
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Tokens of the longest sequence, blocks of the cache, and tokens of a block."""
-        config = self.engine.vllm_config
-        cache = config.cache_config
-        return config.model_config.max_model_len, cache.num_gpu_blocks, cache.block_size
-
-    def add(self, name: str, token_ids: Sequence[int], **sampling: Any) -> None:
-        """Have a sequence continued, with the log-probability of each drawn token."""
-        params = self._library.SamplingParams(
-            **sampling,
-            ignore_eos=True,  # stop_token_ids says which ids end it
-            logprobs=0,
-            detokenize=False,
-            output_kind=self._library.sampling_params.RequestOutputKind.DELTA,
+    shape, flow = policy.config, policy.flow
+    if shape.family in MIXTURES:
+        raise ConfigError(
+            f"rollout.engine = 'vllm' takes dense models, and this one is of the family "
+            f"{shape.family}, with experts; set rollout.engine = 'native'"
         )
-        self.engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
-
-    def sleep(self) -> None:
-        """Give the device the memory of weights and cache."""
-        (self._constants,) = self._llm.apply_model(_constants_of)
-        self._llm.sleep(level=_LEVEL)
-        self.asleep, self.version = True, None
-
-    def wake(self) -> None:
-        """Have the memory back; what was in it is lost, but for buffers and constants."""
-        self._llm.wake_up()
-        self._llm.apply_model(partial(_restore, constants=self._constants))
-        self.asleep = False
-
-    def update(self) -> str:
-        """Take the published weights.  -> A line on it.  No sequence may be there.
-
-        Raises MismatchError where it has not taken them.
-        """
-        begun, llm = perf_counter(), self._llm
-        sent = dict(published_tensors(self._policy))
-        llm.start_weight_update()
-        llm.update_weights({"update_info": {"weights": sent}})
-        llm.finish_weight_update()
-        llm.reset_prefix_cache()
-        self._policy.backend.synchronize()
-        sending, begun = perf_counter() - begun, perf_counter()
-        check_delivered(self._policy, sent, llm.apply_model(_tensors_of)[0])
-        self.version = self._policy.version
-        if self._has_scales:
-            self._have_scales()
-        size = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
-        return (
-            f"{self.name} took {gib(size)} of weights in {sending:.3f} s; compared in "
-            f"{perf_counter() - begun:.3f} s, they are equal to what is published"
+    if not {site.forward for site in flow.rollout.sites} <= {"e4m3", "bf16"}:
+        raise ConfigError(
+            f"rollout.engine = 'vllm' takes the flows bf16, fp8, fp8-linear and fp8-rollout, "
+            f"and precision.preset is {flow.preset!r}; name one of them, or set rollout.engine "
+            "= 'native'"
         )
-
-    def _have_scales(self) -> None:
-        """Have the next forward make scales for the new weights, or keep the first ones."""
-        if self._scales is not None and self._policy.flow.kv_calibration == "never":
-            self._llm.apply_model(partial(_write_scales, scales=self._scales))
-            return
-        self._llm.apply_model(_recalibrate)
-        self._llm.collective_rpc(_recalibrate_runner)
-        self._scales_due = True
-
-    def describe_scales(self) -> list[str]:
-        """A line on the scales that the first forward with new weights has made, once.
-
-        Raises NonFiniteError for scales that nothing can be divided by.
-        """
-        if not self._scales_due:
-            return []
-        self._scales_due = False
-        self._scales = scales = self._llm.apply_model(_read_scales)[0]
-        for layer, values in enumerate(scales):
-            if not all(0.0 < value < math.inf for value in values):
-                raise NonFiniteError(
-                    f"vLLM made the scales {values} of Q, K and V in layer {layer}, which must be "
-                    "positive and finite: activations of its first forward with new weights are "
-                    "all zero or not finite there; set rollout.engine = 'native', or "
-                    "precision = 'fp8-linear' for a cache in BF16"
-                )
-        ranges = (
-            f"{name} {min(values):.3g} to {max(values):.3g}"
-            for name, values in zip("QKV", zip(*scales, strict=True), strict=True)
-        )
-        return [f"{self.name} has new scales in {len(scales)} layers: {', '.join(ranges)}"]
-
-    @property
-    def _has_scales(self) -> bool:
-        return bool(self.engine.vllm_config.cache_config.calculate_kv_scales)
-
-    def _start(self, config: RunRolloutConfig, seed: int, pages: int) -> Any:
-        policy = self._policy
-        shape, flow, sizes = policy.config, policy.flow, policy.backend.sizes
-        if shape.family in MIXTURES:
-            raise ConfigError(
-                f"rollout.engine = 'vllm' takes dense models, and this one is of the family "
-                f"{shape.family}, with experts; set rollout.engine = 'native'"
-            )
-        described = {**shape.to_hf(), "vocab_size": shape.num_drawn}
-        if (quantisation := quantisation_of(shape, flow)) is not None:
-            described["quantization_config"] = quantisation
-        with open(f"{self._folder.name}/config.json", "w", encoding="utf-8") as file:
-            json.dump(described, file)
-        if not {site.forward for site in flow.rollout.sites} <= {"e4m3", "bf16"}:
-            raise ConfigError(
-                f"rollout.engine = 'vllm' takes the flows bf16, fp8, fp8-linear and fp8-rollout, "
-                f"and precision.preset is {flow.preset!r}; name one of them, or set rollout.engine "
-                "= 'native'"
-            )
-        skipped = [layer for layer in range(shape.num_layers) if not _is_fp8(flow, layer)]
-        in_fp8 = len(skipped) < shape.num_layers
-        if in_fp8:  # its other runner captures forwards that are to make scales
-            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-        cache_bytes = pages * sizes.page_bytes(shape, flow)
-        given: dict[str, Any] = {
-            "skip_tokenizer_init": True,
-            "load_format": "dummy",
-            "dtype": "bfloat16",
-            "max_model_len": min(shape.max_positions, pages * sizes.page_tokens),
-            "max_num_seqs": config.max_sequences,
-            "max_num_batched_tokens": max(
-                batched_tokens(config, sizes), min(shape.max_positions, 2048)
-            ),
-            "kv_cache_memory_bytes": cache_bytes,
-            "gpu_memory_utilization": 0.01,  # only compared with what is free
-            "kv_cache_dtype": "fp8" if in_fp8 else "auto",
-            "calculate_kv_scales": in_fp8,
-            "kv_cache_dtype_skip_layers": [str(layer) for layer in skipped] if in_fp8 else [],
-            "logprobs_mode": "processed_logprobs",  # behind the temperature
-            "enable_sleep_mode": True,
-            "weight_transfer_config": {"backend": _BACKEND},
-            "disable_log_stats": True,
-            "seed": seed % (1 << 31),
-        }
-        if policy.backend.memory is not None:
-            # a run has set it by a function (allocate_in_pages); vLLM keeps its memory out of such
-            # segments, so that it can sleep, where the variable says so
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        try:
-            with torch.no_grad():
-                return self._library.LLM(self._folder.name, **{**given, **config.engine_options})
-        except Exception as error:
-            raise ConfigError(
-                f"vLLM {self._library.__version__} did not start: {shown(repr(error))}; its own "
-                f"lines above say more. It was given {', '.join(sorted(given))} and "
-                f"rollout.engine_options = {config.engine_options}"
-            ) from error
+    quantisation = quantisation_of(shape, flow)
+    described = {**shape.to_hf(), "vocab_size": shape.num_drawn}
+    return described if quantisation is None else described | {"quantization_config": quantisation}
 
 
-def _is_fp8(flow: Any, layer: int) -> bool:
-    return flow.rollout.attention_format(layer) == "e4m3"
+def cache_arguments(policy: Policy) -> dict[str, Any]:
+    """Arguments of vLLM for the cache of the policy's flow."""
+    layers, attention = range(policy.config.num_layers), policy.flow.rollout.attention_format
+    skipped = [str(layer) for layer in layers if attention(layer) != "e4m3"]
+    in_fp8 = len(skipped) < len(layers)
+    return {
+        "kv_cache_dtype": "fp8" if in_fp8 else "auto",
+        "calculate_kv_scales": in_fp8,
+        "kv_cache_dtype_skip_layers": skipped if in_fp8 else [],
+    }
 
 
-def check_delivered(
-    policy: Policy, sent: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]
-) -> None:
-    """Compare each tensor of vLLM's model with what was sent of the policy.  Bits are equal, or the
-    numbers that E4M3 stands for: for DeepGEMM vLLM quantises matrices again, which halves the scale
-    of a block whose largest byte is 224, and doubles its bytes.  Raises MismatchError that names
-    the first tensor that differs.
+def fused_names(policy: Policy) -> dict[str, list[str]]:
+    """The tensors of vLLM's model, with those of a checkpoint that each consists of: it fuses what
+    we fuse, under the same names.
     """
+    found: dict[str, list[str]] = {}
     for name, master in policy.decoder.masters().items():
         parts = list(master.parts)
         own = parts[0]
-        if len(parts) > 1:  # vLLM fuses what we fuse, under the same names
+        if len(parts) > 1:
             module = parts[0].removesuffix(".weight").removesuffix(".bias").rpartition(".")[0]
             own = f"{module}.{'.'.join(name.split('.')[-2:])}"
+        found[own] = parts
+    return found
+
+
+def check_delivered(fused: Mapping[str, Sequence[str]], sent: Tensors, there: Tensors) -> None:
+    """Compare each tensor of vLLM's model with what was sent (``fused_names``).  Bits are equal, or
+    the numbers that E4M3 stands for: for DeepGEMM vLLM quantises matrices again, which halves the
+    scale of a block whose largest byte is 224, and doubles its bytes.  Raises MismatchError that
+    names the first tensor that differs.
+    """
+    for own, parts in fused.items():
         if own not in there and own == "lm_head.weight":
             continue  # tied
-        wanted, found = _Stored.of(sent, parts), _Stored.of(there, [own])
+        found = _Stored.of(there, [own])
+        device = "cpu" if found.values is None else found.values.device
+        wanted = _Stored.of(sent, parts, device)
         if not found.holds(wanted):
             raise MismatchError(
                 f"vLLM's {own} {found} is not what is published, {wanted}: the update did not "
                 "reach it"
             )
+
+
+def check_scales(scales: Scales) -> str:
+    """A line on scales that a forward has made.  Raises NonFiniteError for some that nothing can be
+    divided by.
+    """
+    for layer, values in enumerate(scales):
+        if not all(0.0 < value < math.inf for value in values):
+            raise NonFiniteError(
+                f"vLLM made the scales {tuple(values)} of Q, K and V in layer {layer}, which must "
+                "be positive and finite: activations of its first forward with new weights are "
+                "all zero or not finite there; set rollout.engine = 'native', or "
+                "precision = 'fp8-linear' for a cache in BF16"
+            )
+    ranges = (
+        f"{name} {min(values):.3g} to {max(values):.3g}"
+        for name, values in zip("QKV", zip(*scales, strict=True), strict=True)
+    )
+    return f"new scales in {len(scales)} layers: {', '.join(ranges)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +143,15 @@ class _Stored:
     scales: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> "_Stored":
-        """The rows of several behind each other."""
+    def of(
+        cls, tensors: Tensors, names: Sequence[str], device: torch.device | str | None = None
+    ) -> "_Stored":
+        """The rows of several behind each other, on a device."""
 
         def joined(suffix: str) -> torch.Tensor | None:
-            found = [tensors[name + suffix] for name in names if name + suffix in tensors]
+            found = [
+                tensors[name + suffix].to(device) for name in names if name + suffix in tensors
+            ]
             return torch.cat(found) if len(found) > 1 else next(iter(found), None)
 
         return cls(joined(""), joined(SCALES_SUFFIX))
@@ -310,7 +195,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 # What vLLM runs on its model.
 
 
-def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.data for name, tensor in model.named_parameters(remove_duplicate=False)}
 
 
@@ -333,11 +218,11 @@ def _unregistered(model: torch.nn.Module) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _constants_of(model: torch.nn.Module) -> list[torch.Tensor]:
+def constants_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return [tensor.to("cpu", copy=True) for tensor in _unregistered(model)]
 
 
-def _restore(model: torch.nn.Module, constants: Sequence[torch.Tensor]) -> None:
+def restore(model: torch.nn.Module, constants: Sequence[torch.Tensor]) -> None:
     for tensor, value in zip(_unregistered(model), constants, strict=True):
         tensor.copy_(value)
 
@@ -346,32 +231,106 @@ def _attention_layers(model: torch.nn.Module) -> list[Any]:
     return [one for one in model.modules() if hasattr(one, "calculate_kv_scales")]
 
 
-def _recalibrate(model: torch.nn.Module) -> None:
+def recalibrate(model: torch.nn.Module) -> None:
     """Have each layer take its scales from the next forward."""
     for layer in _attention_layers(model):
         layer.calculate_kv_scales = True
 
 
-def _recalibrate_runner(worker: Any) -> None:
+def recalibrate_runner(worker: Any) -> None:
     """That forward is not a captured one."""
     worker.model_runner.calculate_kv_scales = True
 
 
-def _read_scales(model: torch.nn.Module) -> Scales:
+def read_scales(model: torch.nn.Module) -> Scales:
     return [
         (layer._q_scale_float, layer._k_scale_float, layer._v_scale_float)
         for layer in _attention_layers(model)
     ]
 
 
-def _write_scales(model: torch.nn.Module, scales: Scales) -> None:
+def write_scales(model: torch.nn.Module, scales: Scales) -> None:
     for layer, of_layer in zip(_attention_layers(model), scales, strict=True):
         for name, value in zip("qkv", of_layer, strict=True):
             getattr(layer, f"_{name}_scale").fill_(value)
             setattr(layer, f"_{name}_scale_float", value)
 
 
-def _import_vllm() -> Any:
+class Worker:
+    """What a server of vLLM does for a run: methods that it adds to its worker.  Arguments and
+    results are of JSON's types, since they go through ``/collective_rpc``.
+    """
+
+    get_model: Any  # this and the next are of vLLM's worker
+    vllm_config: Any
+    isobit_state: dict[str, Any]
+    """What was loaded last, and the scales that the first forward made."""
+
+    def isobit_describe(self) -> dict[str, Any]:
+        """What computes here."""
+        config, model = self.vllm_config, self.get_model()
+        cache, shape = config.cache_config, config.model_config
+        return {
+            "isobit": isobit.__version__,
+            "vllm": import_module("vllm").__version__.split("+")[0],
+            "world": config.parallel_config.world_size,
+            "vocabulary": shape.get_vocab_size(),
+            "e4m3": sorted(name for name, one in tensors_of(model).items() if one.dtype == E4M3),
+            "makes_scales": bool(cache.calculate_kv_scales),
+            "logprobs_mode": str(shape.logprobs_mode),
+            "context": shape.max_model_len,
+            "pages": cache.num_gpu_blocks,
+            "page_tokens": cache.block_size,
+            "running": config.scheduler_config.max_num_seqs,
+            "weights": self._isobit_state.get("digest"),
+        }
+
+    def isobit_update(self, asked: str) -> dict[str, Any]:
+        """Load a safetensors file and compare the model with it; nothing may be sampled meanwhile.
+
+        ``asked`` is JSON: its path, what each tensor of the model consists of (``fused_names``),
+        and whether the first scales of the cache are kept.  -> The digest of what was read, and
+        what differs from it, or the problem.
+        """
+        order, state, digest = json.loads(asked), self._isobit_state, ""
+        state["digest"] = None
+        try:
+            sent = load_file(order["path"])
+            digest = digest_of(sent)
+            model = self.get_model()
+            reload = import_module("vllm.model_executor.model_loader.reload")
+            reload.initialize_layerwise_reload(model)
+            model.load_weights(iter(sent.items()))
+            reload.finalize_layerwise_reload(model, self.vllm_config.model_config)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            check_delivered(order["fused"], sent, tensors_of(model))
+        except MismatchError as error:
+            return {"digest": digest, "differs": str(error)}
+        except Exception as error:
+            return {"problem": f"{type(error).__name__}: {error}"}
+        makes_scales = bool(self.vllm_config.cache_config.calculate_kv_scales)
+        if makes_scales and order["keeps_scales"] and state.get("scales"):
+            write_scales(model, state["scales"])
+            makes_scales = False
+        elif makes_scales:
+            recalibrate(model)
+            recalibrate_runner(self)
+        state["digest"] = digest
+        return {"digest": digest, "makes_scales": makes_scales}
+
+    def isobit_scales(self) -> dict[str, Any]:
+        """Those of each layer's Q, K and V, as JSON, since they may be infinite."""
+        scales = read_scales(self.get_model())
+        self._isobit_state.setdefault("scales", scales)
+        return {"scales": json.dumps(scales)}
+
+    @property
+    def _isobit_state(self) -> dict[str, Any]:
+        return self.__dict__.setdefault("isobit_state", {})
+
+
+def import_vllm() -> Any:
     """The library, with our weight transfer in its registry."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -388,8 +347,8 @@ def _import_vllm() -> Any:
             "pip install 'isobit[vllm]', or set rollout.engine = 'native'"
         )
     factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
-    if _BACKEND not in factory._registry:
-        factory.register_engine(_BACKEND, _same_process())
+    if BACKEND not in factory._registry:
+        factory.register_engine(BACKEND, _same_process())
     return library
 
 

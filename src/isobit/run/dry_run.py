@@ -7,6 +7,7 @@ called over the network.  It writes nothing, and takes none of the memory that t
 For GPUs of another machine, this one's main memory, disk and output directory are not looked at.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from isobit.config.load import dump_config
 from isobit.config.recipes import Recipe, RunConfig
 from isobit.config.tables import TrainingConfig
 from isobit.kernels.backend import support
-from isobit.kernels.sizes import Sizes
+from isobit.kernels.operands import Sizes
 from isobit.memory.cache_size import num_pages_for
 from isobit.memory.device import Card, DevicePlan
 from isobit.memory.host import MemoryEstimate, estimate_memory, microbatch_tokens
@@ -39,6 +40,8 @@ from isobit.store.resume import preview
 from isobit.util.errors import ConfigError, ModelError
 from isobit.util.machine import Memory
 from isobit.util.terminal import gib
+
+_AT_SERVERS = 1 << 40  # pages: how many servers have is asked when the run begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +141,13 @@ def plan_training(
     processes, time, name = cluster.processes - cluster.rollouters, None, ""
     if back_end.has_own_memory:
         memory = plan_device_memory(plan, device, processes, cluster.processes, card=card)
-        pages = memory.pages
+        pages = memory.pages if plan.samples_here else _AT_SERVERS
         time = estimate_step(_step_work(plan, memory, device, card))
         name = card.name if card is not None else back_end.device_model(device) or ""
     else:
         memory = _plan_main_memory(plan, flow, back_end.sizes, processes)
         pages = num_pages_for(model, flow, config.rollout, back_end.sizes)
+        pages = pages if plan.samples_here else _AT_SERVERS
     limits = Limits(model.max_positions, model.vocab_size, pages, back_end.sizes.page_tokens, True)
     check = partial(check_limits, limits=limits)
     check_requests(plan.requests, check, model.max_positions)
@@ -245,8 +249,8 @@ def _step_work(
         prompt_tokens=prompt,
         samples=training.samples_per_prompt,
         new_tokens=new,
-        cached_tokens=memory.pages * memory.page_tokens,
-        samplers=cluster.rollouters or cluster.processes,
+        cached_tokens=memory.pages * memory.page_tokens if plan.samples_here else math.inf,
+        samplers=len(config.rollout.servers) or cluster.rollouters or cluster.processes,
         beside=cluster.rollouters > 0,
     )
 
@@ -310,7 +314,7 @@ def _plan_main_memory(
         plan.frozen,
         processes,
     )
-    if plan.generates:
+    if plan.samples_here:
         return estimate
     items = tuple(item for item in estimate.items if item.name != "KV pages")
     return replace(estimate, items=items)

@@ -251,6 +251,12 @@ class Plan(Generic[Config, Data]):
         """Whether there is an engine: completions are wanted where a reward grades them."""
         return self.config.reward is not None
 
+    @property
+    def samples_here(self) -> bool:
+        """Whether that engine has a cache and forwards of its own, beside the trainer."""
+        rollout = self.config.rollout
+        return self.generates and not (isinstance(rollout, RunRolloutConfig) and rollout.servers)
+
     def choose_device(self) -> torch.device:
         """Where it computes.  Raises ConfigError where that cannot be."""
         return choose_device(self.config.device, self.model.config, self.config.precision)
@@ -300,7 +306,7 @@ def plan_device_memory(
     config, training, shape = plan.config, plan.training, plan.model.config
     flow = build_flow(config.precision, decoder_shape(shape))
     memory = read_memory() if card is None else None
-    rollout = config.rollout if plan.generates else None
+    rollout = config.rollout if plan.samples_here else None
     sizes = support(device.type).sizes
     total = available_memory(device) if card is None else card.total
     frozen = plan.frozen if learns else tuple(one for one in plan.frozen if one.grades)
@@ -319,7 +325,7 @@ def _copied_bytes(plan: AnyPlan, flow: PrecisionFlow) -> int:
     blocks in E4M3, and all else in BF16.
     """
     rollout, shape = plan.config.rollout, plan.model.config
-    if not isinstance(rollout, RunRolloutConfig) or rollout.is_exact:
+    if not isinstance(rollout, RunRolloutConfig) or rollout.is_exact or rollout.servers:
         return 0
     whole = whole_blocks(shape, quantised_sites(shape, flow).keys())
     sizes = {name: prod(size) for name, size in checkpoint_shapes(shape).items()}

@@ -314,6 +314,11 @@ def make_engine(model: LoadedModel, rollout: RolloutConfig, seed: int) -> Rollou
 
         bits = environment(model.policy.device)["bits"]
         return HttpEngine(model.policy, rollout, _server_key(rollout), model.tokenizer, seed, bits)
+    if rollout.servers:
+        from isobit.rollout.vllm_server import VllmServers
+
+        key = _server_key(rollout)
+        return VllmServers(model.policy, rollout, key, model.tokenizer, model.folder)
     from isobit.rollout.vllm_engine import VllmEngine
 
     pages = choose_num_pages(model.policy, rollout)

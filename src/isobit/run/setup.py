@@ -163,9 +163,10 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         if self.config.rollout.is_exact:
             return []
         names = ", ".join(one.type for one in self.config.corrections) or "none"
+        where = f" at {', '.join(servers)}" if (servers := self.config.rollout.servers) else ""
         return [
-            f"{self.engine.function.back_end} samples, with weights and kernels of its own: its "
-            "log-probabilities are not the trainer's; old log-probabilities are recomputed, "
+            f"{self.engine.function.back_end} samples{where}, with weights and kernels of its own: "
+            "its log-probabilities are not the trainer's; old log-probabilities are recomputed, "
             f"corrections: {names}"
         ]
 

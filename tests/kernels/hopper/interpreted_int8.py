@@ -15,8 +15,14 @@ from isobit.kernels.hopper.experts import swiglu_rows
 from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt, transpose_experts
 from isobit.kernels.hopper.int8 import Dots, Persistent, Tiles, int8_gemm_nt, transposed_weight
 from isobit.kernels.hopper.linear import linear
-from isobit.kernels.hopper.publish import publish, republish
-from isobit.kernels.hopper.quantise import quantise_int8, rms_norm_int8, swiglu, swiglu_int8
+from isobit.kernels.hopper.quantise import (
+    publish,
+    quantise_int8,
+    republish,
+    rms_norm_int8,
+    swiglu,
+    swiglu_int8,
+)
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec import linear as linear_specification
 from isobit.kernels.spec import quantise as specification

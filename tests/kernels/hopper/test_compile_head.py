@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import triton
 
-from isobit.kernels.hopper import gemm, head, publish, quantise, sampling
+from isobit.kernels.hopper import gemm, head, quantise, sampling
 from tests.kernels.hopper.ahead_of_time import E4M3, compile_for_hopper
 
 TYPES = {
@@ -62,7 +62,7 @@ def test_draw(size: int) -> None:
 def test_publish(sizes: tuple[int, int | None], counted: bool, power_of_two: bool) -> None:
     constants: dict[str, Any] = dict(zip(("K", "ROWS"), sizes, strict=True))
     constants |= {"POWER_OF_TWO": power_of_two} | ({} if counted else {"CHANGED": None})
-    made = compile_for_hopper(publish._publish_kernel, TYPES, constants, 8, fuses=True)
+    made = compile_for_hopper(quantise._publish_kernel, TYPES, constants, 8, fuses=True)
     assert made.stack == 0 and made.wide_loads
     # The stack's, set and never used: a ptxas that loses a number takes it instead.
     assert len(re.findall(r"\bR1\b", made.sass)) == 1

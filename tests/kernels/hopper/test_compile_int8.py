@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isobit.kernels.hopper import int8, publish, quantise
+from isobit.kernels.hopper import int8, quantise
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {
@@ -73,7 +73,7 @@ def test_publish(columns: int, counted: bool) -> None:
     constants, width = row_constants(columns)
     absent = {} if counted else {"CHANGED": None}
     warps = quantise.warps_of_row(width)
-    assert_in_registers(compiled(publish._publish_rows_kernel, constants | absent, warps))
+    assert_in_registers(compiled(quantise._publish_rows_kernel, constants | absent, warps))
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])

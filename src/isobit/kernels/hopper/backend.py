@@ -55,9 +55,8 @@ from isobit.kernels.hopper.pointwise import (
     swiglu_input,
     swiglu_saved,
 )
-from isobit.kernels.hopper.publish import publish, publish_head, republish
 from isobit.kernels.hopper.qkv_backward import qkv_backward
-from isobit.kernels.hopper.quantise import quantise_rows, swiglu
+from isobit.kernels.hopper.quantise import publish, publish_head, quantise_rows, republish, swiglu
 from isobit.kernels.hopper.sampling import draw_tokens
 from isobit.kernels.operands import DecodeBatch, KvCache, KvShape, PagedBatch
 from isobit.precision.flow import PrecisionFlow

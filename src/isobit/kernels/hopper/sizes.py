@@ -1,4 +1,4 @@
-"""Bytes of the operands on Hopper (``isobit.kernels.sizes``); needs no Triton.
+"""Bytes of the operands on Hopper (``isobit.kernels.operands``); needs no Triton.
 
 q(n) = n + n / 32 bytes are n numbers in E4M3 with an FP32 scale for each 128; an INT8 matrix has n
 and 4 a row.
@@ -18,8 +18,14 @@ and 4 a row.
 
 from collections.abc import Mapping
 
-from isobit.kernels.operands import KvShape, kv_formats
-from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
+from isobit.kernels.operands import (
+    AttentionShape,
+    ExpertBytes,
+    ExpertsShape,
+    KvShape,
+    WorkShape,
+    kv_formats,
+)
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import (
     BLOCK,

@@ -1,4 +1,4 @@
-"""Bytes of the specification's operands (``isobit.kernels.sizes``).
+"""Bytes of the specification's operands (``isobit.kernels.operands``).
 
 a is the bytes of an activation (2, or 4 in fp32), f those of a number of Q, K, V or the cache.
 
@@ -22,8 +22,14 @@ Workspaces are upper estimates of short-lived tensors.
 
 from collections.abc import Mapping
 
-from isobit.kernels.operands import KvShape, kv_formats
-from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
+from isobit.kernels.operands import (
+    AttentionShape,
+    ExpertBytes,
+    ExpertsShape,
+    KvShape,
+    WorkShape,
+    kv_formats,
+)
 from isobit.kernels.spec.attention import GROUP_TOKENS, QUERY_BLOCK, TILE
 from isobit.kernels.spec.head import CHUNK
 from isobit.precision.flow import PrecisionFlow, Site

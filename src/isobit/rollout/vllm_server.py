@@ -1,0 +1,476 @@
+"""vLLM's own servers as the engine of a run: ``rollout.engine = "vllm"`` with ``rollout.servers``
+(docs/engines.md).
+
+    run                                              each ``vllm serve``
+    the published tensors as a file  ------------->  its worker loads the file, compares its model
+                                                     with it and answers with its SHA-256
+    a sample's tokens so far  -------------------->  /v1/completions, as a stream
+    books of the samples  <----------------------    ids of tokens and their log-probabilities
+
+The file is in ``rollout.weights_folder``, which the servers have under the same path.  A server is
+started in vLLM's development mode, which has the routes that pause it and call its worker, and
+with ``isobit.rollout.vllm_model.Worker`` in that.  Who draws what, and what becomes of the samples
+of a server that is lost, is as with servers of Isobit (``isobit.rollout.http_engine``).
+"""
+
+import json
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+import isobit
+from isobit.config.tables import RunRolloutConfig
+from isobit.models.policy import Policy
+from isobit.models.policy_share import LogProbFunction, digest_of
+from isobit.models.saving import published_tensors, quantised_sites, whole_blocks
+from isobit.rollout.engine import Handle, Request
+from isobit.rollout.http_engine import MIB, HttpEngine
+from isobit.rollout.sequence import Sample
+from isobit.rollout.servers import (
+    PUBLISH_S,
+    Asked,
+    News,
+    Server,
+    UnavailableError,
+    Weights,
+    connect,
+    difference,
+    sentence_of,
+)
+from isobit.rollout.vllm_engine import check_whole_distribution
+from isobit.rollout.vllm_model import (
+    SUPPORTED,
+    cache_arguments,
+    check_scales,
+    described_model,
+    fused_names,
+)
+from isobit.util.errors import ConfigError, MismatchError, ServerError, StorageError, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WAIT_S, GATHER_S, TOKEN_S = 0.1, 0.02, 600.0
+"""How long the first news of samples is waited for, then more, and the next token of a stream."""
+_MINUS_INFINITY = -9999.0  # as vLLM writes it
+_SAME = {
+    "isobit": "another version of Isobit",
+    "vllm": "another version of vLLM",
+    "world": "its model on several GPUs",
+    "vocabulary": "another vocabulary",
+    "e4m3": "other matrices in E4M3",
+    "makes_scales": "another KV cache",
+    "logprobs_mode": "other log-probabilities",
+}
+"""What must be as expected, and what it is otherwise."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class WeightsFile:
+    """One version of a policy's weights, in a file that lasts as long as this."""
+
+    version: int
+    digest: str
+    nbytes: int
+    path: Path
+    fused: Mapping[str, Sequence[str]]
+    keeps_scales: bool
+
+    @classmethod
+    def of(cls, policy: Policy, folder: Path) -> "WeightsFile":
+        """What the policy has published last.  Raises StorageError."""
+        tensors = {name: one.cpu().contiguous() for name, one in published_tensors(policy)}
+        digest, size = digest_of(tensors), sum(one.nbytes for one in tensors.values())
+        path = folder / f"weights-{policy.version}-{digest[:12]}.safetensors"
+        try:
+            save_file(tensors, path)
+        except (OSError, SafetensorError) as error:
+            path.unlink(missing_ok=True)
+            raise StorageError(
+                f"{path} (rollout.weights_folder) cannot be written: {error}; it needs {size:,} "
+                "bytes, twice during an update"
+            ) from None
+        keeps_scales = policy.flow.kv_calibration == "never"
+        made = cls(policy.version, digest, size, path, fused_names(policy), keeps_scales)
+        weakref.finalize(made, path.unlink, missing_ok=True)
+        return made
+
+    @property
+    def order(self) -> str:
+        """What a worker is asked for."""
+        asked = {"path": str(self.path), "fused": self.fused, "keeps_scales": self.keeps_scales}
+        return json.dumps(asked)
+
+
+class VllmServers(HttpEngine):
+    """Draws samples with servers of vLLM, on copies of the weights (``RolloutEngine``).
+
+    Args:
+        policy: its published rollout side is what servers load.
+        config: ``servers``, ``weights_folder`` and what belongs to them.
+        key: the servers' bearer token.
+        tokenizer: for text and stop strings; None leaves texts empty.
+        model: the folder of the run's tokenizer, for the command that starts a server.
+
+    Raises ConfigError for a policy that vLLM does not compute, for a server that computes something
+    else, and where none answers.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: RunRolloutConfig,
+        key: str | None,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        model: Path,
+    ) -> None:
+        assert config.weights_folder is not None, "check_engine asks for it"
+        self._folder, self._model = config.weights_folder.resolve(), model
+        self._start = start_command(policy, self._folder, model)
+        super().__init__(policy, config, key, tokenizer, seed=0, bits={})
+
+    @property
+    def function(self) -> LogProbFunction:
+        """Of the servers' copies of the weights, and therefore the trainer's in no flow."""
+        return LogProbFunction(self, self._policy.flow.graph("rollout"), _NAME)
+
+    def figures(self) -> dict[str, Any]:
+        return {"engine": _NAME, **super().figures()}
+
+    def _check(self, requests: Sequence[Request], live: Iterable[Handle] = ()) -> None:
+        """Also filters of the distribution."""
+        super()._check(requests, live)
+        check_whole_distribution(requests)
+
+    def _reach(
+        self, urls: Iterable[str], key: str | None, bits: Mapping[str, str]
+    ) -> Sequence[Server]:
+        expected = expected_of(self._policy)
+        return [VllmServer(url, key, expected, self._board, self._start) for url in urls]
+
+    def _how_to_start(self) -> str:
+        return self._start
+
+    def _take_published(self) -> Weights:
+        return WeightsFile.of(self._policy, self._folder)
+
+    def _note_update(self, weights: Weights, up: int, seconds: float) -> None:
+        self._notes.append(
+            f"weights of version {weights.version}: {up} of {len(self._servers)} servers have "
+            f"loaded {weights.nbytes / MIB:.1f} MiB with the digest {weights.digest[:12]}, equal "
+            f"to what is published, {seconds:.2f} s"
+        )
+
+    def _asked(self, samples: Sequence[Sample], server: Server) -> Asked:
+        sampling = samples[0].prompt.request.sampling
+        # vLLM refuses several greedy samples of a request
+        alone = bool(sampling.stop_strings) or sampling.temperature == 0
+        return replace(super()._asked(samples, server), end_here=alone)
+
+
+_NAME = f"vllm {SUPPORTED[-1]}"
+
+
+def expected_of(policy: Policy) -> dict[str, Any]:
+    """What ``Worker.isobit_describe`` must answer."""
+    whole = whole_blocks(policy.config, quantised_sites(policy.config, policy.flow).keys())
+    return {
+        "isobit": isobit.__version__,
+        "vllm": SUPPORTED[-1],
+        "world": 1,
+        "vocabulary": policy.config.num_drawn,
+        "e4m3": sorted(own for own, parts in fused_names(policy).items() if parts[0] in whole),
+        "makes_scales": cache_arguments(policy)["calculate_kv_scales"],
+        "logprobs_mode": "processed_logprobs",
+    }
+
+
+def start_command(policy: Policy, folder: Path, tokenizer: Path) -> str:
+    """The command that starts a server, whose model ``folder`` describes then.  Raises StorageError
+    where it cannot, and ConfigError for a policy that vLLM does not compute.
+    """
+    described, cache = described_model(policy), cache_arguments(policy)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"rollout.weights_folder cannot be written: {error}") from None
+    words = [
+        "VLLM_SERVER_DEV_MODE=1",
+        *(["VLLM_USE_V2_MODEL_RUNNER=0"] if cache["calculate_kv_scales"] else []),
+        f"vllm serve {folder} --load-format dummy --tokenizer {tokenizer.resolve()}",
+        "--dtype bfloat16 --generation-config vllm --logprobs-mode processed_logprobs",
+        "--stream-interval 8 --worker-extension-cls isobit.rollout.vllm_model.Worker",
+    ]
+    if cache["calculate_kv_scales"]:
+        words.append("--kv-cache-dtype fp8 --calculate-kv-scales")
+        if skipped := cache["kv_cache_dtype_skip_layers"]:
+            words.append(f"--kv-cache-dtype-skip-layers {' '.join(skipped)}")
+    return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """News of a stream: tokens of a sample, or what went wrong."""
+
+    number: int = 0
+    token_ids: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
+    finish_reason: str | None = None
+    error: Exception | None = None
+
+
+class Stream:
+    """A request for samples that start from the same tokens, whose answer a thread reads."""
+
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        body: Mapping[str, Any],
+        numbers: Sequence[int],
+        told: "SimpleQueue[Told]",
+    ) -> None:
+        self.numbers = frozenset(numbers)
+        self._url, self._headers, self._body = url, headers, json.dumps(body).encode()
+        self._order, self._told, self._unended = list(numbers), told, set(numbers)
+        self._connection: HTTPConnection | None = None
+        self._is_closed = False
+        threading.Thread(target=self._run, name=f"stream {url}", daemon=True).start()
+
+    def close(self) -> None:
+        """Have vLLM end what has not ended, by going away."""
+        self._is_closed, connection = True, self._connection
+        if connection is not None and connection.sock is not None:
+            with suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        except (OSError, HTTPException, ValueError, KeyError) as error:
+            self._fail(UnavailableError(shown(str(error) or type(error).__name__)))
+        except (UnavailableError, ServerError) as error:
+            self._fail(error)
+        finally:
+            if self._connection is not None:
+                self._connection.close()
+
+    def _fail(self, error: Exception) -> None:
+        if not self._is_closed:
+            self._told.put(Told(error=error))
+
+    def _read(self) -> None:
+        self._connection = connection = connect(self._url)
+        assert connection.sock is not None
+        connection.sock.settimeout(TOKEN_S)
+        connection.request("POST", "/v1/completions", self._body, dict(self._headers))
+        response = connection.getresponse()
+        if response.status != 200:
+            sentence = sentence_of(response.read())
+            if response.status >= 500 or response.status in (408, 429):
+                raise UnavailableError(sentence)
+            raise ServerError(f"{self._url}/v1/completions answers {response.status}: {sentence}")
+        for event in _events(response):
+            if self._is_closed:
+                return
+            if "error" in event:
+                raise UnavailableError(shown(str(event["error"].get("message", event["error"]))))
+            for choice in event["choices"]:
+                self._note(choice)
+        if self._unended and not self._is_closed:
+            raise UnavailableError("the answer to /v1/completions ended before its samples")
+
+    def _note(self, choice: Mapping[str, Any]) -> None:
+        tokens, reason = choice.get("token_ids") or [], choice.get("finish_reason")
+        values = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if len(values) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens came with {len(values)} log-probabilities")
+        if reason == "abort":
+            raise UnavailableError("it has ended a sample before its time: others paused it")
+        number = self._order[choice["index"]]
+        if reason is not None:
+            self._unended.discard(number)
+        log_probs = [float("-inf") if one == _MINUS_INFINITY else one for one in values]
+        self._told.put(Told(number, tokens, log_probs, reason))
+
+
+def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Of a stream of server-sent events."""
+    for line in response:
+        if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+            yield json.loads(data)
+
+
+class VllmServer(Server):
+    """One server of vLLM (``Server``); ``start`` is the command that starts such a one."""
+
+    def __init__(
+        self, url: str, key: str | None, expected: Mapping[str, Any], board: Any, start: str
+    ) -> None:
+        super().__init__(url, key, expected, board)
+        self._start_command, self._name = start, ""
+        self._streams: list[Stream] = []
+        self._told: SimpleQueue[Told] = SimpleQueue()
+        self._scales_due = False
+
+    def check(self) -> None:
+        """As ``Server.check``; a server that was left paused gets its weights again."""
+        found = self._call("isobit_describe")
+        for name, other in _SAME.items():
+            if found[name] != self._expected[name]:
+                where = difference(found[name], self._expected[name])
+                raise ConfigError(
+                    f"{self.url} (rollout.servers) has {other}: {name} {where}; start it as "
+                    f"`{self._start_command}`"
+                )
+        names = ("context", "pages", "page_tokens", "running")
+        # one more than run at once would wait for its first token without a sign of life
+        self.sizes = {name: int(found[name]) for name in names} | {"places": found["running"]}
+        self._held = None if self._get("/is_paused")["is_paused"] else found["weights"]
+        self._name = self._get("/v1/models")["data"][0]["id"]
+
+    # In the thread.
+
+    def _run(self) -> None:
+        try:
+            super()._run()
+        finally:
+            self._close_streams()
+
+    def _lose(self, problem: str, is_other: bool = False) -> None:
+        self._close_streams()
+        super()._lose(problem, is_other)
+
+    def _close_streams(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._streams = []
+
+    def _step(
+        self, weights: Weights, asks: Sequence[Asked], drops: Sequence[int]
+    ) -> Mapping[str, Any] | None:
+        """What streams have told since the last step; those without live samples are closed."""
+        for stream in [one for one in self._streams if not one.numbers & self._live]:
+            stream.close()
+            self._streams.remove(stream)
+        for asked in asks:
+            size = 1 if asked.end_here else len(asked.numbers)
+            for first in range(0, len(asked.numbers), size):
+                self._ask(asked, asked.numbers[first : first + size])
+        found: dict[int, dict[str, Any]] = {}
+        for told in self._take() if self._live else ():
+            if told.error is not None:
+                self._board.post(News(samples=list(found.values())))
+                raise told.error
+            if told.number not in self._live:
+                continue
+            one = found.setdefault(told.number, {"token_ids": [], "log_probs": []})
+            one["number"], one["finish_reason"] = told.number, told.finish_reason
+            one["token_ids"] += told.token_ids
+            one["log_probs"] += told.log_probs
+        if found and self._scales_due:
+            self._scales_due = False
+            line = check_scales(json.loads(self._call("isobit_scales")["scales"]))
+            self._board.post(News(note=f"{self.url} has {line}"))
+        return {"samples": list(found.values())}
+
+    def _take(self) -> Iterator[Told]:
+        with suppress(Empty):
+            yield self._told.get(timeout=WAIT_S)
+            time.sleep(GATHER_S)
+            while True:
+                yield self._told.get_nowait()
+
+    def _ask(self, asked: Asked, numbers: Sequence[int]) -> None:
+        sampling = asked.sampling
+        body = {
+            "model": self._name,
+            "prompt": list(asked.token_ids),
+            "n": len(numbers),
+            "max_tokens": sampling["max_new_tokens"],
+            "temperature": sampling["temperature"],
+            # what is left out may be the model's own
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": sampling["stop_token_ids"],
+            "ignore_eos": True,  # stop_token_ids says which ids end it
+            "logprobs": 0,
+            "stream": True,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        headers = {"Content-Type": "application/json", **self._authorisation}
+        self._streams.append(Stream(self.url, headers, body, numbers, self._told))
+
+    def _push(self, weights: Weights) -> None:
+        """Have the worker load the file, with nothing there that is sampled."""
+        assert isinstance(weights, WeightsFile)
+        begun = time.perf_counter()
+        self._held = None
+        self._post("/pause?mode=abort")
+        try:
+            answer = self._call("isobit_update", [weights.order], seconds=PUBLISH_S)
+            self._post("/reset_prefix_cache")
+        finally:
+            self._post("/resume")
+        if "problem" in answer:
+            raise ServerError(
+                f"{self.url} cannot load {weights.path}: {shown(answer['problem'])}; "
+                "rollout.weights_folder must be a folder that servers have under the same path"
+            )
+        if answer["digest"] != weights.digest:
+            raise MismatchError(
+                f"{self.url} has read other bytes from {weights.path} than were written: digest "
+                f"{answer['digest'][:12]}, expected {weights.digest[:12]}; the disk or a memory is "
+                "faulty; take the server out of rollout.servers and go on with --resume"
+            )
+        if "differs" in answer:
+            raise MismatchError(f"{self.url}: {shown(answer['differs'])}")
+        seconds = time.perf_counter() - begun
+        self.pushed.append((True, weights.nbytes, seconds))
+        self._held, self._scales_due = weights.digest, answer["makes_scales"]
+
+    def _call(self, method: str, args: Sequence[str] = (), seconds: float = 120.0) -> Any:
+        """What a method of its worker answers.  Raises ConfigError where it has none."""
+        body = json.dumps({"method": method, "args": list(args)}).encode()
+        ok = (200, 401, 404, 500)
+        status, found = self._request("POST", "/collective_rpc", [body], ok, seconds=seconds)
+        if status == 500 and method != "isobit_describe":
+            raise UnavailableError(sentence_of(found))
+        if status != 200:
+            lacks = {
+                401: "refuses the key: set rollout.server_key",
+                404: "is no server of vLLM in development mode",
+                500: f"has a worker that does not answer {method}",
+            }
+            raise ConfigError(
+                f"{self.url} (rollout.servers) {lacks[status]}; start it as "
+                f"`{self._start_command}` ({sentence_of(found)})"
+            )
+        return json.loads(found)["results"][0]
+
+    def _get(self, path: str = "/v1/models") -> Any:
+        status, found = self._request("GET", path, [], ok=(200, 401))
+        if status == 401:
+            raise ConfigError(
+                f"{self.url} (rollout.servers) refuses the key: set rollout.server_key to the "
+                'variable that holds it, as "env:NAME"'
+            )
+        return json.loads(found)
+
+    def _post(self, path: str) -> None:
+        self._request("POST", path, [b"{}"])
