@@ -375,17 +375,18 @@ def check_teacher(teacher: RunTeacher | None, algorithm: AlgorithmConfig, replay
         ),
         "algorithm.name": (
             algorithm.name == "gspo" and teacher.kl == "sampled" and "gspo",
-            "it has one ratio a sequence, in whose gradient only the mean of its advantages counts: "
-            "set teacher.kl to 'reverse', or take 'grpo'",
+            "it has one ratio a sequence, in whose gradient only the mean of its advantages "
+            "counts: set teacher.kl to 'reverse', or take 'grpo'",
         ),
         "replay.fraction": (
             replays and teacher.kl == "sampled" and "above 0",
-            "a replayed completion keeps one advantage for all its tokens: leave the replay out, or "
-            "set teacher.kl to 'reverse'",
+            "a replayed completion keeps one advantage for all its tokens: leave the replay out, "
+            "or set teacher.kl to 'reverse'",
         ),
         "algorithm": (
             teacher.only and algorithm.name in ("ppo", "custom") and algorithm.name,
-            "teacher.only leaves it without what its credit gives: leave `only` out, or take 'grpo'",
+            "teacher.only leaves it without what its credit gives: leave `only` out, or take "
+            "'grpo'",
         ),
         "algorithm.dynamic_sampling": (
             teacher.only and algorithm.dynamic_sampling,

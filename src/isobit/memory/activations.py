@@ -188,8 +188,8 @@ def master_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
 
 
 _BYTES_A_PAIR = 36
-"""Of a token of the vocabulary for two models: logits, log-probabilities and terms in FP32, terms in
-FP64 and as integers.
+"""Of a token of the vocabulary for two models: logits, log-probabilities and terms in FP32, and
+terms in FP64 and as integers.
 """
 
 

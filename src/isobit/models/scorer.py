@@ -419,8 +419,9 @@ class ScoredPass:
         )
 
     def _through_teacher(self, hidden: torch.Tensor, d_divergences: torch.Tensor) -> torch.Tensor:
-        assert self._teacher is not None and self._taught is not None, "a teacher scores"
         taught, self._taught = self._taught, None
+        assert self._teacher is not None
+        assert taught is not None, "the forward comes first"
         d = self._on_device(d_divergences)
         return self._teacher.backward(self._policy, hidden, taught, self._temperatures, d)
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from isobit.algorithms.objective import Algorithm
+from isobit.algorithms.objective import Algorithm, Distilled
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import PpoConfig
 from isobit.config.recipes import RunConfig
@@ -47,6 +47,7 @@ from isobit.run.evaluate import (
 from isobit.run.frozen_models import (
     checkpoint_bytes,
     describe_reference,
+    describe_teacher,
     load_reference,
     plan_reward_models,
 )
@@ -138,6 +139,8 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             config.training.old_log_probs,
             config.corrections,
             None if self.reference is None else self.reference.frozen,
+            self.teacher.frozen if self.teacher and self.teacher.divergence is None else None,
+            config.teacher,
         )
         return Learner(judge, self.replay, self.calibration, config.check.repeat_every)
 
@@ -332,6 +335,8 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
     check_run(config)
     check_package(config.tracking)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
+    if config.teacher is not None and config.teacher.kl != "sampled":
+        algorithm = Distilled(algorithm, config.teacher.coefficient)
     source = describe_source(config.model, weights=weights)
     source = source.with_lora(config.lora)
     if algorithm.needs_values:
@@ -374,6 +379,7 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
         evaluation=evaluation,
         frozen=(
             *(one for one in frozen if one is not None),
+            *describe_teacher(config, model, longest, weights),
             *plan_reward_models(config.reward, weights),
         ),
         extra_bytes=extra_bytes(config, model.config),

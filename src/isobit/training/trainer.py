@@ -438,7 +438,7 @@ class Trainer:
         """Leave the update's gradients in the masters; -> their norm, and what is not finite, if
         anything is.
         """
-        policy, world = self.policy, self.policy.world
+        world = self.policy.world
         router, shares = router_coefficients(self.config, batches), objective.shares(batches)
         rounds = self._rounds(objective, router, totals.compare, self.timing)
         figures = rounds.figures(list(zip(batches, shares, strict=True)))
