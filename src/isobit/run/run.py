@@ -56,7 +56,7 @@ from isobit.rollout.native import NativeEngine
 from isobit.run.data import RlData
 from isobit.run.evaluate import Evaluation, Evaluator, OnProgress
 from isobit.run.flows import notice_crests
-from isobit.run.frozen_models import ModelRewards, load_teacher
+from isobit.run.frozen_models import ModelRewards, load_teacher, teacher_table
 from isobit.run.grading import Interruption, RecordedGrading
 from isobit.run.lessons import SftData
 from isobit.run.plan import Plan, check_requests, plan_device_memory
@@ -232,6 +232,18 @@ class Run(ABC, Generic[Config, Data, Log]):
                 if first is not None:
                     self._log_evaluation(start.step, first)
                 yield
+
+    def describe_teacher(self) -> list[str]:
+        """A line on who is learnt from; none without a teacher."""
+        table = teacher_table(self.config)
+        if table is None:
+            return []
+        name, kl = table.model or self.config.model, f"{table.kl} KL over the vocabulary"
+        if table.kl == "sampled":
+            kl = "reverse KL by the sampled tokens"
+        elif table.top_k:
+            kl = f"{table.kl} KL over its {table.top_k} likeliest tokens and the rest"
+        return [f"teacher: {name}, {table.precision}; {kl}"]
 
     def _describe_crests(self) -> list[str]:
         """A line on what INT8 finds hard in the first prompts, on the rank that prints."""

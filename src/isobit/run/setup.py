@@ -153,6 +153,7 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             *describe_text(self.config, policy.config, self.model.tokenizer, self.sampling),
             *([] if self._tools is None else [self._tools.describe()]),
             *self.data.notes,
+            *self.describe_teacher(),
             *(f"  {line}" for line in describe_flow(policy.flow)),
             *self._describe_engine(),
             *self.turns.describe(),

@@ -252,6 +252,7 @@ class SftRun(Run[SftConfig, SftData, SftLog]):
             describe_policy("from scratch" if config.from_scratch else config.model, policy),
             self.data.describe(config.training),
             *self.data.notes,
+            *self.describe_teacher(),
             *(f"  {line}" for line in describe_flow(policy.flow)),
             *self.turns.describe(),
         ]
