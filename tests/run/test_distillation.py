@@ -1,5 +1,5 @@
-"""Runs with a teacher: what they learn, that they repeat and are resumed to the same bytes, and what
-is refused before anything is written.
+"""Runs with a teacher: what they learn, that they repeat and are resumed to the same bytes, and
+what is refused before anything is written.
 """
 
 import json
@@ -65,7 +65,11 @@ def make_sft(model: Path, tmp_path: Path) -> MakeSft:
         "data": {
             "train": {"type": "jsonl", "path": "recipes/fine_tune.jsonl"},
             "eval": {
-                "held_out": {"type": "jsonl", "path": "recipes/fine_tune_held_out.jsonl", "limit": 6}
+                "held_out": {
+                    "type": "jsonl",
+                    "path": "recipes/fine_tune_held_out.jsonl",
+                    "limit": 6,
+                }
             },
         },
         "training": {"steps": 3, "prompts_per_step": 4, "learning_rate": 1e-3},
@@ -232,7 +236,10 @@ def test_the_memory_plan_and_the_first_lines_name_the_teacher(
     make_sft: MakeSft, make_run: MakeRun, other: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     teacher = {"model": str(other)}
-    for config, read in ((make_sft(teacher=teacher), read_sft), (make_run(teacher=teacher), read_rl)):
+    for config, read in (
+        (make_sft(teacher=teacher), read_sft),
+        (make_run(teacher=teacher), read_rl),
+    ):
         shown = "\n".join(plan_training(config, read).describe(None))
         assert "teacher" in shown
     sft(make_sft(teacher={**teacher, "top_k": 3}, training={"steps": 1}))
@@ -268,7 +275,7 @@ def test_another_tokenizer_is_refused(
     (folder / "model.safetensors").unlink()
     teacher = {"model": str(folder)}
     for config, run in ((make_sft(teacher=teacher), sft), (make_run(teacher=teacher), train)):
-        with pytest.raises(ConfigError, match="teacher.model is .* has other tokens than"):
+        with pytest.raises(ConfigError, match=r"teacher.model is .* has other tokens than"):
             run(config)
         assert not config.output.exists()
 

@@ -91,14 +91,13 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                chart="SET"),
         Metric("eval/SET/loss", "nats",
                "mean of -log p over completion tokens; of pairs, of -log sigmoid(margin); in "
-               "distillation, of the divergence from the teacher",
+               "distillation, of KL",
                "falls; a rise while `loss` falls is overfitting", runs=_BOTH_SFT, chart="SET loss"),
         Metric("eval/SET/margin", "score", "mean margin of pairs", "rises", runs=_PAIRS),
-        Metric("eval/SET/nll", "nats",
-               "in distillation the mean of -log p over completion tokens; e to it is the "
-               "perplexity", "falls to `teacher_nll`", runs=_SFT, chart="SET -log p"),
-        Metric("eval/SET/teacher_nll", "nats", "the same by the teacher", "steady", runs=_SFT,
-               chart="SET -log p", label="teacher"),
+        Metric("eval/SET/nll", "nats", "mean of -log p in distillation",
+               runs=_SFT, chart="SET -log p"),
+        Metric("eval/SET/teacher_nll", "nats", "by the teacher", runs=_SFT, chart="SET -log p",
+               label="teacher"),
         Metric("eval/SET/problems", "problems", "those with a graded sample", "all", runs=_TEXT),
         Metric("eval/SET/failed", "completions", "those whose reward failed", "0", "sum",
                runs=_TEXT),
@@ -231,14 +230,8 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
         Metric("kl/k3", "nats", "mean of exp(-x) - 1 + x: never negative",
                "0 at first, then below 0.1; a steep rise is drift (raise "
                "`algorithm.kl_coefficient`)", chart="KL to the reference"),
-    ),
-    "Teacher": (
-        Metric("teacher/kl", "nats",
-               "mean divergence from the [teacher](distillation.md), over the vocabulary or by the "
-               "sampled tokens (`teacher.kl`)", "falls", runs=_TRAIN, chart="KL to the teacher",
-               line=Line("teacher KL {teacher/kl:.4f}", ((1, ""),))),
-        Metric("teacher/nll", "nats", "mean of -log p of the completion tokens", "falls",
-               runs=_SFT),
+        Metric("teacher/kl", "nats", "mean divergence from the [teacher](distillation.md)", "falls",
+               chart="KL to the teacher", line=Line("teacher KL {teacher/kl:.4f}", ((1, ""),))),
     ),
     "Value head": (
         Metric("value/loss", "reward squared",

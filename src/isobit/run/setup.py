@@ -361,7 +361,9 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
     training = config.training
     updates = training.updates_per_batch * training.epochs
     reference = describe_reference(config, model, longest, weights)
-    frozen = reference, describe_shadow(config, model.config)
+    frozen = [reference, describe_shadow(config, model.config)]
+    frozen += [*describe_teacher(config, model, longest, weights)]
+    frozen += [*plan_reward_models(config.reward, weights)]
     return RlPlan(
         config=config,
         source=source,
@@ -378,11 +380,7 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
             *describe_text(config, model.config, model.tokenizer, sampling),
         ),
         evaluation=evaluation,
-        frozen=(
-            *(one for one in frozen if one is not None),
-            *describe_teacher(config, model, longest, weights),
-            *plan_reward_models(config.reward, weights),
-        ),
+        frozen=tuple(one for one in frozen if one is not None),
         extra_bytes=extra_bytes(config, model.config),
         head_rate=_head_rate(config),
         algorithm=algorithm,
