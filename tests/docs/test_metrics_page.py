@@ -114,6 +114,12 @@ def test_runs_write_every_metric_of_the_table_and_no_other(
         "training": {"steps": 1, "prompts_per_step": 2},
     }
     sft(SftConfig.model_validate(supervised))
+    sft(
+        SftConfig.model_validate(
+            supervised | {"objective": "distil", "output": tmp_path / "distil"}
+        )
+    )
+    train(make_config(output=tmp_path / "taught", teacher={"precision": "fp32"}))
     pairs, others = (
         {"type": "jsonl", "path": str(RECIPES / f"{name}.jsonl"), "limit": 4}
         for name in ("preferences", "preferences_held_out")
@@ -125,7 +131,7 @@ def test_runs_write_every_metric_of_the_table_and_no_other(
         "data": {"train": pairs, "eval": {"held_out": others}},
     }
     sft(SftConfig.model_validate(preferences))
-    names = ("all", "refilled", "sft", "preferences")
+    names = ("all", "refilled", "sft", "distil", "taught", "preferences")
     runs = (config.output, *(tmp_path / name for name in names))
     elsewhere = (
         ON_A_GPU | OF_ROLLOUTERS | OF_VLLM | OF_EXPERTS | OF_EPISODES | OF_RANKS | OF_CALIBRATION

@@ -38,7 +38,7 @@ CLAIMS: dict[str, Callable[[Figures, Figures], bool]] = {
 }
 """What a recipe for one capability shows in its first or its last step."""
 TRAIN = ("checkpoint", "lora", "quickstart", "reasoning_gym", "tens", "tools", "your_data", *CLAIMS)
-SFT = ("fine_tune", "moe", "reward_model", "starter", "tools_sft")
+SFT = ("distil", "fine_tune", "moe", "reward_model", "starter", "tools_sft")
 SMALL = {"training.steps": 1, "training.prompts_per_step": 2, "threads": 1}
 FEW_ROWS = {"data__train__limit": 200}
 """Of thousands, all of which a run would tokenise."""

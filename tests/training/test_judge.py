@@ -20,13 +20,16 @@ from isobit.config.algorithm import (
     ReinforcePpBaselineConfig,
     ReMaxConfig,
     RlooConfig,
+    RunTeacher,
     TisCorrection,
 )
+from isobit.config.tables import PrecisionConfig
 from isobit.models.frozen import FrozenPolicy
-from isobit.records.batch import TokenScores
+from isobit.models.scorer import Scorer
+from isobit.records.batch import TokenScores, pack
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import UNTAUGHT, Completion, Group, describe_untaught
-from isobit.training.judge import Judge, sequences_learnt_from
+from isobit.training.judge import Judge, sequences_learnt_from, teacher_metrics
 from isobit.training.step import has_signal
 from isobit.training.trainer import Trainer
 from tests.sequences import answer_of, group_of
@@ -395,3 +398,35 @@ def test_reasons_read_as_a_sentence() -> None:
     assert text.startswith("1,003 completions, 1,000 without a valid reward, 1 empty and 2 with")
     assert text.endswith("the first error of the reward is noted above")
     assert describe_untaught({}) == "no completions"
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_each_token_loses_what_the_teacher_finds_less_likely(
+    only: bool,
+    make_trainer: MakeTrainer,
+    make_groups: MakeGroups,
+) -> None:
+    trainer = make_trainer("fp8")
+    groups = make_groups(trainer)
+    config, teaching = GrpoConfig(), RunTeacher(coefficient=0.25, only=only)
+    precision = PrecisionConfig(preset="bf16")
+    masters = {name: master.detach() for name, master in trainer.policy.masters.items()}
+    teacher = FrozenPolicy.publish(trainer.policy.config, precision, masters)
+    plain = Judge(trainer, build_algorithm(config, 24), config, True, 24)
+    taught = replace(plain, teacher=teacher, teaching=teaching)
+    scorer, gaps = Scorer(teacher), list[float]()
+    for before, after in zip(plain.judged(groups, []), taught.judged(groups, []), strict=True):
+        for one, other in zip(before.completions, after.completions, strict=True):
+            (batch,) = pack([one.sequence], 1 << 20)
+            apart = batch.recorded_log_probs.double() - scorer.score(batch).log_probs.double()
+            rewarded = one.sequence.of_response(one.sequence.advantages)
+            own = 0.0 if only else torch.from_numpy(rewarded).double()
+            wanted = (own - 0.25 * apart).float().numpy()
+            found = other.sequence.of_response(other.sequence.advantages)
+            assert np.array_equal(found, wanted)
+            gaps += apart.tolist()
+        sequences = [one.sequence for one in after.completions]
+        assert all(one.teacher_log_probs is not None for one in sequences)
+    every = [one.sequence for group in taught.judged(groups, []) for one in group.completions]
+    assert any(gaps)
+    assert teacher_metrics(every)["teacher/kl"] == pytest.approx(sum(gaps) / len(gaps))

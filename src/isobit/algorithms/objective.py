@@ -10,11 +10,17 @@ of an update add up to its loss, and so do their gradients:
 An algorithm of reinforcement learning also says what each completion of a step was worth
 (``credit``), with all groups of the step in view.
 
+A teacher whose whole distributions are known adds a term to any algorithm's loss (``Distilled``),
+with w the mean weights of that algorithm and KL the divergence of each response token
+(``isobit.models.scorer``):
+
+    loss + coefficient * sum over tokens i of   w[i] * KL[i]
+
 Shapes: N response tokens of one micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -91,3 +97,41 @@ class Algorithm(Objective, Protocol):
         With ``algorithm.credit = "turn"`` it is asked once for each turn (``turn_credit``).
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """An ``Algorithm`` with a teacher beside it."""
+
+    algorithm: Algorithm
+    coefficient: float
+
+    has_other_terms = True
+    """Every token teaches, whatever its advantage."""
+
+    @property
+    def needs_values(self) -> bool:
+        return self.algorithm.needs_values
+
+    @property
+    def needs_greedy(self) -> bool:
+        return self.algorithm.needs_greedy
+
+    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
+        """The algorithm's own."""
+        return self.algorithm.credit(groups)
+
+    def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
+        """Likewise."""
+        return self.algorithm.shares(batches)
+
+    def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
+        """The algorithm's, and the weighted divergences of the N tokens."""
+        divergences = scores.divergences
+        assert divergences is not None, "the trainer has a teacher"
+        own = self.algorithm.loss(scores, batch, shares)
+        return replace(
+            own,
+            loss=own.loss + self.coefficient * (shares.mean * divergences).sum(),
+            metrics=own.metrics | {"teacher/kl": float(divergences.detach().double().sum())},
+        )

@@ -1,5 +1,5 @@
-"""The table ``algorithm``, and the list ``corrections`` of weights for tokens that another policy
-sampled than the one being trained.
+"""The table ``algorithm``, the list ``corrections`` of weights for tokens that another policy
+sampled than the one being trained, and the table ``teacher``.
 
 Each algorithm has only the keys that it reads, with the defaults of its paper. ``algorithm =
 "dapo"`` names one, ``algorithm = "file.py:Class"`` a custom objective; a table without a name is
@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from isobit.config.base import MAX_COUNT, MAX_FACTOR, MAX_STEPS, HomeName, Strict
-from isobit.config.tables import MAX_POSITIONS
+from isobit.config.tables import MAX_POSITIONS, MAX_VOCAB_SIZE
 from isobit.util.errors import ConfigError
 
+KlDirection = Literal["forward", "reverse"]
 LossMean = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 ClipLow = Annotated[
@@ -356,3 +357,81 @@ def check_credit(algorithm: AlgorithmConfig, acts: bool, replayed: float) -> Non
             f"algorithm.credit is 'turn', and replay.fraction {replayed:g}: a "
             "replayed completion keeps one advantage for all its turns; leave one of them out"
         )
+
+
+class FrozenTeacher(Strict):
+    """A frozen model that is learnt from (docs/distillation.md)."""
+
+    model: HomeName | None = None
+    """A folder or name of the hub with the policy's tokenizer; by default the run's own ``model``,
+    as it is before the run.
+    """
+    precision: Literal["bf16", "fp8", "int8", "fp32"] = "bf16"
+    """The flow that it computes in."""
+    top_k: int = Field(default=0, ge=0, le=MAX_VOCAB_SIZE)
+    """Of a divergence over the vocabulary: how many of the teacher's likeliest tokens count one by
+    one, all others together as one; 0 is the whole vocabulary.
+    """
+
+
+class SftTeacher(FrozenTeacher):
+    """The teacher of `isobit sft` with the objective ``distil``."""
+
+    kl: KlDirection = "forward"
+    """The divergence of each completion token: forward is KL(teacher, policy), as in
+    quantisation-aware distillation (arXiv 2601.20088); reverse is KL(policy, teacher).
+    """
+
+
+class RunTeacher(FrozenTeacher):
+    """On-policy distillation: the teacher of `isobit train`, on what the policy samples."""
+
+    kl: Literal["sampled", "reverse", "forward"] = "sampled"
+    """sampled: log p(policy) - log p(teacher) of each sampled token is subtracted from its
+    advantage. reverse is KL(policy, teacher) over the vocabulary as a term of the loss (arXiv
+    2306.08543), forward KL(teacher, policy) (arXiv 2306.13649).
+    """
+    coefficient: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
+    """Weight of the teacher beside the rewards."""
+    only: bool = False
+    """Learn from the teacher alone: rewards are graded and logged, and have no part in advantages.
+    """
+
+
+def check_teacher(teacher: RunTeacher | None, algorithm: AlgorithmConfig, replays: bool) -> None:
+    """Refuse what a teacher does not go with; ``replays``: whether there is a replay buffer."""
+    if teacher is None:
+        return
+    problems = {
+        "teacher.top_k": (
+            teacher.kl == "sampled" and teacher.top_k,
+            "teacher.kl is 'sampled', which reads the sampled token alone: leave it out, or set kl "
+            "to 'reverse' or 'forward'",
+        ),
+        "algorithm.calibrate_every": (
+            getattr(algorithm, "calibrate_every", 0),
+            "a calibration knows no teacher: leave one of them out",
+        ),
+        "algorithm.name": (
+            algorithm.name == "gspo" and teacher.kl == "sampled" and "gspo",
+            "it has one ratio a sequence, in whose gradient only the mean of its advantages "
+            "counts: set teacher.kl to 'reverse', or take 'grpo'",
+        ),
+        "replay.fraction": (
+            replays and teacher.kl == "sampled" and "above 0",
+            "a replayed completion keeps one advantage for all its tokens: leave the replay out, "
+            "or set teacher.kl to 'reverse'",
+        ),
+        "algorithm": (
+            teacher.only and algorithm.name in ("ppo", "custom") and algorithm.name,
+            "teacher.only leaves it without what its credit gives: leave `only` out, or take "
+            "'grpo'",
+        ),
+        "algorithm.dynamic_sampling": (
+            teacher.only and algorithm.dynamic_sampling,
+            "with teacher.only no group is without a signal: leave it out",
+        ),
+    }
+    for key, (value, why) in problems.items():
+        if value:
+            raise ConfigError(f"{key} is {value} and there is a teacher, but {why}")

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, Field, NaiveDatetime, model_validator
 from pydantic.fields import FieldInfo
 
-from isobit.config.algorithm import AlgorithmConfig, Correction, GrpoConfig
+from isobit.config.algorithm import AlgorithmConfig, Correction, GrpoConfig, RunTeacher, SftTeacher
 from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, HomeName, HomePath, Seed, Strict
 from isobit.config.data import (
     ChatConfig,
@@ -125,6 +125,8 @@ class RunConfig(Strict):
     """Weights, which are multiplied, for tokens that another policy sampled than the trained one.
     """
     reference: ReferenceConfig = ReferenceConfig()
+    teacher: RunTeacher | None = None
+    """Distil from it."""
     replay: ReplayConfig = ReplayConfig()
     training: TrainingConfig = TrainingConfig()
     asynchrony: AsyncConfig = Field(default=AsyncConfig(), alias="async")
@@ -147,12 +149,14 @@ class RunConfig(Strict):
         return {**values, "corrections": [{"type": "tis"}]} if engine == "vllm" else values
 
 
-Objective = Literal["supervised", "preference"]
+Objective = Literal["supervised", "preference", "distil"]
 
 
 class SftConfig(Strict):
     objective: Objective = "supervised"
-    """``supervised`` trains on completions; ``preference`` trains a reward model on pairs."""
+    """``supervised`` trains on completions; ``preference`` trains a reward model on pairs;
+    ``distil`` learns a teacher's distribution of each completion token.
+    """
     model: HomeName = "starter"
     """A Hugging Face folder, a name of the hub (``org/name`` or ``org/name@revision``), or
     ``starter`` for the small model shipped with Isobit. For the objective ``preference`` it may be
@@ -164,6 +168,8 @@ class SftConfig(Strict):
     """The run's directory; it must be new or empty, or with ``--resume`` the run to continue."""
     lora: LoraConfig | None = None
     """Train adapters of low rank instead of the weights."""
+    teacher: SftTeacher | None = None
+    """For the objective ``distil``; by default the run's ``model`` in BF16."""
     precision: PrecisionConfig = PrecisionConfig()
     device: Device = "auto"
     """``auto`` takes a Hopper GPU where one is there that computes the model."""

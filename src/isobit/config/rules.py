@@ -14,6 +14,7 @@ from isobit.config.algorithm import (
     TokenClipConfig,
     check_corrections,
     check_credit,
+    check_teacher,
 )
 from isobit.config.base import MAX_BATCH
 from isobit.config.data import (
@@ -25,12 +26,9 @@ from isobit.config.data import (
 )
 from isobit.config.recipes import RunConfig, SftConfig, check_lora
 from isobit.config.tables import (
-    MIXTURES,
-    WINDOWED,
     CheckpointConfig,
     ClusterConfig,
     EvaluationConfig,
-    ModelShape,
     OptimisationConfig,
     RolloutConfig,
     TrainingConfig,
@@ -43,7 +41,9 @@ def check_run(config: RunConfig) -> None:
     check_schedule(config.training)
     check_batch(config.training, config.rollout)
     check_algorithm(config.algorithm, config.rollout)
-    check_groups(config.algorithm, config.training)
+    check_teacher(config.teacher, config.algorithm, config.replay.fraction > 0)
+    if config.teacher is None or not config.teacher.only:
+        check_groups(config.algorithm, config.training)
     check_corrections(config.corrections)
     check_reward(config.reward)
     check_samples(config.evaluation)
@@ -184,6 +184,11 @@ def check_sft(config: SftConfig) -> None:
         )
     check_own_engine(config.cluster)
     check_lora(config)
+    if config.teacher is not None and config.objective != "distil":
+        raise ConfigError(
+            f"teacher is set, but objective is {config.objective!r}, which has none; set objective "
+            "to 'distil', or leave the teacher out"
+        )
     if config.precision.kv_scales == "per_tensor":
         raise ConfigError("precision.kv_scales = 'per_tensor' is for isobit train; leave it out")
     check_schedule(config.training)
@@ -433,35 +438,6 @@ def check_best(checkpoint: CheckpointConfig, figures: Collection[str]) -> None:
         advice = f"name one of {', '.join(figures)}"
     if name is not None and name not in figures:
         raise ConfigError(f"checkpoint.keep_best is {name!r}, which no evaluation gives; {advice}")
-
-
-def check_shape(shape: ModelShape) -> None:
-    """Refuse impossible head sizes, and keys that the family does not have."""
-    if shape.head_dim is None and shape.hidden_size % shape.num_heads:
-        raise ConfigError(
-            f"from_scratch.hidden_size is {shape.hidden_size}, which {shape.num_heads} heads do "
-            "not divide; change one of them, or set from_scratch.head_dim"
-        )
-    if (shape.num_experts is not None) != (shape.family in MIXTURES):
-        raise ConfigError(
-            f"from_scratch.num_experts is {shape.num_experts}, and family {shape.family!r}; "
-            f"{', '.join(MIXTURES)} have experts, the others none"
-        )
-    if shape.num_experts is not None and shape.num_experts_per_tok > shape.num_experts:
-        raise ConfigError(
-            f"from_scratch.num_experts_per_tok is {shape.num_experts_per_tok}, more than there "
-            f"are: num_experts is {shape.num_experts}"
-        )
-    if shape.moe_intermediate_size is not None and shape.family != "qwen3_moe":
-        raise ConfigError(
-            "from_scratch.moe_intermediate_size is for the family 'qwen3_moe'; experts of "
-            "'mixtral' have intermediate_size"
-        )
-    if shape.sliding_window is not None and shape.family not in WINDOWED:
-        raise ConfigError(
-            f"from_scratch.sliding_window is {shape.sliding_window}, and family {shape.family!r}; "
-            f"{', '.join(WINDOWED)} have windows"
-        )
 
 
 def _graded_figures(sets: Collection[str], evaluation: EvaluationConfig) -> list[str]:

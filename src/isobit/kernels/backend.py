@@ -7,9 +7,9 @@ result, and ``hopper`` on NVIDIA GPUs of the Hopper generation.
 In the forward an output row's bits depend on that row's inputs alone, never on the number of rows,
 its place among them, or the operation's form (paged or packed, captured or not).  The backward
 repeats its bits for the same call.  Gradients of masters are FP32 and are added to: each call adds
-one finished sum, started from zero, to every element.  Only ``token_log_probs_backward`` may add
-the parts in which it takes rows one by one: a caller whose gradient is not zero passes zeros, and
-adds the result.
+one finished sum, started from zero, to every element.  Only lm_head's
+(``token_log_probs_backward``, ``head_logits_backward``) may add the parts in which rows are taken
+one by one: a caller whose gradient is not zero passes zeros, and adds the result.
 
 Shapes: T tokens end to end, C hidden size, H query heads and G KV heads of D numbers, V vocabulary.
 """
@@ -327,6 +327,19 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """The gradients of the log-probabilities and of the entropies, FP32 [N] each, None for
         zeros -> that of hidden [N, C]; grad [V, C], None for a frozen head.
+        """
+        ...
+
+    def head_logits_backward(
+        self,
+        hidden: torch.Tensor,
+        head: HeadWeight,
+        d_logits: torch.Tensor,
+        grad: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The gradient of ``head_logits`` of the first V' rows, FP32 [N, V'] -> that of hidden [N,
+        C]; adds the head's to ``grad`` [V, C], None for a frozen head, as
+        ``token_log_probs_backward`` adds one of its parts, and with the same products.
         """
         ...
 

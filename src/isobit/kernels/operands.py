@@ -561,6 +561,7 @@ class Sizes(Protocol):
 
     page_tokens: int  # of a page of the KV cache
     batched_tokens: int  # of one engine forward, which keep the device busy
+    logits_at_once: int  # of each of two models, where all their log-probabilities are compared
 
     def page_bytes(self, shape: KvShape, flow: PrecisionFlow) -> int:
         """A page over all layers, with scales.  Raises ConfigError for an unsupported format."""

@@ -187,6 +187,12 @@ def master_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
     return total
 
 
+_BYTES_A_PAIR = 36
+"""Of a token of the vocabulary for two models: logits, log-probabilities and terms in FP32, and
+terms in FP64 and as integers.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
     """A model that only scores, as a plan describes it."""
@@ -198,6 +204,7 @@ class FrozenModel:
     offload: bool = False
     lasting: bool = True  # whether it exists while it does not score
     shared: bool = False  # whether its weights are the policy's own: the base of adapters
+    teaches: bool = False  # whether its whole distributions are compared with the policy's
 
     @property
     def grades(self) -> bool:
@@ -222,8 +229,20 @@ class FrozenModel:
         """The peak beside its weights for ``tokens`` tokens at once."""
         return scoring_bytes(self.shape, self.flow, sizes, tokens, longest)
 
+    def comparing_bytes(self, sizes: Sizes, tokens: int) -> int:
+        """What is taken beside the policy's forward and backward of ``tokens`` tokens: its hidden
+        states, and two models' logits of a part of them, in all forms.
+        """
+        if not self.teaches:
+            return 0
+        width = DTYPES[self.flow.training.activations].itemsize
+        rows = min(tokens, max(1, sizes.logits_at_once // self.shape.num_drawn))
+        hidden = 2 * width * self.shape.hidden_size * tokens
+        return hidden + _BYTES_A_PAIR * self.shape.num_drawn * rows
+
     def with_offload(self) -> "FrozenModel":
-        return replace(self, offload=self.lasting)
+        """Where it can be: a teacher is always on the device."""
+        return replace(self, offload=self.lasting and self.table != "teacher")
 
 
 def page_locked(size: int) -> int:

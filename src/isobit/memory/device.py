@@ -202,6 +202,7 @@ class DevicePlanner:
         model, share = (self.shape, self.flow, self.sizes), self._share(training)
         passing = passing_bytes(*model, training.recompute, tokens, longest, share.made_by_head)
         largest = max(passing, key=lambda name: passing[name])
+        compared = sum(one.comparing_bytes(self.sizes, tokens) for one in self.frozen)
         return {
             **weights,
             "gradients": weights["masters"],
@@ -209,6 +210,7 @@ class DevicePlanner:
             **({"gradients as they are made": share.made} if share.made else {}),
             "saved activations": saved_bytes(*model, training.recompute, tokens),
             largest: passing[largest],
+            **({"beside the teacher": compared} if compared else {}),
         }
 
     def _share(self, training: TrainingConfig) -> Share:
@@ -338,7 +340,8 @@ def _cache_advice(training: TrainingConfig, frozen: Sequence[FrozenModel]) -> st
 
 def _offload_keys(frozen: Sequence[FrozenModel]) -> str:
     """The settings that offload the frozen models on the device; empty if there are none."""
-    tables = dict.fromkeys(model.table for model in frozen if model.stays)
+    away = (model for model in frozen if model.stays and model.with_offload().offload)
+    tables = dict.fromkeys(model.table for model in away)
     return " and ".join(f"{table}.offload = true" for table in tables)
 
 

@@ -14,14 +14,34 @@ summed in a fixed order with one addition per element and micro-batch
 leaves out everything after the second norm, about half of all; ``full`` keeps only the residual
 stream of each layer. What will be computed again is first computed as in rollout, without WGrad's
 copies.
+
+**A teacher.** With p the policy's distribution of a token and q a frozen model's of the same place,
+over the tokens of the tokenizer and at the same temperature:
+
+    forward   KL(q || p) = sum over v of q (log q - log p)     d logits = (p - q) / temperature
+    reverse   KL(p || q) = sum over v of p (log p - log q)     d logits = p (log p - log q - KL) /
+                                                                          temperature
+
+(forward: Hinton et al., arXiv 1503.02531; reverse: MiniLLM, arXiv 2306.08543; both on the policy's
+own samples: GKD, arXiv 2306.13649). log p and log q have the bits of each model's own scores, so
+equal models have a divergence and a gradient of exactly 0. With ``top_k`` the tokens outside of the
+teacher's k likeliest (and of those as likely as the last of them) count as one outcome, with their
+whole probability under p and under q: a lower bound of the divergence, for which outside
+
+    log q  =  log p + log(sum of q outside) - log(sum of p outside)
+
+takes the place of log q in all formulas above. The logits of a few rows exist at a time
+(``Sizes.logits_at_once``), and the backward computes them again. The sum over v is of integers, in
+units of 2^-40 nats, which has no order: a token's divergence depends on its row alone.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from isobit.config.algorithm import KlDirection
 from isobit.config.tables import Recompute
 from isobit.kernels.operands import RouterLoss, sequence_means
 from isobit.models.attention import SavedAttention
@@ -130,11 +150,115 @@ class PackedPass:
 Model = TypeVar("Model", bound=Scorable)
 
 
-class Scorer(Generic[Model]):
-    """Scores packed sequences with the training side of a policy, or with a frozen model."""
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A frozen model of the policy's tokens, and the divergence of the policy from it."""
 
-    def __init__(self, policy: Model) -> None:
-        self.policy = policy
+    model: Scorable
+    kl: KlDirection
+    top_k: int = 0
+    """Tokens of the teacher's distribution that count one by one; 0 is all."""
+
+    def hidden_states(self, batch: PackedBatch) -> torch.Tensor:
+        """What predicts the N targets of a batch, [N, its own C]."""
+        return Scorer(self.model).hidden_states(batch, self.model.decoder.routes())[0]
+
+    @torch.no_grad()
+    def divergences(
+        self,
+        policy: Scorable,
+        hidden: torch.Tensor,
+        taught: torch.Tensor,
+        temperatures: torch.Tensor,
+    ) -> torch.Tensor:
+        """hidden [N, C] of the policy and ``taught`` of the teacher, which predict the same tokens,
+        temperatures FP32 [N] -> FP32 [N], nats; NaN where logits are not finite.
+        """
+        found = torch.empty_like(temperatures)
+        for part, log_p, log_q in self._parts(policy, hidden, taught, temperatures):
+            found[part] = self._divergence(log_p, log_q)
+        return found
+
+    @torch.no_grad()
+    def backward(
+        self,
+        policy: Policy,
+        hidden: torch.Tensor,
+        taught: torch.Tensor,
+        temperatures: torch.Tensor,
+        d: torch.Tensor,
+    ) -> torch.Tensor:
+        """The gradient of the divergences, FP32 [N] -> that of hidden; adds lm_head's."""
+        head, weights, d_hidden = policy.decoder.lm_head, policy.weights("training"), []
+        grad = None if head.is_frozen else policy.gradient(head.master)
+        scaled = (d / temperatures)[:, None]
+        for part, log_p, log_q in self._parts(policy, hidden, taught, temperatures):
+            d_logits = self._d_logits(log_p, log_q).mul_(scaled[part])
+            del log_p, log_q
+            d_hidden.append(
+                policy.backend.head_logits_backward(hidden[part], weights.lm_head, d_logits, grad)
+            )
+        return torch.cat([hidden[:0], *d_hidden])
+
+    def _parts(
+        self,
+        policy: Scorable,
+        hidden: torch.Tensor,
+        taught: torch.Tensor,
+        temperatures: torch.Tensor,
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Some rows, and their log p and log q, FP32 [n, V]."""
+        backend = policy.backend
+        rows = max(1, backend.sizes.logits_at_once // policy.decoder.lm_head.num_drawn)
+        for first in range(0, hidden.shape[0], rows):
+            part = slice(first, first + rows)
+            log_p, log_q = (
+                backend.log_softmax(
+                    model.decoder.lm_head.logits(model.weights("training"), states[part]),
+                    temperatures[part],
+                )
+                for model, states in ((policy, hidden), (self.model, taught))
+            )
+            yield part, log_p, self._with_rest(log_p, log_q)
+
+    def _with_rest(self, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        """log q in which all but the likeliest tokens stand for one outcome."""
+        if not 0 < self.top_k < log_q.shape[1]:
+            return log_q
+        inside = log_q >= log_q.topk(self.top_k, -1).values[:, -1:]
+        rest_q, rest_p = (
+            torch.logsumexp(x.masked_fill(inside, -torch.inf), -1, keepdim=True)
+            for x in (log_q, log_p)
+        )
+        shift = torch.where(inside.all(-1, keepdim=True), 0.0, rest_q - rest_p)
+        return torch.where(inside, log_q, log_p + shift)
+
+    def _divergence(self, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        """[n, V] each -> [n]."""
+        if self.kl == "forward":
+            log_p, log_q = log_q, log_p
+        terms = log_p.exp() * (log_p - log_q)
+        finite = torch.isfinite(terms).all(-1)
+        total = terms.double().mul_(_UNITS).round_().long().sum(-1)
+        return torch.where(finite, (total.double() / _UNITS).float(), torch.nan)
+
+    def _d_logits(self, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        if self.kl == "forward":
+            return log_p.exp().sub_(log_q.exp())
+        divergence = self._divergence(log_p, log_q)[:, None]
+        return (log_p - log_q).sub_(divergence).mul_(log_p.exp())
+
+
+_UNITS = 2.0**40
+
+
+class Scorer(Generic[Model]):
+    """Scores packed sequences with the training side of a policy, or with a frozen model; with a
+    teacher also how far the policy is from it.
+    """
+
+    def __init__(self, policy: Model, teacher: Teacher | None = None) -> None:
+        self.policy, self._teacher = policy, teacher
 
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
@@ -144,7 +268,12 @@ class Scorer(Generic[Model]):
         routes, to_device = policy.decoder.routes(), policy.backend.to_device
         hidden, rows = self.hidden_states(batch, routes)
         targets, temperatures = to_device(batch.targets), to_device(batch.temperatures)
-        return _on_host(_scores(policy, hidden, targets, temperatures), routes, rows)
+        made = _scores(policy, hidden, targets, temperatures)
+        if (teacher := self._teacher) is not None:
+            taught = teacher.hidden_states(batch)
+            found = teacher.divergences(policy, hidden, taught, temperatures)
+            made = replace(made, divergences=found)
+        return _on_host(made, routes, rows)
 
     @torch.no_grad()
     def hidden_states(
@@ -198,6 +327,7 @@ class ScoredPass:
         batch: PackedBatch,
         recompute: Recompute,
         coefficients: RouterCoefficients | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         """``coefficients`` weigh the router's losses of each sequence, if there are experts."""
         _check_targets(policy, batch)
@@ -215,12 +345,20 @@ class ScoredPass:
         self._rows, self._targets = to_device(batch.rows), to_device(batch.targets)
         self._temperatures = to_device(batch.temperatures)
         self._hidden: torch.Tensor | None = None
+        self._teacher, self._taught = teacher, None
 
     @torch.no_grad()
     def forward(self) -> TokenScores:
         """The bits of ``Scorer.score``; raises as it does."""
+        teacher = self._teacher
+        if teacher is not None:  # before the pass fills the memory
+            self._taught = teacher.hidden_states(self.batch)
         self._hidden = self._pass.forward().index_select(0, self._rows)
         made = _scores(self._policy, self._hidden, self._targets, self._temperatures)
+        if teacher is not None and self._taught is not None:
+            pair = self._hidden, self._taught
+            found = teacher.divergences(self._policy, *pair, self._temperatures)
+            made = replace(made, divergences=found)
         return _on_host(made, self._routes, self._rows)
 
     @torch.no_grad()
@@ -229,17 +367,19 @@ class ScoredPass:
         d_log_probs: torch.Tensor | None,
         d_entropies: torch.Tensor | None = None,
         d_values: torch.Tensor | None = None,
+        d_divergences: torch.Tensor | None = None,
     ) -> None:
         """Add the gradients to the masters' ``grad``. The arguments are the loss's gradients by
         each score, FP32 [N], None where the loss does not depend on it. A pass has one backward.
         """
-        self._pass.backward(self._d_hidden(d_log_probs, d_entropies, d_values))
+        self._pass.backward(self._d_hidden(d_log_probs, d_entropies, d_values, d_divergences))
 
     def _d_hidden(
         self,
         d_log_probs: torch.Tensor | None,
         d_entropies: torch.Tensor | None,
         d_values: torch.Tensor | None,
+        d_divergences: torch.Tensor | None,
     ) -> torch.Tensor:
         """The gradient of the hidden states [T, C], through the heads, whose tensors are freed
         here.
@@ -247,6 +387,9 @@ class ScoredPass:
         assert self._hidden is not None, "the forward comes first"
         hidden, self._hidden = self._hidden, None
         d_rows = self._through_head(hidden, d_log_probs, d_entropies)
+        if d_divergences is not None:
+            through = self._through_teacher(hidden, d_divergences)
+            d_rows = through if d_rows is None else d_rows.add_(through)
         if d_values is not None:
             through = self._through_value(hidden, d_values)
             d_rows = through if d_rows is None else d_rows.add_(through)
@@ -274,6 +417,13 @@ class ScoredPass:
             self._on_device(d_log_probs),
             None if d_entropies is None else self._on_device(d_entropies),
         )
+
+    def _through_teacher(self, hidden: torch.Tensor, d_divergences: torch.Tensor) -> torch.Tensor:
+        taught, self._taught = self._taught, None
+        assert self._teacher is not None
+        assert taught is not None, "the forward comes first"
+        d = self._on_device(d_divergences)
+        return self._teacher.backward(self._policy, hidden, taught, self._temperatures, d)
 
     def _through_value(self, hidden: torch.Tensor, d_values: torch.Tensor) -> torch.Tensor:
         policy = self._policy
@@ -329,10 +479,14 @@ def _on_host(found: TokenScores, routes: Routes | None, rows: torch.Tensor) -> T
         raise NonFiniteError(
             "training forward: the log-probability of a sampled token is not finite"
         )
+    divergences = None if found.divergences is None else found.divergences.cpu()
+    if divergences is not None and not torch.isfinite(divergences).all():
+        raise NonFiniteError("the teacher's forward: its logits are not finite")
     return TokenScores(
         log_probs,
         found.entropies.cpu(),
         None if found.values is None else found.values.cpu(),
         None if routes is None else routes.digests().index_select(0, rows).cpu(),
         None if routes is None else routes.scores(),
+        divergences,
     )

@@ -101,6 +101,8 @@ class TokenScores:
     """
     router: RouterScores | None = None
     """Of a mixture of experts in a pass that is learnt from."""
+    divergences: torch.Tensor | None = None
+    """From the teacher's distribution, nats (``isobit.models.scorer``); None without a teacher."""
 
 
 def sequences_of(

@@ -90,9 +90,14 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "at least `accuracy`; falling while `accuracy` rises is lost diversity", runs=_TEXT,
                chart="SET"),
         Metric("eval/SET/loss", "nats",
-               "mean of -log p over completion tokens; of pairs, of -log sigmoid(margin)",
+               "mean of -log p over completion tokens; of pairs, of -log sigmoid(margin); in "
+               "distillation, of KL",
                "falls; a rise while `loss` falls is overfitting", runs=_BOTH_SFT, chart="SET loss"),
         Metric("eval/SET/margin", "score", "mean margin of pairs", "rises", runs=_PAIRS),
+        Metric("eval/SET/nll", "nats", "mean of -log p in distillation",
+               runs=_SFT, chart="SET -log p"),
+        Metric("eval/SET/teacher_nll", "nats", "by the teacher", runs=_SFT, chart="SET -log p",
+               label="teacher"),
         Metric("eval/SET/problems", "problems", "those with a graded sample", "all", runs=_TEXT),
         Metric("eval/SET/failed", "completions", "those whose reward failed", "0", "sum",
                runs=_TEXT),
@@ -225,6 +230,8 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
         Metric("kl/k3", "nats", "mean of exp(-x) - 1 + x: never negative",
                "0 at first, then below 0.1; a steep rise is drift (raise "
                "`algorithm.kl_coefficient`)", chart="KL to the reference"),
+        Metric("teacher/kl", "nats", "mean divergence from the [teacher](distillation.md)", "falls",
+               chart="KL to the teacher", line=Line("teacher KL {teacher/kl:.4f}", ((1, ""),))),
     ),
     "Value head": (
         Metric("value/loss", "reward squared",

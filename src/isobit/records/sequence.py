@@ -88,6 +88,7 @@ COLUMNS = (
            stand_in="log_probs"),
     Column("old_routings",        np.int64,   "judge",   False, False, None),
     Column("reference_log_probs", np.float32, "judge",   False, False, "reference_log_probs"),
+    Column("teacher_log_probs",   np.float32, "judge",   False, False, None),
     Column("kl_penalties",        np.float32, "judge",   False, False, None),
     Column("values",              np.float32, "judge",   False, False, "values"),
     Column("returns",             np.float32, "judge",   False, False, "returns"),
@@ -138,6 +139,8 @@ class TokenSequence:
     """Digests of that forward's experts; None as for ``old_log_probs``, or without experts."""
     reference_log_probs: Numbers | None = None
     """By the reference model; None without one."""
+    teacher_log_probs: Numbers | None = None
+    """By a teacher of the sampled tokens; None without one."""
     kl_penalties: Numbers | None = None
     """The KL coefficient times the estimated divergence from the reference, taken from the reward
     token by token; None where no penalty is in the reward.

@@ -1,4 +1,4 @@
-"""The models of a run that are not trained: its reference model, and its reward models.
+"""The models of a run that are not trained: its reference model, its teacher and its reward models.
 
 What a checkpoint holds of the reference model, which may follow the policy:
 
@@ -7,6 +7,8 @@ What a checkpoint holds of the reference model, which may follow the policy:
 
 Once it has, a checkpoint holds its tensors.  Until then they are a function of a folder, and the
 checkpoint holds their digest, which a resumed run has to find again.
+
+A teacher never changes, and its checkpoints hold its digest alone.
 
 Reward models are parts of a run's reward: the prompt and each completion become a conversation
 of the reward model's own tokenizer and chat template (``isobit.data.examples``), which gets a
@@ -34,8 +36,9 @@ from typing import Any
 
 import torch
 
+from isobit.config.algorithm import RunTeacher, SftTeacher
 from isobit.config.data import ChatConfig, OneExampleSource, RewardConfig
-from isobit.config.recipes import RunConfig, ScoringConfig
+from isobit.config.recipes import Recipe, RunConfig, ScoringConfig, SftConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.data.examples import Answer, answer_of, conversation_ids, row_of, whole_answer
 from isobit.data.sources import Row, load_rows
@@ -58,6 +61,7 @@ from isobit.models.frozen import (
     load_reward_model,
 )
 from isobit.models.policy import Policy
+from isobit.models.scorer import Teacher
 from isobit.precision.flow import build_flow
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.grading import ModelScores
@@ -181,16 +185,7 @@ def _described_reference(
 ) -> ModelConfig:
     """The shape of another model than the policy's own, which has to fit."""
     name, shape, wanted = config.reference.model, model.config, frozen_config(policy.config)
-    if model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise ConfigError(
-            f"reference.model is {name!r}, whose tokenizer has other tokens than the policy's: it "
-            "cannot score what the policy writes; name a model with the same tokenizer"
-        )
-    if shape.max_positions < longest:
-        raise ConfigError(
-            f"reference.model is {name!r}, whose context is {shape.max_positions:,} tokens, but "
-            f"sequences have up to {longest:,}; lower rollout.max_new_tokens, or name another model"
-        )
+    _check_tokens("reference.model", str(name), model, policy, longest)
     if config.reference.refresh_every and shape != wanted:
         raise ConfigError(
             f"reference.refresh_every is {config.reference.refresh_every}, but reference.model is "
@@ -198,6 +193,72 @@ def _described_reference(
             "refresh_every out, or name a model of the same shape"
         )
     return shape
+
+
+def _check_tokens(
+    key: str, name: str, model: DescribedModel, policy: DescribedModel, longest: int
+) -> None:
+    """Refuse a model that cannot score sequences of a policy of up to ``longest`` tokens."""
+    context = model.config.max_positions
+    if model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise ConfigError(
+            f"{key} is {name!r}, whose tokenizer has other tokens than the policy's: it "
+            "cannot score what the policy writes; name a model with the same tokenizer"
+        )
+    if context < longest:
+        raise ConfigError(
+            f"{key} is {name!r}, whose context is {context:,} tokens, but sequences have up to "
+            f"{longest:,}; make them shorter (rollout.max_new_tokens, data.max_tokens), or name "
+            "another model"
+        )
+
+
+class TaughtBy(Reference):
+    """The teacher of a policy, and the divergence from it over the vocabulary; None where the
+    sampled tokens alone are scored.
+    """
+
+    def __init__(
+        self, frozen: FrozenPolicy, policy: Policy, folder: str, config: SftTeacher | RunTeacher
+    ) -> None:
+        super().__init__(frozen, policy, folder)
+        kl = config.kl
+        self.divergence = None if kl == "sampled" else Teacher(frozen, kl, config.top_k)
+
+
+def teacher_table(config: Recipe) -> SftTeacher | RunTeacher | None:
+    """What a recipe says of its teacher; None where it has none."""
+    if isinstance(config, SftConfig):
+        return (config.teacher or SftTeacher()) if config.objective == "distil" else None
+    return config.teacher
+
+
+def describe_teacher(
+    config: Recipe, policy: DescribedModel, longest: int, weights: bool = True
+) -> tuple[FrozenModel, ...]:
+    """The teacher, if there is one, as ``describe_reference`` describes and refuses models."""
+    if (table := teacher_table(config)) is None:
+        return ()
+    name = table.model or config.model
+    model = describe_model(model_folder(name, weights))
+    if model.config.lora is not None:
+        raise ConfigError(
+            f"teacher.model is {name!r}, the folder of adapters, which a teacher does not read; "
+            "merge it (isobit export RUN --to FOLDER --merge), and name that folder"
+        )
+    _check_tokens("teacher.model", name, model, policy, longest)
+    flow = build_flow(PrecisionConfig(preset=table.precision), decoder_shape(model.config))
+    teaches = table.kl != "sampled"
+    return (FrozenModel("teacher", model.config, flow, "teacher", teaches=teaches),)
+
+
+def load_teacher(config: Recipe, policy: Policy) -> TaughtBy | None:
+    """On the policy's device; None without one.  Raises ModelError as ``load_policy`` does."""
+    if (table := teacher_table(config)) is None:
+        return None
+    folder = model_folder(table.model or config.model)
+    frozen = FrozenPolicy.load(folder, PrecisionConfig(preset=table.precision), policy.device)
+    return TaughtBy(frozen, policy, str(folder), table)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What fine-tuning learns: its examples, or its pairs of answers, and the objective of each.
 
 SftData     examples to learn from, and held-out sets of them to be measured on
-Lesson      one of the two objectives: how examples become micro-batches, what is minimised,
+Lesson      one of the objectives: how examples become micro-batches, what is minimised,
             and what is measured on held-out ones
 HeldOut     the figures of one held-out set
 """
@@ -43,10 +43,13 @@ from isobit.records.text import Prompt
 from isobit.run.data import rendering_notes
 from isobit.training.comparison import UpdateMetrics
 from isobit.training.supervised import (
+    DistilFigures,
+    DistilObjective,
     PairFigures,
     PreferenceObjective,
     SupervisedObjective,
     mean_loss,
+    measure_distance,
     measure_pairs,
     pack_pairs,
     pack_preferences,
@@ -257,11 +260,15 @@ class HeldOut:
 
     examples: int
     loss: float
-    """Nats a completion token, over all of them together; nats a pair for preferences."""
+    """Nats a completion token, over all of them together: of distillation those of the divergence;
+    nats a pair for preferences.
+    """
     result: EvalResult | None
     """Of the policy's own completions; None without a reward."""
     pairs: PairFigures | None = None
     """Of a reward model; None where completions are learnt."""
+    distance: DistilFigures | None = None
+    """From a teacher; None without one."""
 
     def scalars(self, name: str) -> Metrics:
         """The figures for the metrics file, under ``eval/NAME/``."""
@@ -269,6 +276,7 @@ class HeldOut:
             f"eval/{name}/loss": self.loss,
             **(self.result.scalars(name) if self.result else {}),
             **(self._of_pairs(name, self.pairs) if self.pairs else {}),
+            **(self._of_distance(name, self.distance) if self.distance else {}),
         }
 
     @property
@@ -284,18 +292,29 @@ class HeldOut:
     def _of_pairs(name: str, pairs: PairFigures) -> Metrics:
         return {f"eval/{name}/accuracy": pairs.accuracy, f"eval/{name}/margin": pairs.margin}
 
+    @staticmethod
+    def _of_distance(name: str, distance: DistilFigures) -> Metrics:
+        return {
+            f"eval/{name}/nll": distance.nll,
+            f"eval/{name}/teacher_nll": distance.teacher_nll,
+        }
+
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
         """The record from what ``dataclasses.asdict`` and JSON made of it."""
         result, pairs = content["result"], content.get("pairs")
+        distance = content.get("distance")
         return cls(
             content["examples"],
             content["loss"],
             None if result is None else EvalResult.from_json(result),
             None if pairs is None else PairFigures(**pairs),
+            None if distance is None else DistilFigures(**distance),
         )
 
 
+Figures: TypeAlias = PairFigures | DistilFigures | None
+"""What else is measured beside the loss."""
 Taught = TypeVar("Taught", bound=Item)
 
 
@@ -315,11 +334,9 @@ class Lesson(ABC, Generic[Taught]):
         """Examples -> packed micro-batches of at most so many tokens."""
 
     @abstractmethod
-    def measure(
-        self, trainer: Trainer, batches: Sequence[PackedBatch]
-    ) -> tuple[float, PairFigures | None]:
-        """The loss of examples that are not learnt from, and what else is measured of pairs; both
-        do not depend on the cut into batches.
+    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
+        """The loss of examples that are not learnt from, and what else is measured; both do not
+        depend on the cut into batches.
         """
 
     @abstractmethod
@@ -340,15 +357,24 @@ class _Supervised(Lesson[Example]):
         """See ``pack_examples``."""
         return pack_examples(examples, tokens_per_microbatch)
 
-    def measure(
-        self, trainer: Trainer, batches: Sequence[PackedBatch]
-    ) -> tuple[float, PairFigures | None]:
+    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
         """See ``mean_loss``."""
         return mean_loss(trainer, batches), None
 
     def tokens(self, examples: Sequence[Example], update: UpdateMetrics) -> int:
         """Of completions."""
         return update.tokens
+
+
+class _Distil(_Supervised):
+    """A teacher's distribution of the completions' tokens is learnt."""
+
+    objective = DistilObjective()
+
+    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
+        """See ``measure_distance``."""
+        figures = measure_distance(trainer, batches)
+        return figures.kl, figures
 
 
 class _Preference(Lesson[Pair]):
@@ -365,9 +391,7 @@ class _Preference(Lesson[Pair]):
         pairs = [pair.learnt for pair in examples]
         return pack_preferences(pairs, tokens_per_microbatch, trainer.policy.config.pad_token_id)
 
-    def measure(
-        self, trainer: Trainer, batches: Sequence[PackedBatch]
-    ) -> tuple[float, PairFigures | None]:
+    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
         """See ``measure_pairs``."""
         figures = measure_pairs(trainer.scorer, batches, trainer.policy.world)
         return figures.loss, figures
@@ -380,6 +404,7 @@ class _Preference(Lesson[Pair]):
 LESSONS: Mapping[recipes.Objective, Lesson[Any]] = {
     "supervised": _Supervised(),
     "preference": _Preference(),
+    "distil": _Distil(),
 }
 
 

@@ -15,8 +15,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 
 from isobit.config.recipes import Objective, RunConfig, SftConfig
-from isobit.config.rules import check_shape
 from isobit.config.tables import (
+    MIXTURES,
+    WINDOWED,
     LoraConfig,
     ModelShape,
     PrecisionConfig,
@@ -151,14 +152,14 @@ def source_config(
 ) -> ModelConfig:
     """The decoder alone; raises as ``describe_source`` does."""
     folder = model_folder(model, weights)
-    if shape is None and objective == "supervised":
+    if shape is None and objective != "preference":
         found = read_config(folder)
         return found if lora is None else replace(found, lora=Lora.of(lora))
     tokenizer = load_tokenizer(folder)
     if shape is None:
         return reward_config(folder, pad_token_id(tokenizer))
     config = decoder_of(shape, len(tokenizer))
-    if objective == "supervised":
+    if objective != "preference":
         return config.with_tokenizer(tokenizer_size(folder))
     return replace(config, score_head=True, pad_token_id=pad_token_id(tokenizer))
 
@@ -188,6 +189,35 @@ def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
         experts=_experts(shape),
         sliding_window=shape.sliding_window,
     )
+
+
+def check_shape(shape: ModelShape) -> None:
+    """Refuse impossible head sizes, and keys that the family does not have."""
+    if shape.head_dim is None and shape.hidden_size % shape.num_heads:
+        raise ConfigError(
+            f"from_scratch.hidden_size is {shape.hidden_size}, which {shape.num_heads} heads do "
+            "not divide; change one of them, or set from_scratch.head_dim"
+        )
+    if (shape.num_experts is not None) != (shape.family in MIXTURES):
+        raise ConfigError(
+            f"from_scratch.num_experts is {shape.num_experts}, and family {shape.family!r}; "
+            f"{', '.join(MIXTURES)} have experts, the others none"
+        )
+    if shape.num_experts is not None and shape.num_experts_per_tok > shape.num_experts:
+        raise ConfigError(
+            f"from_scratch.num_experts_per_tok is {shape.num_experts_per_tok}, more than there "
+            f"are: num_experts is {shape.num_experts}"
+        )
+    if shape.moe_intermediate_size is not None and shape.family != "qwen3_moe":
+        raise ConfigError(
+            "from_scratch.moe_intermediate_size is for the family 'qwen3_moe'; experts of "
+            "'mixtral' have intermediate_size"
+        )
+    if shape.sliding_window is not None and shape.family not in WINDOWED:
+        raise ConfigError(
+            f"from_scratch.sliding_window is {shape.sliding_window}, and family {shape.family!r}; "
+            f"{', '.join(WINDOWED)} have windows"
+        )
 
 
 def _experts(shape: ModelShape) -> Experts | None:

@@ -56,7 +56,7 @@ from isobit.rollout.native import NativeEngine
 from isobit.run.data import RlData
 from isobit.run.evaluate import Evaluation, Evaluator, OnProgress
 from isobit.run.flows import notice_crests
-from isobit.run.frozen_models import ModelRewards
+from isobit.run.frozen_models import ModelRewards, load_teacher, teacher_table
 from isobit.run.grading import Interruption, RecordedGrading
 from isobit.run.lessons import SftData
 from isobit.run.plan import Plan, check_requests, plan_device_memory
@@ -113,8 +113,14 @@ class Run(ABC, Generic[Config, Data, Log]):
         self._engine: RolloutEngine | None = None
         if plan.generates:
             self._engine = make_engine(self.model, rollout, config.seed)
+        self.teacher = load_teacher(config, self.model.policy) if learns else None
         self.trainer = Trainer(
-            self.model.policy, plan.training, plan.updates, config.seed, head_rate=plan.head_rate
+            self.model.policy,
+            plan.training,
+            plan.updates,
+            config.seed,
+            head_rate=plan.head_rate,
+            teacher=None if self.teacher is None else self.teacher.divergence,
         )
         self.turns: Turns = Turns()
         if device_plan is not None:
@@ -129,6 +135,8 @@ class Run(ABC, Generic[Config, Data, Log]):
         self.inputs: Mapping[str, str] = plan.inputs
         self.extras: dict[str, Extra] = {}
         """What else a checkpoint holds, by the name of its file."""
+        if self.teacher is not None:
+            self.extras["teacher"] = self.teacher
         if len(self.reward_models):
             self.extras["reward_models"] = self.reward_models
 
@@ -224,6 +232,18 @@ class Run(ABC, Generic[Config, Data, Log]):
                 if first is not None:
                     self._log_evaluation(start.step, first)
                 yield
+
+    def describe_teacher(self) -> list[str]:
+        """A line on who is learnt from; none without a teacher."""
+        table = teacher_table(self.config)
+        if table is None:
+            return []
+        name, kl = table.model or self.config.model, f"{table.kl} KL over the vocabulary"
+        if table.kl == "sampled":
+            kl = "reverse KL by the sampled tokens"
+        elif table.top_k:
+            kl = f"{table.kl} KL over its {table.top_k} likeliest tokens and the rest"
+        return [f"teacher: {name}, {table.precision}; {kl}"]
 
     def _describe_crests(self) -> list[str]:
         """A line on what INT8 finds hard in the first prompts, on the rank that prints."""

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from isobit.algorithms.objective import Algorithm
+from isobit.algorithms.objective import Algorithm, Distilled
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import PpoConfig
 from isobit.config.recipes import RunConfig
@@ -47,6 +47,7 @@ from isobit.run.evaluate import (
 from isobit.run.frozen_models import (
     checkpoint_bytes,
     describe_reference,
+    describe_teacher,
     load_reference,
     plan_reward_models,
 )
@@ -138,6 +139,8 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             config.training.old_log_probs,
             config.corrections,
             None if self.reference is None else self.reference.frozen,
+            self.teacher.frozen if self.teacher and self.teacher.divergence is None else None,
+            config.teacher,
         )
         return Learner(judge, self.replay, self.calibration, config.check.repeat_every)
 
@@ -150,6 +153,7 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             *describe_text(self.config, policy.config, self.model.tokenizer, self.sampling),
             *([] if self._tools is None else [self._tools.describe()]),
             *self.data.notes,
+            *self.describe_teacher(),
             *(f"  {line}" for line in describe_flow(policy.flow)),
             *self._describe_engine(),
             *self.turns.describe(),
@@ -352,6 +356,8 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
     check_run(config)
     check_package(config.tracking)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
+    if config.teacher is not None and config.teacher.kl != "sampled":
+        algorithm = Distilled(algorithm, config.teacher.coefficient)
     source = describe_source(config.model, weights=weights)
     source = source.with_lora(config.lora)
     if algorithm.needs_values:
@@ -375,7 +381,9 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
     training = config.training
     updates = training.updates_per_batch * training.epochs
     reference = describe_reference(config, model, longest, weights)
-    frozen = reference, describe_shadow(config, model.config)
+    frozen = [reference, describe_shadow(config, model.config)]
+    frozen += [*describe_teacher(config, model, longest, weights)]
+    frozen += [*plan_reward_models(config.reward, weights)]
     return RlPlan(
         config=config,
         source=source,
@@ -392,10 +400,7 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
             *describe_text(config, model.config, model.tokenizer, sampling),
         ),
         evaluation=evaluation,
-        frozen=(
-            *(one for one in frozen if one is not None),
-            *plan_reward_models(config.reward, weights),
-        ),
+        frozen=tuple(one for one in frozen if one is not None),
         extra_bytes=extra_bytes(config, model.config),
         head_rate=_head_rate(config),
         algorithm=algorithm,

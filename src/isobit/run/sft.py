@@ -10,6 +10,7 @@ and the summary.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,13 +38,13 @@ from isobit.records.metrics import Metrics, listed
 from isobit.rewards.grading import Grading
 from isobit.run.data import settled, with_date_of_run
 from isobit.run.evaluate import Evaluation, OnProgress, evaluation_requests
-from isobit.run.frozen_models import plan_reward_models
-from isobit.run.lessons import LESSONS, HeldOut, Item, Lesson, SftData, load_examples
+from isobit.run.frozen_models import describe_teacher, plan_reward_models
+from isobit.run.lessons import LESSONS, Figures, HeldOut, Item, Lesson, SftData, load_examples
 from isobit.run.plan import Plan, describe_source, source_config
 from isobit.run.run import Run, begin_run, start_run
 from isobit.store.resume import Start
 from isobit.training.comparison import UpdateMetrics
-from isobit.training.supervised import PairFigures
+from isobit.training.supervised import DistilFigures, PairFigures
 from isobit.util.terminal import Clock
 
 
@@ -194,6 +195,11 @@ class SftLog(TrainingLog[HeldOut]):
                 f"{when}: {name} loss {held_out.loss:.4f} nats a {self._run.lesson.unit} on "
                 f"{held_out.examples} {self._run.data.noun}"
             )
+            if (distance := held_out.distance) is not None:
+                self._console.line(
+                    f"{when}: {name} divergence {distance.kl:.3g} nats a token, perplexity "
+                    f"{exp(distance.nll):.4f}, the teacher's {exp(distance.teacher_nll):.4f}"
+                )
             if held_out.pairs is not None:
                 self._console.line(
                     f"{when}: {name} accuracy {100 * held_out.pairs.accuracy:.1f}% of pairs, "
@@ -246,6 +252,7 @@ class SftRun(Run[SftConfig, SftData, SftLog]):
             describe_policy("from scratch" if config.from_scratch else config.model, policy),
             self.data.describe(config.training),
             *self.data.notes,
+            *self.describe_teacher(),
             *(f"  {line}" for line in describe_flow(policy.flow)),
             *self.turns.describe(),
         ]
@@ -265,9 +272,9 @@ class SftRun(Run[SftConfig, SftData, SftLog]):
         lengths = [example.tokens for example in examples]
         return within_memory(self.trainer, lengths, attempt, _SHORTER_EXAMPLES)
 
-    def measure(self, examples: Sequence[Item]) -> tuple[float, PairFigures | None]:
-        """The mean loss of examples that are not learnt from, and what else is measured of pairs;
-        the engine gives its memory back for it.
+    def measure(self, examples: Sequence[Item]) -> tuple[float, Figures]:
+        """The mean loss of examples that are not learnt from, and what else is measured; the
+        engine gives its memory back for it.
         """
         self.turns.release_engine()
         lesson = self.lesson
@@ -290,8 +297,10 @@ class SftRun(Run[SftConfig, SftData, SftLog]):
         figures = {}
         for name, examples in self.data.sets.items():
             result, groups = graded.get(name, (None, []))
-            loss, pairs = self.measure(examples)
-            figures[name] = HeldOut(len(examples), loss, result, pairs), groups
+            loss, more = self.measure(examples)
+            pairs = more if isinstance(more, PairFigures) else None
+            distance = more if isinstance(more, DistilFigures) else None
+            figures[name] = HeldOut(len(examples), loss, result, pairs, distance), groups
         return figures
 
     def open_log(self, start: Start) -> SftLog:
@@ -337,7 +346,10 @@ def read_sft(config: SftConfig, *, weights: bool = True, data: SftData | None = 
             f"{data.longest} tokens",
         ),
         evaluation=evaluation,
-        frozen=plan_reward_models(config.reward, weights),
+        frozen=(
+            *describe_teacher(config, source.described, data.longest, weights),
+            *plan_reward_models(config.reward, weights),
+        ),
     )
 
 

@@ -7,9 +7,13 @@ that a loss reads.
     values       by the policy's value head, where the algorithm has one: the same forward
     reference    log-probabilities of the reference model, over the same batches; while its bytes
                  are the policy's, the policy's own stand in
+    teacher      log-probabilities of a teacher of the sampled tokens
     penalties    the KL coefficient times the divergence, where it is taken from the reward
     advantages   the algorithm's ``credit``, over all groups of the step at once, for each turn
                  where ``algorithm.credit`` asks for it; returns with them where there are values
+                 With a teacher of the sampled tokens each one loses ``teacher.coefficient`` times
+                 log p(old) - log p(teacher), whose mean is the reverse KL (Lu, "On-Policy
+                 Distillation", thinkingmachines.ai, 2025); with ``teacher.only`` all else is 0
     importance   the corrections' weights, from old and recorded log-probabilities
 
 A completion that the length limit cut is learnt from, judged but not learnt from, or neither
@@ -38,7 +42,7 @@ from isobit.algorithms.advantages import (
 from isobit.algorithms.family import correction_weights
 from isobit.algorithms.objective import Algorithm, Columns
 from isobit.algorithms.policy_gradient import token_kl
-from isobit.config.algorithm import Correction, StepConfig
+from isobit.config.algorithm import Correction, RunTeacher, StepConfig
 from isobit.config.tables import OldLogProbs
 from isobit.memory.turns import measured_within_memory, within_memory
 from isobit.models.frozen import FrozenPolicy
@@ -128,6 +132,9 @@ class Judge:
     old_log_probs: OldLogProbs = "auto"
     corrections: Sequence[Correction] = ()
     reference: FrozenPolicy | None = None
+    teacher: FrozenPolicy | None = None
+    """Where it scores the sampled tokens."""
+    teaching: RunTeacher | None = None
 
     @property
     def recomputes(self) -> bool:
@@ -267,6 +274,10 @@ class Judge:
         """The columns that each scored completion is learnt from with, of the replayed ones
         last.
         """
+        if self.teaching is not None and self.teaching.only:
+            nothing: Columns = {"advantages": 0.0}
+            rewards = (group.rewards for group in (*fresh, *replayed))
+            return [[None if one is None else nothing for one in of_one] for of_one in rewards]
         if self.algorithm.needs_values:
             return self.algorithm.credit([*fresh, *replayed])
         kept = columns_of([group.advantages for group in replayed])
@@ -286,11 +297,20 @@ class Judge:
             if columns is None or not self._is_learnt(completion):
                 advantages.append(None)
                 continue
-            sequence = completion.sequence.with_columns(**columns)
+            given = self._taught(completion.sequence, columns["advantages"])
+            sequence = completion.sequence.with_columns(**{**columns, "advantages": given})
             completions[index] = replace(completion, sequence=sequence)
-            given = columns["advantages"]
             advantages.append(given if isinstance(given, (int, float)) else fmean(given))
         return replace(group, completions=completions, advantages=advantages)
+
+    def _taught(
+        self, sequence: TokenSequence, advantages: float | Sequence[float]
+    ) -> float | Sequence[float]:
+        """The advantages with what the teacher says of each response token."""
+        if self.teaching is None or sequence.teacher_log_probs is None:
+            return advantages
+        apart = _apart(sequence) * self.teaching.coefficient
+        return (np.asarray(advantages, np.float64) - apart).tolist()
 
     def corrected(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
         """The sequences of a step with the weights of the corrections, if there are any."""
@@ -334,9 +354,23 @@ class Judge:
                     found, scores_by_policy(self.trainer, found), strict=True
                 )
             ]
+        if self.teacher is not None:
+            found = self._with_teacher(self.teacher, found)
         if self.reference is None:
             return found
         return self._with_reference(self.reference, found)
+
+    def _with_teacher(
+        self, teacher: FrozenPolicy, sequences: Sequence[TokenSequence]
+    ) -> list[TokenSequence]:
+        with self.trainer.timing("teacher"):
+            scores = scores_by_frozen(
+                self.trainer, lambda: teacher, sequences, "the teacher's forward"
+            )
+        return [
+            sequence.with_columns(teacher_log_probs=one.log_probs.numpy())
+            for sequence, one in zip(sequences, scores, strict=True)
+        ]
 
     def _with_policy_scores(self, sequence: TokenSequence, scores: TokenScores) -> TokenSequence:
         found = with_old_columns(sequence, scores) if self.recomputes else sequence
@@ -373,6 +407,24 @@ class Judge:
         reference = responses([sequence], [sequence.reference_log_probs])
         kl = token_kl(self.config.kl_estimator, log_probs, reference)
         return sequence.with_columns(kl_penalties=(self.config.kl_coefficient * kl).numpy())
+
+
+def teacher_metrics(sequences: Sequence[TokenSequence]) -> dict[str, float]:
+    """The mean of log p(old) - log p(teacher) over response tokens; empty without a teacher of
+    sampled tokens.
+    """
+    apart = [_apart(one) for one in sequences if one.teacher_log_probs is not None]
+    return {"teacher/kl": float(np.concatenate(apart).mean())} if apart else {}
+
+
+def _apart(sequence: TokenSequence) -> np.ndarray:
+    """float64, of each response token."""
+    assert sequence.teacher_log_probs is not None
+    policy, teacher = (
+        sequence.of_response(column).astype(np.float64)
+        for column in (sequence.ratio_log_probs, sequence.teacher_log_probs)
+    )
+    return policy - teacher
 
 
 def with_old_columns(sequence: TokenSequence, scores: TokenScores) -> TokenSequence:

@@ -48,7 +48,7 @@ from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.calibration import Calibration
 from isobit.training.comparison import ComparedTokens, Comparison, UpdateMetrics
-from isobit.training.judge import Judge, sequences_learnt_from, teaches
+from isobit.training.judge import Judge, sequences_learnt_from, teacher_metrics, teaches
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.trainer import FORWARD, Repeat, Trainer
 from isobit.util.errors import ConfigError
@@ -155,6 +155,7 @@ class Learner:
             metrics={
                 **_update_metrics(updates),
                 **_correction_metrics(parts),
+                **teacher_metrics([one for part in parts for one in part]),
                 **self._clip_metrics(),
                 **_repeat_metrics(repeat),
                 **{f"no_signal/{name}": count for name, count in untaught.items()},

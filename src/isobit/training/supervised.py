@@ -3,6 +3,14 @@ completions' tokens.
 
 loss = -1/N * sum over the N completion tokens of a step of log pi(token | everything before it)
 
+Distillation from a teacher, with the same trainer: the mean divergence of the policy from the
+teacher over the same N places, each over the whole vocabulary or the teacher's likeliest tokens
+(``isobit.models.scorer``).  With the policy's own start in BF16 as the teacher it is
+quantisation-aware distillation (arXiv 2601.20088): the policy in 8 bits is pulled to the function
+that it was before its rounding.
+
+loss = 1/N * sum over the N completion tokens of a step of KL(teacher, policy) there
+
 Training of a reward model from preferences, with the same trainer: the negative log-likelihood
 of the choices under Bradley and Terry's model of them (Biometrika 39, 1952; for language models:
 Ouyang et al., arXiv 2203.02155, equation 1, with one pair a prompt).
@@ -136,6 +144,53 @@ class SupervisedObjective:
     def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
         """Weighted negative log-probabilities of the N tokens, summed."""
         return LossOutputs(-(shares.mean * scores.log_probs).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class DistilObjective:
+    """The divergence from the teacher (an ``Objective``)."""
+
+    def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
+        """See ``token_mean_weights``."""
+        return [Shares(mean) for mean in token_mean_weights([one.sequence for one in batches])]
+
+    def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
+        """Weighted divergences of the N tokens, summed."""
+        assert scores.divergences is not None, "the trainer has a teacher"
+        return LossOutputs((shares.mean * scores.divergences).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class DistilFigures:
+    """What a policy and its teacher make of completions that are not learnt from."""
+
+    kl: float
+    """The mean divergence, nats a token."""
+    nll: float
+    """The mean of -log p by the policy, nats a token: e to it is the perplexity."""
+    teacher_nll: float
+    """The same by the teacher."""
+
+
+def measure_distance(trainer: Trainer, batches: Sequence[PackedBatch]) -> DistilFigures:
+    """Over all completion tokens of ``batches`` together.  Sums are rounded once: the cut into
+    batches changes no bit of them.
+    """
+    teacher = trainer.teacher
+    assert teacher is not None, "the trainer has a teacher"
+    scorer, by_teacher = Scorer(trainer.policy, teacher), Scorer(teacher.model)
+
+    def columns(batch: PackedBatch) -> list[list[float]]:
+        mine, theirs = scorer.score(batch), by_teacher.score(batch)
+        assert mine.divergences is not None
+        found = (mine.divergences, -mine.log_probs, -theirs.log_probs)
+        return [column.tolist() for column in found]
+
+    made = map_on_all(trainer.policy.world, batches, columns)
+    count = sum(batch.targets.numel() for batch in batches)
+    return DistilFigures(
+        *(fsum(one for columns in made for one in columns[place]) / count for place in range(3))
+    )
 
 
 def pack_pairs(

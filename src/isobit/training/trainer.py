@@ -61,7 +61,7 @@ from isobit.models.mlp import RouterCoefficients
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction, function_of
 from isobit.models.safetensors import checksum_of
-from isobit.models.scorer import ScoredPass, Scorer
+from isobit.models.scorer import ScoredPass, Scorer, Teacher
 from isobit.parallel.gradient_sum import SlotSum
 from isobit.parallel.world import World, raised_on_all, run_and_gather, run_on_all
 from isobit.records.batch import PackedBatch, TokenScores
@@ -136,13 +136,14 @@ class Rounds:
         router: RouterCoefficients,
         compare: bool,
         timing: Timing,
+        teacher: Teacher | None = None,
     ) -> None:
-        self._policy, self._objective = policy, objective
+        self._policy, self._objective, self._teacher = policy, objective, teacher
         self._recompute: Recompute = recompute
         self._router, self._compare, self._timing = router, compare, timing
         self._scored: ScoredPass | None = None
         self._loss: torch.Tensor | None = None
-        self._leaves: list[torch.Tensor] = []
+        self._leaves: list[torch.Tensor | None] = []
         self._failure: Exception | None = None
 
     def figures(self, members: Sequence[Member]) -> list[dict[str, Any]]:
@@ -198,7 +199,7 @@ class Rounds:
         if own is None:
             return None
         batch, shares = own
-        self._scored = ScoredPass(self._policy, batch, self._recompute, self._router)
+        self._scored = ScoredPass(self._policy, batch, self._recompute, self._router, self._teacher)
         with self._timing("forward"):
             scores = self._scored.forward()
         self._leaves = _leaves(scores)
@@ -212,7 +213,9 @@ class Rounds:
         self._scored, self._loss, self._leaves = None, None, []
         try:
             if scored is not None and loss is not None:
-                scored.backward(*torch.autograd.grad(loss, leaves, allow_unused=True))
+                present = [leaf for leaf in leaves if leaf is not None]
+                found = iter(torch.autograd.grad(loss, present, allow_unused=True))
+                scored.backward(*(None if leaf is None else next(found) for leaf in leaves))
         except Exception as error:  # whatever it is, the others wait for the rest of the round
             self._failure = error
         self._policy.gradient.end_round()
@@ -233,10 +236,10 @@ class Rounds:
         return self._policy.backend.gradient_squares(grads)
 
 
-def _leaves(scores: TokenScores) -> list[torch.Tensor]:
-    """The scores that a loss may depend on, in the order of ``ScoredPass.backward``."""
-    found = (scores.log_probs, scores.entropies, scores.values)
-    return [one.requires_grad_() for one in found if one is not None]
+def _leaves(scores: TokenScores) -> list[torch.Tensor | None]:
+    """What a loss may depend on, in the order of ``ScoredPass.backward``."""
+    found = (scores.log_probs, scores.entropies, scores.values, scores.divergences)
+    return [None if one is None else one.requires_grad_() for one in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,15 +303,17 @@ class Trainer:
         seed: int = 0,
         timing: Timing = untimed,
         head_rate: float = 1.0,
+        teacher: Teacher | None = None,
     ) -> None:
         """``total_updates`` is the number of optimiser steps of the whole run: the length of the
         schedule; ``seed`` is the run's.  ``timing`` is told of an update's phases: backward (with
         the loss, and interrupted by each forward), optimiser, and publish within it.  A value head
-        learns ``head_rate`` times as fast as the rest.
+        learns ``head_rate`` times as fast as the rest.  With a ``teacher`` the objective is given
+        the divergences from it.
         """
         assert policy.slots.count == config.slots, "the policy adds up in other slots"
         self.timing = timing
-        self.policy = policy
+        self.policy, self.teacher = policy, teacher
         self.scorer = Scorer(policy)
         """Log-probabilities by the training forward, without learning from them."""
         self.config = config
@@ -407,9 +412,7 @@ class Trainer:
         chosen = members[first : first + policy.world.size]
 
         def compute() -> Pass:
-            rounds = Rounds(
-                policy, objective, self.config.recompute, router, compare=True, timing=untimed
-            )
+            rounds = self._rounds(objective, router, compare=True, timing=untimed)
             try:
                 made = figures_text(rounds.figures(chosen))
                 found = run_and_gather(policy.world, partial(_digests, policy, rounds))
@@ -420,6 +423,12 @@ class Trainer:
 
         return compare_passes(compute)
 
+    def _rounds(
+        self, objective: Objective, router: RouterCoefficients, compare: bool, timing: Timing
+    ) -> Rounds:
+        recompute = self.config.recompute
+        return Rounds(self.policy, objective, recompute, router, compare, timing, self.teacher)
+
     def _gradients(
         self,
         batches: Sequence[PackedBatch],
@@ -429,11 +438,9 @@ class Trainer:
         """Leave the update's gradients in the masters; -> their norm, and what is not finite, if
         anything is.
         """
-        policy, world = self.policy, self.policy.world
+        world = self.policy.world
         router, shares = router_coefficients(self.config, batches), objective.shares(batches)
-        rounds = Rounds(
-            policy, objective, self.config.recompute, router, totals.compare, self.timing
-        )
+        rounds = self._rounds(objective, router, totals.compare, self.timing)
         figures = rounds.figures(list(zip(batches, shares, strict=True)))
         for batch, made in zip(batches, figures, strict=False):
             totals.add(batch, made)

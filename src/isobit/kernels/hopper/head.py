@@ -380,6 +380,20 @@ def token_log_probs_backward(
     return d_hidden
 
 
+def head_logits_backward(
+    hidden: torch.Tensor, head: HeadWeight, d_logits: torch.Tensor, grad: torch.Tensor | None
+) -> torch.Tensor:
+    """The gradient of the logits of the head's first V' rows, FP32 [N, V'], which is rounded to
+    BF16 -> that of hidden, BF16 [N, C]; adds the head's to ``grad``, FP32 [V, C], if it is given.
+    """
+    columns = d_logits.shape[1]
+    table = head.first(_in_tiles(columns)).table
+    d = F.pad(d_logits.to(torch.bfloat16), (0, table.shape[0] - columns))
+    if grad is not None:
+        bf16_gemm_tn(d, hidden, grad[: table.shape[0]])
+    return torch.mm(d, table, out_dtype=torch.float32).to(hidden.dtype)
+
+
 def _part_gradients(
     hidden: torch.Tensor,
     head: HeadWeight,

@@ -39,6 +39,7 @@ from isobit.util.errors import ConfigError
 
 page_tokens = 128
 batched_tokens = 16384
+logits_at_once = 1 << 26
 
 FORWARD_LOGITS = 1 << 28
 BACKWARD_BYTES = 2 << 30

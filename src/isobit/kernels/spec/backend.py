@@ -23,6 +23,7 @@ from isobit.kernels.spec.experts import (
 from isobit.kernels.spec.head import (
     draw_tokens,
     head_logits,
+    head_logits_backward,
     log_softmax,
     scalar_head,
     scalar_head_backward,
@@ -102,6 +103,7 @@ class SpecBackend:
     rms_norm_backward = staticmethod(rms_norm_backward)
     embedding_backward = staticmethod(embedding_backward)
     token_log_probs_backward = staticmethod(token_log_probs_backward)
+    head_logits_backward = staticmethod(head_logits_backward)
     scalar_head_backward = staticmethod(scalar_head_backward)
 
     adamw_step = staticmethod(adamw_step)

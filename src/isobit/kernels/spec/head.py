@@ -263,6 +263,18 @@ def token_log_probs_backward(
     return d_hidden
 
 
+def head_logits_backward(
+    hidden: torch.Tensor, head: HeadWeight, d_logits: torch.Tensor, grad: torch.Tensor | None
+) -> torch.Tensor:
+    """The gradient of the logits of the head's first V' rows, FP32 [N, V'] -> that of hidden [N,
+    C]; adds the head's to ``grad``, FP32 [V, C], if it is given.
+    """
+    rows = d_logits.shape[1]
+    if grad is not None:
+        grad[:rows].addmm_(d_logits.t(), hidden.float())
+    return (d_logits @ head.table[:rows].float()).to(hidden.dtype)
+
+
 def _scaled_gradients(
     logits: torch.Tensor,
     targets: torch.Tensor,

@@ -37,6 +37,7 @@ from isobit.precision.quant_tensor import DTYPES, Format, block_sizes, num_block
 
 page_tokens = TILE
 batched_tokens = 2048
+logits_at_once = CHUNK
 
 
 def page_bytes(shape: KvShape, flow: PrecisionFlow) -> int:

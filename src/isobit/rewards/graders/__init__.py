@@ -9,6 +9,7 @@ GRADERS: dict[str, str] = {
     "format": "isobit.rewards.graders.text:format_score",
     "llm_judge": "isobit.rewards.graders.judge:score",
     "math_verify": "isobit.rewards.graders.math:score",
+    "none": "isobit.rewards.graders.text:no_reward",
     "reasoning_gym": "isobit.rewards.graders.reasoning_gym:score",
     "regex": "isobit.rewards.graders.text:regex_score",
 }

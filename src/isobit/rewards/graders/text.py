@@ -481,3 +481,8 @@ def environment_reward(prompt: Prompt, completion: Completion) -> float:
         why = "there is no environment" if episode is None else episode.failure or "no get_reward"
         raise ValueError(f"the environment gave no reward: {why}")
     return episode.reward
+
+
+def no_reward(prompt: Prompt, completion: Completion) -> float:
+    """0 for every completion: for runs that learn from a teacher alone."""
+    return 0.0
