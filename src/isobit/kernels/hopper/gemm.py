@@ -205,8 +205,8 @@ def multiply_in_spans(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> No
 def spans_of(k: int) -> tuple[int, int]:
     """How long a span of K is, in whole blocks of 128, and how many there are."""
     most = 16 if k >= 8192 else 8
-    depth = triton.cdiv(triton.cdiv(k, 128), most) * 128
-    return depth, triton.cdiv(k, depth)
+    depth = -(-k // (128 * most)) * 128
+    return depth, -(-k // depth)
 
 
 BackEnd = Literal["deep_gemm", "scaled_mm", "triton"]
