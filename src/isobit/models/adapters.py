@@ -193,7 +193,7 @@ class JoinedAdapters:
         """Put them into two tensors; None where several processes own them, the sides do not read
         the same, or the back end looks at more than one number to round it.
         """
-        if policy.config.lora is None or policy.world.size > 1 or not policy.backend.rounds_alone:
+        if policy.world.size > 1 or not policy.backend.rounds_alone:
             return None
         places, size, adapters = dict[str, int](), 0, adapter_masters(policy.config)
         sides = [policy.weights(side).linears for side in ("rollout", "training")]

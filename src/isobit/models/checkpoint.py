@@ -36,11 +36,13 @@ from isobit.models.layers import Master
 from isobit.models.quantised_checkpoint import (
     FORMATS,
     FP8,
+    INT8,
     SCALE_FORMATS,
     SUFFIXES,
+    Fp8Format,
     Int8Format,
     MasterValues,
-    check_format,
+    check_eight_bits,
     check_int8,
     check_scales,
     one_of,
@@ -253,7 +255,7 @@ class Checkpoint:
                 raise ModelError(
                     f"{tensor} has the shape {tensor.shape}, but config.json asks for {shape}"
                 )
-            check_format(tensor, is_matrix, format)
+            _check_format(tensor, is_matrix, format)
             if tensor.format in SUFFIXES:
                 scales[name] = _scales_of(tensor, found)
         if isinstance(format, Int8Format):
@@ -438,6 +440,23 @@ def _about_scales(name: str, found: Mapping[str, CheckpointTensor]) -> str:
         if matrix is not None and matrix.name != name:
             return f": {matrix.name} is {matrix.format}, and {kind} alone has scales"
     return ""
+
+
+def _check_format(tensor: CheckpointTensor, is_matrix: bool, format: Fp8Format | None) -> None:
+    own, key = (
+        (INT8, "ignore") if isinstance(format, Int8Format) else (FP8, "modules_to_not_convert")
+    )
+    if tensor.format in ((FP8,) if format is None else SUFFIXES):
+        check_eight_bits(tensor, is_matrix, format, own, key)
+    elif tensor.format not in FORMATS:
+        raise ModelError(
+            f"{tensor} is {tensor.format}; expected {one_of(FORMATS)}, or {FP8} with scales"
+        )
+    elif format is not None and is_matrix and not format.keeps(tensor.name.removesuffix(".weight")):
+        raise ModelError(
+            f"{tensor} is {tensor.format}, but quantization_config in config.json does not name "
+            f"its module in {key}; expected {own}"
+        )
 
 
 def _check_tied(head: CheckpointTensor, embedding: CheckpointTensor) -> None:

@@ -284,7 +284,7 @@ class Policy:
             if name in kept and master is not None:
                 own = master if world.size == 1 else master[self.rows(name)].clone()
                 self.masters[name] = torch.nn.Parameter(own)
-        self.joined = JoinedAdapters.of(self)
+        self.joined = None if config.lora is None else JoinedAdapters.of(self)
         self.gradient = self._gradient_sum()
         """Sums the masters' gradients during a backward."""
         self.adapters: dict[str, Adapted] = {}

@@ -342,25 +342,10 @@ def check_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> None:
         )
 
 
-def check_format(tensor: CheckpointTensor, is_matrix: bool, format: Fp8Format | None) -> None:
-    """Raises ModelError for a tensor in another format than ``quantization_config`` says."""
-    own, key = (INT8, "ignore") if isinstance(format, Int8Format) else (FP8, _LISTS[0])
-    if tensor.format in ((FP8,) if format is None else SUFFIXES):
-        _check_eight_bits(tensor, is_matrix, format, own, key)
-    elif tensor.format not in FORMATS:
-        raise ModelError(
-            f"{tensor} is {tensor.format}; expected {one_of(FORMATS)}, or {FP8} with scales"
-        )
-    elif format is not None and is_matrix and not format.keeps(tensor.name.removesuffix(".weight")):
-        raise ModelError(
-            f"{tensor} is {tensor.format}, but quantization_config in config.json does not name "
-            f"its module in {key}; expected {own}"
-        )
-
-
-def _check_eight_bits(
+def check_eight_bits(
     tensor: CheckpointTensor, is_matrix: bool, format: Fp8Format | None, own: str, key: str
 ) -> None:
+    """Raises ModelError for a matrix in 8 bits that ``quantization_config`` does not announce."""
     expected = f"expected {one_of(FORMATS)}"
     if format is None:
         raise ModelError(

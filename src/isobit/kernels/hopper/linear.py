@@ -421,7 +421,7 @@ def _summed(LOW, place, inside, step, scale, PARTS: tl.constexpr):
 def _sum_kernel(LOW, OUT, size, scale, PARTS: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
     inside = place < size
-    tl.store(OUT + place, _summed(LOW, place, inside, size, scale, PARTS), mask=inside)
+    tl.store(OUT + place, _summed(LOW, place, inside, size.to(tl.int64), scale, PARTS), mask=inside)
 
 
 @triton.jit(do_not_specialize=["m", "y_stride", "scale"])
