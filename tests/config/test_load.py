@@ -65,7 +65,7 @@ def test_paths_stay_as_written_relative_to_the_current_directory(recipe):
 PATHS = ["output", "data.train.path", "data.eval.a.path", "data.eval.b.path", "data.eval.c.path"]
 PATHS += ["rollout.weights_folder"]
 NAMES = ["model", "reference.model", "reward.function", "reward.model", "algorithm.source"]
-NAMES += ["reward.parts.a.function", "reward.parts.a.model"]
+NAMES += ["reward.parts.a.function", "reward.parts.a.model", "teacher.model"]
 HOMELESS = """
 output = "out"
 [data.train]
