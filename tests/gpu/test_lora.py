@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.config.tables import LORA_TARGETS, Preset, Recompute
+from isobit.config.tables import LORA_TARGETS, Preset, Recompute, named_precision
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.models.adapters import check_delivered
+from isobit.models.adapters import check_delivered, drawn_adapters
 from isobit.models.config import Lora
-from isobit.models.policy import Policy, random_policy
+from isobit.models.policy import Policy, random_masters, random_policy
 from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.proof.verify import VerifyOptions, verify_policy
@@ -30,8 +30,11 @@ OPTIONS = VerifyOptions(prompts=6, samples=2, max_new_tokens=16)
 
 
 def policy_of(shape: str, preset: Preset, lora: Lora = ALL, device: str = "cuda") -> Policy:
-    """With adapters that are not zero."""
-    policy = random_policy(replace(SHAPES[shape], lora=lora), preset, 0, device)
+    """With adapters that are not zero, and the same numbers on every device."""
+    config = replace(SHAPES[shape], lora=lora)
+    drawn = ((name, one.to(device)) for name, one in random_masters(config, 0))
+    masters = drawn_adapters(drawn, config, 0)
+    policy = Policy(config, named_precision(preset), masters, device)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for master in policy.parameters():

@@ -73,6 +73,10 @@ def test_each_update_of_a_run_arrives_at_a_server(tmp_path: Path, preset: str, p
         "engine_options = { enforce_eager = true }",
         f'servers = ["http://127.0.0.1:{port}"]\nweights_folder = "{tmp_path / "weights"}"',
     )
+    # By the tokens, so that every step has a signal, and weights to send, whatever the model.
+    reward = "def luck(prompt, completion):\n    return float(sum(completion.token_ids) % 2)\n"
+    (tmp_path / "reward.py").write_text(reward)
+    text = text.replace("isobit.starter.tasks:correct_answer", f"{tmp_path / 'reward.py'}:luck")
     recipe.write_text(text)
     with vllm_serve(command, port, tmp_path / "server.log"):
         changes = ("--model", folder, "--output", output, "--precision.preset", preset)
