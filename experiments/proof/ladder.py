@@ -54,12 +54,15 @@ class Size:
 
 
 SIZES: dict[str, Size] = {
-    "27m": Size(512, 1536, 8, 8, 4, 64, 3000, 1e-3),
+    "27m": Size(512, 1536, 8, 8, 4, 64, 800, 1e-3),
     "108m": Size(576, 1536, 30, 9, 3, 64, 2500, 6e-4),  # SmolLM2-135M, with fewer embeddings
     "443m": Size(1024, 3072, 28, 16, 8, 128, 1500, 4e-4),  # Qwen3-0.6B, likewise
     "1.1b": Size(2048, 6144, 22, 16, 8, 128, 1000, 3e-4),  # Qwen3-1.7B with 22 of 28 layers
 }
-"""By the parameters, with those of embeddings."""
+"""By the parameters, with those of embeddings.  After 500, 1,000 and 1,500 of 1,500 steps ``27m``
+solved 0%, 56% and 99.5% of ``multiply`` (200 problems; 97 s on an H200): a start is to solve a
+fifth to a half.  The steps of the others are guesses.
+"""
 
 
 def write_text(directory: Path) -> None:
