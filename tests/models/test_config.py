@@ -334,7 +334,7 @@ PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512, "qwen3-32b": 32_762_123_264, "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248,
     "mistral-7b": 7_241_732_096, "qwen3-30b-a3b": 30_532_122_624, "mixtral-8x7b": 46_702_792_704,
-    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-32b": 32_763_876_352, "llama-3.1-70b": 70_553_706_496,
     "moe-2.7b": 2_715_883_520,  # of no checkpoint
 }  # fmt: skip
 """As Hugging Face counts those checkpoints."""

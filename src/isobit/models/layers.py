@@ -318,14 +318,13 @@ class Linear:
 
     def adapter_bytes(self, graph: Graph, backward: bool = False) -> int:
         """What its adapter makes for a token: t of all targets, that of one, and what is added to
-        its columns of y, or in the backward these columns of dY, and after them a part of dX.
+        its columns of y, or in the backward to dX.
         """
         if (adapter := self.adapter) is None:
             return 0
         low = adapter.rank * (2 * len(adapter.targets) + 1)
         widest = max(self.shape.parts[name] for name in adapter.targets)
-        if backward:
-            widest = max(widest, self.shape.in_features)
+        widest = self.shape.in_features if backward else widest
         return DTYPES[graph.activations].itemsize * (low + widest)
 
     def _kept_bytes(self, sizes: Sizes, graph: Graph, is_kept: bool = False) -> int:
