@@ -85,13 +85,13 @@ class AdapterWeight:
         assert isinstance(self.up.matrix, torch.Tensor), "no adapter is quantised"
         return self.up.matrix.shape[1]
 
-    def targets(self) -> Iterator[tuple[slice, slice, LinearWeight]]:
-        """Of each target its columns of t, those of the output, and its B."""
+    def targets(self) -> Iterator[tuple[slice, slice, slice]]:
+        """Of each target its columns of t, those of the output, and the rows of its B in ``up``."""
         first = 0
         for index, columns in enumerate(self.columns):
             last = first + columns.stop - columns.start
             place = slice(index * self.rank, (index + 1) * self.rank)
-            yield place, columns, self.up.rows(first, last)
+            yield place, columns, slice(first, last)
             first = last
 
 

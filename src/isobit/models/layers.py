@@ -185,14 +185,12 @@ class Adapter:
         """
         backend, adapter = weights.backend, self._weight(weights)
         low = backend.adapter_low(x, adapter)
-        d_low, first = torch.empty_like(low), 0
-        d_up = gradient(f"{self.path}.lora_B.weight")
-        for place, columns, up in adapter.targets():
+        d_low, d_up = torch.empty_like(low), gradient(f"{self.path}.lora_B.weight")
+        for place, columns, rows in adapter.targets():
+            up = adapter.up.rows(rows.start, rows.stop)
             d = backend.output_gradient(dy[:, columns], up.site)
-            last = first + columns.stop - columns.start
-            backend.wgrad(d.tokens, low[:, place], d_up[first:last])
+            backend.wgrad(d.tokens, low[:, place], d_up[rows])
             d_low[:, place] = backend.dgrad(d.rows, up)
-            first = last
         d = backend.output_gradient(d_low * self.scale, adapter.down.site)
         backend.wgrad(d.tokens, x, gradient(f"{self.path}.lora_A.weight"))
         return dx.add_(backend.dgrad(d.rows, adapter.down))

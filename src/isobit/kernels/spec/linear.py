@@ -187,7 +187,8 @@ def adapter_low(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
 
 def add_adapter(y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight) -> None:
     low = adapter_low(x, adapter)
-    for place, columns, up in adapter.targets():
+    for place, columns, rows in adapter.targets():
+        up = adapter.up.rows(rows.start, rows.stop)
         y[:, columns] += linear(linear_input(low[:, place].contiguous(), up.site).read, up)
 
 
