@@ -21,6 +21,7 @@ seconds and shows what the rounding of the forward costs.
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from typing import Any
 
 from experiments.proof import rows
 from experiments.proof.rows import steps_of
-from experiments.proof.suite import Changes, Run
+from experiments.proof.suite import LADDERS, Changes, Run
 from isobit import load_config
 from isobit.run.evaluate import evaluate_folder
 from isobit.store.directory import whole_lines, write_json
@@ -81,7 +82,7 @@ def training_command(run: Run, directory: Path, changes: Changes) -> list[str]:
 def answers_command(run: Run, directory: Path, changes: Changes) -> list[str]:
     """What answers with a run's last weights in another flow (``experiments.proof.runs``)."""
     flow = {"precision": other_flow(run.arm)}
-    words = words_of({**places_of(run, directory), **changes, **flow})
+    words = words_of({**places_of(run, directory), **run.shared, **changes, **flow})
     folder, out = directory / "runs" / run.name / "model", answers_path(run, directory)
     return answering(folder, recipe_of(run.problems), out, words)
 
@@ -248,10 +249,14 @@ def keep(run: Run, directory: Path, jobs: int) -> None:
 
 
 def keep_answers(run: Run, directory: Path) -> None:
-    """Add to the row how the run's last weights answer in another flow."""
+    """Add to the row how the run's last weights answer in another flow.  Checkpoints of the ladder,
+    of which a disk holds few, are removed then.
+    """
     row = rows.read_row(row_path(run, directory))
     other = json.loads(answers_path(run, directory).read_text(encoding="utf-8"))
     rows.write_row(row_path(run, directory), {**row, "other_flow": other})
+    if run.task in LADDERS:
+        shutil.rmtree(directory / "runs" / run.name / "checkpoints", ignore_errors=True)
 
 
 _TEN = 10

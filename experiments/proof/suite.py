@@ -169,6 +169,18 @@ _LORA_ARMS: dict[str, Changes] = {
 }
 LONG = "long"
 """``multiply`` over twice as many steps."""
+LADDER = "ladder-"
+"""``multiply`` from a start of another size (``experiments.proof.ladder``), behind its name."""
+LADDERS = tuple(LADDER + size for size in ("27m", "108m", "443m", "1.1b"))
+_LADDER_ARMS: dict[str, Changes] = {
+    name: ARMS[name] for name in ("bf16", "fp8", "fp8-linear", "int8", "fp8-rollout-tis")
+}
+_LADDER_SETTINGS: Changes = {"evaluation.every": "0", "checkpoint.every": "0"}
+"""Answers before and after training alone, and a checkpoint where a run ends or is interrupted: one
+of ``1.1b`` has 12 GiB.
+"""
+_LARGE: Changes = {"data.eval.held_out.limit": "1000", "rollout.kv_memory_gib": "24"}
+"""Of sizes whose K and V take 90 to 115 KB a token in BF16."""
 OUTLIERS = "stress-outliers"
 """Begins with the start in which outliers are planted (``experiments.proof.suite``)."""
 STRESSES: dict[str, Changes] = {
@@ -179,6 +191,13 @@ STRESSES: dict[str, Changes] = {
     OUTLIERS: {},
 }
 """``gsm`` in settings that are said to make a mismatch of rollout and training worse."""
+_CHANGED: dict[str, Changes] = {
+    **STRESSES,
+    **{
+        task: {**_LADDER_SETTINGS, **(_LARGE if task.endswith(("443m", "1.1b")) else {})}
+        for task in LADDERS
+    },
+}
 _ARMS_OF: dict[str, dict[str, Changes]] = {
     "gsm": ARMS,
     SITES: _SITE_ARMS,
@@ -186,11 +205,9 @@ _ARMS_OF: dict[str, dict[str, Changes]] = {
     ENGINES: {name: {**arm, "training.steps": "100"} for name, arm in _ENGINE_ARMS.items()},
     LORA: _LORA_ARMS,
     LONG: {name: {**ARMS[name], "training.steps": "300"} for name in ("bf16", "fp8", "int8")},
+    **dict.fromkeys(LADDERS, _LADDER_ARMS),
 }
 """Arms of the tasks that have others than ``_FEW``."""
-LADDER = "ladder-"
-"""``multiply`` from a start of another size (``experiments.proof.ladder``), behind its name."""
-LADDERS = tuple(LADDER + size for size in ("27m", "108m", "443m", "1.1b"))
 NAMES = (*TASKS, SITES, FROM_FP8, ENGINES, LORA, LONG, *LADDERS, *STRESSES)
 """All tasks that a run may have."""
 
@@ -226,9 +243,14 @@ class Run:
         return f"{self.task}-{self.arm}-{self.seed}"
 
     @property
+    def shared(self) -> Changes:
+        """What all arms of its task change in the recipe of its problems."""
+        return _CHANGED.get(self.task, {})
+
+    @property
     def settings(self) -> dict[str, str]:
         """What it changes in the recipe of its problems."""
-        return {**STRESSES.get(self.task, {}), **arms_of(self.task)[self.arm]}
+        return {**self.shared, **arms_of(self.task)[self.arm]}
 
 
 def arms_of(task: str) -> dict[str, Changes]:

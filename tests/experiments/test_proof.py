@@ -9,10 +9,12 @@ from random import Random
 import pytest
 import torch
 
-from experiments.proof import figures, gradients, rows, suite
+from experiments.proof import figures, gradients, rows, runs, suite
 from experiments.proof.suite import EVERY, FIRST, plant, product_worked_out, rows_of
 from isobit import load_config
 from isobit.starter import starter_folder
+from isobit.store.directory import write_json
+from tests.experiments.made_up_rows import made_up_row
 
 TINY = {
     "model": "starter",
@@ -81,6 +83,35 @@ def test_differences_are_paired_by_seed_and_problem() -> None:
     low, high = figures.interval(difference.repeat(1, 50))
     assert 0.19 < low < 0.25 < high < 0.31
     assert figures.interval(torch.zeros(3, 10)) == (0.0, 0.0)
+
+
+def test_a_run_of_the_ladder_answers_in_the_other_flow_as_its_task_says() -> None:
+    """All arms of a size share its start and its held-out problems, also answered back."""
+    made = suite.wanted(["ladder-1.1b"], suite.ALL_ARMS, [0])
+    assert [run.arm for run in made] == ["bf16", "fp8", "fp8-linear", "int8", "fp8-rollout-tis"]
+    for run in made:
+        assert run.start == "start-1.1b" and run.problems == "multiply"
+        config = load_config(runs.recipe_of(run.problems), runs.words_of(run.settings))
+        assert config.evaluation.every == 0 and config.training.steps == 150
+        words = runs.answers_command(run, Path("DIR"), {})
+        assert runs.by_key(words[6:])["data.eval.held_out.limit"] == "1000"
+        assert runs.by_key(words[6:])["precision"] == ("fp8" if run.arm == "bf16" else "bf16")
+        assert "corrections" not in runs.by_key(words[6:])
+
+
+def test_a_finished_run_of_the_ladder_leaves_no_checkpoint(tmp_path: Path) -> None:
+    """After its answers: without them it is gone on with, from its last checkpoint."""
+    run = suite.run_named("ladder-27m:fp8:0")
+    row = made_up_row(run.task, run.arm, run.seed, steps=25, problems=20)
+    rows.write_row(runs.row_path(run, tmp_path), row)
+    checkpoint = tmp_path / "runs" / run.name / "checkpoints" / "150"
+    checkpoint.mkdir(parents=True)
+    assert not runs.is_made(run, tmp_path)
+    other = {"precision": {"preset": "bf16"}, "sets": {"held_out": {"accuracy": 0.5}}}
+    write_json(runs.answers_path(run, tmp_path), other)
+    runs.keep_answers(run, tmp_path)
+    assert runs.is_made(run, tmp_path) and not checkpoint.parent.exists()
+    assert rows.read_row(runs.row_path(run, tmp_path)) == {**row, "other_flow": other}
 
 
 def test_the_function_stays(tmp_path: Path) -> None:
