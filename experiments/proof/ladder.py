@@ -39,6 +39,12 @@ class Size:
     steps: int
     learning_rate: float
 
+    @property
+    def parameters(self) -> int:
+        """Of the layers' matrices: embeddings and norms are in 8 bits in no flow."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * self.hidden * (attention + 3 * self.mlp)
+
     def words(self) -> dict[str, Any]:
         """The keys of its fine-tuning that the recipe leaves open."""
         return {
