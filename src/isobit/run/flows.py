@@ -37,7 +37,7 @@ from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import Card
 from isobit.memory.speed import SpeedShape, StepWork, estimate_step
-from isobit.models.decoder import LM_HEAD, Scorable, decoder_shape
+from isobit.models.decoder import LM_HEAD, Scorable, decoder_shape, layer_parameters
 from isobit.models.folder import (
     DescribedModel,
     choose_device,
@@ -60,6 +60,7 @@ from isobit.observe.flow_choice import (
     describe_crests,
     differences_of,
     flow_name,
+    read_by_size,
 )
 from isobit.parallel.world import ALONE
 from isobit.precision.flow import PrecisionFlow, build_flow
@@ -313,7 +314,14 @@ def compare_flows(
     wanted = [PrecisionConfig(preset="bf16"), *others]
     chosen = {flow_name(one): one for one in wanted}
     figures = [_planned(name, one, described, config, card) for name, one in chosen.items()]
-    comparison = Comparison(str(model), figures, context=shape.max_positions, threshold=threshold)
+    comparison = Comparison(
+        str(model),
+        figures,
+        context=shape.max_positions,
+        threshold=threshold,
+        layer_parameters=layer_parameters(shape),
+        by_size=read_by_size(),
+    )
     comparison = replace(comparison, card="" if card is None else card.name)
     requests: list[Request] = []
     if config.data.eval or card is None:
