@@ -321,8 +321,8 @@ def compare_flows(
         threshold=threshold,
         layer_parameters=layer_parameters(shape),
         by_size=read_by_size(),
+        card="" if card is None else card.name,
     )
-    comparison = replace(comparison, card="" if card is None else card.name)
     requests: list[Request] = []
     if config.data.eval or card is None:
         check_has_sets(config.data.eval)
@@ -345,11 +345,7 @@ def compare_flows(
         lengths = [len(one.prompt.token_ids) for one in requests] or [_PROMPT]
         work = _step(config, SpeedShape(shape, figures[0].flow), fmean(lengths))
         figures = [_estimated(one, work, card) for one in figures]
-        said = (
-            f"{work.prompts} prompts of {work.prompt_tokens:.0f} tokens with {work.samples} "
-            f"answers of {work.new_tokens} each"
-        )
-        comparison = replace(comparison, estimated_for=said)
+        comparison = replace(comparison, estimated_for=_described(work))
     return replace(comparison, flows=figures)
 
 
@@ -385,6 +381,13 @@ def _step(config: RunConfig, shape: SpeedShape, prompt: float) -> StepWork:
         samples=training.samples_per_prompt,
         new_tokens=new,
         most_at_once=rollout.max_sequences,
+    )
+
+
+def _described(work: StepWork) -> str:
+    return (
+        f"{work.prompts} prompts of {work.prompt_tokens:.0f} tokens with {work.samples} answers of "
+        f"{work.new_tokens} each"
     )
 
 
