@@ -4,20 +4,30 @@ or all weights, what a step takes of the card and of the host.
     python -m benchmarks.whole_run --shape llama-3.1-70b --format fp8 --lora-rank 16 [--steps 3]
         [--precision fp8] [--prompts 32] [--samples 8] [--prompt-tokens 256] [--new-tokens 512]
         [--microbatch 8192] [--kv-memory-gib 12] [--folder DIR] [--keep DIR] [--out FILE.jsonl]
-        [-- --KEY VALUE ...]
+        [--seconds S] [--steps-out FILE.jsonl] [-- --KEY VALUE ...]
+    python -m benchmarks.whole_run --shape qwen3-8b --precision int8 --steps 200 --prompts 4
+        --samples 8 --new-tokens 512 --kv-memory-gib 6 --seconds 1500 --steps-out FILE.jsonl
 
 The folder is written first where none is there (``benchmarks.loading``), with a tokenizer of one
-word for each row of the head, so that no sample ends early but by its stop token. The reward is
-luck. A JSON line: what was asked, the card, seconds from the start of the process to the first step
-and in all, of each step what ``STEP`` names, log-probabilities that were compared and that differ,
-and the host's anonymous memory at its highest (what no file backs, looked at every 20 ms).
+word for each row of the head, so that no sample ends early but by its stop token; a folder that is
+there has its own shape. The reward is luck. A JSON line: what was asked, the card, seconds from the
+start of the process to the first step and in all, how many steps were done, of each what ``STEP``
+names, log-probabilities that were compared and that differ, and the host's anonymous memory at its
+highest (what no file backs, looked at every 20 ms).
+
+A long run leaves a line of each step in ``--steps-out`` as soon as it is done, with the seconds and
+the sums up to it, and every tenth is printed. After ``--seconds``, or when this process is told to
+end (SIGTERM), the run is told so, and the row is of the steps that were done.
 """
 
 import argparse
 import json
+import math
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from time import perf_counter, sleep
@@ -26,8 +36,10 @@ from typing import Any
 from benchmarks.common import card_row, printed
 from benchmarks.loading import write_folder
 from isobit.models.config import ModelConfig, model_shape
+from isobit.models.folder import describe_model
 from isobit.models.safetensors import SHARD_BYTES
 from isobit.records.text import Completion, Prompt
+from isobit.store.directory import whole_lines
 
 STEP = (
     *("time/rollout_s", "time/training_s", "tokens_per_s/rollout", "tokens_per_s/training"),
@@ -98,34 +110,81 @@ def recipe_of(options: argparse.Namespace, folder: Path, directory: Path) -> dic
     }
 
 
-def run(recipe: dict[str, Any], more: list[str], log: Path) -> dict[str, Any]:
-    """Train in a process of its own. Raises RuntimeError with the log's end where it fails."""
+_STOPPED = 128 + signal.SIGTERM, -signal.SIGTERM
+"""How ``isobit train`` ends that was told to, once, or a second time by whoever ended this process
+and all of its group.
+"""
+
+
+def run(
+    recipe: dict[str, Any],
+    more: list[str],
+    log: Path,
+    done: Callable[[dict[str, Any]], None] = lambda step: None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Train in a process of its own, until all steps are done or ``is_over``; ``done`` is given
+    each step. Raises RuntimeError with the log's end where it fails.
+    """
     empty = log.with_suffix(".toml")
     empty.write_text("", encoding="utf-8")
     words = [word for key, value in recipe.items() for word in (f"--{key}", str(value))]
-    metrics = Path(recipe["output"]) / "metrics.jsonl"
-    began, peak, first = perf_counter(), 0, None
+    steps, peak, is_stopped = Steps(Path(recipe["output"]) / "metrics.jsonl"), 0, False
     with log.open("wb") as said:
         command = [sys.executable, "-m", "isobit.cli.main", "train", str(empty), *words, *more]
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)  # noqa: S603
         while process.poll() is None:
-            peak = max(peak, anonymous_bytes_of(process.pid))
-            if first is None and metrics.is_file() and metrics.stat().st_size:
-                first = perf_counter() - began
+            now = anonymous_bytes_of(process.pid)
+            peak = max(peak, now)
+            for step in steps.new(now):
+                done(step)
+            if not is_stopped and is_over():
+                process.send_signal(signal.SIGTERM)
+                is_stopped = True
             sleep(0.02)
-    if process.returncode:
+    for step in steps.new(0):
+        done(step)
+    if process.returncode and not (is_stopped and process.returncode in _STOPPED):
         tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
         raise RuntimeError(f"isobit train ended with {process.returncode}:\n{tail}")
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    steps = [{name: line.get(name) for name in STEP} for line in lines if STEP[0] in line]
+    last = steps.all[-1] if steps.all else {}
     return {
-        "seconds_to_first_step": first,
-        "seconds": perf_counter() - began,
+        "seconds_to_first_step": steps.all[0]["seconds"] if steps.all else None,
+        "seconds": perf_counter() - steps.began,
         "host_anonymous_gib": peak / 2**30,
-        "compared": sum(step["log_prob_diff/tokens_compared"] or 0 for step in steps),
-        "differing": sum(step["log_prob_diff/tokens_differing"] or 0 for step in steps),
-        "by_step": steps,
+        "steps_done": len(steps.all),
+        "compared": last.get("compared", 0),
+        "differing": last.get("differing", 0),
+        "by_step": [{name: step[name] for name in STEP} for step in steps.all],
     }
+
+
+class Steps:
+    """The steps of a run, as they come into its metrics.jsonl."""
+
+    def __init__(self, metrics: Path) -> None:
+        self.all: list[dict[str, Any]] = []
+        self.began = perf_counter()
+        self._metrics, self._position = metrics, 0
+
+    def new(self, anonymous: int) -> Iterator[dict[str, Any]]:
+        """Those that were done since the last call: ``STEP``, the seconds from the beginning, the
+        sums over all steps so far, and the host's anonymous memory, of so many bytes now.
+        """
+        found = whole_lines(self._metrics, self._position)
+        self._position += sum(map(len, found))
+        for line in map(json.loads, found):
+            if STEP[0] in line:
+                step = {name: line.get(name) for name in STEP}
+                last = self.all[-1] if self.all else {}
+                sums = {
+                    name: last.get(name, 0) + (step[f"log_prob_diff/tokens_{name}"] or 0)
+                    for name in ("compared", "differing")
+                }
+                seconds = perf_counter() - self.began
+                now = {"host_anonymous_gib": anonymous / 2**30}
+                self.all.append({"step": line["step"], "seconds": seconds, **sums, **now, **step})
+                yield self.all[-1]
 
 
 def anonymous_bytes_of(pid: int) -> int:
@@ -137,7 +196,7 @@ def anonymous_bytes_of(pid: int) -> int:
     return found[0] if found else 0
 
 
-def parse(words: list[str]) -> argparse.Namespace:
+def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--format", default="bf16", choices=("bf16", "fp8"))
@@ -152,32 +211,70 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--keep", type=Path, help="where the run's log and metrics stay")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of the run, then it ends")
+    parser.add_argument("--steps-out", type=Path, help="a line of each step, as it is done")
     return parser.parse_args(words)
 
 
-def main() -> None:
-    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    options = parse(sys.argv[1:cut])
-    config = model_shape(options.shape)
+def main(given: Sequence[str] | None = None) -> None:
+    words = sys.argv[1:] if given is None else list(given)
+    cut = words.index("--") if "--" in words else len(words)
+    options, more = parse(words[:cut]), words[cut + 1 :]
     with tempfile.TemporaryDirectory(prefix="isobit-run-") as made:
         directory = options.keep or Path(made)
         directory.mkdir(parents=True, exist_ok=True)
         folder = options.folder or directory / options.shape
         began = perf_counter()
-        if not (folder / "config.json").is_file():
+        if (folder / "config.json").is_file():
+            config = describe_model(folder).config
+        else:
+            config = model_shape(options.shape)
             write_folder(config, folder, SHARD_BYTES, options.format)
             write_tokenizer(config, folder)
         written = perf_counter() - began
         write_prompts(config, options.prompt_tokens, directory / "prompts.jsonl")
-        found = run(recipe_of(options, folder, directory), sys.argv[cut + 1 :], directory / "log")
+        recipe = recipe_of(options, folder, directory)
+        found = run(recipe, more, directory / "log", _keeper(options.steps_out), _until(options))
         folder_bytes = sum(one.stat().st_size for one in folder.glob("*.safetensors"))
-    asked = {key: value for key, value in vars(options).items() if not isinstance(value, Path)}
+    asked = {
+        key: value
+        for key, value in vars(options).items()
+        if not isinstance(value, Path) and key not in ("seconds", "steps_out")
+    }
     where = card_row() if options.device == "cuda" else {"card": "cpu"}
     row = {**asked, **where, "folder_bytes": folder_bytes, "seconds_written": written, **found}
     printed(row)
     if options.out is not None:
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+_SHOWN = 10
+"""Steps from one printed line to the next."""
+
+
+def _keeper(out: Path | None) -> Callable[[dict[str, Any]], None]:
+    def keep(step: dict[str, Any]) -> None:
+        if out is not None:
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(step) + "\n")
+        if step["step"] % _SHOWN == 0:
+            printed(step)
+
+    return keep
+
+
+def _until(options: argparse.Namespace) -> Callable[[], bool]:
+    """Whether the run's seconds are over, or this process was told to end."""
+    told = False
+
+    def tell(*_: object) -> None:
+        nonlocal told
+        told = True
+
+    signal.signal(signal.SIGTERM, tell)
+    end = perf_counter() + options.seconds
+    return lambda: told or perf_counter() >= end
 
 
 if __name__ == "__main__":
