@@ -140,7 +140,10 @@ def report(arguments: argparse.Namespace) -> None:
     starts = sizes.read_starts(directory)
     over_sizes = sizes.measured(found[0], found[2], starts)
     if arguments.command == "sizes":
-        write_sizes(over_sizes, starts, found[0], arguments)
+        try:
+            write_sizes(over_sizes, starts, found[0], arguments)
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
         return
     if arguments.command == "table":
         print("\n".join(figures.markdown(figures.tables(*found))))
@@ -157,7 +160,7 @@ def write_sizes(
     arguments: argparse.Namespace,
 ) -> None:
     """Print the table over sizes, and write it, the picture and the advice where they are wanted.
-    Raises ValueError where there is nothing to draw or to say.
+    Raises ValueError where there is nothing to draw or to say, or the page has no place for it.
     """
     lines = list(sizes.markdown(found, starts))
     print("\n".join(lines))
