@@ -34,6 +34,8 @@ from experiments.proof import cost, figures, ladder, page, rows, runs, suite
 from experiments.proof import rows as rows_module
 from experiments.proof import runs as runs_module
 from experiments.proof import suite as suite_module
+from isobit.config.load import load_recipe
+from isobit.config.recipes import SftConfig
 
 FINE_TUNE, LADDER = (Path(__file__).parent / f"{name}.toml" for name in ("fine_tune", "ladder"))
 LEFT = 3
@@ -127,23 +129,23 @@ def report(arguments: argparse.Namespace) -> None:
 
 
 def climb(directory: Path, size: str, changes: list[str]) -> int:
-    """Write the ladder's text and tokenizer where they are missing, then ``isobit sft``."""
+    """Write the ladder's text and tokenizer where they are missing, then make the start."""
     data = directory / "data"
     if not (data / "tokenizer" / "tokenizer.json").is_file():
         ladder.write_text(data)
     if size == "text":
         return 0
     held_out = {task: data / f"{task}.held_out.jsonl" for task in suite_module.TASKS}
+    output = directory / f"start-{size}"
     keys = {
         "model": data / "tokenizer",
-        "output": directory / f"start-{size}",
+        "output": output,
         "data.train.path": data / "ladder.solutions.jsonl",
         **{f"data.eval.{task}.path": path for task, path in held_out.items()},
         **ladder.SIZES[size].words(),
     }
     words = [word for key, value in keys.items() for word in (f"--{key}", value)] + changes
-    command = [sys.executable, "-m", "isobit.cli.main", "sft", LADDER, "--resume", *words]
-    return subprocess.run(list(map(str, command)), check=False).returncode  # noqa: S603 (this file)
+    return ladder.train_start(load_recipe(SftConfig, LADDER, list(map(str, words))))
 
 
 def fine_tune(directory: Path, model: Path, precision: str, changes: list[str]) -> int:
