@@ -179,8 +179,12 @@ _LADDER_SETTINGS: Changes = {"evaluation.every": "0", "checkpoint.every": "0"}
 """Answers before and after training alone, and a checkpoint where a run ends or is interrupted: one
 of ``1.1b`` has 12 GiB.
 """
-_LARGE: Changes = {"data.eval.held_out.limit": "1000", "rollout.kv_memory_gib": "24"}
-"""Of sizes whose K and V take 90 to 115 KB a token in BF16."""
+_LARGE: Changes = {
+    "data.eval.held_out.limit": "1000",
+    "rollout.kv_memory_gib": "12",
+    "training.tokens_per_microbatch": "8192",
+}
+"""Of sizes whose K and V take 90 to 115 KB a token in BF16, so that four runs share a card."""
 OUTLIERS = "stress-outliers"
 """Begins with the start in which outliers are planted (``experiments.proof.suite``)."""
 STRESSES: dict[str, Changes] = {
