@@ -21,6 +21,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig
+from isobit.models import policy_share
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
 from isobit.starter import starter_folder
@@ -73,3 +74,17 @@ def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
                 found = {one: line[one] for one in FIGURES if one in line}
                 print(json.dumps({"run": name, "step": line["step"], **found}))
     print(json.dumps({"seconds": perf_counter() - begun}))
+
+
+def test_an_update_is_found_on_the_device_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By several threads, in chunks of which the last is short."""
+    monkeypatch.setattr(policy_share, "CHUNK", 1 << 10)
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(300, 129, generator=generator)
+    after = before + 1e-3 * torch.randn(before.shape, generator=generator)
+    held, _ = policy_share.rounded(before, torch.bfloat16)
+    expected, change = policy_share.rounded(after, torch.bfloat16, held)
+    made, found = policy_share.rounded(after.to("cuda"), torch.bfloat16, held)
+    assert not made.is_cuda and torch.equal(made, expected)
+    assert found.keys() == change.keys() == {"counts", "places", "values"}
+    assert all(torch.equal(found[name], change[name]) for name in change)
