@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,16 @@ def run_maker(make_config: Callable[..., RunConfig], place: Path) -> Callable[..
 
 
 def left(root: Path) -> dict[str, Any]:
-    """All that a run leaves, figures of the machine aside."""
+    """All that a run leaves, figures of the machine aside; of tensors their SHA-256."""
     last = max((root / "checkpoints").glob("step_??????"))
-    files = ("completions.jsonl", "rewards.jsonl", "digests.jsonl", "model/model.safetensors")
+    texts = ("completions.jsonl", "rewards.jsonl", "digests.jsonl")
+    tensors = [last / f"{name}.safetensors" for name in ("masters", "optimiser")]
     return {
-        **{name: (root / name).read_bytes() for name in files},
-        **{name: (last / f"{name}.safetensors").read_bytes() for name in ("masters", "optimiser")},
+        **{name: (root / name).read_bytes() for name in texts},
+        **{
+            path.name: sha256(path.read_bytes()).hexdigest()
+            for path in [*tensors, root / "model" / "model.safetensors"]
+        },
         "metrics": [
             {name: value for name, value in line.items() if not name.startswith(OF_THE_MACHINE)}
             for line in json_lines(root / "metrics.jsonl")
