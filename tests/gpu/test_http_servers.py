@@ -33,6 +33,7 @@ from tests.tiny import json_lines
 FIGURES = ("time/update_s", "time/rollout_s", "time/training_s", "tokens_per_s/rollout")
 
 
+@pytest.mark.usefixtures("large")
 def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
     make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
