@@ -24,6 +24,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from benchmarks.common import card_row, printed
+from benchmarks.engines import COLUMNS
 from benchmarks.loading import write_folder
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.safetensors import SHARD_BYTES
@@ -33,6 +34,7 @@ STEP = (
     *("time/rollout_s", "time/training_s", "tokens_per_s/rollout", "tokens_per_s/training"),
     *("memory/rollout_peak_gib", "memory/training_peak_gib", "response_length/mean"),
     *("log_prob_diff/tokens_compared", "log_prob_diff/tokens_differing", "grad_norm"),
+    *(name for name, _ in COLUMNS.values()),  # of flows and engines that are not exact
 )
 
 
@@ -117,13 +119,15 @@ def run(recipe: dict[str, Any], more: list[str], log: Path) -> dict[str, Any]:
         tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
         raise RuntimeError(f"isobit train ended with {process.returncode}:\n{tail}")
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    steps = [{name: line.get(name) for name in STEP} for line in lines if STEP[0] in line]
+    steps = [
+        {name: line[name] for name in STEP if name in line} for line in lines if STEP[0] in line
+    ]
     return {
         "seconds_to_first_step": first,
         "seconds": perf_counter() - began,
         "host_anonymous_gib": peak / 2**30,
-        "compared": sum(step["log_prob_diff/tokens_compared"] or 0 for step in steps),
-        "differing": sum(step["log_prob_diff/tokens_differing"] or 0 for step in steps),
+        "compared": sum(step.get("log_prob_diff/tokens_compared", 0) for step in steps),
+        "differing": sum(step.get("log_prob_diff/tokens_differing", 0) for step in steps),
         "by_step": steps,
     }
 
