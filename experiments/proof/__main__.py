@@ -8,17 +8,22 @@ seeds, on a real checkpoint.
     python -m experiments.proof ladder DIR --size 27m        # a start of another size, or its text
     python -m experiments.proof outliers DIR                 # the start of stress-outliers
     python -m experiments.proof flows DIR [--cards 0 1] [--jobs 3]     # where FP8 loses, untrained
+    python -m experiments.proof flows DIR --size 27m         # a start of the ladder, untrained
     python -m experiments.proof run DIR --tasks gsm multiply [--cards 0 1] [--jobs 3]
         [--seconds S] [--begin-within S]
     python -m experiments.proof run DIR --runs gsm:fp8:2 gsm:bf16:0:again        # as for --tasks
-    python -m experiments.proof cost DIR --tasks gsm multiply            # each arm alone on a card
+    python -m experiments.proof cost DIR --tasks gsm ladder-27m          # each arm alone on a card
     python -m experiments.proof look DIR                     # how far all runs are
     python -m experiments.proof table ROWS                  # DIR/rows, or experiments/results/proof
     python -m experiments.proof page ROWS [--out proof.html] [--picture docs/pictures/proof.svg]
+    python -m experiments.proof sizes ROWS [--page docs/proof.md] [--advice PATH]
+        [--picture docs/pictures/proof_sizes.svg]
 
 ``run`` goes on with what is not finished, ``--jobs`` runs at a time on each card, and tells its
 runs to write a checkpoint when the seconds are over; exit status 3 says that something is left.
 A run that is made ``again`` leaves its row among the repeats, with which the table compares.
+``sizes`` has the table of the ladder beside SmolLM2, and puts it into a page; ``--advice`` writes
+what ``isobit flows`` says of sizes (``isobit.observe.flow_choice.BY_SIZE``).
 Rows of earlier sittings, copied to DIR/rows, are not made again.
 Anything behind ``--`` goes to ``isobit``: ``-- --training.steps 2``.
 """
@@ -30,14 +35,16 @@ from pathlib import Path
 
 import torch
 
-from experiments.proof import cost, figures, ladder, page, rows, runs, suite
+from experiments.proof import cost, figures, ladder, page, rows, runs, sizes, suite
 from experiments.proof import rows as rows_module
 from experiments.proof import runs as runs_module
 from experiments.proof import suite as suite_module
 from isobit.config.load import load_recipe
 from isobit.config.recipes import SftConfig
+from isobit.store.directory import write_json
 
 FINE_TUNE, LADDER = (Path(__file__).parent / f"{name}.toml" for name in ("fine_tune", "ladder"))
+_SIZES_TO = "page", "picture", "advice"
 LEFT = 3
 """Exit status: some run is not finished."""
 
@@ -47,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("problems", "start", "ladder", "outliers", "flows", "run", "cost", "look"):
         commands.add_parser(name).add_argument("directory", type=Path)
-    for name in ("table", "page"):
+    for name in ("table", "page", "sizes"):
         commands.add_parser(name).add_argument("directory", type=Path)
     commands.choices["ladder"].add_argument(
         "--size", choices=(*ladder.SIZES, "text"), required=True
@@ -55,7 +62,9 @@ def make_parser() -> argparse.ArgumentParser:
     start, run = commands.choices["start"], commands.choices["run"]
     drawn = commands.choices["page"]
     drawn.add_argument("--out", type=Path, default=Path("proof.html"))
-    drawn.add_argument("--picture", type=Path)
+    over_sizes = commands.choices["sizes"]
+    for command, option in (drawn, "picture"), *((over_sizes, o) for o in _SIZES_TO):
+        command.add_argument(f"--{option}", type=Path)
     start.add_argument("--model", type=Path, required=True)
     start.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
     which = run.add_mutually_exclusive_group(required=True)
@@ -66,10 +75,12 @@ def make_parser() -> argparse.ArgumentParser:
     for command in run, commands.choices["flows"]:
         command.add_argument("--cards", nargs="+", default=["0"])
         command.add_argument("--jobs", type=int, default=1)
+    commands.choices["flows"].add_argument("--size", choices=sizes.PARAMETERS)
     run.add_argument("--seconds", type=float, default=float("inf"))
     run.add_argument("--begin-within", type=float, default=float("inf"))
     costs = commands.choices["cost"]
-    costs.add_argument("--tasks", nargs="+", choices=suite_module.TASKS, default=suite_module.TASKS)
+    tasks = suite_module.TASKS
+    costs.add_argument("--tasks", nargs="+", choices=(*tasks, *suite.LADDERS), default=tasks)
     costs.add_argument("--steps", type=int, default=cost.STEPS)
     costs.add_argument("--card", default="0")
     return parser
@@ -89,9 +100,7 @@ def main() -> int:
         case "outliers":
             suite_module.plant(directory / "start" / "model", directory / "outliers" / "model")
         case "flows":
-            where = arguments.cards, arguments.jobs
-            found = runs_module.answer_all(directory, *where, runs.by_key(changes))
-            print("\n".join(runs_module.markdown(found)))
+            answer_untrained(arguments, changes)
         case "run":
             seeds = range(arguments.seeds)
             wanted = arguments.runs or suite.wanted(arguments.tasks, arguments.arms, seeds)
@@ -110,8 +119,18 @@ def main() -> int:
     return 0
 
 
+def answer_untrained(arguments: argparse.Namespace, changes: list[str]) -> None:
+    """A start in several flows: one of the ladder in this process, or that of all arms."""
+    directory, given = arguments.directory, runs.by_key(changes)
+    if arguments.size is not None:
+        print(sizes.answer_start(directory, arguments.size, given))
+        return
+    found = runs_module.answer_all(directory, arguments.cards, arguments.jobs, given)
+    print("\n".join(runs_module.markdown(found)))
+
+
 def report(arguments: argparse.Namespace) -> None:
-    """The table, or the page and the picture, of the rows in a folder."""
+    """The tables, or the page and the picture, of the rows in a folder."""
     directory: Path = arguments.directory
     found = rows.read_finished(directory), rows_module.read_repeats(directory), cost.read(directory)
     if not found[0]:
@@ -120,12 +139,40 @@ def report(arguments: argparse.Namespace) -> None:
             f"(TASK-ARM-SEED{rows.SUFFIX}), DIR/rows of a proof that was run"
         )
     torch.set_num_threads(1)  # a bootstrap's draw is little: threads beside other work wait for it
+    starts = sizes.read_starts(directory)
+    over_sizes = sizes.measured(found[0], found[2], starts)
+    if arguments.command == "sizes":
+        write_sizes(over_sizes, starts, found[0], arguments)
+        return
     if arguments.command == "table":
         print("\n".join(figures.markdown(figures.tables(*found))))
         return
-    print(page.write_html(*found, arguments.out))
+    print(page.write_html(*found, arguments.out, over_sizes))
     if arguments.picture is not None:
         print(page.write_picture(found[0], arguments.picture))
+
+
+def write_sizes(
+    found: list[sizes.Measured],
+    starts: sizes.Starts,
+    all_rows: list[rows.Row],
+    arguments: argparse.Namespace,
+) -> None:
+    """Print the table over sizes, and write it, the picture and the advice where they are wanted.
+    Raises ValueError where there is nothing to draw or to say.
+    """
+    lines = list(sizes.markdown(found, starts))
+    print("\n".join(lines))
+    if arguments.picture is not None:
+        print(page.write_sizes_picture(found, arguments.picture))
+    if arguments.page is not None:
+        said = arguments.page.read_text(encoding="utf-8")
+        block = sizes.page_lines(lines, arguments.picture, arguments.page)
+        arguments.page.write_text(sizes.with_block(said, block), encoding="utf-8")
+        print(arguments.page)
+    if arguments.advice is not None:
+        write_json(arguments.advice, sizes.advice(found, all_rows))
+        print(arguments.advice)
 
 
 def climb(directory: Path, size: str, changes: list[str]) -> int:
@@ -135,13 +182,12 @@ def climb(directory: Path, size: str, changes: list[str]) -> int:
         ladder.write_text(data)
     if size == "text":
         return 0
-    held_out = {task: data / f"{task}.held_out.jsonl" for task in suite_module.TASKS}
     output = directory / f"start-{size}"
     keys = {
         "model": data / "tokenizer",
         "output": output,
         "data.train.path": data / "ladder.solutions.jsonl",
-        **{f"data.eval.{task}.path": path for task, path in held_out.items()},
+        "data.eval.multiply.path": data / "multiply.held_out.jsonl",
         **ladder.SIZES[size].words(),
     }
     words = [word for key, value in keys.items() for word in (f"--{key}", value)] + changes

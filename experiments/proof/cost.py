@@ -43,7 +43,7 @@ def measure_all(
     place = directory / "cost"
     shutil.rmtree(place, ignore_errors=True)
     (place / "runs").mkdir(parents=True)
-    for name in ("data", "start"):
+    for name in {"data", *(run.start for run in wanted)}:
         (place / name).symlink_to((directory / name).resolve())
     live = {
         run: runs.on_card(

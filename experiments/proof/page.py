@@ -5,17 +5,33 @@ Each arm has a colour.  Its line is the mean over its seeds, in a band from the 
 highest of them: figure ``A:figure`` of arm A has the band ``A:figure/low`` to ``A:figure/high``.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from experiments.proof import figures
+from experiments.proof import figures, sizes
 from experiments.proof.cost import Costs
 from experiments.proof.figures import by_arm
+from experiments.proof.ladder import SIZES
 from experiments.proof.rows import Repeats, Row, Settings, settings_of
+from experiments.proof.sizes import Difference, Measured, Stage
 from experiments.proof.suite import ARMS, TASKS
-from isobit.observe.report.chart import Chart, Curve, Panel, draw
+from isobit.observe.report.chart import (
+    BOTTOM,
+    LEFT,
+    RIGHT,
+    TOP,
+    Chart,
+    Curve,
+    Mark,
+    Panel,
+    axis_range,
+    draw,
+    round_ticks,
+    tick_text,
+)
 from isobit.observe.report.page import MOST_RUNS, render_page, write_page
 from isobit.observe.report.panels import section_of
 
@@ -122,6 +138,123 @@ def _chart(panel: Panel, name: str, rows: Sequence[Row], order: Iterable[str]) -
     return draw(drawn, dict(sorted(figures.items())))
 
 
+SIZE_PLACES = {arm: place for place, arm in enumerate(ARMS, 1) if arm in sizes.ARMS}
+"""The colours of the ladder's arms, those that they have in every task."""
+_LAW = "N^-0.4", 0
+"""Its label and its colour, of which ``page.html`` and ``picture.svg`` know: grey and dashed, where
+the arms' lines are not.
+"""
+_ORDER = sorted(SIZES, key=sizes.PARAMETERS.__getitem__)
+_INSIDE = 22.0
+"""From the sides of a chart to the smallest and the largest size, in units of the SVG."""
+_APART, _BESIDE, _DIAMOND = 4.0, 22.0, 4.0
+"""Between arms of one size, from them to ``sizes.PRETRAINED``, and half of its diamond."""
+_SIZES_NOTE = (
+    "N: parameters of the layers' matrices, on a logarithmic axis. Bars: 95% intervals. Open "
+    "diamonds: SmolLM2-135M, pretrained, whose layers are as large as those of 108m. Dashed: "
+    "N^-0.4 through SmolLM2's fp8 and int8."
+)
+
+
+def size_charts(found: Sequence[Measured]) -> list[Chart]:
+    """The difference of each arm to ``bf16`` against the parameters of the layers: a chart for each
+    moment at which the ladder was measured.
+    """
+    ladder = [one for one in found if one.size in SIZES]
+    return [
+        _size_chart(stage, found)
+        for stage in sizes.STAGES
+        if any(stage in one.differences for one in ladder)
+    ]
+
+
+def _size_chart(stage: Stage, found: Sequence[Measured]) -> Chart:
+    shown = {
+        arm: {
+            one.size: one.differences[stage]
+            for one in found
+            if one.arm == arm and stage in one.differences
+        }
+        for arm in SIZE_PLACES
+    }
+    shown = {arm: ours for arm, ours in shown.items() if ours}
+    laws = [line for arm in sizes.CALIBRATED if (line := _law_line(found, arm, stage))]
+    differences = [one for ours in shown.values() for one in ours.values()]
+    values = [v for d in differences for v in (d.mean, d.low, d.high) if v is not None]
+    values += [0.0, *(value for line in laws for _, value in line)]
+    low, high = axis_range(100 * min(values), 100 * max(values))
+
+    def y(value: float) -> float:
+        return round(BOTTOM - (100 * value - low) / (high - low) * (BOTTOM - TOP), 1)
+
+    label, place = _LAW
+    paths = "".join(_path([(x, y(value)) for x, value in line]) for line in laws)
+    marks = [Mark(label, place, line=paths)] if paths else []
+    for at, (arm, ours) in enumerate(shown.items()):
+        marks.append(_size_mark(arm, ours, _APART * (at - (len(shown) - 1) / 2), y))
+    named = [size for size in sizes.PARAMETERS if any(size in ours for ours in shown.values())]
+    title = sizes.STAGES[stage].capitalize()
+    return Chart(
+        panel=Panel(title, "points minus bf16", (), _SIZES_NOTE, axis="N", compared=True),
+        marks=tuple(marks),
+        x_ticks=tuple((_x(size), size) for size in _ORDER),
+        y_ticks=tuple((y(tick / 100), tick_text(tick)) for tick in round_ticks(low, high, most=5)),
+        hits=(),
+        columns=("size", *(f"{arm} [95%]" for arm in shown)),
+        rows=tuple(
+            (size, *(ours[size].text if size in ours else "-" for ours in shown.values()))
+            for size in named
+        ),
+        latest="",
+        description=f"Points minus bf16 against parameters, {sizes.STAGES[stage]}",
+        points_note="",
+        constant="",
+    )
+
+
+def _x(size: str) -> float:
+    return _place_of(sizes.PARAMETERS[size])
+
+
+def _place_of(parameters: float) -> float:
+    first, last = (math.log(sizes.PARAMETERS[size]) for size in (_ORDER[0], _ORDER[-1]))
+    share = (math.log(parameters) - first) / (last - first)
+    return round(LEFT + _INSIDE + share * (RIGHT - LEFT - 2 * _INSIDE), 1)
+
+
+def _law_line(found: Sequence[Measured], arm: str, stage: Stage) -> list[tuple[float, float]]:
+    """Its place on the x axis and its value, between the smallest and the largest size; none of
+    weights that answer in ``bf16``, of which the law says nothing.
+    """
+    first, last = (sizes.PARAMETERS[size] for size in (_ORDER[0], _ORDER[-1]))
+    numbers = [first * (last / first) ** (step / 24) for step in range(25)]
+    found_at = [(one, sizes.law(found, arm, stage, one)) for one in numbers]
+    return [
+        (_place_of(one), value) for one, value in found_at if value is not None and stage != "back"
+    ]
+
+
+def _size_mark(
+    arm: str, ours: Mapping[str, Difference], shift: float, y: Callable[[float], float]
+) -> Mark:
+    """A line over the ladder, and a diamond for ``sizes.PRETRAINED``; intervals as bars."""
+    dots = [(round(_x(size) + shift, 1), y(ours[size].mean)) for size in _ORDER if size in ours]
+    bars = ""
+    for size, one in ours.items():
+        x = round(_x(size) + shift - (_BESIDE if size == sizes.PRETRAINED else 0.0), 1)
+        if one.low is not None and one.high is not None:
+            bars += _path([(x, y(one.high)), (x, y(one.low))])
+        if size == sizes.PRETRAINED:
+            at, d = y(one.mean), _DIAMOND
+            bars += _path([(x - d, at), (x, at - d), (x + d, at), (x, at + d)]) + "Z"
+    line = _path(dots) if len(dots) > 1 else ""
+    return Mark(arm, SIZE_PLACES[arm], line=line, bars=bars, dots=tuple(dots))
+
+
+def _path(places: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+
+
 HERE = Path(__file__).parent
 MARKER = "<!doctype html>\n<!-- isobit proof -->"
 PICTURE_MARKER = "<!-- isobit proof -->"
@@ -154,14 +287,23 @@ _MAIN = (
 class Drawn:
     """A chart of the picture, and where it stands."""
 
-    task: str
+    title: str
     chart: Chart
     left: int
 
 
-def write_html(rows: Sequence[Row], again: Repeats, costs: Costs, out: Path) -> Path:
-    """The whole page.  Raises ConfigError where another file is there."""
+def write_html(
+    rows: Sequence[Row],
+    again: Repeats,
+    costs: Costs,
+    out: Path,
+    over_sizes: Sequence[Measured] = (),
+) -> Path:
+    """The whole page, with a section of sizes where any of the ladder was measured.  Raises
+    ConfigError where another file is there.
+    """
     tasks = figures.by_task(rows)
+    has_sizes = any(one.size != sizes.PRETRAINED for one in over_sizes)
     page = render_page(
         HERE / "page.html",
         MARKER,
@@ -174,6 +316,10 @@ def write_html(rows: Sequence[Row], again: Repeats, costs: Costs, out: Path) -> 
         tables=figures.tables(rows, again, costs),
         sections=[section_of(task, charts(ours)) for task, ours in tasks.items()],
         stress=figures.STRESS,
+        sizes=list(sizes.table(over_sizes)) if has_sizes else [],
+        size_columns=sizes.COLUMNS,
+        size_charts=size_charts(over_sizes) if has_sizes else [],
+        size_colours=SIZE_PLACES,
         settings={task: settings_of(ours) for task, ours in tasks.items()},
         main=main_settings,
         others=_others,
@@ -194,11 +340,28 @@ def write_picture(rows: Sequence[Row], out: Path) -> Path:
     return write_charts(tasks, out)
 
 
-def write_charts(tasks: Sequence[tuple[str, Chart]], out: Path) -> Path:
-    """A picture of charts side by side, each with its title, and one legend for all.  Raises
-    ConfigError where another file is there.
+def write_sizes_picture(found: Sequence[Measured], out: Path) -> Path:
+    """The difference to ``bf16`` against size, a chart for each moment, as SVG.  Raises ValueError
+    where no arm of the ladder was measured, ConfigError where another file is there.
     """
-    drawn = [Drawn(task, chart, 390 * place) for place, (task, chart) in enumerate(tasks)]
+    if not any(one.differences for one in found if one.size != sizes.PRETRAINED):
+        raise ValueError("no two arms of the ladder are finished: there is nothing to draw")
+    titled = [(chart.panel.title, chart) for chart in size_charts(found)]
+    return write_charts(titled, out, "points minus bf16", "against parameters")
+
+
+def write_charts(
+    tasks: Sequence[tuple[str, Chart]],
+    out: Path,
+    what: str = "held-out accuracy",
+    over: str = "over the steps, an arm a line, a band from the lowest to the highest seed",
+) -> Path:
+    """A picture of charts of ``what`` side by side, each with its title, and one legend for all.
+    Raises ConfigError where another file is there.
+    """
+    drawn = [
+        Drawn(f"{task}: {what}", chart, 390 * place) for place, (task, chart) in enumerate(tasks)
+    ]
     legend = {mark.place: mark.label for one in drawn for mark in one.chart.marks}
     picture = render_page(
         HERE / "picture.svg",
@@ -206,6 +369,7 @@ def write_charts(tasks: Sequence[tuple[str, Chart]], out: Path) -> Path:
         drawn=drawn,
         legend=sorted(legend.items()),
         width=390 * len(drawn),
+        described=f"{what[0].upper()}{what[1:]} {over}",
     )
     return write_page(picture, out, PICTURE_MARKER)
 

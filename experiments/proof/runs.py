@@ -38,6 +38,7 @@ from experiments.proof import rows
 from experiments.proof.rows import steps_of
 from experiments.proof.suite import LADDERS, Changes, Run
 from isobit import load_config
+from isobit.records.text import Group
 from isobit.run.evaluate import evaluate_folder
 from isobit.store.directory import whole_lines, write_json
 
@@ -53,12 +54,20 @@ def other_flow(arm: str) -> str:
 
 
 def answer(folder: Path, recipe: Path, words: Sequence[str]) -> dict[str, Any]:
-    """``precision`` as resolved, and ``sets``: name -> figures."""
+    """``precision`` as resolved, and of each set by name its figures (``sets``) and the reward of
+    each problem (``rewards``).
+    """
     config = load_config(recipe, words)
-    results = evaluate_folder(folder, config)
+    rewards = dict[str, list[float | None]]()
+
+    def take(name: str, groups: Sequence[Group]) -> None:
+        rewards[name] = [group.rewards[0] for group in groups]
+
+    results = evaluate_folder(folder, config, take=take)
     return {
         "precision": config.precision.model_dump(mode="json"),
         "sets": {name: result.figures() for name, result in results.items()},
+        "rewards": rewards,
     }
 
 

@@ -4,7 +4,7 @@ Completions of a model folder without a reward.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from isobit.config.data import JsonlData
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.records.text import Group
 from isobit.rollout.engine import Progress
 from isobit.run.evaluate import completion_lines, evaluate_folder, rollout_folder
 from isobit.util.errors import ConfigError, DataError, RewardError
@@ -30,10 +31,15 @@ def test_every_named_set_is_measured_greedily(
 ) -> None:
     config = make_config(write_reward("return float(prompt.row['answer'] != '') / 2"), data=SETS)
     moments: list[Progress] = []
-    results = evaluate_folder(tiny_folder, config, moments.append)
+    taken = dict[str, Sequence[Group]]()
+    results = evaluate_folder(tiny_folder, config, moments.append, take=taken.__setitem__)
     assert {
         name: (result.problems, result.accuracy, result.samples) for name, result in results.items()
     } == {"a": (4, 0.5, 1), "b": (3, 0.5, 1)}
+    assert {name: [group.rewards for group in groups] for name, groups in taken.items()} == {
+        "a": [[0.5]] * 4,
+        "b": [[0.5]] * 3,
+    }
     assert moments[-1].finished == moments[-1].total == 3
     assert not config.output.exists()
 

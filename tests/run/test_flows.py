@@ -17,11 +17,12 @@ from isobit.api import generate
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig
-from isobit.models.config import Experts
-from isobit.models.decoder import decoder_shape
-from isobit.models.folder import load_model
+from isobit.models.config import Experts, model_shape
+from isobit.models.decoder import decoder_shape, layer_parameters
+from isobit.models.folder import describe_model, load_model
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import Scorer
+from isobit.observe import flow_choice
 from isobit.observe.console import Console
 from isobit.observe.evaluation import EvalResult, paired_interval
 from isobit.observe.flow_choice import (
@@ -368,6 +369,70 @@ def test_what_cannot_be_compared_is_refused(
 def test_a_loss_of_nothing_cannot_be_excluded() -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, "--loss", "0"])
+
+
+BY_SIZE: dict[str, Any] = {
+    "task": "sums",
+    "steps": [150],
+    "cards": ["NVIDIA H200"],
+    "days": ["2026-11-25", "2026-11-26"],
+    "sizes": [
+        {
+            "name": name,
+            "layer_parameters": count,
+            "flows": {"fp8": {"seeds": 3, "mean": mean, "low": mean - 0.01, "high": mean + 0.02}},
+        }
+        for name, count, mean in (("large", 1_107_000_000, -0.05), ("small", 25_000_000, -0.3))
+    ],
+}
+
+
+def test_nothing_is_said_of_sizes_that_were_not_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(flow_choice, "BY_SIZE", tmp_path / "none.json")
+    assert main(["flows", "starter", "--gpu", "h200"]) == 0
+    assert "by size" not in capsys.readouterr().out
+    assert main(["flows", "starter", "--gpu", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["by_size"] is None
+
+
+def test_what_is_known_by_size_names_where_it_was_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "by_size.json"
+    path.write_text(json.dumps(BY_SIZE), encoding="utf-8")
+    monkeypatch.setattr(flow_choice, "BY_SIZE", path)
+    assert main(["flows", "starter", "--gpu", "h200"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = lines.index(
+        "by size, the difference to bf16 after 150 steps of GRPO, points [95% interval]:"
+    )
+    small, large, measured, own = lines[place + 2 :][:4]
+    assert small == "25 million (small)     -30.0 [-31.0, -28.0], 3 seeds"
+    assert large == "1,107 million (large)     -5.0 [-6.0, -3.0], 3 seeds"
+    assert measured == (
+        "measured on sums (NVIDIA H200, 2026-11-25 to 2026-11-26); other tasks differ"
+    )
+    shape = describe_model(starter_folder()).config
+    assert own == (
+        f"this model has {layer_parameters(shape):,} parameters in its layers, smaller than all "
+        "of these"
+    )
+    assert main(["flows", "starter", "--gpu", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["by_size"] == BY_SIZE
+
+
+def test_the_place_of_a_model_among_the_sizes_is_said() -> None:
+    for count, said in ((26_000_000, "inside this range"), (2 * 10**9, "larger than all of these")):
+        found = replace(compared(row("int8")), by_size=BY_SIZE, layer_parameters=count)
+        assert any(line.endswith(said) for line in describe_comparison(found))
+
+
+def test_parameters_of_layers_are_those_of_their_matrices() -> None:
+    """Of Qwen3-8B: without embeddings, the head and norms."""
+    attention, mlp = 2 * 4096 * (4096 + 1024), 3 * 4096 * 12288
+    assert layer_parameters(model_shape("qwen3-8b")) == 36 * (attention + mlp)
 
 
 def test_the_description_has_no_infinite_or_missing_number() -> None:

@@ -319,6 +319,12 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(prod(shape) for shape in checkpoint_shapes(config).values())
 
 
+def layer_parameters(config: ModelConfig) -> int:
+    """Of the layers' matrices: without embeddings, the head and norms."""
+    shapes = checkpoint_shapes(config).items()
+    return sum(prod(one) for name, one in shapes if ".layers." in name and len(one) > 1)
+
+
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the masters that learn, in the order of the forward."""
     return {name: master.shape for name, master in build_decoder(config).trained().items()}

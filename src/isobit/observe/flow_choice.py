@@ -1,9 +1,15 @@
-"""What ``isobit flows`` has found of the flows of a model, and which one it recommends."""
+"""What ``isobit flows`` has found of the flows of a model, and which one it recommends.
+
+Beside it stands what is known by size: ``flows_by_size.json`` has the differences to ``bf16`` that
+models of several sizes had after the same training, as ``python -m experiments.proof sizes``
+writes them from its rows.  Without that file nothing is said of sizes.
+"""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -22,6 +28,7 @@ below ``bf16`` (docs/proof.md); INT8 has 0.1.
 FEWEST_TOKENS = 1000
 """From which an rms decides: it is then known to about 5%."""
 CREST = 12.0
+BY_SIZE = Path(__file__).with_name("flows_by_size.json")
 _EQUAL = 1.05
 """Flows whose bytes differ by less than this factor are equally cheap."""
 
@@ -157,6 +164,10 @@ class Comparison:
     threshold: float = THRESHOLD
     estimated_for: str = ""
     """What the estimates of a GPU's speed take a step to be."""
+    layer_parameters: int = 0
+    """Of the matrices in the model's layers, which are what is in 8 bits."""
+    by_size: Mapping[str, Any] = field(default_factory=dict)
+    """What ``read_by_size`` returned."""
     card: str = ""
     """The GPU of the estimates and of the bytes; empty for this machine's device."""
 
@@ -173,6 +184,8 @@ class Comparison:
             "gpu": self.card or None,
             "estimated_for": self.estimated_for or None,
             "threshold": self.threshold,
+            "layer_parameters": self.layer_parameters,
+            "by_size": dict(self.by_size) or None,
             "flows": [one.as_json() for one in self.flows],
             "recommended": None
             if choice is None
@@ -297,6 +310,13 @@ def problems_needed(differences: Sequence[float], threshold: float) -> int | Non
     return int(math.ceil(needed / digit) * digit)
 
 
+def read_by_size() -> Mapping[str, Any]:
+    """``flows_by_size.json``: the task, steps, cards and days of its measurement, and of each size
+    its flows; empty where there is none.
+    """
+    return json.loads(BY_SIZE.read_text(encoding="utf-8")) if BY_SIZE.is_file() else {}
+
+
 # What is printed.
 
 _Cells = Mapping[str, str]
@@ -311,9 +331,44 @@ def describe_comparison(found: Comparison) -> list[str]:
     lines += [f"{one.name} was not measured: {one.problem}" for one in found.flows if one.problem]
     if found.card:
         lines.append(f"{found.card}: estimated, for {found.estimated_for}")
+    lines += _size_lines(found)
     crests = [describe_crests(one.crests, one.crest_tokens) for one in found.flows if one.crests]
     choice = recommend(found)
     return [*lines, *([""] if choice else []), *crests, *([choice.sentence] if choice else [])]
+
+
+def _size_lines(found: Comparison) -> list[str]:
+    """What is known by size, on what it was measured, and where this model stands."""
+    known = found.by_size
+    if not known:
+        return []
+    rows: list[_Cells] = []
+    for one in sorted(known["sizes"], key=lambda one: one["layer_parameters"]):
+        cells = {"in layers": f"{_millions(one['layer_parameters'])} ({one['name']})"}
+        for name, flow in one["flows"].items():
+            low, high = (f"{100 * flow[bound]:+.1f}" for bound in ("low", "high"))
+            seeds = f"{flow['seeds']} seed{'s' if flow['seeds'] > 1 else ''}"
+            cells[name] = f"{100 * flow['mean']:+.1f} [{low}, {high}], {seeds}"
+        rows.append(cells)
+    sizes = [one["layer_parameters"] for one in known["sizes"]]
+    where = "inside this range"
+    if found.layer_parameters > max(sizes):
+        where = "larger than all of these"
+    elif found.layer_parameters < min(sizes):
+        where = "smaller than all of these"
+    steps = " or ".join(map(str, known["steps"]))
+    when = " to ".join(dict.fromkeys(known["days"]))
+    return [
+        "",
+        f"by size, the difference to bf16 after {steps} steps of GRPO, points [95% interval]:",
+        *_table(rows),
+        f"measured on {known['task']} ({', '.join(known['cards'])}, {when}); other tasks differ",
+        f"this model has {_millions(found.layer_parameters)} parameters in its layers, {where}",
+    ]
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.0f} million" if count >= 1e6 else f"{count:,}"
 
 
 def _what(found: Comparison) -> str:

@@ -133,9 +133,10 @@ def evaluate_folder(
     config: RunConfig,
     progress: OnProgress | None = None,
     world: World = ALONE,
+    take: Callable[[str, Sequence[Group]], None] | None = None,
 ) -> dict[str, EvalResult]:
     """Evaluate a model folder on the sets of a configuration, whose own model is not read.  Writes
-    nothing.
+    nothing.  ``take`` is given the graded completions of each set, by its name.
 
     Raises ConfigError where the configuration names no set, and everything that loading, generating
     and grading raise.  Ranks of ``world`` share the model; the first one grades and has the
@@ -147,7 +148,11 @@ def evaluate_folder(
     check_reward(config.reward)
     _check_acting(config.environment, world)
     with Graders(config.reward) as graders:
-        return _evaluate_folder(folder, config, progress, graders, world)
+        evaluation = _evaluate_folder(folder, config, progress, graders, world)
+    for name, (_, groups) in evaluation.items():
+        if take is not None:
+            take(name, groups)
+    return {name: result for name, (result, _) in evaluation.items()}
 
 
 def _evaluate_folder(
@@ -156,7 +161,7 @@ def _evaluate_folder(
     progress: OnProgress | None,
     graders: Graders,
     world: World,
-) -> dict[str, EvalResult]:
+) -> Evaluation[EvalResult]:
     model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
     config = with_date_of(config, folder, world)
@@ -174,7 +179,7 @@ def _evaluate(
     progress: OnProgress | None,
     graders: Graders,
     world: World,
-) -> dict[str, EvalResult]:
+) -> Evaluation[EvalResult]:
     engine, requests, data = evaluator.engine, evaluator.requests, config.data
     if world.rank == 0:
         _say_end_of_turn(model, config.rollout, data.chat)
@@ -200,7 +205,7 @@ def _evaluate(
         note := describe_hidden(made, model.tokenizer, stops)
     ):
         say(f"isobit: {note}")
-    return {name: result for name, (result, _) in evaluation.items()}
+    return evaluation
 
 
 def _check_acting(environment: EnvironmentConfig | None, world: World) -> None:

@@ -37,7 +37,7 @@ from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import Card
 from isobit.memory.speed import SpeedShape, StepWork, estimate_step
-from isobit.models.decoder import LM_HEAD, Scorable, decoder_shape
+from isobit.models.decoder import LM_HEAD, Scorable, decoder_shape, layer_parameters
 from isobit.models.folder import (
     DescribedModel,
     choose_device,
@@ -60,6 +60,7 @@ from isobit.observe.flow_choice import (
     describe_crests,
     differences_of,
     flow_name,
+    read_by_size,
 )
 from isobit.parallel.world import ALONE
 from isobit.precision.flow import PrecisionFlow, build_flow
@@ -313,8 +314,15 @@ def compare_flows(
     wanted = [PrecisionConfig(preset="bf16"), *others]
     chosen = {flow_name(one): one for one in wanted}
     figures = [_planned(name, one, described, config, card) for name, one in chosen.items()]
-    comparison = Comparison(str(model), figures, context=shape.max_positions, threshold=threshold)
-    comparison = replace(comparison, card="" if card is None else card.name)
+    comparison = Comparison(
+        str(model),
+        figures,
+        context=shape.max_positions,
+        threshold=threshold,
+        layer_parameters=layer_parameters(shape),
+        by_size=read_by_size(),
+        card="" if card is None else card.name,
+    )
     requests: list[Request] = []
     if config.data.eval or card is None:
         check_has_sets(config.data.eval)
@@ -337,11 +345,7 @@ def compare_flows(
         lengths = [len(one.prompt.token_ids) for one in requests] or [_PROMPT]
         work = _step(config, SpeedShape(shape, figures[0].flow), fmean(lengths))
         figures = [_estimated(one, work, card) for one in figures]
-        said = (
-            f"{work.prompts} prompts of {work.prompt_tokens:.0f} tokens with {work.samples} "
-            f"answers of {work.new_tokens} each"
-        )
-        comparison = replace(comparison, estimated_for=said)
+        comparison = replace(comparison, estimated_for=_described(work))
     return replace(comparison, flows=figures)
 
 
@@ -377,6 +381,13 @@ def _step(config: RunConfig, shape: SpeedShape, prompt: float) -> StepWork:
         samples=training.samples_per_prompt,
         new_tokens=new,
         most_at_once=rollout.max_sequences,
+    )
+
+
+def _described(work: StepWork) -> str:
+    return (
+        f"{work.prompts} prompts of {work.prompt_tokens:.0f} tokens with {work.samples} answers of "
+        f"{work.new_tokens} each"
     )
 
 

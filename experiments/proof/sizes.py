@@ -1,0 +1,422 @@
+"""What 8 bits cost at each size: the runs of the ladder (``experiments.proof.ladder``) beside those
+of SmolLM2-135M on ``multiply``, at three moments.
+
+    before    the start answers in an arm's flow
+    after     the trained weights answer in their own flow
+    back      the trained weights answer in bf16
+
+A difference is that of the held-out rewards to those of ``bf16``, for ``after`` and ``back`` to its
+answers after training, paired by seed and problem, with the interval of
+``experiments.proof.figures``.  All seeds have one start, so ``before`` counts its problems once.
+
+The law: the loss of perplexity by E4M3 falls as N^-0.4 (fitted to the table of arXiv 2510.25602).
+With differences that fall likewise, an arm's at N parameters are
+
+    d(N) = d(N0) (N0 / N)^0.4       N0, d(N0): SmolLM2-135M's on multiply, as measured
+
+where N counts the matrices of the layers, which are what is in 8 bits.
+
+    ROWS/starts/SIZE.json.xz    how a start answers in several flows, without training: of each its
+                                scores, and what ``isobit flows`` measures of its distributions
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal
+
+import torch
+
+from experiments.proof import cost, figures, rows, runs
+from experiments.proof.ladder import SIZES
+from experiments.proof.rows import Row
+from experiments.proof.suite import LADDER, SITES, Changes, Run, arms_of
+from isobit import load_config
+from isobit.run.flows import compare_flows
+
+Stage = Literal["before", "after", "back"]
+STAGES: Mapping[Stage, str] = {
+    "before": "before training",
+    "after": "after training",
+    "back": "after training, answered in bf16",
+}
+BASE = "bf16"
+PRETRAINED = "SmolLM2-135M"
+CALIBRATED = "fp8", "int8"
+"""Arms that the law is drawn for, each from its own difference on ``PRETRAINED``."""
+EXPONENT = 0.4
+POINT = 0.01
+PARAMETERS = {PRETRAINED: SIZES["108m"].parameters} | {
+    size: one.parameters for size, one in SIZES.items()
+}
+"""Of a size's layers; ``108m`` is the shape of ``PRETRAINED`` with other embeddings."""
+ARMS = tuple(arms_of(LADDER + "27m"))
+FLOWS = tuple(arm for arm in ARMS if arm in ("bf16", "fp8", "fp8-linear", "int8"))
+"""Arms that are one function, and by their names presets."""
+STARTS = "starts"
+Starts = Mapping[str, Mapping[str, Any]]
+"""Size -> what its file in ``STARTS`` holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A mean of rewards and its 95% interval, which is None where problems are not known."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def text(self) -> str:
+        """In points."""
+        said = f"{100 * self.mean:+.1f}"
+        if self.low is None or self.high is None:
+            return said
+        return f"{said} [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Medians of a step."""
+
+    rollout: float
+    training: float
+    jobs: tuple[int, ...]
+    """How many runs shared the card; (1,) alone."""
+
+    @property
+    def both(self) -> float:
+        return self.rollout + self.training
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One arm at one size."""
+
+    size: str
+    arm: str
+    seeds: int
+    accuracies: Mapping[Stage, float]
+    differences: Mapping[Stage, Difference]
+    """To ``BASE``; of that arm none."""
+    seconds: Seconds | None
+    differing: str
+
+
+def measured(found: Sequence[Row], costs: cost.Costs, starts: Starts) -> list[Measured]:
+    """Of each size whatever is there, in the order of ``PARAMETERS`` and ``ARMS``."""
+    return [
+        _measured(size, arm, by_arm, costs.get(_task(size), {}), starts.get(size, {}))
+        for size, by_arm in by_size(found).items()
+        for arm in ARMS
+        if by_arm.get(arm) or arm in starts.get(size, {}).get("flows", {})
+    ]
+
+
+def by_size(found: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
+    """Size -> arm -> its rows.  ``fp8-linear`` of ``PRETRAINED`` is among the ``sites``."""
+    sizes: dict[str, dict[str, list[Row]]] = {size: {} for size in PARAMETERS}
+    tasks = {_task(size): size for size in PARAMETERS}
+    for row in found:
+        size = PRETRAINED if row["task"] == SITES else tasks.get(row["task"])
+        if size is not None and row["arm"] in ARMS:
+            sizes[size].setdefault(row["arm"], []).append(row)
+    return sizes
+
+
+def _task(size: str) -> str:
+    return "multiply" if size == PRETRAINED else LADDER + size
+
+
+def _measured(
+    size: str,
+    arm: str,
+    by_arm: Mapping[str, Sequence[Row]],
+    costs: Mapping[str, cost.Cost],
+    start: Mapping[str, Any],
+) -> Measured:
+    ours, base = by_arm.get(arm, ()), by_arm.get(BASE, ())
+    accuracies: dict[Stage, float] = {}
+    differences: dict[Stage, Difference] = {}
+    scores, theirs = _before(ours, base, arm, start)
+    if scores:
+        accuracies["before"] = fmean(scores)
+    if scores and theirs and arm != BASE:
+        pair = torch.tensor([scores]) - torch.tensor([theirs])
+        differences["before"] = _with_interval(pair)
+    if ours:
+        accuracies["after"] = fmean(fmean(figures.after(row)) for row in ours)
+    if arm == BASE and ours:
+        accuracies["back"] = accuracies["after"]
+    elif others := [row for row in ours if "other_flow" in row]:
+        accuracies["back"] = fmean(map(_accuracy_back, others))
+        differences |= _differ("back", _back(others, base))
+    if arm != BASE:
+        pair = figures.paired(ours, base)
+        differences |= _differ("after", None if pair is None else _with_interval(pair))
+    seconds = _seconds(costs.get(arm), ours)
+    return Measured(size, arm, len(ours), accuracies, differences, seconds, figures.differing(ours))
+
+
+def _differ(stage: Stage, found: Difference | None) -> dict[Stage, Difference]:
+    return {} if found is None else {stage: found}
+
+
+def _with_interval(difference: torch.Tensor) -> Difference:
+    return Difference(float(difference.double().mean()), *figures.interval(difference))
+
+
+def _before(
+    ours: Sequence[Row], base: Sequence[Row], arm: str, start: Mapping[str, Any]
+) -> tuple[list[float], list[float]]:
+    """The start's rewards in an arm's flow and in ``BASE``, of the same problems: those of the
+    runs, or else those that were answered without training.
+    """
+    if ours and base:
+        return figures.before(ours[0]), figures.before(base[0])
+    flows = start.get("flows", {})
+    if arm in flows and BASE in flows:
+        return flows[arm]["scores"], flows[BASE]["scores"]
+    return (figures.before(ours[0]) if ours else []), []
+
+
+def _accuracy_back(row: Row) -> float:
+    return row["other_flow"]["sets"]["held_out"]["accuracy"]
+
+
+def _back(ours: Sequence[Row], base: Sequence[Row]) -> Difference | None:
+    """Rows of earlier sittings have the accuracy alone, and so no interval."""
+    by_seed = {row["seed"]: figures.after(row) for row in base}
+    pairs = [(row, by_seed[row["seed"]]) for row in ours if row["seed"] in by_seed]
+    if not pairs:
+        return None
+    if all("rewards" in row["other_flow"] for row, _ in pairs):
+        found = [
+            torch.tensor(row["other_flow"]["rewards"]["held_out"]) - torch.tensor(theirs)
+            for row, theirs in pairs
+        ]
+        return _with_interval(torch.stack(found))
+    return Difference(fmean(_accuracy_back(row) - fmean(theirs) for row, theirs in pairs))
+
+
+def _seconds(alone: cost.Cost | None, ours: Sequence[Row]) -> Seconds | None:
+    """Alone on a card where that was measured, else side by side."""
+    if alone is not None:
+        rollout, training = (cost.seconds(alone, phase) for phase in cost.PHASES)
+        return Seconds(rollout, training, (1,))
+    if not ours:
+        return None
+    rollout, training = (
+        median(one for row in ours for one in row["steps"][f"time/{phase}_s"])
+        for phase in cost.PHASES
+    )
+    return Seconds(rollout, training, tuple(sorted({row["jobs"] for row in ours})))
+
+
+def law(found: Sequence[Measured], arm: str, stage: Stage, parameters: float) -> float | None:
+    """The difference that is predicted at so many parameters; None where the arm was not measured
+    on ``PRETRAINED``.
+    """
+    for one in found:
+        if (one.size, one.arm) == (PRETRAINED, arm) and stage in one.differences:
+            ratio = PARAMETERS[PRETRAINED] / parameters
+            return one.differences[stage].mean * ratio**EXPONENT
+    return None
+
+
+# What is printed and kept.
+
+
+COLUMNS = (
+    "seeds",
+    *("before", "after", "back in bf16"),
+    *("before - bf16", "after - bf16", "back - bf16"),
+    *("law: before", "law: after"),
+    *("rollout + training, s a step", "of bf16", "differing"),
+)
+
+
+def table(found: Sequence[Measured]) -> Iterator[tuple[Measured, tuple[str, ...]]]:
+    """Each arm of each size with a cell for each of ``COLUMNS``; differences in points."""
+    for one in found:
+        yield one, tuple(_cells(one, found))
+
+
+def markdown(found: Sequence[Measured], starts: Starts) -> Iterator[str]:
+    """The table, the distributions of the starts, and what came out against what was hoped."""
+    yield f"| size, arm | {' | '.join(COLUMNS)} |"
+    yield f"|---|{'---:|' * len(COLUMNS)}"
+    for one, cells in table(found):
+        yield f"| {one.size}, `{one.arm}` | {' | '.join(cells)} |"
+    yield ""
+    yield from _distributions(starts)
+    for arm in ARMS[1:]:
+        yield from _verdict(arm, [one for one in found if one.arm == arm])
+
+
+def _cells(one: Measured, found: Sequence[Measured]) -> Iterator[str]:
+    yield str(one.seeds)
+    for stage in STAGES:
+        yield f"{one.accuracies[stage]:.1%}" if stage in one.accuracies else "-"
+    for stage in STAGES:
+        yield one.differences[stage].text if stage in one.differences else "-"
+    for stage in ("before", "after"):
+        expected = law(found, one.arm, stage, PARAMETERS[one.size])
+        known = expected is not None and one.arm in CALIBRATED and one.size != PRETRAINED
+        yield f"{100 * expected:+.1f}" if known and expected is not None else "-"
+    beside = "" if one.seconds is None or one.seconds.jobs == (1,) else _beside(one.seconds)
+    yield (
+        "-"
+        if one.seconds is None
+        else f"{one.seconds.rollout:.2f} + {one.seconds.training:.2f}{beside}"
+    )
+    ratio = _ratio(one, found)
+    yield "-" if ratio is None else f"{ratio:.2f}x"
+    yield one.differing if one.seeds else "-"
+
+
+def _beside(seconds: Seconds) -> str:
+    return f" ({' or '.join(map(str, seconds.jobs))} at once)"
+
+
+def _ratio(one: Measured, found: Sequence[Measured]) -> float | None:
+    """Seconds of a step over those of ``BASE``, measured beside as many others."""
+    for base in found:
+        if (base.size, base.arm) == (one.size, BASE) and base.seconds and one.seconds:
+            same = base.seconds.jobs == one.seconds.jobs and len(base.seconds.jobs) == 1
+            return one.seconds.both / base.seconds.both if same else None
+    return None
+
+
+def _distributions(starts: Starts) -> Iterator[str]:
+    if not starts:
+        return
+    flows = list(dict.fromkeys(name for one in starts.values() for name in one["flows"]))[1:]
+    yield f"| the start's solutions | {' | '.join(f'`{flow}`' for flow in flows)} |"
+    yield f"|---|{'---:|' * len(flows)}"
+    for size in (size for size in PARAMETERS if size in starts):
+        all_flows = starts[size]["flows"]
+        base = all_flows[BASE]["closeness"]["perplexity"]
+        cells = [
+            f"{all_flows[flow]['closeness']['perplexity'] / base - 1:+.3%}, "
+            f"{all_flows[flow]['closeness']['rms']:.4f}"
+            for flow in flows
+        ]
+        yield f"| {size}: perplexity, rms (nats) | {' | '.join(cells)} |"
+    yield ""
+
+
+def _verdict(arm: str, ours: Sequence[Measured]) -> Iterator[str]:
+    """At which sizes the arm is within one point of ``BASE`` after training."""
+    said: list[str] = []
+    for one in ours:
+        found = one.differences.get("after")
+        if found is not None and found.low is not None and found.high is not None:
+            within = found.low >= -POINT and found.high <= POINT
+            outside = found.high < -POINT or found.low > POINT
+            word = "within one point" if within else "not within one" if outside else "undecided"
+            seeds = f", {one.seeds} seed{'s' if one.seeds > 1 else ''}"
+            said.append(f"{one.size} {word} ({found.text}{seeds})")
+    if said:
+        yield f"- `{arm}` after training, minus `bf16`: {'; '.join(said)}."
+
+
+def advice(found: Sequence[Measured], all_rows: Sequence[Row]) -> dict[str, Any]:
+    """What ``isobit flows`` says of sizes (``isobit.observe.flow_choice``).  Raises ValueError
+    where no arm of the ladder has a difference after training: then it says nothing.
+    """
+    ours = [one for one in found if "after" in one.differences]
+    if not any(one.size != PRETRAINED for one in ours):
+        raise ValueError(
+            "no two arms of the ladder are finished: there is nothing to say of sizes; "
+            "run ladder-SIZE in bf16 and in another arm"
+        )
+    used = [row for row in all_rows if row["task"] in {_task(one.size) for one in ours}]
+    cards = sorted({row["run"]["device"].get("model") or "cpu" for row in used})
+    days = sorted({row["run"]["started"][:10] for row in used})
+    steps = sorted({len(row["steps"]["step"]) for row in used})
+    return {
+        "task": "multiply: products of a 6- and a 5-digit number, worked out in 900 tokens",
+        "steps": steps,
+        "cards": cards,
+        "days": [days[0], days[-1]],
+        "sizes": [
+            {
+                "name": size,
+                "layer_parameters": PARAMETERS[size],
+                "flows": {
+                    one.arm: {"seeds": one.seeds, **asdict(one.differences["after"])}
+                    for one in ours
+                    if one.size == size and one.arm in FLOWS
+                },
+            }
+            for size in dict.fromkeys(one.size for one in ours)
+        ],
+    }
+
+
+BEGIN, END = "<!-- sizes -->", "<!-- end of sizes -->"
+"""Around the table of a page."""
+
+
+def page_lines(lines: Sequence[str], picture: Path | None, page: Path) -> str:
+    """What belongs into a page: the picture by its place from there, and the table."""
+    if picture is None:
+        return "\n".join(lines)
+    place = os.path.relpath(picture, page.parent)
+    return "\n".join((f"![Points minus bf16 against parameters]({place})", "", *lines))
+
+
+def with_block(page: str, block: str) -> str:
+    """The page with this text between its marks.  Raises ValueError for one without marks."""
+    before, begins, rest = page.partition(BEGIN)
+    _, ends, after = rest.partition(END)
+    if not (begins and ends):
+        raise ValueError(f"the page has no block {BEGIN} .. {END}, where the table belongs")
+    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+
+
+def answer_start(directory: Path, size: str, changes: Changes) -> Path:
+    """Answer and score the held-out problems with an untrained start in ``FLOWS``, in this process;
+    -> DIR/rows/starts/SIZE.json.xz.  ``size`` is one of ``PARAMETERS``.
+    """
+    run = Run(_task(size), BASE, 0)
+    words = runs.words_of({**runs.places_of(run, directory), **run.shared, **changes})
+    folder = directory / run.start / "model"
+    config = load_config(runs.recipe_of(run.problems), words)
+    found = compare_flows(folder, config, FLOWS[1:], answers="completion")
+    out = directory / "rows" / STARTS / f"{size}{rows.SUFFIX}"
+    rows.write_row(
+        out,
+        {
+            "start": rows.weights_sha256(folder),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "problems": found.problems,
+            "tokens": found.tokens,
+            "flows": {
+                one.name: {
+                    "accuracy": None if one.result is None else one.result.accuracy,
+                    "scores": list(one.scores),
+                    "closeness": None if one.closeness is None else asdict(one.closeness),
+                    "generated_tokens_per_s": one.generated_per_s,
+                }
+                for one in found.flows
+                if one.problem is None
+            },
+        },
+    )
+    return out
+
+
+def read_starts(folder: Path) -> Starts:
+    """Of the sizes that were answered without training.  Raises ValueError for a file that cannot
+    be read.
+    """
+    found = folder / STARTS
+    return {
+        size: rows.read_row(path)
+        for size in PARAMETERS
+        if (path := found / f"{size}{rows.SUFFIX}").is_file()
+    }

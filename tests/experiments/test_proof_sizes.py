@@ -1,0 +1,201 @@
+"""The table, the picture and the advice over model sizes, from rows of runs that never were."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.proof import figures, page, rows, sizes, suite
+from experiments.proof.sizes import PARAMETERS, PRETRAINED, measured
+from tests.experiments.made_up_rows import made_up_row
+
+PROBLEMS = 40
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "DRAWS", 400)
+
+
+def row(task: str, arm: str, seed: int, before: float, after: float, **more: Any) -> dict[str, Any]:
+    """Of which so many of the first problems are solved."""
+    made = made_up_row(task, arm, seed, steps=25, problems=PROBLEMS)
+    shares = (before, after)
+    for one, share in zip(made["evaluations"], shares, strict=True):
+        one["rewards"] = [float(place < round(share * PROBLEMS)) for place in range(PROBLEMS)]
+    return {**made, **more}
+
+
+def pair(task: str, seeds: int = 1, before: float = 0.1, after: float = 0.2) -> list[rows.Row]:
+    """``bf16``, and ``fp8`` so far below it."""
+    return [
+        one
+        for seed in range(seeds)
+        for one in (
+            row(task, "bf16", seed, 0.5, 0.8),
+            row(task, "fp8", seed, 0.5 - before, 0.8 - after),
+        )
+    ]
+
+
+def found(given: list[rows.Row], size: str, arm: str = "fp8", **more: Any) -> sizes.Measured:
+    (one,) = (
+        one
+        for one in measured(given, more.get("costs", {}), more.get("starts", {}))
+        if (one.size, one.arm) == (size, arm)
+    )
+    return one
+
+
+def test_the_seeds_of_one_start_prove_no_more_before_training() -> None:
+    one, three = (found(pair("ladder-27m", seeds), "27m") for seeds in (1, 3))
+    assert one.differences["before"] == three.differences["before"]
+    assert one.differences["before"].mean == pytest.approx(-0.1)
+    after = one.differences["after"], three.differences["after"]
+    assert after[0].mean == after[1].mean == pytest.approx(-0.2)
+    assert after[0].low is not None and after[1].low is not None and after[0].low < after[1].low
+    assert three.accuracies["before"] == pytest.approx(0.4)
+    assert found(pair("ladder-27m"), "27m", "bf16").differences == {}
+
+
+def test_weights_answer_back_paired_where_problems_are_known() -> None:
+    other = {"sets": {"held_out": {"accuracy": 0.75}}}
+    rewards = [float(place < 0.75 * PROBLEMS) for place in range(PROBLEMS)]
+    bf16, fp8 = pair("ladder-27m")
+    old = found([bf16, {**fp8, "other_flow": other}], "27m")
+    new = {**other, "rewards": {"held_out": rewards}}
+    paired = found([bf16, {**fp8, "other_flow": new}], "27m").differences["back"]
+    assert old.accuracies["back"] == 0.75
+    assert old.differences["back"].mean == pytest.approx(-0.05)
+    assert old.differences["back"].low is None
+    difference = torch.tensor([rewards]) - torch.tensor([figures.after(bf16)])
+    assert (paired.low, paired.high) == figures.interval(difference)
+    assert "back" not in found([bf16, fp8], "27m").differences
+
+
+def test_the_law_goes_through_the_pretrained_model() -> None:
+    """A size with 4 times its parameters loses 4^-0.4 of what it loses, in the same arm."""
+    known = measured(pair("multiply"), {}, {})
+    base = PARAMETERS[PRETRAINED]
+    assert sizes.law(known, "fp8", "after", base) == pytest.approx(-0.2)
+    assert sizes.law(known, "fp8", "before", 4 * base) == pytest.approx(-0.1 * 4**-0.4)
+    assert sizes.law(known, "int8", "after", base) is None
+    assert sizes.law(measured(pair("ladder-108m"), {}, {}), "fp8", "after", base) is None
+    lines = list(sizes.markdown(measured([*pair("multiply"), *pair("ladder-1.1b")], {}, {}), {}))
+    (large,) = (line.split(" | ") for line in lines if line.startswith("| 1.1b, `fp8`"))
+    assert large[8:10] == ["-3.9", "-7.8"], "(1107.3 / 106.2)^-0.4 = 0.391"
+
+
+def test_linear_layers_alone_are_among_the_sites_of_the_pretrained_model() -> None:
+    given = [*pair("multiply", 2), row("sites", "fp8-linear", 0, 0.5, 0.7)]
+    one = found(given, PRETRAINED, "fp8-linear")
+    assert one.seeds == 1 and one.differences["after"].mean == pytest.approx(-0.1)
+    assert found([row("sites", "fp8-ends-bf16", 0, 0.5, 0.7), *given], PRETRAINED).seeds == 2
+
+
+def test_times_compare_where_as_many_runs_shared_the_card() -> None:
+    bf16, fp8 = pair("ladder-27m")
+    columns = {name: [2.0] * 25 for name in ("time/rollout_s", "time/training_s")}
+    slow = {**fp8, "steps": {**fp8["steps"], **columns}}
+    fast = {**bf16, "steps": {**bf16["steps"], **{name: [1.0] * 25 for name in columns}}}
+
+    def cells(given: list[rows.Row], costs: Any = None) -> tuple[str, ...]:
+        table = sizes.table(measured(given, costs or {}, {}))
+        return next(cells[9:11] for one, cells in table if one.arm == "fp8")
+
+    assert cells([fast, slow]) == ("2.00 + 2.00 (4 at once)", "2.00x")
+    assert cells([fast, {**slow, "jobs": 1}]) == ("2.00 + 2.00", "-")
+    alone = {"rollout": [3.0], "training": [3.0]}
+    costs = {"ladder-27m": {"bf16": {**alone, "rollout": [1.0]}, "fp8": alone}}
+    assert cells([fast, slow], costs) == ("3.00 + 3.00", "1.50x")
+
+
+def test_a_start_that_was_answered_without_training_stands_in() -> None:
+    scores = {"bf16": [1.0, 1.0, 0.0, 0.0], "int8": [1.0, 0.0, 0.0, 0.0]}
+    close = {"perplexity": 1.25, "rms": 0.5}
+    flows = {name: {"scores": one, "closeness": close} for name, one in scores.items()}
+    starts = {"443m": {"flows": flows}}
+    one = found([], "443m", "int8", starts=starts)
+    assert (one.seeds, one.differences["before"].mean) == (0, -0.25)
+    assert set(one.differences) == {"before"} and one.seconds is None
+    both = found(pair("ladder-443m"), "443m", "fp8", starts=starts)
+    assert both.differences["before"].mean == pytest.approx(-0.1), "runs come first"
+    lines = "\n".join(sizes.markdown(measured([], {}, starts), starts))
+    assert "| 443m: perplexity, rms (nats) | +0.000%, 0.5000 |" in lines
+
+
+@pytest.mark.parametrize(
+    ("after", "said"), [(0.0, "within one point"), (0.5, "not within one"), (0.025, "undecided")]
+)
+def test_it_is_said_whether_an_arm_is_within_a_point(after: float, said: str) -> None:
+    *_, line = sizes.markdown(measured(pair("ladder-27m", after=after), {}, {}), {})
+    assert (
+        line.startswith(f"- `fp8` after training, minus `bf16`: 27m {said} (") and "1 seed)" in line
+    )
+
+
+def test_the_advice_is_of_the_ladder_and_names_where_it_was_measured() -> None:
+    known = pair("multiply")
+    with pytest.raises(ValueError, match="no two arms of the ladder are finished"):
+        sizes.advice(measured(known, {}, {}), known)
+    lone = [*known, row("ladder-27m", "fp8", 0, 0.5, 0.5)]
+    with pytest.raises(ValueError, match="no two arms of the ladder are finished"):
+        sizes.advice(measured(lone, {}, {}), lone)
+    given = [*known, *pair("ladder-27m", 2), row("ladder-27m", "fp8-rollout-tis", 0, 0.5, 0.5)]
+    said = sizes.advice(measured(given, {}, {}), given)
+    assert (said["cards"], said["steps"], said["days"]) == (["made-up"], [25], ["2026-11-23"] * 2)
+    assert [(one["name"], list(one["flows"])) for one in said["sizes"]] == [
+        (PRETRAINED, ["fp8"]),
+        ("27m", ["fp8"]),
+    ]
+    assert said["sizes"][1]["flows"]["fp8"]["seeds"] == 2
+    assert said["sizes"][1]["layer_parameters"] == 25_165_824
+
+
+def test_the_picture_has_each_moment_and_the_same_bytes(tmp_path: Path) -> None:
+    known = measured([*pair("multiply"), *pair("ladder-27m"), *pair("ladder-443m")], {}, {})
+    before, after = page.size_charts(known)
+    assert before.rows == (
+        (PRETRAINED, known[1].differences["before"].text),
+        ("27m", known[3].differences["before"].text),
+        ("443m", known[5].differences["before"].text),
+    )
+    law, fp8 = after.marks
+    assert law.place == 0 and law.line.count("M") == 1 and not law.dots
+    assert fp8.place == 2 and len(fp8.dots) == 2, "the pretrained model is a diamond"
+    assert fp8.bars.count("M") == 4 and fp8.bars.count("Z") == 1
+    assert [text for _, text in after.x_ticks] == ["27m", "108m", "443m", "1.1b"]
+    out = page.write_sizes_picture(known, tmp_path / "sizes.svg")
+    first = out.read_bytes()
+    assert page.write_sizes_picture(known, out).read_bytes() == first
+    with pytest.raises(ValueError, match="nothing to draw"):
+        page.write_sizes_picture(measured(pair("multiply"), {}, {}), out)
+
+
+def test_the_page_has_the_sizes_where_the_ladder_was_measured(tmp_path: Path) -> None:
+    given = pair("ladder-27m")
+    for known, is_there in ((measured(given, {}, {}), True), ([], False)):
+        out = page.write_html(given, rows.Repeats(), {}, tmp_path / "page.html", known)
+        assert ("Over model sizes" in out.read_text(encoding="utf-8")) is is_there
+
+
+def test_the_table_goes_between_the_marks_of_a_page(tmp_path: Path) -> None:
+    text = f"before\n{sizes.BEGIN}\nold\n{sizes.END}\nafter\n"
+    block = sizes.page_lines(["| a |"], tmp_path / "pictures" / "one.svg", tmp_path / "page.md")
+    new = sizes.with_block(text, block)
+    assert "(pictures/one.svg)\n\n| a |\n" in new and "old" not in new
+    assert new.startswith("before\n") and new.endswith("after\n")
+    assert sizes.with_block(new, block) == new
+    with pytest.raises(ValueError, match="has no block"):
+        sizes.with_block("no marks", block)
+
+
+def test_parameters_are_those_of_the_layers_matrices() -> None:
+    """Of Qwen3-1.7B's layers, of which ``1.1b`` has 22."""
+    attention = 2 * 2048 * 16 * 128 + 2 * 2048 * 8 * 128
+    assert PARAMETERS["1.1b"] == 22 * (attention + 3 * 2048 * 6144)
+    assert set(PARAMETERS) == {
+        PRETRAINED,
+        *(one.removeprefix(suite.LADDER) for one in suite.LADDERS),
+    }
