@@ -62,6 +62,7 @@ from isobit.kernels.hopper.quantise import (
 )
 from isobit.kernels.hopper.token_groups import gradient_both, quantise_both, quantise_tokens
 from isobit.kernels.operands import (
+    AdapterGradients,
     AdapterWeight,
     LinearInput,
     LinearWeight,
@@ -335,9 +336,13 @@ def fp8_gemm_tn(
     call_deep_gemm("fp8_gemm_nt", left, right, grad, c=grad, recipe=(1, 1, WHOLE_BLOCK))
 
 
-def bf16_gemm_tn(dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
-    """grad, FP32 [N, K], += dY^T X, of dY [T, N] and X [T, K], BF16; never rounded to BF16."""
-    torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
+def bf16_gemm_tn(
+    dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, scale: float = 1.0
+) -> None:
+    """grad, FP32 [N, K], += scale dY^T X, of dY [T, N] and X [T, K], BF16; never rounded to
+    BF16.
+    """
+    torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, alpha=scale, out=grad)
 
 
 def linear_input(x: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
@@ -434,8 +439,8 @@ def _up_kernel(
     """One program 64 rows and 128 columns of one of up to three targets, whose columns of Y begin
     at BEGIN_i; t is summed here of PARTS, or is there, with 0.
     """
-    row = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
-    tile = tl.program_id(1)
+    row = tl.program_id(1) * _ROWS + tl.arange(0, _ROWS)
+    tile = tl.program_id(0)
     tiles_0: tl.constexpr = (SIZE_0 + 127) // 128
     tiles_1: tl.constexpr = (SIZE_1 + 127) // 128
     target, begin, size, b_row = 0, BEGIN_0, SIZE_0, 0
@@ -446,7 +451,13 @@ def _up_kernel(
         target, begin, size, b_row = 1, BEGIN_1, SIZE_1, SIZE_0
         tile -= tiles_0
     column = tile * _COLUMNS + tl.arange(0, _COLUMNS)
+    # What is read of y is on its way while t is made.
+    y_place = Y + row.to(tl.int64)[:, None] * y_stride + (begin + column)[None, :]
+    written = (row < m)[:, None] & (column < size)[None, :]
+    y = tl.load(y_place, mask=written, other=0.0)
     low = tl.arange(0, DEPTH)
+    b_place = (b_row + column)[None, :] * RANK + low[:, None]
+    b = tl.load(B + b_place, mask=(column < size)[None, :] & (low < RANK)[:, None], other=0.0)
     stride: tl.constexpr = TARGETS * RANK
     place = row.to(tl.int64)[:, None] * stride + target * RANK + low[None, :]
     inside = (row < m)[:, None] & (low < RANK)[None, :]
@@ -454,13 +465,8 @@ def _up_kernel(
         t = _summed(LOW, place, inside, m.to(tl.int64) * stride, scale, PARTS)
     else:
         t = tl.load(LOW + place, mask=inside, other=0.0)
-    b_place = (b_row + column)[None, :] * RANK + low[:, None]
-    b = tl.load(B + b_place, mask=(column < size)[None, :] & (low < RANK)[:, None], other=0.0)
     added = tl.dot(t, b).to(tl.bfloat16).to(tl.float32)
-    y_place = Y + row.to(tl.int64)[:, None] * y_stride + (begin + column)[None, :]
-    inside = (row < m)[:, None] & (column < size)[None, :]
-    y = tl.load(y_place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_place, (y + added).to(tl.bfloat16), mask=inside)
+    tl.store(y_place, (y.to(tl.float32) + added).to(tl.bfloat16), mask=written)
 
 
 def _low_parts(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
@@ -498,25 +504,52 @@ def adapter_low(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
     return _low(_low_parts(x, adapter), adapter.scale)
 
 
-def add_adapter(y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight) -> None:
-    """x BF16 [T, K], y BF16 [T, N]: two kernels for a few tokens, and three for many."""
+def add_adapter(
+    y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight, save: bool = False
+) -> torch.Tensor | None:
+    """x BF16 [T, K], y BF16 [T, N]: two kernels for a few tokens that are not saved, else three."""
     low, b, m = _low_parts(x, adapter), adapter.up.matrix, len(x)
     assert isinstance(b, torch.Tensor)
     assert b.is_contiguous()
     assert y.stride(1) == 1
     assert 0 < len(adapter.columns) <= 3, "a linear fuses at most three matrices"
     parts = len(low)
-    if m > _SUMMED:
+    if save or m > _SUMMED:
         low, parts = _low(low, adapter.scale), 0
     places = [(one.start, one.stop - one.start) for one in adapter.columns]
     tiles = sum(triton.cdiv(size, _COLUMNS.value) for _, size in places)
     places += [(0, 0)] * (3 - len(places))
     depth = max(16, triton.next_power_of_2(adapter.rank))
-    _up_kernel[triton.cdiv(m, _ROWS.value), tiles](
+    # Neighbours share rows of y, whose pages of memory they read and write together.
+    _up_kernel[tiles, triton.cdiv(m, _ROWS.value)](
         low, b, y, m, y.stride(0), adapter.scale,
         adapter.rank, depth, len(adapter.columns), parts, *(one for pair in places for one in pair),
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+    return None if parts else low
+
+
+def adapter_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    low: torch.Tensor,
+    dx: torch.Tensor,
+    adapter: AdapterWeight,
+    grads: AdapterGradients,
+) -> None:
+    """All BF16 but the gradients; dX is read and written once.  A pass over the layers is limited
+    by what the host launches, so nothing but products is launched here.
+    """
+    a, b, scale = adapter.down.matrix, adapter.up.matrix, adapter.scale
+    assert isinstance(a, torch.Tensor)
+    assert isinstance(b, torch.Tensor)
+    d_low = torch.empty_like(low)
+    for place, columns, rows in adapter.targets():
+        d = dy[:, columns]
+        bf16_gemm_tn(d, low[:, place], grads.up[rows])
+        torch.mm(d, b[rows], out=d_low[:, place])
+    bf16_gemm_tn(d_low, x, grads.down, scale)
+    dx.addmm_(d_low, a, alpha=scale)
 
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:
