@@ -277,9 +277,7 @@ class Linear:
         """[T, K] -> [T, N]; with an adapter ``x.saved`` is there, as ``saves`` says."""
         return self._forward(weights, x, save=False)[0]
 
-    def saving_forward(
-        self, weights: Weights, x: LinearInput
-    ) -> tuple[torch.Tensor, SavedInput]:
+    def saving_forward(self, weights: Weights, x: LinearInput) -> tuple[torch.Tensor, SavedInput]:
         """The same bits, and what the backward reads."""
         y, low = self._forward(weights, x, save=True)
         return y, SavedInput(x.saved, low)

@@ -19,7 +19,6 @@ from isobit.kernels.operands import (
     ExpertsShape,
     LinearInput,
     LinearWeight,
-    Operand,
     RoutedExperts,
     RouterLoss,
     Routing,

@@ -82,7 +82,9 @@ def test_swiglu_backward_quantise(columns: int, power_of_two: bool) -> None:
     assert made.programs >= 3
 
 
-@pytest.mark.parametrize(("quantises", "power_of_two"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    ("quantises", "power_of_two"), [(False, True), (True, True), (True, False)]
+)
 def test_swiglu_backward(quantises: bool, power_of_two: bool) -> None:
     constants: dict[str, Any] = {"C": 12288, "WIDTH": 1024, "POWER_OF_TWO": power_of_two}
     if not quantises:
