@@ -9,7 +9,8 @@ scales and of correcting.
 The rows of benchmarks/results/engines, on one H200 with vLLM 0.25.1: SmolLM2-135M-Instruct on
 ``gsm_symbolic`` as it comes, 32 problems with 8 answers of at most 288 tokens a step
 (``fp8-rollout`` ran alone, with CUDA graphs, the others side by side and without, so that their
-speed says nothing); ``gsm-*``, the task ``engines`` of experiments.proof; ``8b-*``, random weights.
+speed says nothing); ``gsm-*``, the task ``engines`` of experiments.proof; ``8b-*``, random weights
+(benchmarks/README.md has such commands).
 """
 
 import argparse

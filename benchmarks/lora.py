@@ -1,7 +1,7 @@
 """Adapters beside all weights: publishing, decoding and a training step of one shape.
 
     python -m benchmarks.lora [--device cuda] [--shape qwen3-8b] [--precision fp8] [--ranks 16,32]
-                              [--parts publish,decode,step] [--layers N] [--out FILE]
+                              [--parts publish,linears,decode,step] [--layers N] [--out FILE]
 
 Random weights made on the device; rank 0 stands for all weights, without adapters.  Adapters are on
 all linears.  One rank is measured after the other, and what does not fit leaves a row that says so.
@@ -11,6 +11,10 @@ publish    ``Policy.publish``, with its check of what was delivered: the median 
 decode     milliseconds of a decode step of 1, 32 and 256 sequences behind prompts of 512 tokens
            (the lesser of two runs of ``STEPS`` more tokens), and on a GPU the kernels of a step of
            32 sequences: how many, and microseconds of each name
+linears    microseconds of each linear of a layer in decode steps of 1, 32, 128 and 256 sequences
+           (captured, over ``LAYERS`` layers' weights): the linear, with its adapter, and with x A^T
+           beside it; of ``--tokens-at-once`` tokens, those of the adapter's own forward and
+           backward; and these for other tiles of the kernel that adds to y
 step       an update over ``--tokens`` tokens: seconds by phase, with micro-batches of sequences of
            4,096 tokens and ``--recompute``
 
@@ -19,10 +23,13 @@ device, to see that it runs.
 """
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -39,14 +46,17 @@ from benchmarks.common import (
     names_of,
     printed,
     run_command,
+    seconds,
     write_json,
 )
 from benchmarks.passes import free_memory, make_step, measured, peak_gib
 from benchmarks.rollout_engines import seconds_to_complete
 from isobit.config.tables import LORA_TARGETS, RolloutConfig
+from isobit.kernels.operands import AdapterGradients, AdapterWeight, LinearWeight
 from isobit.models.adapters import adapter_masters
 from isobit.models.config import Lora, ModelConfig, model_shape
 from isobit.models.policy import Policy, random_policy
+from isobit.precision.flow import LinearShape
 from isobit.rollout.native import NativeEngine
 
 REPEATS = 9
@@ -55,7 +65,9 @@ FIRST = 24
 """New tokens of the shorter run, by whose end all sequences decode."""
 PROFILED = 32
 """Sequences, and steps that are profiled."""
-PARTS = ("publish", "decode", "step")
+PARTS = ("publish", "linears", "decode", "step")
+LAYERS = 4
+TILES = ((64, 1), (64, 2), (64, 4), (64, 8), (128, 1), (128, 2))
 TINY = ModelConfig("qwen3", 512, 256, 512, 2, 4, 2, 64, 256, 1e-6, 1e4, False)
 
 Row = dict[str, Any]
@@ -100,13 +112,13 @@ class AdaptedCase(PassCase):
 
 def publish(rank: int, sizes: Sizes, mode: str, device: str) -> Row:
     policy = random_policy(sizes.config(rank), precision_of(mode), seed=0, device=device)
-    seconds = list[float]()
+    took = list[float]()
     for _ in range(REPEATS + 2):
-        with timed(seconds, device):
+        with timed(took, device):
             policy.publish()
     changed = policy.change.share
     return {
-        "publish_ms": 1e3 * median(seconds[2:]),
+        "publish_ms": 1e3 * median(took[2:]),
         "published_bytes": learnt_bytes(policy),
         "masters": sum(master.numel() for master in policy.parameters()),
         "changed": changed,
@@ -134,13 +146,13 @@ def learnt_bytes(policy: Policy) -> int:
 
 
 @contextmanager
-def timed(seconds: list[float], device: str) -> Iterator[None]:
+def timed(took: list[float], device: str) -> Iterator[None]:
     """Append the seconds of a block, to its end on the device."""
     synchronise(device)
     began = perf_counter()
     yield
     synchronise(device)
-    seconds.append(perf_counter() - began)
+    took.append(perf_counter() - began)
 
 
 def synchronise(device: str) -> None:
@@ -197,6 +209,134 @@ def kernels_of_a_step(engine: NativeEngine, sizes: Sizes, config: ModelConfig) -
     }
 
 
+def linears(rank: int, sizes: Sizes, mode: str, tokens: int) -> Row:
+    config = replace(sizes.config(rank), num_layers=LAYERS)
+    policy = random_policy(config, precision_of(mode), seed=0, device="cuda", trainable=False)
+    if rank:
+        fill(policy)
+    row = Row()
+    for layer in policy.decoder.layers[:1]:
+        for site in (*layer.attention.sites(), *layer.mlp.sites()):
+            if site.linear is not None:
+                name = site.name.rpartition(".")[2]
+                row[name] = {}
+                for count in (1, PROFILED, 128, 256):
+                    case = _Products(policy, name, site.linear, count)
+                    row[name][str(count)] = case.captured_us(rank)
+                if rank:
+                    row[name][str(tokens)] = _Products(policy, name, site.linear, tokens).us()
+    return row
+
+
+class _Products:
+    """A linear of all layers of a policy, and its inputs."""
+
+    def __init__(self, policy: Policy, name: str, shape: LinearShape, tokens: int) -> None:
+        self._backend, weights = policy.backend, policy.weights("rollout")
+        self._pairs = list[tuple[LinearWeight, AdapterWeight | None]]()
+        ends = list(accumulate(shape.parts.values()))
+        columns = tuple(map(slice, (0, *ends), ends))
+        for layer in range(LAYERS):
+            path = f"layers.{layer}.{name}"
+            parts = [weights.linears.get(f"{path}.lora_{kind}") for kind in "AB"]
+            adapter = None
+            if parts[0] is not None and parts[1] is not None:
+                adapter = AdapterWeight(parts[0], parts[1], columns, 2.0)
+            self._pairs.append((weights.linears[path], adapter))
+        self._x = torch.randn(tokens, shape.in_features, device="cuda").bfloat16()
+        self._read = self._backend.linear_input(self._x, self._pairs[0][0].site).read
+
+    def captured_us(self, rank: int) -> Row:
+        """Of each way, a layer's linear."""
+        ways = {"alone": self._alone} | (
+            {"added": self._added, "beside": self._beside} if rank else {}
+        )
+        made = Row()
+        for name, way in ways.items():
+            graph = self._backend.capture(lambda way=way: self._all(way))
+            made[name] = round(1e6 * seconds(graph.replay) / LAYERS, 2)
+        for tile in TILES if rank and len(self._x) > 64 else ():
+            with tiles_of(tile):
+                graph = self._backend.capture(lambda: self._all(self._added))
+            made[f"added, {tile}"] = round(1e6 * seconds(graph.replay) / LAYERS, 2)
+        return made
+
+    def us(self) -> Row:
+        """Of the adapter alone, of so many tokens as are trained on at once."""
+        backend, (weight, adapter) = self._backend, self._pairs[0]
+        assert adapter is not None
+        y = backend.linear(self._read, weight)
+        low = backend.adapter_low(self._x, adapter)
+        dx, made = torch.zeros_like(self._x), Row()
+        matrices = adapter.down.matrix, adapter.up.matrix
+        grads = AdapterGradients(
+            *(
+                torch.zeros(one.shape, device="cuda")
+                for one in matrices
+                if isinstance(one, torch.Tensor)
+            )
+        )
+        work = {
+            "low": lambda: backend.adapter_low(self._x, adapter),
+            "forward": lambda: backend.add_adapter(y, self._x, adapter, save=True),
+            "backward": lambda: backend.adapter_backward(y, self._x, low, dx, adapter, grads),
+        }
+        made = {name: round(1e6 * seconds(one), 2) for name, one in work.items()}
+        for tile in TILES:
+            with tiles_of(tile):
+                made[f"forward, {tile}"] = round(1e6 * seconds(work["forward"]), 2)
+        return made
+
+    def _all(self, way: Callable[[LinearWeight, AdapterWeight | None], torch.Tensor]) -> Any:
+        return tuple(way(*pair) for pair in self._pairs)
+
+    def _alone(self, weight: LinearWeight, adapter: AdapterWeight | None) -> torch.Tensor:
+        return self._backend.linear(self._read, weight)
+
+    def _added(self, weight: LinearWeight, adapter: AdapterWeight | None) -> torch.Tensor:
+        assert adapter is not None
+        y = self._backend.linear(self._read, weight)
+        self._backend.add_adapter(y, self._x, adapter)
+        return y
+
+    def _beside(self, weight: LinearWeight, adapter: AdapterWeight | None) -> torch.Tensor:
+        """x A^T begins first, on a branch of its own."""
+        assert adapter is not None
+        main, side, kernels = torch.cuda.current_stream(), _side_stream(), hopper_linear()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            parts = kernels._low_parts(self._x, adapter)
+        y = self._backend.linear(self._read, weight)
+        main.wait_stream(side)
+        own, kernels._low_parts = kernels._low_parts, lambda *_: parts
+        try:
+            self._backend.add_adapter(y, self._x, adapter)
+        finally:
+            kernels._low_parts = own
+        return y
+
+
+def hopper_linear() -> Any:
+    """The module of the kernels, which needs Triton."""
+    return importlib.import_module("isobit.kernels.hopper.linear")
+
+
+@contextmanager
+def tiles_of(tile: tuple[int, int]) -> Iterator[None]:
+    """Columns of a step, and steps, of programs that add to y."""
+    kernels = hopper_linear()
+    own, kernels._up_tile = kernels._up_tile, lambda *_: tile
+    try:
+        yield
+    finally:
+        kernels._up_tile = own
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
 def step(rank: int, sizes: Sizes, mode: str, device: str, recompute: Any, tokens: int) -> Row:
     case = AdaptedCase(
         mode, sizes.length, sizes.sequences, recompute, "", adapted=sizes.config(rank)
@@ -205,11 +345,11 @@ def step(rank: int, sizes: Sizes, mode: str, device: str, recompute: Any, tokens
     one = make_step(case, count, device)
     one(1)
     steps = [one(count) for _ in range(3)]
-    seconds = median(sum(phases.values()) for phases in steps)
+    took = median(sum(phases.values()) for phases in steps)
     return {
         "step_tokens": count * case.tokens,
-        "step_s": seconds,
-        "trained_tokens_per_s": count * case.tokens / seconds,
+        "step_s": took,
+        "trained_tokens_per_s": count * case.tokens / took,
         "phases_s": {name: median(phases[name] for phases in steps) for name in steps[0]},
         **({} if device == "cpu" else {"peak_gib": peak_gib()}),
     }
@@ -224,6 +364,7 @@ def run(arguments: argparse.Namespace) -> None:
     tokens = 2 * sizes.length * sizes.sequences if arguments.tiny else arguments.tokens
     parts: dict[str, Callable[[int], Row]] = {
         "publish": lambda rank: publish(rank, sizes, mode, device),
+        "linears": lambda rank: linears(rank, sizes, mode, arguments.tokens_at_once),
         "decode": lambda rank: decode(rank, sizes, mode, device),
         "step": lambda rank: step(rank, sizes, mode, device, arguments.recompute, tokens),
     }
@@ -258,11 +399,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--precision", default="fp8")
     parser.add_argument("--ranks", type=_ranks, default=[16, 32])
-    parser.add_argument("--parts", type=names_of(PARTS, "parts"), default=list(PARTS))
+    parser.add_argument(
+        "--parts", type=names_of(PARTS, "parts"), default=["publish", "decode", "step"]
+    )
     parser.add_argument("--layers", type=int, help="so many of the shape's layers")
     parser.add_argument("--recompute", default="mlp", choices=("none", "mlp", "full"))
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch")
     parser.add_argument("--tokens", type=int, default=32768, help="of an update")
+    parser.add_argument("--tokens-at-once", type=int, default=4096, help="of the part linears")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.set_defaults(run=run)

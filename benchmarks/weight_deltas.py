@@ -11,9 +11,13 @@ down, as AdamW's first one does.
     numbers        how many change; of pages of 4 KiB, how many hold one that does
     delta          its bytes (``isobit.models.policy_share``), over those of all
 
-Seconds, in all: ``round`` (to BF16 and to the host), ``find`` (what changed, and its encoding),
-``digest`` (of all weights, which each side takes), ``apply`` (read and written into a copy), and
-``send_delta`` and ``send_whole`` through a socket of this machine.
+Seconds, in all: ``round`` (all weights to BF16 and to the host), ``find`` (the same of an update,
+with what changed, and its encoding), ``digest`` (of all weights, which each side takes, tensors of
+``TOGETHER`` bytes side by side), ``apply`` (read and written into a copy), and ``send_delta`` and
+``send_whole`` through a socket of this machine.
+
+Sums so far are printed every ``EVERY_S`` seconds, and written: a row says how many of the masters
+it is of.
 """
 
 import argparse
@@ -21,7 +25,7 @@ import json
 import socket
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.common import write_json
+from benchmarks.common import printed, write_json
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.backend import backend_of
 from isobit.models.config import model_shape
@@ -37,16 +41,19 @@ from isobit.models.decoder import build_decoder
 from isobit.models.policy import random_masters
 from isobit.models.policy_share import (
     apply_change,
-    change_of,
     digest_of,
     files_of,
     parted_names,
     read_file,
+    rounded,
 )
-from isobit.precision.flow import build_flow
+from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import Int8Rows, QuantTensor
 
 PAGE = 4096
+EVERY_S, TOGETHER, COUNTED = 5.0, 4 << 30, 1 << 26
+"""Between two lines; bytes whose digest is taken at once; numbers that are counted at once."""
+_WORD = {1: torch.uint8, 2: torch.int16}
 Made = TypeVar("Made")
 
 
@@ -76,6 +83,7 @@ class Measured:
     def __init__(self, device: torch.device) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.formats: dict[str, Counter[str]] = {}
+        self.sent: Counter[str] = Counter()
         self._device = device
 
     @contextmanager
@@ -91,21 +99,44 @@ class Measured:
             return work()
 
     def count(self, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
-        """The bytes of a format before and after."""
-        before, after = (one.reshape(-1).view(torch.uint8) for one in (old, new))
-        width = old.element_size()
-        differs = (before != after).view(-1, width).any(1)
-        changed, numbers = int(differs.sum()), differs.numel()
-        pages = torch.nn.functional.pad(differs, (0, -numbers % (PAGE // width)))
-        touched = pages.view(-1, PAGE // width).any(1)
-        self.formats.setdefault(name, Counter()).update(
+        """The numbers of a format before and after, on their device."""
+        width, found = old.element_size(), self.formats.setdefault(name, Counter())
+        before, after = (one.reshape(-1).view(_WORD[width]).split(COUNTED) for one in (old, new))
+        numbers = old.numel()
+        pages = changed = changed_pages = 0
+        for differs in (one != other for one, other in zip(before, after, strict=True)):
+            padded = torch.nn.functional.pad(differs, (0, -len(differs) % (PAGE // width)))
+            touched = padded.view(-1, PAGE // width).any(1)
+            pages += len(touched)
+            changed += int(differs.sum())
+            changed_pages += int(touched.sum())
+        found.update(
             numbers=numbers,
             changed=changed,
-            pages=touched.numel(),
-            changed_pages=int(touched.sum()),
+            pages=pages,
+            changed_pages=changed_pages,
             whole_bytes=numbers * width,
             delta_bytes=numbers // 128 + changed * (1 + width),
         )
+
+    def row(self) -> dict[str, Any]:
+        formats = {
+            name: {
+                **counts,
+                "changed_share": counts["changed"] / counts["numbers"],
+                "changed_pages_share": counts["changed_pages"] / counts["pages"],
+                "delta_share": counts["delta_bytes"] / counts["whole_bytes"],
+            }
+            for name, counts in self.formats.items()
+        }
+        is_gpu = self._device.type == "cuda"
+        return {
+            "sent_delta_bytes": self.sent["delta"],
+            "sent_whole_bytes": self.sent["whole"],
+            "seconds": {name: round(value, 4) for name, value in self.seconds.items()},
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_gpu else None,
+            "formats": formats,
+        }
 
     def _settle(self) -> None:
         if self._device.type == "cuda":
@@ -114,69 +145,76 @@ class Measured:
 
 def moved(master: torch.Tensor, rate: float, generator: torch.Generator) -> torch.Tensor:
     """A master after an update."""
-    up = torch.rand(master.shape, generator=generator, device=master.device) < 0.5
-    return master + torch.where(up, rate, -rate)
+    words = torch.empty(-(-master.numel() // 8), dtype=torch.int64, device=master.device)
+    up = words.random_(generator=generator).view(torch.uint8)[: master.numel()] & 1
+    return up.to(torch.float32).mul_(2 * rate).sub_(rate).view_as(master).add_(master)
 
 
-def measure(shape: str, device: torch.device, rate: float) -> dict[str, Any]:
+def measure(shape: str, device: torch.device, rate: float) -> Iterator[dict[str, Any]]:
+    """The row so far, after each master."""
     config, found, sink = model_shape(shape), Measured(device), Sink()
-    decoder, backend = build_decoder(config), backend_of(device)
+    decoder = build_decoder(config)
     described = decoder.masters()
     presets: tuple[Preset, ...] = ("fp8", "int8")
     flows = [build_flow(PrecisionConfig(preset=preset), decoder.shape) for preset in presets]
     generator = torch.Generator(device).manual_seed(1)
-    sent: Counter[str] = Counter()
-    for name, master in random_masters(config, 0, device):
+    together: dict[str, torch.Tensor] = {}
+    for at, (name, master) in enumerate(random_masters(config, 0, device), 1):
         new = moved(master, rate, generator)
-        held = master.to(torch.bfloat16).cpu()
-        rounded = found.timed("round", lambda new=new: new.to(torch.bfloat16).cpu())
-        change = found.timed("find", lambda held=held, rounded=rounded: change_of(held, rounded))
-        found.count("bf16", held, rounded)
-        delta = {f"{name}.{suffix}" if suffix else name: one for suffix, one in change.items()}
-        files = found.timed("find", lambda delta=delta: list(files_of(delta)))
-        whole = list(files_of({name: rounded}))
-        for kind, bodies in (("delta", files), ("whole", whole)):
-            found.timed(f"send_{kind}", lambda bodies=bodies: [*map(sink.send, bodies)])
-            sent[kind] += sum(len(piece) for body in bodies for piece in body)
-        body = bytearray(b"".join(piece for one in files for piece in one))
-        with found.clock("apply"):
-            for owner, parts in parted_names(read_file(body)).items():
-                if "" in parts:
-                    held = parts[""]
-                else:
-                    apply_change(held, parts, owner)
-        assert torch.equal(held, rounded), name
-        found.timed("digest", lambda name=name, held=held: digest_of({name: held}))
+        together[name] = arrived(name, master, new, found, sink)
+        if at == len(described) or sum(one.nbytes for one in together.values()) > TOGETHER:
+            found.timed("digest", lambda: digest_of(together))
+            together.clear()
+        found.count("bf16", *(one.to(torch.bfloat16) for one in (master, new)))
         if described[name].kind == "matrix":
-            path = name.rpartition(".")[0]
             for flow in flows:
-                site = flow.rollout.site(path)
-                before, after = (backend.publish(site, one) for one in (master, new))
-                kind = "e4m3" if site.forward == "e4m3" else "int8"
-                assert isinstance(before, QuantTensor | Int8Rows)
-                assert isinstance(after, QuantTensor | Int8Rows)
-                found.count(kind, before.values, after.values)
-    formats = {
-        name: {
-            **counts,
-            "changed_share": counts["changed"] / counts["numbers"],
-            "changed_pages_share": counts["changed_pages"] / counts["pages"],
-            "delta_share": counts["delta_bytes"] / counts["whole_bytes"],
+                found.count(*quantised(flow, name, master, new))
+        yield {
+            "shape": shape,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "rate": rate,
+            "masters": at,
+            "of_masters": len(described),
+            **found.row(),
         }
-        for name, counts in found.formats.items()
-    }
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    return {
-        "shape": shape,
-        "device": name,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "rate": rate,
-        "sent_delta_bytes": sent["delta"],
-        "sent_whole_bytes": sent["whole"],
-        "seconds": {name: round(value, 4) for name, value in found.seconds.items()},
-        "formats": formats,
-    }
+
+
+def arrived(
+    name: str, master: torch.Tensor, new: torch.Tensor, found: Measured, sink: Sink
+) -> torch.Tensor:
+    """A master as it stands at a server after an update."""
+    held, _ = found.timed("round", lambda: rounded(master, torch.bfloat16))
+    with found.clock("find"):
+        sent, change = rounded(new, torch.bfloat16, held)
+        delta = {f"{name}.{suffix}" if suffix else name: one for suffix, one in change.items()}
+        files = list(files_of(delta))
+    for kind, bodies in (("delta", files), ("whole", list(files_of({name: sent})))):
+        with found.clock(f"send_{kind}"):
+            for body in bodies:
+                sink.send(body)
+                found.sent[kind] += sum(map(len, body))
+    body = bytearray(b"".join(piece for one in files for piece in one))
+    with found.clock("apply"):
+        for owner, parts in parted_names(read_file(body)).items():
+            if "" in parts:
+                held = parts[""]
+            else:
+                apply_change(held, parts, owner)
+    assert torch.equal(held.view(torch.int16), sent.view(torch.int16)), name
+    return held
+
+
+def quantised(
+    flow: PrecisionFlow, name: str, master: torch.Tensor, new: torch.Tensor
+) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """The name of a format, and a matrix in it before and after."""
+    site, backend = flow.rollout.site(name.rpartition(".")[0]), backend_of(master.device)
+    before, after = (backend.publish(site, one) for one in (master, new))
+    assert isinstance(before, QuantTensor | Int8Rows)
+    assert isinstance(after, QuantTensor | Int8Rows)
+    return "e4m3" if site.forward == "e4m3" else "int8", before.values, after.values
 
 
 def main() -> None:
@@ -186,9 +224,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-6)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    result = measure(arguments.shape, torch.device(arguments.device), arguments.rate)
-    print(json.dumps(result, indent=2))
-    write_json(arguments.out, result)
+    row, told_at = {}, perf_counter()
+    for row in measure(arguments.shape, torch.device(arguments.device), arguments.rate):
+        if perf_counter() - told_at > EVERY_S:
+            told_at = perf_counter()
+            write_json(arguments.out, printed(row))
+    print(json.dumps(row, indent=2))
+    write_json(arguments.out, row)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from benchmarks.common import card_row, printed
+from benchmarks.engines import COLUMNS
 from benchmarks.loading import write_folder
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.folder import describe_model
@@ -45,6 +46,7 @@ STEP = (
     *("time/rollout_s", "time/training_s", "tokens_per_s/rollout", "tokens_per_s/training"),
     *("memory/rollout_peak_gib", "memory/training_peak_gib", "response_length/mean"),
     *("log_prob_diff/tokens_compared", "log_prob_diff/tokens_differing", "grad_norm"),
+    *(name for name, _ in COLUMNS.values()),  # of flows and engines that are not exact
 )
 
 
@@ -155,7 +157,7 @@ def run(
         "steps_done": len(steps.all),
         "compared": last.get("compared", 0),
         "differing": last.get("differing", 0),
-        "by_step": [{name: step[name] for name in STEP} for step in steps.all],
+        "by_step": [{name: step[name] for name in STEP if name in step} for step in steps.all],
     }
 
 
@@ -175,10 +177,10 @@ class Steps:
         self._position += sum(map(len, found))
         for line in map(json.loads, found):
             if STEP[0] in line:
-                step = {name: line.get(name) for name in STEP}
+                step = {name: line[name] for name in STEP if name in line}
                 last = self.all[-1] if self.all else {}
                 sums = {
-                    name: last.get(name, 0) + (step[f"log_prob_diff/tokens_{name}"] or 0)
+                    name: last.get(name, 0) + (step.get(f"log_prob_diff/tokens_{name}") or 0)
                     for name in ("compared", "differing")
                 }
                 seconds = perf_counter() - self.began

@@ -59,25 +59,31 @@ def called(
     *arguments: Any,
     errors: Path | None = None,
     environ: Mapping[str, str] = os.environ,
+    spawn: bool = False,
 ) -> BaseProcess:
     """A process that ends with the exit code that a function of a module gives; the launcher of
-    ranks, in it, forks them.
+    ranks, in it, forks them.  ``spawn``: it is not forked, and may use a GPU.
     """
     place = dict(environ), Path.cwd(), log, errors
-    process = warm().Process(target=_run, args=(target, arguments, *place))
+    context = get_context("spawn") if spawn else warm()
+    process = context.Process(target=_run, args=(target, arguments, *place))
     process.start()
     return process
 
 
 def ran(
-    target: str, folder: Path, *arguments: Any, environ: Mapping[str, str] = os.environ
+    target: str,
+    folder: Path,
+    *arguments: Any,
+    environ: Mapping[str, str] = os.environ,
+    spawn: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """What ``subprocess.run`` says of such a process; its output goes through files of the
     folder.
     """
     out, errors = folder / "stdout", folder / "stderr"
     errors.unlink(missing_ok=True)
-    process = called(target, out, *arguments, errors=errors, environ=environ)
+    process = called(target, out, *arguments, errors=errors, environ=environ, spawn=spawn)
     process.join()
     assert process.exitcode is not None
     return subprocess.CompletedProcess(

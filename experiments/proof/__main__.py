@@ -39,6 +39,8 @@ from experiments.proof import cost, figures, ladder, page, rows, runs, sizes, su
 from experiments.proof import rows as rows_module
 from experiments.proof import runs as runs_module
 from experiments.proof import suite as suite_module
+from isobit.config.load import load_recipe
+from isobit.config.recipes import SftConfig
 from isobit.store.directory import write_json
 
 FINE_TUNE, LADDER = (Path(__file__).parent / f"{name}.toml" for name in ("fine_tune", "ladder"))
@@ -141,7 +143,7 @@ def report(arguments: argparse.Namespace) -> None:
     over_sizes = sizes.measured(found[0], found[2], starts)
     if arguments.command == "sizes":
         try:
-            write_sizes(over_sizes, starts, found[0], arguments)
+            write_sizes(over_sizes, starts, found[0], found[1], arguments)
         except ValueError as error:
             raise SystemExit(str(error)) from error
         return
@@ -157,12 +159,13 @@ def write_sizes(
     found: list[sizes.Measured],
     starts: sizes.Starts,
     all_rows: list[rows.Row],
+    again: rows.Repeats,
     arguments: argparse.Namespace,
 ) -> None:
     """Print the table over sizes, and write it, the picture and the advice where they are wanted.
     Raises ValueError where there is nothing to draw or to say, or the page has no place for it.
     """
-    lines = list(sizes.markdown(found, starts))
+    lines = [*sizes.markdown(found, starts), *sizes.notes(all_rows, again)]
     print("\n".join(lines))
     if arguments.picture is not None:
         print(page.write_sizes_picture(found, arguments.picture))
@@ -177,23 +180,22 @@ def write_sizes(
 
 
 def climb(directory: Path, size: str, changes: list[str]) -> int:
-    """Write the ladder's text and tokenizer where they are missing, then ``isobit sft``."""
+    """Write the ladder's text and tokenizer where they are missing, then make the start."""
     data = directory / "data"
     if not (data / "tokenizer" / "tokenizer.json").is_file():
         ladder.write_text(data)
     if size == "text":
         return 0
-    held_out = {task: data / f"{task}.held_out.jsonl" for task in suite_module.TASKS}
+    output = directory / f"start-{size}"
     keys = {
         "model": data / "tokenizer",
-        "output": directory / f"start-{size}",
+        "output": output,
         "data.train.path": data / "ladder.solutions.jsonl",
-        **{f"data.eval.{task}.path": path for task, path in held_out.items()},
+        "data.eval.multiply.path": data / "multiply.held_out.jsonl",
         **ladder.SIZES[size].words(),
     }
     words = [word for key, value in keys.items() for word in (f"--{key}", value)] + changes
-    command = [sys.executable, "-m", "isobit.cli.main", "sft", LADDER, "--resume", *words]
-    return subprocess.run(list(map(str, command)), check=False).returncode  # noqa: S603 (this file)
+    return ladder.train_start(load_recipe(SftConfig, LADDER, list(map(str, words))))
 
 
 def fine_tune(directory: Path, model: Path, precision: str, changes: list[str]) -> int:

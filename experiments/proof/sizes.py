@@ -25,13 +25,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
+from textwrap import wrap
 from typing import Any, Literal
 
 import torch
 
 from experiments.proof import cost, figures, rows, runs
 from experiments.proof.ladder import SIZES
-from experiments.proof.rows import Row
+from experiments.proof.rows import Repeats, Row
 from experiments.proof.suite import LADDER, SITES, Changes, Run, arms_of
 from isobit import load_config
 from isobit.run.flows import compare_flows
@@ -323,6 +324,16 @@ def _verdict(arm: str, ours: Sequence[Measured]) -> Iterator[str]:
         yield f"- `{arm}` after training, minus `bf16`: {'; '.join(said)}."
 
 
+def notes(all_rows: Iterable[Row], again: Repeats) -> Iterator[str]:
+    """How many of the ladder's runs that were made again have the same bytes, and what differs
+    between the rows of a size without an arm's doing.
+    """
+    ladder = [row for row in all_rows if row["task"].startswith(LADDER)]
+    yield from (f"- {note}" for note in rows.repeat_notes(ladder, again))
+    for task, ours in figures.by_task(ladder).items():
+        yield from (f"- `{task}`: {note}" for note in rows.setting_notes(ours))
+
+
 def advice(found: Sequence[Measured], all_rows: Sequence[Row]) -> dict[str, Any]:
     """What ``isobit flows`` says of sizes (``isobit.observe.flow_choice``).  Raises ValueError
     where no arm of the ladder has a difference after training: then it says nothing.
@@ -362,11 +373,20 @@ BEGIN, END = "<!-- sizes -->", "<!-- end of sizes -->"
 
 
 def page_lines(lines: Sequence[str], picture: Path | None, page: Path) -> str:
-    """What belongs into a page: the picture by its place from there, and the table."""
+    """What belongs into a page, prose in lines of 100 columns: the picture by its place from there,
+    and the table.
+    """
+    wrapped = [part for line in lines for part in _wrapped(line)]
     if picture is None:
-        return "\n".join(lines)
+        return "\n".join(wrapped)
     place = os.path.relpath(picture, page.parent)
-    return "\n".join((f"![Points minus bf16 against parameters]({place})", "", *lines))
+    return "\n".join((f"![Points minus bf16 against parameters]({place})", "", *wrapped))
+
+
+def _wrapped(line: str) -> list[str]:
+    if not line.startswith("- "):
+        return [line]
+    return wrap(line, 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
 def with_block(page: str, block: str) -> str:

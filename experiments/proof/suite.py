@@ -175,17 +175,16 @@ LADDERS = tuple(LADDER + size for size in ("27m", "108m", "443m", "1.1b"))
 _LADDER_ARMS: dict[str, Changes] = {
     name: ARMS[name] for name in ("bf16", "fp8", "fp8-linear", "int8", "fp8-rollout-tis")
 }
-_LADDER_SETTINGS: Changes = {
-    "evaluation.every": "0",
-    "checkpoint.every": "0",
+_LADDER_SETTINGS: Changes = {"evaluation.every": "0", "checkpoint.every": "0"}
+"""Answers before and after training alone, and a checkpoint where a run ends or is interrupted: one
+of ``1.1b`` has 12 GiB.
+"""
+_LARGE: Changes = {
+    "data.eval.held_out.limit": "1000",
+    "rollout.kv_memory_gib": "12",
     "training.tokens_per_microbatch": "8192",
 }
-"""Answers before and after training alone, a checkpoint where a run ends or is interrupted (one of
-``1.1b`` has 12 GiB), and half of the activations, for more runs at once on a card.
-"""
-_LARGE: Changes = {"data.eval.held_out.limit": "1000", "rollout.kv_memory_gib": "14"}
-"""Of sizes whose K and V take 90 to 115 KB a token in BF16: memory for a step's samples at once."""
-_SMALL: Changes = {"rollout.kv_memory_gib": "6"}
+"""Of sizes whose K and V take 90 to 115 KB a token in BF16, so that four runs share a card."""
 OUTLIERS = "stress-outliers"
 """Begins with the start in which outliers are planted (``experiments.proof.suite``)."""
 STRESSES: dict[str, Changes] = {
@@ -199,7 +198,7 @@ STRESSES: dict[str, Changes] = {
 _CHANGED: dict[str, Changes] = {
     **STRESSES,
     **{
-        task: {**_LADDER_SETTINGS, **(_LARGE if task.endswith(("443m", "1.1b")) else _SMALL)}
+        task: {**_LADDER_SETTINGS, **(_LARGE if task.endswith(("443m", "1.1b")) else {})}
         for task in LADDERS
     },
 }

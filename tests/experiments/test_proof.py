@@ -2,16 +2,19 @@
 problem, planted outliers leave the function alone, and gradients are those of one forward.
 """
 
+import json
 import random
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
-from experiments.proof import figures, gradients, rows, runs, suite
+from experiments.proof import figures, gradients, ladder, rows, runs, suite
 from experiments.proof.suite import EVERY, FIRST, plant, product_worked_out, rows_of
 from isobit import load_config
+from isobit.config.recipes import SftConfig
 from isobit.starter import starter_folder
 from isobit.store.directory import write_json
 from tests.experiments.made_up_rows import made_up_row
@@ -153,3 +156,44 @@ def test_wgrad_in_bf16_is_nearer_to_the_exact_gradient() -> None:
     assert 0.99 < found["own"]["cosine"] < found["wgrad_bf16"]["cosine"] < 1
     assert found["own"]["smallest"] < found["own"]["cosine"]
     assert found["tokens"] > 40 and found["norm"] > 0
+
+
+def a_start(output: Path) -> SftConfig:
+    """Four updates of the starter, which solves half of its sums."""
+    sums = {"type": "jsonl", "path": "recipes/fine_tune_held_out.jsonl", "limit": 20}
+    return SftConfig.model_validate(
+        {
+            "model": "starter",
+            "output": str(output),
+            "device": "cpu",
+            "threads": 1,
+            "data": {
+                "train": {"type": "jsonl", "path": "recipes/fine_tune.jsonl"},
+                "eval": {"multiply": sums},
+            },
+            "reward": {"function": "isobit.starter.tasks:correct_answer", "in_process": True},
+            "rollout": {"max_new_tokens": 32},
+            "training": {"steps": 4, "prompts_per_step": 2, "learning_rate": 1e-4},
+            "evaluation": {"every": 2},
+            "checkpoint": {"every": 1},
+        }
+    )
+
+
+def test_a_start_of_the_ladder_ends_when_it_solves_enough(tmp_path: Path) -> None:
+    """Here before any update, and it is not begun again."""
+    assert ladder.train_start(a_start(tmp_path)) == 0
+    told = json.loads((tmp_path / "start.json").read_text())
+    assert told["updates"] == 0 and told["eval/multiply/accuracy"] >= ladder.ENOUGH
+    weights = (tmp_path / "model" / "model.safetensors").read_bytes()
+    assert told["sha256"] == sha256(weights).hexdigest()
+    (tmp_path / "run.json").unlink()
+    assert ladder.train_start(a_start(tmp_path)) == 0
+
+
+def test_a_start_that_never_solves_enough_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder, "ENOUGH", 1.1)
+    assert ladder.train_start(a_start(tmp_path)) == 1
+    assert not (tmp_path / "start.json").exists()

@@ -153,6 +153,17 @@ def test_the_advice_is_of_the_ladder_and_names_where_it_was_measured() -> None:
     assert said["sizes"][1]["layer_parameters"] == 25_165_824
 
 
+def test_repeats_and_other_starts_are_told() -> None:
+    given = [*pair("ladder-27m", 2), *pair("multiply")]
+    again = rows.Repeats([given[1], {**given[0], "final": {}}])
+    same, other = sizes.notes(given, again)
+    assert same.startswith("- Repeated on another day or card: 1 of 2 the same bytes")
+    assert "ladder-27m-bf16-0" in other and other.endswith("has other: final weights.")
+    given[3] = {**given[3], "start": {"model.safetensors": "other"}}
+    (note,) = sizes.notes(given, rows.Repeats())
+    assert note.startswith("- `ladder-27m`: Not the same in all rows: start.model.safetensors")
+
+
 def test_the_picture_has_each_moment_and_the_same_bytes(tmp_path: Path) -> None:
     known = measured([*pair("multiply"), *pair("ladder-27m"), *pair("ladder-443m")], {}, {})
     before, after = page.size_charts(known)
@@ -182,9 +193,12 @@ def test_the_page_has_the_sizes_where_the_ladder_was_measured(tmp_path: Path) ->
 
 def test_the_table_goes_between_the_marks_of_a_page(tmp_path: Path) -> None:
     text = f"before\n{sizes.BEGIN}\nold\n{sizes.END}\nafter\n"
-    block = sizes.page_lines(["| a |"], tmp_path / "pictures" / "one.svg", tmp_path / "page.md")
+    table = f"| {'a' * 120} |"
+    said = ["- " + "word " * 30, table]
+    block = sizes.page_lines(said, tmp_path / "pictures" / "one.svg", tmp_path / "page.md")
     new = sizes.with_block(text, block)
-    assert "(pictures/one.svg)\n\n| a |\n" in new and "old" not in new
+    assert "(pictures/one.svg)\n\n- word" in new and "old" not in new
+    assert [line for line in new.splitlines() if len(line) > 100] == [table]
     assert new.startswith("before\n") and new.endswith("after\n")
     assert sizes.with_block(new, block) == new
     with pytest.raises(ValueError, match="has no block"):

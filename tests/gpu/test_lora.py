@@ -1,7 +1,9 @@
 """On a GPU too, adapters are part of one function of rollout and training, and learn."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,15 @@ from isobit.config.tables import LORA_TARGETS, Preset, Recompute, named_precisio
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from isobit.kernels.hopper import linear as hopper
+from isobit.kernels.operands import AdapterGradients, AdapterWeight, LinearWeight
+from isobit.kernels.spec import linear as specification
 from isobit.models.adapters import check_delivered, drawn_adapters
 from isobit.models.config import Lora
 from isobit.models.policy import Policy, random_masters, random_policy
 from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
+from isobit.precision.flow import Site
 from isobit.proof.verify import VerifyOptions, verify_policy
 from isobit.starter import starter_folder
 from isobit.util.errors import MismatchError
@@ -27,6 +33,103 @@ ALL = Lora(8, 16.0, LORA_TARGETS)
 SOME = Lora(33, 7.0, ("k_proj", "v_proj", "up_proj"), rslora=True)
 LENGTHS = (1, 18, 67, 300)
 OPTIONS = VerifyOptions(prompts=6, samples=2, max_new_tokens=16)
+
+
+BATCHES = (*range(1, 301, 13), 2, 16, 17, 63, 64, 65, 128, 129, 256, 300, 512, 513)
+"""Rows that are taken of ``TRAINED``."""
+TRAINED = 2100
+PRODUCTS = {
+    "one target": (16, 1100, 200, ((0, 200),)),
+    "qkv of the 8B shape": (32, 4096, 6144, ((0, 4096), (4096, 5120), (5120, 6144))),
+    "gate and up": (32, 4096, 24576, ((0, 12288), (12288, 24576))),
+    "a long sum": (64, 12288, 4096, ((0, 4096),)),
+    "odd sizes, with a gap": (33, 576, 960, ((0, 576), (768, 960))),
+}
+"""Rank, columns of x and of y, and the targets' columns of y."""
+
+
+def adapter_of(name: str, device: str = "cuda") -> tuple[AdapterWeight, int, int]:
+    """And the columns of x and y."""
+    rank, k, n, targets = PRODUCTS[name]
+    down, up = (Site(f"o_proj.lora_{kind}", "adapter", "bf16") for kind in "AB")
+    a = normal(rank * len(targets), k) * k**-0.5
+    b = normal(sum(stop - start for start, stop in targets), rank)
+    return (
+        AdapterWeight(
+            LinearWeight(down, a.to(device)),
+            LinearWeight(up, b.to(device)),
+            tuple(slice(*one) for one in targets),
+            1.7,
+        ),
+        k,
+        n,
+    )
+
+
+def normal(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_row_has_the_same_bits_in_every_batch(name: str) -> None:
+    adapter, k, n = adapter_of(name)
+    x, y = normal(TRAINED, k).cuda(), normal(TRAINED, n).cuda()
+    low, whole = hopper.adapter_low(x, adapter), y.clone()
+    saved = hopper.add_adapter(whole, x, adapter, save=True)
+    assert saved is not None and torch.equal(saved, low) and low.any()
+    for rows in BATCHES:
+        for first in (0, TRAINED - rows):
+            part = slice(first, first + rows)
+            assert torch.equal(hopper.adapter_low(x[part].contiguous(), adapter), low[part])
+            for save in (False, True):
+                ours = y[part].clone()
+                hopper.add_adapter(ours, x[part].contiguous(), adapter, save)
+                assert torch.equal(ours, whole[part]), (rows, save)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("tokens", [1, 37, 600])
+def test_the_backward_is_as_near_to_fp64_as_the_specification(name: str, tokens: int) -> None:
+    adapter, k, n = adapter_of(name)
+    on_cpu, *_ = adapter_of(name, "cpu")
+    x, dy, dx = normal(tokens, k), normal(tokens, n), normal(tokens, k)
+    low = specification.adapter_low(x, on_cpu)
+    exact = exact_gradients(dy, x, low, dx, on_cpu)
+    given = (dy, x, low, dx)
+    theirs = gradients_of(specification, given, on_cpu)
+    ours = gradients_of(hopper, tuple(one.cuda() for one in given), adapter)
+    again = gradients_of(hopper, tuple(one.cuda() for one in given), adapter)
+    for mine, other, their, right in zip(ours, again, theirs, exact, strict=True):
+        assert torch.equal(mine, other)
+        allowed = 1.2 * (their.double() - right).norm() + 1e-5 * right.norm()
+        assert (mine.cpu().double() - right).norm() <= allowed
+
+
+def gradients_of(
+    module: Any, given: Sequence[torch.Tensor], adapter: AdapterWeight
+) -> tuple[torch.Tensor, ...]:
+    """-> dX, and the gradients of A and B, which were ones before."""
+    dy, x, low, dx = given
+    dx, matrices = dx.clone(), (adapter.down.matrix, adapter.up.matrix)
+    grads = [torch.ones(one.shape, device=x.device) for one in matrices if torch.is_tensor(one)]
+    module.adapter_backward(dy, x, low, dx, adapter, AdapterGradients(*grads))
+    return dx, *grads
+
+
+def exact_gradients(
+    dy: torch.Tensor, x: torch.Tensor, low: torch.Tensor, dx: torch.Tensor, adapter: AdapterWeight
+) -> tuple[torch.Tensor, ...]:
+    """In FP64, without rounding."""
+    a, b = adapter.down.matrix, adapter.up.matrix
+    assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    d_low, d_up = torch.zeros(low.shape).double(), torch.zeros(b.shape).double()
+    for place, columns, rows in adapter.targets():
+        d = dy[:, columns].double()
+        d_up[rows] = d.t() @ low[:, place].double()
+        d_low[:, place] = d @ b[rows].double()
+    d_low *= adapter.scale
+    return dx.double() + d_low @ a.double(), 1 + d_low.t() @ x.double(), 1 + d_up
 
 
 def policy_of(shape: str, preset: Preset, lora: Lora = ALL, device: str = "cuda") -> Policy:

@@ -144,3 +144,10 @@ def test_block_sums(shape: tuple[int, int]) -> None:
     exact = start.double() + sums.double().sum(0)
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
     assert (got[0].cpu().double() - exact).abs().max() <= 2.0**-22 * sums.abs().sum(0).max()
+
+
+@pytest.mark.parametrize("columns", [896, 4096])
+def test_a_frozen_weight_has_no_gradient_and_the_rest_the_same_bits(columns: int) -> None:
+    case = Case(MANY, columns)
+    given = case.dy.cuda(), case.h.cuda(), case.weight.cuda(), EPSILON, case.residual.cuda()
+    assert torch.equal(rms_norm_backward(*given, None), case.run()[0])

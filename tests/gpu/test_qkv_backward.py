@@ -169,3 +169,13 @@ def test_no_tokens_change_nothing() -> None:
     assert d_qkv.shape == (0, 18 * 64)
     for grad, before in zip(grads, case.start, strict=True):
         assert before is not None and torch.equal(grad.cpu(), before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_frozen_norms_have_no_gradients_and_the_rest_the_same_bits(
+    layout: tuple[int, int, int],
+) -> None:
+    case = Case(MANY, layout, norms=True, bias=True, hadamard=True)
+    expected, _ = case.run()
+    case.start[:] = [None] * len(case.start)
+    assert torch.equal(case.run()[0], expected)

@@ -103,6 +103,9 @@ def test_swiglu_in_both_groupings_quantises_what_swiglu_gives(
             assert_tokens(by_token, y, kind)
             assert_equal(swiglu_tokens(gate_up, kind), by_token)
             assert_equal(swiglu_quantise(gate_up, kind), rows)
+            kept = torch.empty_like(y)
+            assert_equal(swiglu_quantise(gate_up, kind, kept), rows)
+            assert torch.equal(kept.view(torch.int16), y.view(torch.int16))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,6 +120,9 @@ def test_swiglu_backward_quantises_its_own_rounded_output(kind: ScaleKind, colum
         rows, by_token = swiglu_backward_quantise(dy, gate_up, kind)
         assert_rows(rows, d, kind)
         assert_tokens(by_token, d, kind)
+        beside = QuantRows.empty(tokens, 2 * columns, d.device)
+        assert torch.equal(swiglu_backward_bf16(dy, gate_up, beside, kind), d)
+        assert_equal(beside, rows)
 
 
 @pytest.mark.parametrize("columns", [128, 896, 12288])  # 896: a row that is no power of two

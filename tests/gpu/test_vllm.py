@@ -1,6 +1,7 @@
 """Runs that sample with vLLM (docs/engines.md), each in a process of its own."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -30,6 +31,12 @@ prompts_per_step = 16
 samples_per_prompt = 4
 learning_rate = 1e-4
 """
+UPDATE = re.compile(r"(?:weights|written) in ([\d.]+) s.*?compared in ([\d.]+) s")
+"""In a line on an update, by vLLM in the process or by servers."""
+FIGURES = (
+    *("time/update_s", "time/rollout_s", "tokens_per_s/rollout"),
+    *("log_prob_diff/mean", "mismatch/k3", "mismatch/effective_sample_size"),
+)
 
 
 def run(*words: str | Path) -> str:
@@ -41,6 +48,24 @@ def run(*words: str | Path) -> str:
     return made.stdout
 
 
+def check_updates(said: str, output: Path, steps: int, preset: str) -> None:
+    """Each step's weights have arrived, with scales made where the cache has some, and
+    log-probabilities are near those of the trainer.  Seconds are printed as JSON lines.
+    """
+    assert said.count("equal to what is published") >= steps
+    assert said.count("has new scales in") >= (steps if preset != "bf16" else 0)
+    manifest = json.loads((output / "run.json").read_text())
+    assert manifest["engine"]["engine"].startswith("vllm ")
+    lines = [line for line in json_lines(output / "metrics.jsonl") if "mismatch/k3" in line]
+    assert len(lines) == steps
+    assert all(0 < line["log_prob_diff/mean"] < 0.1 for line in lines)
+    for sent, compared in UPDATE.findall(said):
+        print(json.dumps({"preset": preset, "sent_s": float(sent), "compared_s": float(compared)}))
+    for line in lines:
+        found = {name: line[name] for name in FIGURES if name in line}
+        print(json.dumps({"preset": preset, "step": line["step"], **found}))
+
+
 @pytest.mark.parametrize("preset", ["bf16", "fp8-rollout"])
 def test_each_update_of_a_run_arrives(tmp_path: Path, preset: str) -> None:
     """By vLLM's own tensors, and by log-probabilities near those of the trainer."""
@@ -48,13 +73,7 @@ def test_each_update_of_a_run_arrives(tmp_path: Path, preset: str) -> None:
     recipe.write_text(RECIPE)
     changes = ("--output", output, "--precision.preset", preset)
     said = run("-m", "isobit.cli.main", "train", recipe, *changes)
-    assert said.count("equal to what is published") >= 2
-    assert said.count("has new scales in 4 layers") >= (2 if preset != "bf16" else 0)
-    manifest = json.loads((output / "run.json").read_text())
-    assert manifest["engine"]["engine"].startswith("vllm ")
-    steps = [line for line in json_lines(output / "metrics.jsonl") if "mismatch/k3" in line]
-    assert len(steps) == 2
-    assert all(0 < step["log_prob_diff/mean"] < 0.1 for step in steps)
+    check_updates(said, output, 2, preset)
 
 
 def test_it_sleeps_and_wakes_with_new_weights() -> None:

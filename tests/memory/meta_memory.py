@@ -98,14 +98,20 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "backend_of", HopperBackend)
     # which looks at the numbers
     monkeypatch.setattr(scorer, "_on_host", lambda found, routes, rows: found)
-    monkeypatch.setattr(torch, "addmm", lambda grad, a, b, out_dtype=None, out=None: grad)
-    monkeypatch.setattr(
-        torch,
-        "mm",
-        lambda a, b, out_dtype=None: torch.empty(
-            (a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype, device=a.device
-        ),
-    )
+    monkeypatch.setattr(torch, "addmm", lambda grad, a, b, alpha=1, out_dtype=None, out=None: grad)
+    monkeypatch.setattr(torch, "mm", _product)
+
+
+def _product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if out is not None:
+        return out
+    shape = a.shape[0], b.shape[1]
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
 def meta_policy(shape: ModelConfig, precision: PrecisionConfig) -> Policy:

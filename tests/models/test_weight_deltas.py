@@ -27,16 +27,21 @@ def numbers(count: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     count=st.integers(1, 700),
     places=st.lists(st.integers(0, 699), max_size=400),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    chunk=st.sampled_from([128, 256, policy_share.CHUNK]),
 )
 def test_a_change_leads_from_the_old_bits_to_the_new(
-    count: int, places: list[int], dtype: torch.dtype
+    count: int, places: list[int], dtype: torch.dtype, chunk: int
 ) -> None:
-    """Through a file; also where almost all numbers change, and one becomes -0 or a NaN."""
+    """Through a file; also where almost all numbers change, and one becomes -0 or a NaN; found in
+    one piece or several.
+    """
     old = numbers(count, dtype)
     new = old.clone()
     for at in places:
         new[at % count] = [-0.0, float("nan"), 3.0][at % 3]
-    change = change_of(old, new)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy_share, "CHUNK", chunk)
+        change = change_of(old, new)
     named = {f"{NAME}.{suffix}" if suffix else NAME: values for suffix, values in change.items()}
     (file,) = files_of(named)
     held = old.clone()

@@ -3,10 +3,8 @@ whatever becomes of the servers.
 """
 
 import json
-import os
-import signal
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,18 +29,11 @@ from isobit.rollout.http_engine import HttpEngine
 from isobit.run.loop import train
 from isobit.util.errors import ConfigError, MismatchError, RequestError, ServerError
 from tests.rollout.served import engine_of, native_of, served
+from tests.rollout.server_runs import check_a_killed_server, left, run_maker, two_servers
 from tests.rollout.test_exactness import TINY, policy_of, requests
 from tests.run import acting
-from tests.serve.servers import KEY, Running, serving
+from tests.serve.servers import KEY, Running
 from tests.serve.test_runs import STEP, Client, group
-from tests.tiny import json_lines
-
-REWARD = """
-from zlib import crc32
-
-def reward(prompt, completion):
-    return crc32((prompt.text + completion.text).encode()) % 7 / 7
-"""
 
 
 @pytest.fixture(scope="module")
@@ -345,63 +336,17 @@ def test_other_servers_are_refused_by_what_they_differ_in(two: list[str]) -> Non
 def processes(
     tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Running]]:
-    """Two servers in processes of their own."""
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                serving(tiny_folder, place, "--allow-weight-updates", str(place), "--max-live", "9")
-            )
-            for place in (tmp_path_factory.mktemp("server") for _ in range(2))
-        ]
+        places = [tmp_path_factory.mktemp("server") for _ in range(2)]
+        yield two_servers(stack, tiny_folder, places, "--max-live", "9")
 
 
 @pytest.fixture
 def make_run(
     make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., RunConfig]:
-    """Three steps with rewards that differ, natively or by servers."""
     monkeypatch.setenv("SERVER_KEY", KEY)
-    (tmp_path / "graded.py").write_text(REWARD)
-
-    def make(name: str, servers: Sequence[Running] = (), /, **sections: Any) -> RunConfig:
-        rollout: dict[str, Any] = {"max_new_tokens": 24}
-        if servers:
-            urls = [f"http://127.0.0.1:{one.port}" for one in servers]
-            rollout |= {"engine": "http", "servers": urls, "server_key": "env:SERVER_KEY"}
-        training = {"steps": 3, "prompts_per_step": 3, "samples_per_prompt": 4}
-        return make_config(
-            f"{tmp_path / 'graded.py'}:reward",
-            output=tmp_path / name,
-            **{"training": training, "checkpoint": {"every": 1}},
-            **sections | {"rollout": rollout | sections.get("rollout", {})},
-        )
-
-    return make
-
-
-OF_THE_ENGINE = (
-    *("rollout/shared_pages", "rollout/kept_tokens", "rollout/chunks", "rollout/preemptions"),
-    "time/update_s",
-)
-"""Counts of what a native engine does with its pages."""
-
-
-def left(root: Path) -> dict[str, Any]:
-    """All that a run leaves, times and counts of pages aside."""
-    last = max((root / "checkpoints").glob("step_??????"))
-    files = ("completions.jsonl", "rewards.jsonl", "digests.jsonl", "model/model.safetensors")
-    return {
-        **{name: (root / name).read_bytes() for name in files},
-        **{name: (last / f"{name}.safetensors").read_bytes() for name in ("masters", "optimiser")},
-        "metrics": [
-            {
-                name: value
-                for name, value in line.items()
-                if not name.startswith(("time/", "tokens_per_s/")) and name not in OF_THE_ENGINE
-            }
-            for line in json_lines(root / "metrics.jsonl")
-        ],
-    }  # fmt: skip
+    return run_maker(make_config, tmp_path)
 
 
 TOOLS = Path(__file__).parents[1] / "environments" / "tools.py"
@@ -451,46 +396,11 @@ def test_runs_of_other_kinds_leave_the_bytes_of_native_ones(
 
 
 def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
-    processes: list[Running],
-    make_run: Callable[..., RunConfig],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    processes: list[Running], make_run: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """First undisturbed; then one of two is killed in the middle of the second step, with samples
-    of which some tokens were drawn.
-    """
-    train(make_run("native"))
-    train(make_run("servers", processes))
-    said = capsys.readouterr().out
-    assert "servers sample, by the trainer's own function: http://127.0.0.1:" in said
-    assert said.count("2 of 2 servers have acknowledged") == 3  # before each step
-    assert "is down" not in said
-    assert left(tmp_path / "servers") == left(tmp_path / "native")
+    check_a_killed_server(make_run, processes, tmp_path)
     manifest = json.loads((tmp_path / "servers" / "run.json").read_text())
     assert manifest["precision"]["exact"] is True and KEY not in json.dumps(manifest)
-
-    accept, killed = HttpEngine._accept, list[int]()
-
-    def accept_and_kill(self: HttpEngine, told: Mapping[str, Any]) -> None:
-        accept(self, told)
-        if self._weights and self._weights.version == 2 and not killed:
-            victim, at = self._servers[1], self._loads[self._servers[1]].samples
-            half_done = [
-                len(one.log_probs) for one, place in self._there.values() if place is victim
-            ]
-            if sum(half_done) > 10:
-                killed.append(at)
-                assert processes[1].process.pid is not None
-                os.kill(processes[1].process.pid, signal.SIGKILL)
-
-    monkeypatch.setattr(HttpEngine, "_accept", accept_and_kill)
-    train(make_run("killed", processes))
-    said = capsys.readouterr().out
-    assert killed and killed[0] > 0
-    assert said.count("is down, and others go on with its samples") == 1
-    assert said.count("1 of 2 servers have acknowledged") == 1
-    assert left(tmp_path / "killed") == left(tmp_path / "native")
 
 
 @pytest.mark.parametrize(

@@ -113,14 +113,22 @@ class Running:
 
 
 @contextmanager
-def serving(model: Path | str, place: Path, *arguments: str) -> Iterator[Running]:
+def serving(
+    model: Path | str, place: Path, *arguments: str, spawn: bool = False
+) -> Iterator[Running]:
+    """``isobit serve``; ``spawn`` as for ``called``."""
     said, log = place / "server.out", place / "server.log"
     for file in (said, log):
         file.write_text("")
     words = ["serve", str(model), "--port", "0", "--api-key", "env:SERVER_KEY", "--threads", "1"]
     key, until = {"SERVER_KEY": KEY}, time.monotonic() + 300
     process = called(
-        "isobit.cli.main:main", said, [*words, *arguments], errors=log, environ=os.environ | key
+        "isobit.cli.main:main",
+        said,
+        [*words, *arguments],
+        errors=log,
+        environ=os.environ | key,
+        spawn=spawn,
     )
     try:
         while not (found := re.search(r":(\d+)/v1$", said.read_text(), re.MULTILINE)):

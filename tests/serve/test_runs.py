@@ -56,7 +56,7 @@ def client() -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, torch.Tensor]:
-    return dict(rounded_masters(policy_of("fp8")))
+    return {name: values for name, values, _ in rounded_masters(policy_of("fp8"))}
 
 
 def group(at: int, numbers: list[int], **sampling: Any) -> dict[str, Any]:

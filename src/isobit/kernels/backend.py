@@ -25,6 +25,7 @@ import torch
 from isobit.config.base import Device
 from isobit.kernels.noise import AdamWFactors, Rows
 from isobit.kernels.operands import (
+    AdapterGradients,
     AdapterWeight,
     Attend,
     AttendWithBackward,
@@ -137,9 +138,11 @@ class Backend(Protocol):
         """t = x A^T, rounded, then times the scale, rounded: x [T, K] -> [T, R]."""
         ...
 
-    def add_adapter(self, y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight) -> None:
+    def add_adapter(
+        self, y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight, save: bool = False
+    ) -> torch.Tensor | None:
         """y [T, N] += t B^T in the columns of each target, where t B^T is rounded before it is
-        added; x [T, K].
+        added; x [T, K].  With ``save`` -> t, which otherwise may not exist.
         """
         ...
 
@@ -250,6 +253,18 @@ class Backend(Protocol):
         """grad [N, K] += dY^T X, from ``OutputGradient.tokens`` and ``LinearInput.saved``."""
         ...
 
+    def adapter_backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        low: torch.Tensor,
+        dx: torch.Tensor,
+        adapter: AdapterWeight,
+        grads: AdapterGradients,
+    ) -> None:
+        """dY [T, N], x [T, K] and its t, ``low`` [T, R] -> dX [T, K] += the adapter's, in place."""
+        ...
+
     def swiglu_backward(
         self, d_activation: torch.Tensor, gate_up: torch.Tensor, site: Site
     ) -> OutputGradient:
@@ -303,9 +318,11 @@ class Backend(Protocol):
         weight: torch.Tensor,
         epsilon: float,
         d_residual: torch.Tensor | None,
-        grad: torch.Tensor,
+        grad: torch.Tensor | None,
     ) -> torch.Tensor:
-        """d_residual + the gradient through the norm of h, [T, C]; grad [C] is the weight's."""
+        """d_residual + the gradient through the norm of h, [T, C]; grad [C] is the weight's, None
+        for a frozen one.
+        """
         ...
 
     def embedding_backward(

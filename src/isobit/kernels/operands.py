@@ -96,6 +96,14 @@ class AdapterWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterGradients:
+    """FP32 gradients that ``adapter_backward`` adds to, of ``AdapterWeight``'s matrices."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class HeadWeight:
     """lm_head [V, C] as it is published: the forward multiplies by ``int8``, or else by ``table``,
     and the backward by ``table``.
@@ -225,7 +233,7 @@ class QkvTransform:
 
 @dataclass(frozen=True, slots=True)
 class QkvGradients:
-    """FP32 gradients that ``qkv_backward`` adds to; None where a model has no such master."""
+    """FP32 gradients that ``qkv_backward`` adds to; None where there is none to be made."""
 
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None

@@ -16,8 +16,6 @@ from isobit.kernels.operands import (
     Attended,
     AttendWithBackward,
     AttentionShape,
-    LinearInput,
-    Operand,
     QkvGradients,
     QkvTransform,
     Sizes,
@@ -29,10 +27,10 @@ from isobit.models.layers import (
     Linear,
     Master,
     Norm,
+    SavedInput,
     UnitBytes,
     Weights,
     norm_master,
-    unused_gradient,
 )
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.quant_tensor import DTYPES, EIGHT_BITS
@@ -43,10 +41,10 @@ class SavedAttention:
     """What the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
     h: torch.Tensor
-    normed: Operand | None  # the input of qkv_proj
+    normed: SavedInput  # of qkv_proj
     qkv: torch.Tensor
     attended: Attended
-    out: Operand | None  # the input of o_proj
+    out: SavedInput  # of o_proj
 
 
 class Attention:
@@ -104,17 +102,22 @@ class Attention:
         h, a = self._norm.forward(weights, h, x, self._qkv.saves(save=False))
         qkv = self._qkv.forward(weights, a)
         out = attend(self._layer, qkv, self._transform(weights))
-        return h, self._project(weights, out, save=False)[1]
+        observe(out, "layers", self._layer, "attention")
+        split = weights.tensor_parallel
+        made = self._out.input(weights, out, self._out.saves(save=False), split.queries)
+        return h, self._out.joined(weights, made, split.queries)
 
     def saving_forward(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None, attend: AttendWithBackward
     ) -> tuple[torch.Tensor, torch.Tensor, SavedAttention]:
         """The same bits, and what the backward reads."""
         h, a = self._norm.forward(weights, h, x, self._qkv.saves(save=True))
-        qkv = self._qkv.forward(weights, a)
+        qkv, normed = self._qkv.saving_forward(weights, a)
         out, attended = attend.attend(self._layer, qkv, self._transform(weights))
-        made, x = self._project(weights, out, save=True)
-        return h, x, SavedAttention(h, a.saved, qkv, attended, made.saved)
+        observe(out, "layers", self._layer, "attention")
+        made = self._out.input(weights, out, self._out.saves(save=True))
+        x, saved = self._out.saving_forward(weights, made)
+        return h, x, SavedAttention(h, normed, qkv, attended, saved)
 
     def backward(
         self,
@@ -133,7 +136,7 @@ class Attention:
             saved.qkv,
             self._transform(weights),
             positions,
-            self._gradients(weights, gradient),
+            self._gradients(gradient),
         )
         d_a = self._qkv.backward(weights, gradient, d_qkv, saved.normed)
         return self._norm.backward(weights, gradient, d_a, saved.h, d)
@@ -169,15 +172,6 @@ class Attention:
             ),
         )
 
-    def _project(
-        self, weights: Weights, out: torch.Tensor, save: bool
-    ) -> tuple[LinearInput, torch.Tensor]:
-        """Apply o_proj to attention's output; -> o_proj's input and output."""
-        observe(out, "layers", self._layer, "attention")
-        split = weights.tensor_parallel
-        made = self._out.input(weights, out, self._out.saves(save), split.queries)
-        return made, self._out.joined(weights, made, split.queries)
-
     def _transform(self, weights: Weights) -> QkvTransform:
         config, plain, path = self._config, weights.plain, f"layers.{self._layer}"
         scale_bytes, maxima = self._tensor_scales(weights)
@@ -205,16 +199,11 @@ class Attention:
         has_own = weights.graph.has_tensor_scales(layer)
         return scales.bytes[layer] if has_own else None, None if maxima is None else maxima[layer]
 
-    def _gradients(self, weights: Weights, gradient: Gradient) -> QkvGradients:
+    def _gradients(self, gradient: Gradient) -> QkvGradients:
         path, config = f"layers.{self._layer}", self._config
         q_norm, k_norm = (f"{path}.{name}.weight" for name in ("q_norm", "k_norm"))
         if config.lora is not None:
-            plain = weights.plain
-            return QkvGradients(
-                unused_gradient(plain[q_norm]) if config.qk_norm else None,
-                unused_gradient(plain[k_norm]) if config.qk_norm else None,
-                None,
-            )
+            return QkvGradients(None, None, None)
         return QkvGradients(
             gradient(q_norm) if config.qk_norm else None,
             gradient(k_norm) if config.qk_norm else None,

@@ -4,12 +4,14 @@ forward, and bytes for the memory plan.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 import torch
 
 from isobit.kernels.backend import Backend
 from isobit.kernels.operands import (
+    AdapterGradients,
     AdapterWeight,
     HeadWeight,
     LinearInput,
@@ -80,6 +82,9 @@ class PublishedChange:
         return sum(one[0] for one in counts) / numbers if numbers else 0.0
 
 
+_PARTS = 16
+"""The most that a back end cuts an adapter's input into."""
+
 Gradient = Callable[[str], torch.Tensor]
 """A master's FP32 gradient by name, to be added to; zeros if it has none yet."""
 
@@ -146,6 +151,13 @@ class Adapter:
     rank: int
     scale: float
     targets: tuple[str, ...]  # of the linear's parts, in their order
+    columns: tuple[slice, ...] = field(init=False)
+    """Of the linear's output, of each target."""
+
+    def __post_init__(self) -> None:
+        ends = dict(zip(self.linear.parts, accumulate(self.linear.parts.values()), strict=True))
+        places = {name: slice(end - self.linear.parts[name], end) for name, end in ends.items()}
+        object.__setattr__(self, "columns", tuple(places[name] for name in self.targets))
 
     def sites(self, layer: int) -> tuple[SiteShape, SiteShape]:
         down = LinearShape(dict.fromkeys(self.targets, self.rank), self.linear.in_features)
@@ -168,39 +180,43 @@ class Adapter:
             made[f"{site.name}.weight"] = Master(size, {}, "matrix", names)
         return made
 
-    def add(self, weights: Weights, x: torch.Tensor, y: torch.Tensor) -> None:
-        """x [T, K]; the linear's output y [T, N] is written to."""
-        weights.backend.add_adapter(y, x, self._weight(weights))
+    def add(
+        self, weights: Weights, x: torch.Tensor, y: torch.Tensor, save: bool = False
+    ) -> torch.Tensor | None:
+        """x [T, K]; the linear's output y [T, N] is written to. -> t of all targets [T, R], which
+        with ``save`` is there.
+        """
+        return weights.backend.add_adapter(y, x, self.weight(weights), save)
 
     def backward(
         self,
         weights: Weights,
         gradient: Gradient,
         dy: torch.Tensor,
-        x: torch.Tensor,
+        saved: "SavedInput",
         dx: torch.Tensor,
-    ) -> torch.Tensor:
-        """dY [T, N], x [T, K] and the linear's own dX [T, K], which is written to -> the sum, dX
-        itself; adds to the gradients of A and B.  t is computed again.
+    ) -> None:
+        """dY [T, N], and the linear's own dX [T, K], to which the adapter's is added; adds to the
+        gradients of A and B.
         """
-        backend, adapter = weights.backend, self._weight(weights)
-        low = backend.adapter_low(x, adapter)
-        d_low, d_up = torch.empty_like(low), gradient(f"{self.path}.lora_B.weight")
-        for place, columns, rows in adapter.targets():
-            up = adapter.up.rows(rows.start, rows.stop)
-            d = backend.output_gradient(dy[:, columns], up.site)
-            backend.wgrad(d.tokens, low[:, place], d_up[rows])
-            d_low[:, place] = backend.dgrad(d.rows, up)
-        d = backend.output_gradient(d_low * self.scale, adapter.down.site)
-        backend.wgrad(d.tokens, x, gradient(f"{self.path}.lora_A.weight"))
-        return dx.add_(backend.dgrad(d.rows, adapter.down))
+        assert isinstance(saved.x, torch.Tensor), "an adapter reads X in BF16"
+        assert saved.low is not None, "the forward has saved"
+        grads = (gradient(f"{self.path}.lora_{kind}.weight") for kind in "AB")
+        weights.backend.adapter_backward(
+            dy, saved.x, saved.low, dx, self.weight(weights), AdapterGradients(*grads)
+        )
 
-    def _weight(self, weights: Weights) -> AdapterWeight:
-        columns, begin = dict[str, slice](), 0
-        for name, size in self.linear.parts.items():
-            columns[name], begin = slice(begin, begin + size), begin + size
+    def weight(self, weights: Weights) -> AdapterWeight:
         down, up = (weights.linears[f"{self.path}.lora_{kind}"] for kind in "AB")
-        return AdapterWeight(down, up, tuple(columns[name] for name in self.targets), self.scale)
+        return AdapterWeight(down, up, self.columns, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedInput:
+    """What the backward of a linear reads of its forward."""
+
+    x: Operand | None = None  # its input [T, K] as WGrad reads it
+    low: torch.Tensor | None = None  # t of its adapter, [T, R]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,17 +234,17 @@ class Linear:
     checkpoint_path: str  # the checkpoint's module that contains its matrices
     has_bias: bool = False
     lora: Lora | None = None
+    adapter: Adapter | None = field(init=False, default=None)
+    """None where no matrix is a target."""
 
-    @property
-    def adapter(self) -> Adapter | None:
-        """None where no matrix is a target."""
-        if self.lora is None:
-            return None
-        targets = tuple(name for name in self.shape.parts if name in self.lora.targets)
-        if not targets:
-            return None
-        path, rank, scale = self.checkpoint_path, self.lora.rank, self.lora.scale
-        return Adapter(self.path, self.shape, path, rank, scale, targets)
+    def __post_init__(self) -> None:
+        lora, made = self.lora, None
+        if lora is not None:
+            targets = tuple(name for name in self.shape.parts if name in lora.targets)
+            if targets:
+                path = self.checkpoint_path
+                made = Adapter(self.path, self.shape, path, lora.rank, lora.scale, targets)
+        object.__setattr__(self, "adapter", made)
 
     def saves(self, save: bool) -> bool:
         """Whether its input is wanted as WGrad reads it, which with LoRA is BF16: by a backward
@@ -259,12 +275,29 @@ class Linear:
 
     def forward(self, weights: Weights, x: LinearInput) -> torch.Tensor:
         """[T, K] -> [T, N]; with an adapter ``x.saved`` is there, as ``saves`` says."""
+        return self._forward(weights, x, save=False)[0]
+
+    def saving_forward(self, weights: Weights, x: LinearInput) -> tuple[torch.Tensor, SavedInput]:
+        """The same bits, and what the backward reads."""
+        y, low = self._forward(weights, x, save=True)
+        return y, SavedInput(x.saved, low)
+
+    def _forward(
+        self, weights: Weights, x: LinearInput, save: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         observe_input(x, self.path)
-        y = weights.backend.linear(x.read, weights.linears[self.path])
-        if (adapter := self.adapter) is not None:
+        y, low = weights.backend.linear(x.read, weights.linears[self.path]), None
+        if self.adapter is not None:
             assert isinstance(x.saved, torch.Tensor), "an adapter reads its input in BF16"
-            adapter.add(weights, x.saved, observe(y, self.path, "base"))
-        return observe(y, self.path)
+            low = self.adapter.add(weights, x.saved, observe(y, self.path, "base"), save)
+        return observe(y, self.path), low
+
+    def saved(self, weights: Weights, x: Operand | None) -> SavedInput:
+        """What ``saving_forward`` saves, of the input as WGrad reads it, without the product."""
+        if self.adapter is None:
+            return SavedInput(x)
+        assert isinstance(x, torch.Tensor), "an adapter reads its input in BF16"
+        return SavedInput(x, weights.backend.adapter_low(x, self.adapter.weight(weights)))
 
     def joined(self, weights: Weights, x: LinearInput, cuts: Cuts) -> torch.Tensor:
         """``forward``, gathering its input, of which each rank has its ``cuts``, and its output [T,
@@ -288,7 +321,7 @@ class Linear:
         weights: Weights,
         gradient: Gradient,
         dy: torch.Tensor | OutputGradient,
-        x: Operand | None,
+        saved: SavedInput,
     ) -> torch.Tensor:
         """dY [T, N], plain or as DGrad and WGrad read it -> dX [T, K]; adds to W's gradient, or to
         those of the adapter.
@@ -296,18 +329,22 @@ class Linear:
         if isinstance(dy, torch.Tensor):
             dy = weights.backend.output_gradient(dy, weights.linears[self.path].site)
         if self.lora is None:
-            assert x is not None, "the forward has saved"
-            weights.backend.wgrad(dy.tokens, x, gradient(f"{self.path}.weight"))
+            assert saved.x is not None, "the forward has saved"
+            weights.backend.wgrad(dy.tokens, saved.x, gradient(f"{self.path}.weight"))
         dx = weights.backend.dgrad(dy.rows, weights.linears[self.path])
-        if (adapter := self.adapter) is None:
-            return dx
-        assert isinstance(x, torch.Tensor), "an adapter reads X in BF16"
-        assert isinstance(dy.tokens, torch.Tensor), "and dY"
-        return adapter.backward(weights, gradient, dy.tokens, x, dx)
+        if self.adapter is not None:
+            assert isinstance(dy.tokens, torch.Tensor), "an adapter reads dY in BF16"
+            self.adapter.backward(weights, gradient, dy.tokens, saved, dx)
+        return dx
 
     def saved_bytes(self, sizes: Sizes, graph: Graph, is_kept: bool = False) -> int:
-        """Of its input [K] a token, for a backward; ``is_kept``: the input itself stays."""
-        return self._kept_bytes(sizes, graph, is_kept) if self.saves(save=True) else 0
+        """Of its input [K] a token, and of t, for a backward; ``is_kept``: the input itself
+        stays.
+        """
+        if not self.saves(save=True):
+            return 0
+        low = 0 if self.adapter is None else self.adapter.rank * len(self.adapter.targets)
+        return self._kept_bytes(sizes, graph, is_kept) + DTYPES[graph.activations].itemsize * low
 
     def read_bytes(self, sizes: Sizes, graph: Graph) -> int:
         """Of its input [K] a token in a forward without a backward, beside the input itself."""
@@ -315,15 +352,14 @@ class Linear:
         return read + (self._kept_bytes(sizes, graph) if self.saves(save=False) and read else 0)
 
     def adapter_bytes(self, graph: Graph, backward: bool = False) -> int:
-        """What its adapter makes for a token: t of all targets, that of one, and what is added to
-        its columns of y, or in the backward to dX.
+        """What its adapter makes for a token: t of all targets, and its sums over up to 16 parts of
+        the input, in FP32; in the backward the gradient of t.
         """
         if (adapter := self.adapter) is None:
             return 0
-        low = adapter.rank * (2 * len(adapter.targets) + 1)
-        widest = max(self.shape.parts[name] for name in adapter.targets)
-        widest = self.shape.in_features if backward else widest
-        return DTYPES[graph.activations].itemsize * (low + widest)
+        low = adapter.rank * len(adapter.targets)
+        made = DTYPES[graph.activations].itemsize * low
+        return made if backward else made + 4 * _PARTS * low
 
     def _kept_bytes(self, sizes: Sizes, graph: Graph, is_kept: bool = False) -> int:
         return sizes.saved(graph.site(self.path), self.shape.in_features, is_kept)
@@ -407,10 +443,5 @@ class Norm:
         """d_residual + the gradient through the norm, [T, C]."""
         name = f"{self.path}.weight"
         weight = weights.plain[name]
-        grad = unused_gradient(weight) if self.is_frozen else gradient(name)
+        grad = None if self.is_frozen else gradient(name)
         return weights.backend.rms_norm_backward(dy, h, weight, self.epsilon, d_residual, grad)
-
-
-def unused_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Zeros, FP32 like a frozen ``weight`` [C], for an operation that adds its gradient."""
-    return torch.zeros_like(weight, dtype=torch.float32)

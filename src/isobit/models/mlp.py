@@ -19,7 +19,6 @@ from isobit.kernels.operands import (
     ExpertsShape,
     LinearInput,
     LinearWeight,
-    Operand,
     RoutedExperts,
     RouterLoss,
     Routing,
@@ -36,6 +35,7 @@ from isobit.models.layers import (
     Linear,
     Master,
     Norm,
+    SavedInput,
     UnitBytes,
     Weights,
     observe_input,
@@ -132,9 +132,9 @@ class SavedMlp:
     """What the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
     h: torch.Tensor
-    normed: Operand | None  # the input of gate and up
+    normed: SavedInput  # of gate and up
     gate_up: torch.Tensor
-    activation: Operand | None  # the input of down
+    activation: SavedInput  # of down
 
 
 class Mlp:
@@ -179,21 +179,21 @@ class Mlp:
     ) -> tuple[torch.Tensor, torch.Tensor, SavedMlp]:
         """The same bits, and what the backward reads."""
         h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=True))
-        gate_up = self._gate_up.forward(weights, b)
+        gate_up, normed = self._gate_up.saving_forward(weights, b)
         self._observe(weights, gate_up)
         site = weights.linears[self._down.path].site
         activation = weights.backend.swiglu_input(gate_up, site, self._down.saves(save=True))
-        x = self._down.forward(weights, activation)
-        return h, x, SavedMlp(h, b.saved, gate_up, activation.saved)
+        x, saved = self._down.saving_forward(weights, activation)
+        return h, x, SavedMlp(h, normed, gate_up, saved)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
         """What ``saving_forward`` saves, from the residual stream h + x; without down_proj."""
         h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=True))
-        gate_up = self._gate_up.forward(weights, b)
+        gate_up, normed = self._gate_up.saving_forward(weights, b)
         site, saved = weights.linears[self._down.path].site, None
         if self._down.saves(save=True):
             saved = weights.backend.swiglu_saved(gate_up, site)
-        return SavedMlp(h, b.saved, gate_up, saved)
+        return SavedMlp(h, normed, gate_up, self._down.saved(weights, saved))
 
     def backward(
         self,

@@ -146,6 +146,8 @@ def is_one_function(sampled: LogProbFunction, trained: LogProbFunction) -> bool:
 
 BLOCK = 128
 """Numbers, of which a byte can count how many changed."""
+CHUNK, COPIES = 1 << 22, 4
+"""Numbers that are compared at once, whole blocks; and threads that copy from a GPU."""
 MOST = 256 << 20
 """Bytes of a file, unless one tensor has more."""
 _SUFFIXES = ("counts", "places", "values")
@@ -169,33 +171,72 @@ def digest_of(tensors: Tensors) -> str:
         return sha256(b"".join(threads.map(line, sorted(tensors)))).hexdigest()
 
 
-def rounded_masters(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+def rounded_masters(
+    policy: Policy, before: Tensors | None = None
+) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
     """What a publication rounds and quantises, by name, on the host: masters in BF16, or in FP32 in
-    the flow ``fp32``, without a value head, which only trains.
+    the flow ``fp32``, without a value head, which only trains.  With each ``change_of`` what it was
+    ``before``.
     """
     dtype = torch.float32 if policy.flow.preset == "fp32" else torch.bfloat16
     for name, master in policy.masters.items():
         if not name.startswith("value_head."):
-            yield name, master.detach().to(dtype, copy=True).cpu()
+            yield name, *rounded(master, dtype, None if before is None else before[name])
+
+
+def rounded(
+    master: torch.Tensor, dtype: torch.dtype, before: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A master in a format, on the host, and ``change_of`` what it was ``before``.
+
+    They are compared on the master's device, ``CHUNK`` numbers at a time, so that it takes few
+    bytes there; on a GPU several threads copy meanwhile.
+    """
+    made = torch.empty(master.shape, dtype=dtype)
+    places = [made.view(-1).split(CHUNK), master.detach().reshape(-1).split(CHUNK)]
+    olds = [None] * len(places[0]) if before is None else before.view(-1).split(CHUNK)
+
+    def work(place: torch.Tensor, values: torch.Tensor, old: torch.Tensor | None) -> Changed | None:
+        on_device = values.to(dtype)
+        place.copy_(on_device)
+        return None if old is None else _compared(old, on_device)
+
+    if master.is_cuda:
+        with ThreadPoolExecutor(COPIES) as threads:
+            found = list(threads.map(work, *places, olds))
+    else:  # whose operations have threads of their own
+        found = list(map(work, *places, olds))
+    return made, _joined([one for one in found if one is not None], made)
 
 
 def change_of(old: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
     """What ``new`` differs in from ``old``, of one shape and format: nothing where all bits are the
     same, ``counts``, ``places`` and ``values``, or where these would be longer, all under "".
     """
-    before, after = (one.reshape(-1).view(_WORD[one.dtype]) for one in (old, new))
+    return rounded(new, new.dtype, old)[1]
+
+
+Changed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # counts, places and values of a chunk
+
+
+def _compared(old: torch.Tensor, new: torch.Tensor) -> Changed:
+    before, after = (one.to(new.device).view(_WORD[one.dtype]) for one in (old, new))
     differs = before != after
     at = differs.nonzero().squeeze(1)
-    if not len(at):
+    blocks = pad(differs.view(torch.uint8), (0, -len(differs) % BLOCK)).view(-1, BLOCK)
+    counts = blocks.sum(1, dtype=torch.uint8)
+    return counts.cpu(), (at % BLOCK).to(torch.uint8).cpu(), new[at].cpu()
+
+
+def _joined(chunks: Sequence[Changed], new: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The change that leads to ``new``, of the changes of its chunks."""
+    changed = sum(len(places) for _, places, _ in chunks)
+    if not changed:
         return {}
-    blocks = pad(differs, (0, -len(differs) % BLOCK)).view(-1, BLOCK)
-    if len(blocks) + len(at) * (1 + new.element_size()) >= new.nbytes:
+    if -(-new.numel() // BLOCK) + changed * (1 + new.element_size()) >= new.nbytes:
         return {"": new}
-    return {
-        "counts": blocks.sum(1, dtype=torch.uint8),
-        "places": (at % BLOCK).to(torch.uint8),
-        "values": new.reshape(-1)[at],
-    }
+    parts = map(torch.cat, zip(*chunks, strict=True))
+    return dict(zip(_SUFFIXES, parts, strict=True))
 
 
 def apply_change(held: torch.Tensor, change: Tensors, name: str) -> None:
@@ -295,11 +336,10 @@ class SentWeights:
     def of(cls, policy: Policy, before: "SentWeights | None" = None) -> "SentWeights":
         """Those that the policy has published last."""
         tensors, change = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        for name, values in rounded_masters(policy):
-            tensors[name] = values
-            if before is not None:
-                for suffix, part in change_of(before.tensors[name], values).items():
-                    change[f"{name}.{suffix}" if suffix else name] = part
+        held = None if before is None else before.tensors
+        for name, tensors[name], changed in rounded_masters(policy, held):
+            for suffix, part in changed.items():
+                change[f"{name}.{suffix}" if suffix else name] = part
         base = None if before is None else before.digest
         published = policy.checksum(values=False)
         return cls(policy.version, tensors, digest_of(tensors), published, base, change)

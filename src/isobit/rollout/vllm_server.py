@@ -166,10 +166,12 @@ class VllmServers(HttpEngine):
         return WeightsFile.of(self._policy, self._folder)
 
     def _note_update(self, weights: Weights, up: int, seconds: float) -> None:
+        loaded = max((took for one in self._servers for _, _, took in one.pushed), default=0.0)
         self._notes.append(
             f"weights of version {weights.version}: {up} of {len(self._servers)} servers have "
             f"loaded {weights.nbytes / MIB:.1f} MiB with the digest {weights.digest[:12]}, equal "
-            f"to what is published, {seconds:.2f} s"
+            f"to what is published; written in {max(0.0, seconds - loaded):.2f} s, loaded and "
+            f"compared in {loaded:.2f} s"
         )
 
     def _asked(self, samples: Sequence[Sample], server: Server) -> Asked:

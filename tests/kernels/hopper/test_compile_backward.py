@@ -82,10 +82,17 @@ def test_swiglu_backward_quantise(columns: int, power_of_two: bool) -> None:
     assert made.programs >= 3
 
 
-def test_swiglu_backward() -> None:
-    constants = {"C": 12288, "WIDTH": 1024}
-    made = compile_for_hopper(pointwise._swiglu_backward_kernel, TYPES, constants, 4)
+@pytest.mark.parametrize(
+    ("quantises", "power_of_two"), [(False, True), (True, True), (True, False)]
+)
+def test_swiglu_backward(quantises: bool, power_of_two: bool) -> None:
+    constants: dict[str, Any] = {"C": 12288, "WIDTH": 1024, "POWER_OF_TWO": power_of_two}
+    if not quantises:
+        constants |= {"VALUES": None, "SCALES": None}
+    types = TYPES | {"VALUES": E4M3}
+    made = compile_for_hopper(pointwise._swiglu_backward_kernel, types, constants, 4)
     assert (made.stack, made.wide_loads, made.wide_stores) == (0, 3, 2)
+    assert ("cvt.rn.satfinite.e4m3x2.f32" in made.ptx) == quantises
 
 
 @pytest.mark.parametrize(

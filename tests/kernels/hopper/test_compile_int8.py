@@ -11,7 +11,7 @@ from isobit.kernels.hopper import int8, quantise
 from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {
-    **dict.fromkeys(("X", "H", "H_OUT", "NORM", "WEIGHT", "GATE_UP", "OUT"), "*bf16"),
+    **dict.fromkeys(("X", "H", "H_OUT", "NORM", "WEIGHT", "GATE_UP", "KEPT", "OUT"), "*bf16"),
     **dict.fromkeys(("SCALES", "X_SCALE", "W_SCALE", "OUT_SCALES", "MASTER"), "*fp32"),
     **dict.fromkeys(("CHANGED", "SUMS"), "*i32"),
     **dict.fromkeys((*"mnk", "out_row", "scale_stride"), "i32"),
@@ -53,11 +53,14 @@ def test_rows(columns: int) -> None:
     assert_in_registers(made)
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("columns", [4096, 12288])
-def test_swiglu(columns: int) -> None:
+def test_swiglu(columns: int, is_kept: bool) -> None:
     constants, width = row_constants(columns)
+    constants |= {} if is_kept else {"KEPT": None}
     made = compiled(quantise._swiglu_quantise_kernel, constants, quantise.warps_of_row(width))
-    assert made.shared <= 64 and made.wide_loads and made.wide_stores
+    # What is kept is stored in vectors of BF16, the INT8 in vectors of twice as many numbers.
+    assert made.shared <= (width if is_kept else 64) and made.wide_loads and made.wide_stores
 
 
 @pytest.mark.parametrize(("columns", "warps"), [(1024, 4), (4096, 8), (8192, 8)])

@@ -31,6 +31,7 @@ from isobit.kernels.hopper.head import (
     token_log_probs_backward,
 )
 from isobit.kernels.hopper.linear import (
+    adapter_backward,
     adapter_low,
     add_adapter,
     dgrad,
@@ -97,6 +98,7 @@ class HopperBackend:
     output_gradient = staticmethod(output_gradient)
     dgrad = staticmethod(dgrad)
     wgrad = staticmethod(wgrad)
+    adapter_backward = staticmethod(adapter_backward)
     swiglu_backward = staticmethod(swiglu_backward)
     experts_backward = staticmethod(experts_backward)
     route_backward = staticmethod(route_backward)

@@ -42,6 +42,7 @@ from isobit.kernels.hopper.linear import input_saved, linear_input, output_gradi
 from isobit.kernels.hopper.quantise import (
     QuantRows,
     four_sigmoids,
+    quantise_groups,
     rms_norm_int8,
     rms_norm_quantise,
     swiglu,
@@ -64,7 +65,7 @@ from isobit.kernels.hopper.token_groups import (
 )
 from isobit.kernels.operands import LinearInput, Normed, Operand, OutputGradient, is_observed
 from isobit.precision.flow import Site
-from isobit.precision.quant_tensor import EIGHT_BITS, ScaleKind
+from isobit.precision.quant_tensor import BLOCK, EIGHT_BITS, ScaleKind
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -176,8 +177,10 @@ def _norm_kernel(
         if D_RESIDUAL is not None:
             dh += tl.load(D_RESIDUAL + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(DH + at, dh.to(tl.bfloat16), mask=inside)
-        sums += tl.sum(dy * normalised, 0)
-    tl.store(SUMS + block * C + column, sums, mask=column < C)
+        if SUMS is not None:
+            sums += tl.sum(dy * normalised, 0)
+    if SUMS is not None:
+        tl.store(SUMS + block * C + column, sums, mask=column < C)
 
 
 def layout(columns: int) -> tuple[int, int, int]:
@@ -192,11 +195,11 @@ def rms_norm_backward(
     weight: torch.Tensor,
     epsilon: float,
     d_residual: torch.Tensor | None,
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
 ) -> torch.Tensor:
     """The gradient of ``y = RMSNorm(h)`` for h: all BF16 [T, C] and contiguous, the published
     weight BF16 [C].  ``d_residual`` is the gradient that reaches h past the norm, or None.  The
-    weight's is added to ``grad``, FP32 [C].
+    weight's is added to ``grad``, FP32 [C], unless that is None.
     """
     tokens, columns = h.shape
     dh = torch.empty_like(h)
@@ -205,24 +208,32 @@ def rms_norm_backward(
     width, rows, warps = layout(columns)
     tokens_of_block = triton.cdiv(triton.cdiv(tokens, BLOCKS), rows) * rows
     blocks = triton.cdiv(tokens, tokens_of_block)
-    sums = torch.empty((blocks, columns), dtype=torch.float32, device=h.device)
+    sums = None
+    if grad is not None:
+        sums = torch.empty((blocks, columns), dtype=torch.float32, device=h.device)
     _norm_kernel[(blocks,)](
         dy, h, weight, d_residual, dh, sums, tokens, tokens_of_block, epsilon, columns, width, rows,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
-    add_block_sums(sums, grad)
+    if sums is not None and grad is not None:
+        add_block_sums(sums, grad)
     return dh
 
 
 def swiglu_input(gate_up: torch.Tensor, site: Site, save: bool = False) -> LinearInput:
     """gate_up BF16 [T, 2 C] -> ``swiglu`` as the linear ``site`` reads it."""
-    if site.forward == "int8" and (not save or site.wgrad == "e4m3"):
-        return LinearInput(swiglu_int8(gate_up), swiglu_saved(gate_up, site) if save else None)
+    if site.forward not in EIGHT_BITS:
+        return linear_input(swiglu(gate_up), site, save)
     if save and site.wgrad == "e4m3":
+        if site.forward == "int8":
+            return LinearInput(swiglu_int8(gate_up), swiglu_saved(gate_up, site))
         return LinearInput(*swiglu_both(gate_up, site.scales))
-    if not save and site.forward == "e4m3":
-        return LinearInput(swiglu_quantise(gate_up, site.scales))
-    return linear_input(swiglu(gate_up), site, save)
+    kept = None
+    if save:
+        kept = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+    if site.forward == "int8":
+        return LinearInput(swiglu_int8(gate_up, kept), kept)
+    return LinearInput(swiglu_quantise(gate_up, site.scales, kept), kept)
 
 
 def swiglu_saved(gate_up: torch.Tensor, site: Site) -> Operand:
@@ -236,6 +247,10 @@ def swiglu_backward(
     """[T, C] and [T, 2 C], BF16 -> the gradient of ``gate_up``, as dY of the linear ``site``."""
     if site.dgrad == site.wgrad == "e4m3":
         return OutputGradient(*swiglu_backward_quantise(d_activation, gate_up, site.scales))
+    if site.dgrad == "e4m3" and not d_activation.shape[1] % BLOCK:
+        rows = QuantRows.empty(*gate_up.shape, gate_up.device)
+        d = swiglu_backward_bf16(d_activation, gate_up, rows, site.scales)
+        return OutputGradient(rows, d)
     return output_gradient(swiglu_backward_bf16(d_activation, gate_up), site)
 
 
@@ -252,17 +267,33 @@ def _up_gradient(dy, gate):
     return (dy * (gate * (0.25 * four_sigmoids(gate)))).to(tl.bfloat16)
 
 
-@triton.jit
-def _swiglu_backward_kernel(DY, GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
-    """One program WIDTH columns of one row."""
+@triton.jit(do_not_specialize=["scale_stride"])
+def _swiglu_backward_kernel(
+    DY, GATE_UP, OUT, VALUES, SCALES, scale_stride, C: tl.constexpr, WIDTH: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """One program WIDTH columns of one row; with VALUES, where C is whole groups of 128, also in
+    row groups.
+    """
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    first = tl.program_id(1) * WIDTH
+    column = first + tl.arange(0, WIDTH)
     inside = column < C
     dy = tl.load(DY + row * C + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + row * 2 * C + column, _gate_gradient(dy, gate, up), mask=inside)
-    tl.store(OUT + row * 2 * C + C + column, _up_gradient(dy, gate), mask=inside)
+    d_gate = _gate_gradient(dy, gate, up)
+    d_up = _up_gradient(dy, gate)
+    tl.store(OUT + row * 2 * C + column, d_gate, mask=inside)
+    tl.store(OUT + row * 2 * C + C + column, d_up, mask=inside)
+    if VALUES is not None:
+        group = first // 128 + tl.arange(0, WIDTH // 128)
+        for half in tl.static_range(2):
+            x = d_up if half else d_gate
+            values, scales = quantise_groups(x.to(tl.float32), WIDTH // 128, POWER_OF_TWO)
+            tl.store(VALUES + (row * 2 + half) * C + column, values, mask=inside)
+            place = (half * (C // 128) + group) * scale_stride + row
+            tl.store(SCALES + place, scales, mask=group < C // 128)
 
 
 # The same functions, compiled as parts of a Gluon kernel.
@@ -330,14 +361,26 @@ def swiglu_backward_quantise(
     return rows, tokens
 
 
-def swiglu_backward_bf16(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """The same gradient in BF16, before it is quantised."""
+def swiglu_backward_bf16(
+    dy: torch.Tensor,
+    gate_up: torch.Tensor,
+    rows: QuantRows | None = None,
+    scales: ScaleKind = "power_of_two",
+) -> torch.Tensor:
+    """The same gradient in BF16, before it is quantised; with ``rows`` [T, 2 C], of whole groups of
+    128, it is also quantised into them.
+    """
     assert dy.is_contiguous()
     assert gate_up.is_contiguous()
     count, columns = dy.shape
+    assert rows is None or not columns % BLOCK
     out = torch.empty_like(gate_up)
     width = min(1024, triton.next_power_of_2(columns))
+    values, scale, stride = (None, None, 0)
+    if rows is not None:
+        values, scale, stride = rows.values, rows.scales, rows.scales.stride(1)
     _swiglu_backward_kernel[(count, triton.cdiv(columns, width))](
-        dy, gate_up, out, columns, width, num_warps=4, enable_fp_fusion=False
-    )
+        dy, gate_up, out, values, scale, stride, columns, width, scales == "power_of_two",
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return out

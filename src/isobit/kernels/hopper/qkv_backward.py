@@ -105,14 +105,15 @@ def _rotated_heads(
             )  # fmt: skip
             d1 = x1.to(tl.bfloat16)
             d2 = x2.to(tl.bfloat16)
-            sum1 += term1
-            sum2 += term2
+            if NORM_SUMS is not None:
+                sum1 += term1
+                sum2 += term2
 
         _store_half(D_QKV, BIAS_SUMS, block, t, inside, column, d1, WIDTH)
         _store_half(D_QKV, BIAS_SUMS, block, t, inside, column + HALF, d2, WIDTH)
 
     # This program's row of [blocks * units, D], for ``add_block_sums``.
-    if NORM is not None:
+    if NORM_SUMS is not None:
         sums = NORM_SUMS + (block * units + unit) * (2 * HALF) + j
         tl.store(sums, tl.sum(sum1, 0))
         tl.store(sums + HALF, tl.sum(sum2, 0))
@@ -178,8 +179,8 @@ def qkv_backward(
     """BF16 dq [T, H, D], dk and dv [T, G, D], and the forward's qkv, transform and positions ->
     BF16 d_qkv [T, (H + 2G) D], all contiguous.
 
-    Adds to the gradients of the norms, FP32 [D], and of the bias, FP32 [(H + 2G) D], which are
-    given exactly if the transform has that weight.
+    Adds to the gradients of the norms, FP32 [D], and of the bias, FP32 [(H + 2G) D], where they are
+    given; only of weights that the transform has.
     """
     tokens, heads, kv_heads, dim = (
         qkv.shape[0],

@@ -236,10 +236,12 @@ def _swiglu_kernel(GATE_UP, OUT, C: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _swiglu_quantise_kernel(
-    GATE_UP, VALUES, SCALES, scale_stride, C: tl.constexpr, GROUPS: tl.constexpr,
+    GATE_UP, VALUES, SCALES, scale_stride, KEPT, C: tl.constexpr, GROUPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One program GROUPS groups of one row: gate [row, column], up [row, C + column]."""
+    """One program GROUPS groups of one row: gate [row, column], up [row, C + column].  What is
+    quantised is also written to KEPT, if that is given.
+    """
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * 128 + tl.arange(0, GROUPS * 128)
@@ -247,7 +249,10 @@ def _swiglu_quantise_kernel(
     inside = column < C
     gate = tl.load(GATE_UP + row * 2 * C + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * C + C + column, mask=inside, other=0.0)
-    values, scales = quantise_groups(gated(gate, up).to(tl.float32), GROUPS, POWER_OF_TWO, LEVELS)
+    y = gated(gate, up)
+    if KEPT is not None:
+        tl.store(KEPT + row * C + column, y, mask=inside)
+    values, scales = quantise_groups(y.to(tl.float32), GROUPS, POWER_OF_TWO, LEVELS)
     tl.store(VALUES + row * C + column, values, mask=inside)
     tl.store(SCALES + group * scale_stride + row, scales, mask=group < (C + 127) // 128)
 
@@ -363,25 +368,29 @@ def _rms_norm(
     return h_out, norm
 
 
-def swiglu_quantise(gate_up: torch.Tensor, scales: ScaleKind = "power_of_two") -> QuantRows:
-    """[M, 2 C] BF16, gate before up -> the quantisation of silu(gate) * up, [M, C]."""
+def swiglu_quantise(
+    gate_up: torch.Tensor, scales: ScaleKind = "power_of_two", kept: torch.Tensor | None = None
+) -> QuantRows:
+    """[M, 2 C] BF16, gate before up -> the quantisation of silu(gate) * up, [M, C], which itself is
+    written to ``kept``, BF16 [M, C], if that is given.
+    """
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = QuantRows.empty(rows, columns, gate_up.device)
     groups = _groups_of_program(columns)
     grid = (rows, triton.cdiv(columns, groups * BLOCK))
     _swiglu_quantise_kernel[grid](
-        gate_up, out.values, out.scales, out.scales.stride(1), columns, groups,
+        gate_up, out.values, out.scales, out.scales.stride(1), kept, columns, groups,
         scales == "power_of_two", None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-def swiglu_int8(gate_up: torch.Tensor) -> Int8Rows:
+def swiglu_int8(gate_up: torch.Tensor, kept: torch.Tensor | None = None) -> Int8Rows:
     """``swiglu_quantise`` to INT8."""
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out, width = Int8Rows.empty(rows, columns, gate_up.device), width_of_row(columns)
     _swiglu_quantise_kernel[(rows,)](
-        gate_up, out.values, out.scales, 0, columns, width // BLOCK, False, levels(columns),
+        gate_up, out.values, out.scales, 0, kept, columns, width // BLOCK, False, levels(columns),
         num_warps=warps_of_row(width), enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -34,6 +34,7 @@ from functools import cache
 import torch
 
 from isobit.kernels.operands import (
+    AdapterGradients,
     AdapterWeight,
     LinearInput,
     LinearWeight,
@@ -185,11 +186,36 @@ def adapter_low(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
     return linear(linear_input(x, down.site).read, down) * adapter.scale
 
 
-def add_adapter(y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight) -> None:
+def add_adapter(
+    y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight, save: bool = False
+) -> torch.Tensor:
     low = adapter_low(x, adapter)
     for place, columns, rows in adapter.targets():
         up = adapter.up.rows(rows.start, rows.stop)
         y[:, columns] += linear(linear_input(low[:, place].contiguous(), up.site).read, up)
+    return low
+
+
+def adapter_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    low: torch.Tensor,
+    dx: torch.Tensor,
+    adapter: AdapterWeight,
+    grads: AdapterGradients,
+) -> None:
+    """With dT = dY B, rounded, of each target:
+
+    dB += dY^T t        dA += scale dT^T x        dX += scale dT A
+    """
+    d_low = torch.empty_like(low)
+    for place, columns, rows in adapter.targets():
+        up = adapter.up.rows(rows.start, rows.stop)
+        wgrad(dy[:, columns], low[:, place], grads.up[rows])
+        d_low[:, place] = dgrad(dy[:, columns], up)
+    d_low *= adapter.scale
+    wgrad(d_low, x, grads.down)
+    dx += dgrad(d_low, adapter.down)
 
 
 def output_gradient(dy: torch.Tensor, site: Site) -> OutputGradient:

@@ -79,13 +79,14 @@ def rms_norm_backward(
     weight: torch.Tensor,
     epsilon: float,
     d_residual: torch.Tensor | None,
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
 ) -> torch.Tensor:
     """dy and h [..., C] -> dh in the dtype of h; grad, FP32 [C], += dw."""
     wide, dy = h.float(), dy.float()
     inverse = _inverse_rms(wide, epsilon)
     normalised = wide * inverse
-    grad.add_((dy * normalised).reshape(-1, h.shape[-1]).sum(0))
+    if grad is not None:
+        grad.add_((dy * normalised).reshape(-1, h.shape[-1]).sum(0))
     scaled = dy * weight.float()
     dh = (scaled - normalised * (scaled * normalised).mean(-1, keepdim=True)) * inverse
     dh = dh.to(h.dtype)

@@ -200,8 +200,6 @@ def qkv_backward(
     dq, dk = rotate(wide, table).to(qkv.dtype).split([dq.shape[1], dk.shape[1]], 1)
     q_norm, k_norm, epsilon = transform.q_norm, transform.k_norm, transform.epsilon
     if q_norm is not None and k_norm is not None:
-        assert grads.q_norm is not None
-        assert grads.k_norm is not None
         q, k, _ = _heads(with_bias(qkv, transform), transform)
         dq = rms_norm_backward(dq, q, q_norm, epsilon, None, grads.q_norm)
         dk = rms_norm_backward(dk, k, k_norm, epsilon, None, grads.k_norm)
