@@ -32,7 +32,7 @@ SOLUTIONS = 20_000
 VOCABULARY = 2048
 ENOUGH = 0.3
 """Of ``multiply``, at which fine-tuning ends: a start is to solve a fifth to a half.  From one that
-solved a fifth, 8 of 15 runs of ``27m`` ended below 5%, of ``bf16`` too (README.md).
+solved a fifth, 7 of 15 runs of ``27m`` ended below 5%, of ``bf16`` too (README.md).
 """
 PAD, END = "<pad>", "<end>"
 
