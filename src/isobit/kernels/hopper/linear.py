@@ -60,7 +60,6 @@ from isobit.kernels.hopper.quantise import (
     quantise_int8,
     quantise_rows,
 )
-from isobit.kernels.hopper.sizes import PROGRAMS
 from isobit.kernels.hopper.token_groups import gradient_both, quantise_both, quantise_tokens
 from isobit.kernels.operands import (
     AdapterGradients,
@@ -384,6 +383,7 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
 
 _ROWS = tl.constexpr(64)  # of x and y, of a program: those of one instruction
 _DEPTH = tl.constexpr(128)  # of x, of a step
+_COLUMNS = tl.constexpr(64)  # of y, of a program: 128, and several tiles in turn, are slower (H200)
 _PARTS = 16  # the most of a row of x
 _SUMMED = 512  # tokens: more of them have their parts summed once for all columns of y
 
@@ -427,33 +427,20 @@ def _sum_kernel(LOW, OUT, size, scale, PARTS: tl.constexpr):
     tl.store(OUT + place, _summed(LOW, place, inside, size.to(tl.int64), scale, PARTS), mask=inside)
 
 
-@triton.jit
-def _up_operands(
-    B, y_row, column, first, written, b_row, SIZE, RANK: tl.constexpr, DEPTH: tl.constexpr
-):
-    """Columns of one target, from ``column`` of it on: of y and, transposed, of B."""
-    low = tl.arange(0, DEPTH)
-    inside = column < SIZE
-    y = tl.load(y_row + (first + column)[None, :], mask=written & inside[None, :], other=0.0)
-    b_place = (b_row + column)[None, :] * RANK + low[:, None]
-    return y, tl.load(B + b_place, mask=inside[None, :] & (low < RANK)[:, None], other=0.0)
-
-
 @triton.jit(do_not_specialize=["m", "y_stride", "scale"])
 def _up_kernel(
     LOW, B, Y, m, y_stride, scale,
     RANK: tl.constexpr, DEPTH: tl.constexpr, TARGETS: tl.constexpr, PARTS: tl.constexpr,
     BEGIN_0: tl.constexpr, SIZE_0: tl.constexpr, BEGIN_1: tl.constexpr, SIZE_1: tl.constexpr,
-    BEGIN_2: tl.constexpr, SIZE_2: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+    BEGIN_2: tl.constexpr, SIZE_2: tl.constexpr,
 ):  # fmt: skip
-    """One program 64 rows and STEPS times COLUMNS columns of one of up to three targets, whose
-    columns of Y begin at BEGIN_i; t is summed here of PARTS, or is there, with 0.
+    """One program 64 rows and 64 columns of one of up to three targets, whose columns of Y begin at
+    BEGIN_i; t is summed here of PARTS, or is there, with 0.
     """
     row = tl.program_id(1) * _ROWS + tl.arange(0, _ROWS)
     tile = tl.program_id(0)
-    width: tl.constexpr = COLUMNS * STEPS
-    tiles_0: tl.constexpr = (SIZE_0 + width - 1) // width
-    tiles_1: tl.constexpr = (SIZE_1 + width - 1) // width
+    tiles_0: tl.constexpr = (SIZE_0 + _COLUMNS - 1) // _COLUMNS
+    tiles_1: tl.constexpr = (SIZE_1 + _COLUMNS - 1) // _COLUMNS
     target, begin, size, b_row = 0, BEGIN_0, SIZE_0, 0
     if tile >= tiles_0 + tiles_1:
         target, begin, size, b_row = 2, BEGIN_2, SIZE_2, SIZE_0 + SIZE_1
@@ -461,33 +448,25 @@ def _up_kernel(
     elif tile >= tiles_0:
         target, begin, size, b_row = 1, BEGIN_1, SIZE_1, SIZE_0
         tile -= tiles_0
-    column = tile * width + tl.arange(0, COLUMNS)
-    y_row = Y + row.to(tl.int64)[:, None] * y_stride
-    written = (row < m)[:, None]
-    # What is read of y is on its way while t is made, or the columns before are stored.
-    y, b = _up_operands(B, y_row, column, begin, written, b_row, size, RANK, DEPTH)
+    column = tile * _COLUMNS + tl.arange(0, _COLUMNS)
     low = tl.arange(0, DEPTH)
+    written = (row < m)[:, None]
+    kept = written & (column < size)[None, :]
+    ranked = low < RANK
+    # What is read of y and B is on its way while t is made.
+    y_place = Y + row.to(tl.int64)[:, None] * y_stride + (begin + column)[None, :]
+    y = tl.load(y_place, mask=kept, other=0.0)
+    b_place = (b_row + column)[None, :] * RANK + low[:, None]
+    b = tl.load(B + b_place, mask=(column < size)[None, :] & ranked[:, None], other=0.0)
     stride: tl.constexpr = TARGETS * RANK
     place = row.to(tl.int64)[:, None] * stride + target * RANK + low[None, :]
-    inside = written & (low < RANK)[None, :]
+    inside = written & ranked[None, :]
     if PARTS:
         t = _summed(LOW, place, inside, m.to(tl.int64) * stride, scale, PARTS)
     else:
         t = tl.load(LOW + place, mask=inside, other=0.0)
-    for step in tl.static_range(STEPS):
-        added = tl.dot(t, b).to(tl.bfloat16).to(tl.float32)
-        y = (y.to(tl.float32) + added).to(tl.bfloat16)
-        at = y_row + (begin + column)[None, :]
-        kept = written & (column < size)[None, :]
-        if step + 1 < STEPS:
-            column += COLUMNS
-            following, b = _up_operands(
-                B, y_row, column, begin, written, b_row, size, RANK, DEPTH
-            )  # fmt: skip
-            tl.store(at, y, mask=kept)
-            y = following
-        else:
-            tl.store(at, y, mask=kept)
+    added = tl.dot(t, b).to(tl.bfloat16).to(tl.float32)
+    tl.store(y_place, (y.to(tl.float32) + added).to(tl.bfloat16), mask=kept)
 
 
 def _low_parts(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
@@ -539,27 +518,16 @@ def add_adapter(
         low, parts = _low(low, adapter.scale), 0
     places = [(one.start, one.stop - one.start) for one in adapter.columns]
     blocks = triton.cdiv(m, _ROWS.value)
-    width, steps = _up_tile(blocks, b.shape[0], parts)
-    tiles = sum(triton.cdiv(size, width * steps) for _, size in places)
+    tiles = sum(triton.cdiv(size, _COLUMNS.value) for _, size in places)
     places += [(0, 0)] * (3 - len(places))
     depth = max(16, triton.next_power_of_2(adapter.rank))
     # Neighbours share rows of y, whose pages of memory they read and write together.
     _up_kernel[tiles, blocks](
         low, b, y, m, y.stride(0), adapter.scale,
         adapter.rank, depth, len(adapter.columns), parts, *(one for pair in places for one in pair),
-        width, steps, num_warps=4, enable_fp_fusion=False,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return None if parts else low
-
-
-def _up_tile(blocks: int, columns: int, parts: int) -> tuple[int, int]:
-    """Columns of a step and steps of a program, for so many blocks of rows and columns of all
-    targets.  Where t is made of parts, each program reads all of its rows' parts, and takes as many
-    columns as leave work for every multiprocessor.
-    """
-    if not parts:
-        return 64, 1
-    return 64, next((n for n in (8, 4) if blocks * columns >= PROGRAMS * 64 * n), 2)
 
 
 def adapter_backward(
