@@ -24,6 +24,17 @@ def test_low(ranks: int, width: int) -> None:
     assert made.stack == 0
 
 
+@pytest.mark.parametrize(("ranks", "parts"), [(96, 8), (32, 12), (64, 16)])
+def test_sum(ranks: int, parts: int) -> None:
+    made = compile_for_hopper(
+        linear._sum_kernel, TYPES | {"LOW": "*fp32", "OUT": "*bf16"},
+        {"R": ranks, "PARTS": parts}, 4,
+    )  # fmt: skip
+    assert made.wide_loads == parts
+    assert made.stack == 0
+    assert made.count("FFMA") == 0
+
+
 @pytest.mark.parametrize("parts", [0, 1, 8, 16])
 @pytest.mark.parametrize(("rank", "depth"), [(5, 16), (16, 16), (32, 32), (64, 64)])
 def test_up(rank: int, depth: int, parts: int) -> None:
@@ -36,3 +47,18 @@ def test_up(rank: int, depth: int, parts: int) -> None:
     assert made.products == {"bf16"}
     assert made.stack == 0
     assert made.count("FFMA") == 0  # the scale is not fused with a sum
+
+
+def test_parts_are_summed_first_where_many_programs_would_read_them() -> None:
+    """Of the linears of the 8B shape with rank 32, for 1, 32, 128 and 256 rows."""
+    linears = {"qkv": (96, 8), "o": (64, 8), "gate and up": (384, 8), "down": (64, 12)}
+    found = {
+        name: [linear._sums_first(rows, *sizes, 32) for rows in (1, 32, 128, 256)]
+        for name, sizes in linears.items()
+    }
+    assert found == {
+        "qkv": [False, False, False, True],
+        "o": [False, False, False, True],
+        "gate and up": [False, False, True, True],
+        "down": [False, False, False, True],
+    }

@@ -385,7 +385,8 @@ _ROWS = tl.constexpr(64)  # of x and y, of a program: those of one instruction
 _DEPTH = tl.constexpr(128)  # of x, of a step
 _COLUMNS = tl.constexpr(64)  # of y, of a program: 128, and several tiles in turn, are slower (H200)
 _PARTS = 16  # the most of a row of x
-_SUMMED = 512  # tokens: more of them have their parts summed once for all columns of y
+_AT_ONCE = tl.constexpr(512)  # numbers of t that one program sums: 16 bytes a thread and part
+_READ = 12 << 20  # bytes that come from the L2 cache while one more kernel starts: 2 to 3 us (H200)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -420,11 +421,13 @@ def _summed(LOW, place, inside, step, scale, PARTS: tl.constexpr):
     return (total.to(tl.bfloat16).to(tl.float32) * scale).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["size", "scale"])
-def _sum_kernel(LOW, OUT, size, scale, PARTS: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
+@triton.jit(do_not_specialize=["m", "scale"])
+def _sum_kernel(LOW, OUT, m, scale, R: tl.constexpr, PARTS: tl.constexpr):
+    """t [m, R] of the parts."""
+    place = tl.program_id(0).to(tl.int64) * _AT_ONCE + tl.arange(0, _AT_ONCE)
+    size = m.to(tl.int64) * R
     inside = place < size
-    tl.store(OUT + place, _summed(LOW, place, inside, size.to(tl.int64), scale, PARTS), mask=inside)
+    tl.store(OUT + place, _summed(LOW, place, inside, size, scale, PARTS), mask=inside)
 
 
 @triton.jit(do_not_specialize=["m", "y_stride", "scale"])
@@ -493,9 +496,10 @@ def _low_parts(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
 
 
 def _low(parts: torch.Tensor, scale: float) -> torch.Tensor:
-    out = torch.empty(parts.shape[1:], dtype=torch.bfloat16, device=parts.device)
-    grid = (triton.cdiv(out.numel(), 1024),)
-    _sum_kernel[grid](parts, out, out.numel(), scale, len(parts), enable_fp_fusion=False)
+    count, m, r = parts.shape
+    out = torch.empty((m, r), dtype=torch.bfloat16, device=parts.device)
+    grid = (triton.cdiv(m * r, _AT_ONCE.value),)
+    _sum_kernel[grid](parts, out, m, scale, r, count, num_warps=4, enable_fp_fusion=False)
     return out
 
 
@@ -507,27 +511,35 @@ def adapter_low(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
 def add_adapter(
     y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight, save: bool = False
 ) -> torch.Tensor | None:
-    """x BF16 [T, K], y BF16 [T, N]: two kernels for a few tokens that are not saved, else three."""
+    """x BF16 [T, K], y BF16 [T, N]: two kernels where t is summed by the programs that add to y,
+    else three.  t has the same bits either way.
+    """
     low, b, m = _low_parts(x, adapter), adapter.up.matrix, len(x)
     assert isinstance(b, torch.Tensor)
     assert b.is_contiguous()
     assert y.stride(1) == 1
     assert 0 < len(adapter.columns) <= 3, "a linear fuses at most three matrices"
-    parts = len(low)
-    if save or m > _SUMMED:
-        low, parts = _low(low, adapter.scale), 0
     places = [(one.start, one.stop - one.start) for one in adapter.columns]
-    blocks = triton.cdiv(m, _ROWS.value)
     tiles = sum(triton.cdiv(size, _COLUMNS.value) for _, size in places)
     places += [(0, 0)] * (3 - len(places))
+    parts = len(low)
+    if save or _sums_first(m, tiles, parts, adapter.rank):
+        low, parts = _low(low, adapter.scale), 0
     depth = max(16, triton.next_power_of_2(adapter.rank))
     # Neighbours share rows of y, whose pages of memory they read and write together.
-    _up_kernel[tiles, blocks](
+    _up_kernel[tiles, triton.cdiv(m, _ROWS.value)](
         low, b, y, m, y.stride(0), adapter.scale,
         adapter.rank, depth, len(adapter.columns), parts, *(one for pair in places for one in pair),
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return None if parts else low
+
+
+def _sums_first(m: int, tiles: int, parts: int, rank: int) -> bool:
+    """Whether a kernel of its own sums the parts of m rows: without it, the program of each tile
+    of y reads all parts of its rows and target, which many tiles make more than a launch costs.
+    """
+    return 4 * m * tiles * parts * rank > _READ
 
 
 def adapter_backward(
