@@ -12,8 +12,9 @@ decode     milliseconds of a decode step of 1, 32 and 256 sequences behind promp
            (the lesser of two runs of ``STEPS`` more tokens), and on a GPU the kernels of a step of
            32 sequences: how many, and microseconds of each name
 linears    microseconds of each linear of a layer in decode steps of 1, 32, 128 and 256 sequences
-           (captured, over ``LAYERS`` layers' weights): the linear, and with its adapter; of
-           ``--tokens-at-once`` tokens, those of the adapter's own forward and backward
+           (captured, over ``LAYERS`` layers' weights): the linear; with its adapter; and with it
+           otherwise (``OTHERWISE``); of ``--tokens-at-once`` tokens, those of the adapter's own
+           forward and backward
 step       an update over ``--tokens`` tokens: seconds by phase, with micro-batches of sequences of
            4,096 tokens and ``--recompute``
 
@@ -22,8 +23,9 @@ device, to see that it runs.
 """
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -64,6 +66,15 @@ PROFILED = 32
 """Sequences, and steps that are profiled."""
 PARTS = ("publish", "linears", "decode", "step")
 LAYERS = 4
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "in order": {"_OVERLAPS": False},
+    "in order, summed first": {"_OVERLAPS": False, "_sums_first": lambda *_: True},
+    "summed first": {"_sums_first": lambda *_: True},
+    "summed by each": {"_sums_first": lambda *_: False},
+}
+"""What these ways set in the module of the kernels: none begins before the last one ended; the
+parts of x A^T are summed by a kernel of its own, or by every program that adds to y.
+"""
 TINY = ModelConfig("qwen3", 512, 256, 512, 2, 4, 2, 64, 256, 1e-6, 1e4, False)
 
 Row = dict[str, Any]
@@ -249,6 +260,10 @@ class _Products:
         for name, way in ways.items():
             graph = self._backend.capture(lambda way=way: self._all(way))
             made[name] = round(1e6 * seconds(graph.replay) / LAYERS, 2)
+        for name, values in OTHERWISE.items() if rank else ():
+            with kernels_with(values):
+                graph = self._backend.capture(lambda: self._all(self._added))
+            made[f"added, {name}"] = round(1e6 * seconds(graph.replay) / LAYERS, 2)
         return made
 
     def us(self) -> Row:
@@ -284,6 +299,18 @@ class _Products:
         y = self._backend.linear(self._read, weight)
         self._backend.add_adapter(y, self._x, adapter)
         return y
+
+
+@contextmanager
+def kernels_with(values: Mapping[str, Any]) -> Iterator[None]:
+    """Values of names in the module of the kernels, which needs Triton."""
+    kernels = importlib.import_module("isobit.kernels.hopper.linear")
+    own = {name: getattr(kernels, name) for name in values}
+    vars(kernels).update(values)
+    try:
+        yield
+    finally:
+        vars(kernels).update(own)
 
 
 def step(rank: int, sizes: Sizes, mode: str, device: str, recompute: Any, tokens: int) -> Row:

@@ -94,6 +94,42 @@ def test_a_row_has_the_same_bits_in_every_batch(name: str) -> None:
     assert ways == ({True, False} if name in LARGE else {True})
 
 
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("rows", [1, 32, 256, 1100])
+@pytest.mark.parametrize("name", LARGE)
+def test_kernels_that_begin_early_read_what_is_complete(
+    name: str, rows: int, save: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a graph, whose launches leave no gap, where memory is used again from one linear to the
+    next, and y is made just before.
+    """
+    adapter, k, n = adapter_of(name)
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs, given = (
+        torch.randn(6, rows, columns, generator=generator, device="cuda").bfloat16()
+        for columns in (k, n)
+    )
+    made = torch.zeros_like(given)
+
+    def linears() -> list[torch.Tensor]:
+        for x, start, y in zip(inputs, given, made, strict=True):
+            torch.mul(start, 2, out=y)
+            hopper.add_adapter(y, x, adapter, save)
+        return [hopper.adapter_low(x, adapter) for x in inputs]
+
+    monkeypatch.setattr(hopper, "_OVERLAPS", False)
+    low, expected = linears(), made.clone()
+    monkeypatch.setattr(hopper, "_OVERLAPS", True)
+    linears()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = linears()
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(made, expected)
+    assert all(map(torch.equal, found, low))
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("tokens", [1, 37, 600])
 def test_the_backward_is_as_near_to_fp64_as_the_specification(name: str, tokens: int) -> None:

@@ -1,11 +1,13 @@
-"""LoRA's products compile for sm_90 to one instruction whatever the number of tokens, and their
-parts are loaded before they are added.
+"""LoRA's products compile for sm_90 to one instruction whatever the number of tokens, their parts
+are loaded before they are added, and what began early waits before it reads them and writes.
 """
+
+import re
 
 import pytest
 
 from isobit.kernels.hopper import linear
-from tests.kernels.hopper.ahead_of_time import compile_for_hopper
+from tests.kernels.hopper.ahead_of_time import Compiled, compile_for_hopper
 
 TYPES = {
     **dict.fromkeys(("X", "A", "B", "Y"), "*bf16"),
@@ -14,22 +16,35 @@ TYPES = {
 }
 
 
+def order(made: Compiled) -> list[str]:
+    """Loads, stores, the wait for the kernel before and the signal to the next one, of SASS."""
+    return re.findall(r"\b(LDG|LDGSTS|STG|ACQBULK|PREEXIT)\b", made.sass)
+
+
 @pytest.mark.parametrize(("ranks", "width"), [(16, 16), (48, 64), (99, 128), (192, 128)])
 def test_low(ranks: int, width: int) -> None:
     made = compile_for_hopper(
         linear._low_kernel, TYPES | {"OUT": "*fp32"},
-        {"K": 4096, "R": ranks, "WIDTH": width, "PART": 512}, 4, num_stages=3,
+        {"K": 4096, "R": ranks, "WIDTH": width, "PART": 512, "OVERLAPS": True}, 4,
+        num_stages=3,
     )  # fmt: skip
+    assert made.ptx.count("griddepcontrol.launch_dependents") == 1
+    assert order(made)[0] == "PREEXIT"
+    assert "ACQBULK" not in order(made)
     assert made.products == {"bf16"}
     assert made.stack == 0
 
 
-@pytest.mark.parametrize(("ranks", "parts"), [(96, 8), (32, 12), (64, 16)])
-def test_sum(ranks: int, parts: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "parts", "followed"), [(96, 8, True), (32, 12, True), (64, 16, False)]
+)
+def test_sum(ranks: int, parts: int, followed: bool) -> None:
     made = compile_for_hopper(
         linear._sum_kernel, TYPES | {"LOW": "*fp32", "OUT": "*bf16"},
-        {"R": ranks, "PARTS": parts}, 4,
+        {"R": ranks, "PARTS": parts, "OVERLAPS": True, "FOLLOWED": followed}, 4, launch_pdl=True,
     )  # fmt: skip
+    signal = ["PREEXIT"] if followed else []
+    assert order(made) == [*signal, "ACQBULK", *["LDG"] * parts, "STG"]
     assert made.wide_loads == parts
     assert made.stack == 0
     assert made.count("FFMA") == 0
@@ -42,8 +57,15 @@ def test_up(rank: int, depth: int, parts: int) -> None:
     made = compile_for_hopper(
         linear._up_kernel, TYPES | {"LOW": "*fp32" if parts else "*bf16"},
         {"RANK": rank, "DEPTH": depth, "TARGETS": 3, "PARTS": parts, **places, "BEGIN_2": 5120,
-         "SIZE_2": 1024}, 4, multiples=("y_stride",),
+         "SIZE_2": 1024, "OVERLAPS": True}, 4, multiples=("y_stride",), launch_pdl=True,
     )  # fmt: skip
+    assert made.ptx.count("griddepcontrol.wait") == 1
+    wait = order(made).index("ACQBULK")
+    before, after = order(made)[:wait], order(made)[wait + 1 :]
+    assert set(before) == {"LDG"}  # of y and B
+    assert after.count("LDG") % max(parts, 1) == 0
+    if rank == depth:  # loads of 16 bytes
+        assert len(before) == 4 + depth // 16
     assert made.products == {"bf16"}
     assert made.stack == 0
     assert made.count("FFMA") == 0  # the scale is not fused with a sum
