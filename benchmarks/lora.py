@@ -12,9 +12,9 @@ decode     milliseconds of a decode step of 1, 32 and 256 sequences behind promp
            (the lesser of two runs of ``STEPS`` more tokens), and on a GPU the kernels of a step of
            32 sequences: how many, and microseconds of each name
 linears    microseconds of each linear of a layer in decode steps of 1, 32, 128 and 256 sequences
-           (captured, over ``LAYERS`` layers' weights): the linear, with its adapter, and with x A^T
-           beside it; of ``--tokens-at-once`` tokens, those of the adapter's own forward and
-           backward; and these for other tiles of the kernel that adds to y
+           (captured, over ``LAYERS`` layers' weights): the linear; with its adapter; and with it
+           otherwise (``OTHERWISE``); of ``--tokens-at-once`` tokens, those of the adapter's own
+           forward and backward
 step       an update over ``--tokens`` tokens: seconds by phase, with micro-batches of sequences of
            4,096 tokens and ``--recompute``
 
@@ -25,10 +25,9 @@ device, to see that it runs.
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -67,7 +66,15 @@ PROFILED = 32
 """Sequences, and steps that are profiled."""
 PARTS = ("publish", "linears", "decode", "step")
 LAYERS = 4
-TILES = ((64, 1), (64, 2), (64, 4), (64, 8), (128, 1), (128, 2))
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "in order": {"_OVERLAPS": False},
+    "in order, summed first": {"_OVERLAPS": False, "_sums_first": lambda *_: True},
+    "summed first": {"_sums_first": lambda *_: True},
+    "summed by each": {"_sums_first": lambda *_: False},
+}
+"""What these ways set in the module of the kernels: none begins before the last one ended; the
+parts of x A^T are summed by a kernel of its own, or by every program that adds to y.
+"""
 TINY = ModelConfig("qwen3", 512, 256, 512, 2, 4, 2, 64, 256, 1e-6, 1e4, False)
 
 Row = dict[str, Any]
@@ -248,17 +255,15 @@ class _Products:
 
     def captured_us(self, rank: int) -> Row:
         """Of each way, a layer's linear."""
-        ways = {"alone": self._alone} | (
-            {"added": self._added, "beside": self._beside} if rank else {}
-        )
+        ways = {"alone": self._alone} | ({"added": self._added} if rank else {})
         made = Row()
         for name, way in ways.items():
             graph = self._backend.capture(lambda way=way: self._all(way))
             made[name] = round(1e6 * seconds(graph.replay) / LAYERS, 2)
-        for tile in TILES if rank and len(self._x) > 64 else ():
-            with tiles_of(tile):
+        for name, values in OTHERWISE.items() if rank else ():
+            with kernels_with(values):
                 graph = self._backend.capture(lambda: self._all(self._added))
-            made[f"added, {tile}"] = round(1e6 * seconds(graph.replay) / LAYERS, 2)
+            made[f"added, {name}"] = round(1e6 * seconds(graph.replay) / LAYERS, 2)
         return made
 
     def us(self) -> Row:
@@ -267,7 +272,7 @@ class _Products:
         assert adapter is not None
         y = backend.linear(self._read, weight)
         low = backend.adapter_low(self._x, adapter)
-        dx, made = torch.zeros_like(self._x), Row()
+        dx = torch.zeros_like(self._x)
         matrices = adapter.down.matrix, adapter.up.matrix
         grads = AdapterGradients(
             *(
@@ -281,11 +286,7 @@ class _Products:
             "forward": lambda: backend.add_adapter(y, self._x, adapter, save=True),
             "backward": lambda: backend.adapter_backward(y, self._x, low, dx, adapter, grads),
         }
-        made = {name: round(1e6 * seconds(one), 2) for name, one in work.items()}
-        for tile in TILES:
-            with tiles_of(tile):
-                made[f"forward, {tile}"] = round(1e6 * seconds(work["forward"]), 2)
-        return made
+        return {name: round(1e6 * seconds(one), 2) for name, one in work.items()}
 
     def _all(self, way: Callable[[LinearWeight, AdapterWeight | None], torch.Tensor]) -> Any:
         return tuple(way(*pair) for pair in self._pairs)
@@ -299,42 +300,17 @@ class _Products:
         self._backend.add_adapter(y, self._x, adapter)
         return y
 
-    def _beside(self, weight: LinearWeight, adapter: AdapterWeight | None) -> torch.Tensor:
-        """x A^T begins first, on a branch of its own."""
-        assert adapter is not None
-        main, side, kernels = torch.cuda.current_stream(), _side_stream(), hopper_linear()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            parts = kernels._low_parts(self._x, adapter)
-        y = self._backend.linear(self._read, weight)
-        main.wait_stream(side)
-        own, kernels._low_parts = kernels._low_parts, lambda *_: parts
-        try:
-            self._backend.add_adapter(y, self._x, adapter)
-        finally:
-            kernels._low_parts = own
-        return y
-
-
-def hopper_linear() -> Any:
-    """The module of the kernels, which needs Triton."""
-    return importlib.import_module("isobit.kernels.hopper.linear")
-
 
 @contextmanager
-def tiles_of(tile: tuple[int, int]) -> Iterator[None]:
-    """Columns of a step, and steps, of programs that add to y."""
-    kernels = hopper_linear()
-    own, kernels._up_tile = kernels._up_tile, lambda *_: tile
+def kernels_with(values: Mapping[str, Any]) -> Iterator[None]:
+    """Values of names in the module of the kernels, which needs Triton."""
+    kernels = importlib.import_module("isobit.kernels.hopper.linear")
+    own = {name: getattr(kernels, name) for name in values}
+    vars(kernels).update(values)
     try:
         yield
     finally:
-        kernels._up_tile = own
-
-
-@cache
-def _side_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
+        vars(kernels).update(own)
 
 
 def step(rank: int, sizes: Sizes, mode: str, device: str, recompute: Any, tokens: int) -> Row:

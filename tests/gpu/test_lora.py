@@ -38,6 +38,8 @@ OPTIONS = VerifyOptions(prompts=6, samples=2, max_new_tokens=16)
 BATCHES = (*range(1, 301, 13), 2, 16, 17, 63, 64, 65, 128, 129, 256, 300, 512, 513)
 """Rows that are taken of ``TRAINED``."""
 TRAINED = 2100
+LARGE = ("qkv of the 8B shape", "gate and up", "a long sum")
+"""Products whose parts are summed first in some of ``BATCHES``."""
 PRODUCTS = {
     "one target": (16, 1100, 200, ((0, 200),)),
     "qkv of the 8B shape": (32, 4096, 6144, ((0, 4096), (4096, 5120), (5120, 6144))),
@@ -78,14 +80,54 @@ def test_a_row_has_the_same_bits_in_every_batch(name: str) -> None:
     low, whole = hopper.adapter_low(x, adapter), y.clone()
     saved = hopper.add_adapter(whole, x, adapter, save=True)
     assert saved is not None and torch.equal(saved, low) and low.any()
+    ways = set[bool]()
     for rows in BATCHES:
         for first in (0, TRAINED - rows):
             part = slice(first, first + rows)
             assert torch.equal(hopper.adapter_low(x[part].contiguous(), adapter), low[part])
             for save in (False, True):
                 ours = y[part].clone()
-                hopper.add_adapter(ours, x[part].contiguous(), adapter, save)
+                made = hopper.add_adapter(ours, x[part].contiguous(), adapter, save)
                 assert torch.equal(ours, whole[part]), (rows, save)
+                if not save:
+                    ways.add(made is None)
+    assert ways == ({True, False} if name in LARGE else {True})
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("rows", [1, 32, 256, 1100])
+@pytest.mark.parametrize("name", LARGE)
+def test_kernels_that_begin_early_read_what_is_complete(
+    name: str, rows: int, save: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a graph, whose launches leave no gap, where memory is used again from one linear to the
+    next, and y is made just before.
+    """
+    adapter, k, n = adapter_of(name)
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs, given = (
+        torch.randn(6, rows, columns, generator=generator, device="cuda").bfloat16()
+        for columns in (k, n)
+    )
+    made = torch.zeros_like(given)
+
+    def linears() -> list[torch.Tensor]:
+        for x, start, y in zip(inputs, given, made, strict=True):
+            torch.mul(start, 2, out=y)
+            hopper.add_adapter(y, x, adapter, save)
+        return [hopper.adapter_low(x, adapter) for x in inputs]
+
+    monkeypatch.setattr(hopper, "_OVERLAPS", False)
+    low, expected = linears(), made.clone()
+    monkeypatch.setattr(hopper, "_OVERLAPS", True)
+    linears()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = linears()
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(made, expected)
+    assert all(map(torch.equal, found, low))
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -41,14 +41,14 @@ def check(adapter: AdapterWeight, columns: int, width: int) -> None:
     exact = y.clone()
     specification.add_adapter(exact, x, adapter)
     assert not torch.equal(exact, y)
-    for summed, tile in ((0, (128, 1)), (TOKENS, (128, 1)), (0, (64, 2)), (TOKENS, (64, 3))):
-        hopper._SUMMED, hopper._up_tile = summed, lambda *_, tile=tile: tile
+    for first, save in ((True, False), (False, False), (False, True)):
+        hopper._sums_first = lambda *_, first=first: first
         for rows in (slice(0, TOKENS), slice(3, 4), slice(60, 69)):
             ours = y[rows].clone()
-            made = hopper.add_adapter(ours, x[rows].contiguous(), adapter, save=tile[1] == 2)
+            made = hopper.add_adapter(ours, x[rows].contiguous(), adapter, save)
             assert torch.equal(ours, exact[rows])
             assert made is None or torch.equal(made, low[rows])
-            assert (made is None) == (summed == TOKENS)
+            assert (made is None) == (not first and not save)
 
 
 def dot(_: object, a: Any, b: Any, sums: Any, *options: object) -> Any:

@@ -13,7 +13,19 @@ kernel reads it once.  A linear in INT8 has its backward in E4M3.
 
 LoRA's products are narrow: x A^T has a few dozen columns, and a library's tile of a decode step
 would go through all of K on four multiprocessors.  K is cut into parts here, at fixed places, whose
-FP32 sums are added in ascending order, and what is added to y is made where it is added.
+FP32 sums are added in ascending order, and what is added to y is made where it is added.  Its two
+or three kernels take 2 to 5 us each in a decode step on an H200, so each begins while the one
+before still runs (programmatic dependent launch):
+
+    x A^T       begins when all before has ended, the linear's own product among it, and lets the
+                next kernel begin at once
+    sum         waits until x A^T has ended, before it reads its parts or writes
+    t B^T       loads its tiles of y and B, which were complete before x A^T began; then waits until
+                the kernel before it has ended, hence both, before it reads t or writes y
+
+What follows is launched in order, and begins when the last of them has ended.  All programs of the
+latter two wait, so each kernel ends after those before it, and memory that is free again then has
+no reader left.
 
 FP8 tensor cores read both operands along the contraction, so W is transposed here, a layer at a
 time, rather than stored twice.  Each WGrad adds one finished sum to every element of the master's
@@ -44,6 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
     async_copy_global_to_shared as copy_tile,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from isobit.kernels.hopper.device_functions import padded_size, runs
 from isobit.kernels.hopper.gemm import (
@@ -60,7 +73,6 @@ from isobit.kernels.hopper.quantise import (
     quantise_int8,
     quantise_rows,
 )
-from isobit.kernels.hopper.sizes import PROGRAMS
 from isobit.kernels.hopper.token_groups import gradient_both, quantise_both, quantise_tokens
 from isobit.kernels.operands import (
     AdapterGradients,
@@ -384,16 +396,34 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
 
 _ROWS = tl.constexpr(64)  # of x and y, of a program: those of one instruction
 _DEPTH = tl.constexpr(128)  # of x, of a step
+_COLUMNS = tl.constexpr(64)  # of y, of a program: 128, and several tiles in turn, are slower (H200)
 _PARTS = 16  # the most of a row of x
-_SUMMED = 512  # tokens: more of them have their parts summed once for all columns of y
+_AT_ONCE = tl.constexpr(512)  # numbers of t that one program sums: 16 bytes a thread and part
+_OVERLAPS = True  # whether these kernels begin early; no bit depends on it
+_READ = 12 << 20  # bytes that come from the L2 cache while one more kernel starts: 2 to 3 us (H200)
+
+
+@triton.jit
+def _next_begins(OVERLAPS: tl.constexpr):
+    if OVERLAPS:  # never in Triton's interpreter, which lacks both instructions
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _wait_for_last(OVERLAPS: tl.constexpr):
+    """Until the kernel before has ended, and what it wrote can be read."""
+    if OVERLAPS:
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["m"])
 def _low_kernel(
     X, A, OUT, m,
     K: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program 64 rows, WIDTH of the R columns, and PART of K: OUT is FP32 [parts, m, R]."""
+    _next_begins(OVERLAPS)
     row = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     part = tl.program_id(1)
     column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
@@ -420,23 +450,18 @@ def _summed(LOW, place, inside, step, scale, PARTS: tl.constexpr):
     return (total.to(tl.bfloat16).to(tl.float32) * scale).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["size", "scale"])
-def _sum_kernel(LOW, OUT, size, scale, PARTS: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
+@triton.jit(do_not_specialize=["m", "scale"])
+def _sum_kernel(
+    LOW, OUT, m, scale,
+    R: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr, FOLLOWED: tl.constexpr,
+):  # fmt: skip
+    """t [m, R] of the parts; FOLLOWED by the kernel that adds to y, which may begin early."""
+    _next_begins(OVERLAPS and FOLLOWED)
+    _wait_for_last(OVERLAPS)
+    place = tl.program_id(0).to(tl.int64) * _AT_ONCE + tl.arange(0, _AT_ONCE)
+    size = m.to(tl.int64) * R
     inside = place < size
-    tl.store(OUT + place, _summed(LOW, place, inside, size.to(tl.int64), scale, PARTS), mask=inside)
-
-
-@triton.jit
-def _up_operands(
-    B, y_row, column, first, written, b_row, SIZE, RANK: tl.constexpr, DEPTH: tl.constexpr
-):
-    """Columns of one target, from ``column`` of it on: of y and, transposed, of B."""
-    low = tl.arange(0, DEPTH)
-    inside = column < SIZE
-    y = tl.load(y_row + (first + column)[None, :], mask=written & inside[None, :], other=0.0)
-    b_place = (b_row + column)[None, :] * RANK + low[:, None]
-    return y, tl.load(B + b_place, mask=inside[None, :] & (low < RANK)[:, None], other=0.0)
+    tl.store(OUT + place, _summed(LOW, place, inside, size, scale, PARTS), mask=inside)
 
 
 @triton.jit(do_not_specialize=["m", "y_stride", "scale"])
@@ -444,16 +469,15 @@ def _up_kernel(
     LOW, B, Y, m, y_stride, scale,
     RANK: tl.constexpr, DEPTH: tl.constexpr, TARGETS: tl.constexpr, PARTS: tl.constexpr,
     BEGIN_0: tl.constexpr, SIZE_0: tl.constexpr, BEGIN_1: tl.constexpr, SIZE_1: tl.constexpr,
-    BEGIN_2: tl.constexpr, SIZE_2: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+    BEGIN_2: tl.constexpr, SIZE_2: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program 64 rows and STEPS times COLUMNS columns of one of up to three targets, whose
-    columns of Y begin at BEGIN_i; t is summed here of PARTS, or is there, with 0.
+    """One program 64 rows and 64 columns of one of up to three targets, whose columns of Y begin at
+    BEGIN_i; t is summed here of PARTS, or is there, with 0.
     """
     row = tl.program_id(1) * _ROWS + tl.arange(0, _ROWS)
     tile = tl.program_id(0)
-    width: tl.constexpr = COLUMNS * STEPS
-    tiles_0: tl.constexpr = (SIZE_0 + width - 1) // width
-    tiles_1: tl.constexpr = (SIZE_1 + width - 1) // width
+    tiles_0: tl.constexpr = (SIZE_0 + _COLUMNS - 1) // _COLUMNS
+    tiles_1: tl.constexpr = (SIZE_1 + _COLUMNS - 1) // _COLUMNS
     target, begin, size, b_row = 0, BEGIN_0, SIZE_0, 0
     if tile >= tiles_0 + tiles_1:
         target, begin, size, b_row = 2, BEGIN_2, SIZE_2, SIZE_0 + SIZE_1
@@ -461,33 +485,26 @@ def _up_kernel(
     elif tile >= tiles_0:
         target, begin, size, b_row = 1, BEGIN_1, SIZE_1, SIZE_0
         tile -= tiles_0
-    column = tile * width + tl.arange(0, COLUMNS)
-    y_row = Y + row.to(tl.int64)[:, None] * y_stride
-    written = (row < m)[:, None]
-    # What is read of y is on its way while t is made, or the columns before are stored.
-    y, b = _up_operands(B, y_row, column, begin, written, b_row, size, RANK, DEPTH)
+    column = tile * _COLUMNS + tl.arange(0, _COLUMNS)
     low = tl.arange(0, DEPTH)
+    written = (row < m)[:, None]
+    kept = written & (column < size)[None, :]
+    ranked = low < RANK
+    # What is read of y and B is on its way while x A^T and t are made.
+    y_place = Y + row.to(tl.int64)[:, None] * y_stride + (begin + column)[None, :]
+    y = tl.load(y_place, mask=kept, other=0.0)
+    b_place = (b_row + column)[None, :] * RANK + low[:, None]
+    b = tl.load(B + b_place, mask=(column < size)[None, :] & ranked[:, None], other=0.0)
     stride: tl.constexpr = TARGETS * RANK
     place = row.to(tl.int64)[:, None] * stride + target * RANK + low[None, :]
-    inside = written & (low < RANK)[None, :]
+    inside = written & ranked[None, :]
+    _wait_for_last(OVERLAPS)
     if PARTS:
         t = _summed(LOW, place, inside, m.to(tl.int64) * stride, scale, PARTS)
     else:
         t = tl.load(LOW + place, mask=inside, other=0.0)
-    for step in tl.static_range(STEPS):
-        added = tl.dot(t, b).to(tl.bfloat16).to(tl.float32)
-        y = (y.to(tl.float32) + added).to(tl.bfloat16)
-        at = y_row + (begin + column)[None, :]
-        kept = written & (column < size)[None, :]
-        if step + 1 < STEPS:
-            column += COLUMNS
-            following, b = _up_operands(
-                B, y_row, column, begin, written, b_row, size, RANK, DEPTH
-            )  # fmt: skip
-            tl.store(at, y, mask=kept)
-            y = following
-        else:
-            tl.store(at, y, mask=kept)
+    added = tl.dot(t, b).to(tl.bfloat16).to(tl.float32)
+    tl.store(y_place, (y.to(tl.float32) + added).to(tl.bfloat16), mask=kept)
 
 
 def _low_parts(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
@@ -508,58 +525,65 @@ def _low_parts(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
     out = torch.empty((parts, m, r), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(m, _ROWS.value), parts, triton.cdiv(r, width))
     _low_kernel[grid](
-        x, a, out, m, k, r, width, part, num_warps=4, num_stages=3, enable_fp_fusion=False
-    )
+        x, a, out, m, k, r, width, part, _overlaps(x),
+        num_warps=4, num_stages=3, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 
-def _low(parts: torch.Tensor, scale: float) -> torch.Tensor:
-    out = torch.empty(parts.shape[1:], dtype=torch.bfloat16, device=parts.device)
-    grid = (triton.cdiv(out.numel(), 1024),)
-    _sum_kernel[grid](parts, out, out.numel(), scale, len(parts), enable_fp_fusion=False)
+def _overlaps(x: torch.Tensor) -> bool:
+    return _OVERLAPS and x.is_cuda
+
+
+def _low(parts: torch.Tensor, scale: float, followed: bool) -> torch.Tensor:
+    count, m, r = parts.shape
+    out = torch.empty((m, r), dtype=torch.bfloat16, device=parts.device)
+    grid = (triton.cdiv(m * r, _AT_ONCE.value),)
+    overlaps = _overlaps(parts)
+    _sum_kernel[grid](
+        parts, out, m, scale, r, count, overlaps, followed,
+        num_warps=4, enable_fp_fusion=False, launch_pdl=overlaps,
+    )  # fmt: skip
     return out
 
 
 def adapter_low(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
     """x BF16 [T, K] -> t of all targets, side by side, BF16 [T, R]."""
-    return _low(_low_parts(x, adapter), adapter.scale)
+    return _low(_low_parts(x, adapter), adapter.scale, followed=False)
 
 
 def add_adapter(
     y: torch.Tensor, x: torch.Tensor, adapter: AdapterWeight, save: bool = False
 ) -> torch.Tensor | None:
-    """x BF16 [T, K], y BF16 [T, N]: two kernels for a few tokens that are not saved, else three."""
+    """x BF16 [T, K], y BF16 [T, N]: two kernels where t is summed by the programs that add to y,
+    else three.  t has the same bits either way.
+    """
     low, b, m = _low_parts(x, adapter), adapter.up.matrix, len(x)
     assert isinstance(b, torch.Tensor)
     assert b.is_contiguous()
     assert y.stride(1) == 1
     assert 0 < len(adapter.columns) <= 3, "a linear fuses at most three matrices"
-    parts = len(low)
-    if save or m > _SUMMED:
-        low, parts = _low(low, adapter.scale), 0
     places = [(one.start, one.stop - one.start) for one in adapter.columns]
-    blocks = triton.cdiv(m, _ROWS.value)
-    width, steps = _up_tile(blocks, b.shape[0], parts)
-    tiles = sum(triton.cdiv(size, width * steps) for _, size in places)
+    tiles = sum(triton.cdiv(size, _COLUMNS.value) for _, size in places)
     places += [(0, 0)] * (3 - len(places))
-    depth = max(16, triton.next_power_of_2(adapter.rank))
+    parts = len(low)
+    if save or _sums_first(m, tiles, parts, adapter.rank):
+        low, parts = _low(low, adapter.scale, followed=True), 0
+    depth, overlaps = max(16, triton.next_power_of_2(adapter.rank)), _overlaps(x)
     # Neighbours share rows of y, whose pages of memory they read and write together.
-    _up_kernel[tiles, blocks](
+    _up_kernel[tiles, triton.cdiv(m, _ROWS.value)](
         low, b, y, m, y.stride(0), adapter.scale,
         adapter.rank, depth, len(adapter.columns), parts, *(one for pair in places for one in pair),
-        width, steps, num_warps=4, enable_fp_fusion=False,
+        overlaps, num_warps=4, enable_fp_fusion=False, launch_pdl=overlaps,
     )  # fmt: skip
     return None if parts else low
 
 
-def _up_tile(blocks: int, columns: int, parts: int) -> tuple[int, int]:
-    """Columns of a step and steps of a program, for so many blocks of rows and columns of all
-    targets.  Where t is made of parts, each program reads all of its rows' parts, and takes as many
-    columns as leave work for every multiprocessor.
+def _sums_first(m: int, tiles: int, parts: int, rank: int) -> bool:
+    """Whether a kernel of its own sums the parts of m rows: without it, the program of each tile
+    of y reads all parts of its rows and target, which many tiles make more than a launch costs.
     """
-    if not parts:
-        return 64, 1
-    return 64, next((n for n in (8, 4) if blocks * columns >= PROGRAMS * 64 * n), 2)
+    return 4 * m * tiles * parts * rank > _READ
 
 
 def adapter_backward(
