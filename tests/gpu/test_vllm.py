@@ -33,6 +33,8 @@ learning_rate = 1e-4
 """
 UPDATE = re.compile(r"(?:weights|written) in ([\d.]+) s.*?compared in ([\d.]+) s")
 """In a line on an update, by vLLM in the process or by servers."""
+NEAR = {"bf16": 0.1, "fp8-rollout": 0.3}
+"""Above the mean differences of SmolLM2 (docs/engines.md), 0.04 and 0.18."""
 FIGURES = (
     *("time/update_s", "time/rollout_s", "tokens_per_s/rollout"),
     *("log_prob_diff/mean", "mismatch/k3", "mismatch/effective_sample_size"),
@@ -52,18 +54,18 @@ def check_updates(said: str, output: Path, steps: int, preset: str) -> None:
     """Each step's weights have arrived, with scales made where the cache has some, and
     log-probabilities are near those of the trainer.  Seconds are printed as JSON lines.
     """
+    for sent, compared in UPDATE.findall(said):
+        print(json.dumps({"preset": preset, "sent_s": float(sent), "compared_s": float(compared)}))
+    lines = [line for line in json_lines(output / "metrics.jsonl") if "mismatch/k3" in line]
+    for line in lines:
+        found = {name: line[name] for name in FIGURES if name in line}
+        print(json.dumps({"preset": preset, "step": line["step"], **found}))
     assert said.count("equal to what is published") >= steps
     assert said.count("has new scales in") >= (steps if preset != "bf16" else 0)
     manifest = json.loads((output / "run.json").read_text())
     assert manifest["engine"]["engine"].startswith("vllm ")
-    lines = [line for line in json_lines(output / "metrics.jsonl") if "mismatch/k3" in line]
     assert len(lines) == steps
-    assert all(0 < line["log_prob_diff/mean"] < 0.1 for line in lines)
-    for sent, compared in UPDATE.findall(said):
-        print(json.dumps({"preset": preset, "sent_s": float(sent), "compared_s": float(compared)}))
-    for line in lines:
-        found = {name: line[name] for name in FIGURES if name in line}
-        print(json.dumps({"preset": preset, "step": line["step"], **found}))
+    assert all(0 < line["log_prob_diff/mean"] < NEAR[preset] for line in lines)
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8-rollout"])

@@ -96,7 +96,7 @@ def deaf(world: World, case: dict[str, Any]) -> str:
     """A run whose rollouters sample without the adapters; -> what was raised."""
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("isobit.models.layers.Adapter.add", lambda self, weights, x, y: y)
+            patch.setattr("isobit.models.layers.Adapter.add", lambda *_: None)
         try:
             train_by_ranks(config_of(case), world=world)
         except Exception as error:
