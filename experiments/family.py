@@ -1,9 +1,10 @@
 """The quickstart under every algorithm, under the corrections of an off-policy rollout, with a part
-of ``fp8`` in another format, with a KL penalty and with replay: does each learn, and what do its
-figures say?
+of ``fp8`` in another format, with a KL penalty, with replay or a teacher: does each learn, and what
+do its figures say?
 
     python -m experiments.family run algorithms corrections stages --out DIR [--seeds 3] [--jobs 1]
     python -m experiments.family run sites --out DIR --seeds 10
+    python -m experiments.family run teachers --out DIR      # DIR/teacher: what the recipe makes
     python -m experiments.family table DIR
 
 Each run is ``recipes/quickstart.toml`` with the changes of ``RUNS``, in a process of its own, two
@@ -32,6 +33,9 @@ from isobit.util.machine import processor_name
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 THREADS = 2
 LAST = 5
+TEACHER = "TEACHER"
+"""In place of the folder of the model that the recipe makes with the seed ``TEACHERS_SEED``."""
+TEACHERS_SEED = 100
 BASES = "bf16", "fp8"
 """What runs of a suite that has them are compared with, seed by seed."""
 _MORE = "reward, last | gradient norm | differing | seconds |"
@@ -115,6 +119,18 @@ RUNS: dict[str, dict[str, Changes]] = {
         f"stress-{stress}": {name: {**changes, **arm} for name, arm in _FOUR.items()}
         for stress, changes in _STRESSES.items()
     },
+    "teachers": {
+        "rewards": {},
+        **{
+            f"teacher alone, {kl}": {
+                "teacher.model": TEACHER,
+                "teacher.kl": kl,
+                "teacher.only": "true",
+            }
+            for kl in ("sampled", "reverse", "forward")
+        },
+        "rewards and teacher, sampled": {"teacher.model": TEACHER},
+    },
     "stages": {
         "kl 1": {"algorithm.kl_coefficient": "1"},
         "kl measured": {"algorithm.kl_coefficient": "1e-12"},
@@ -129,16 +145,20 @@ RUNS: dict[str, dict[str, Changes]] = {
 }
 
 
-def run(suite: str, name: str, seed: int) -> dict[str, Any]:
+def run(suite: str, name: str, seed: int, out: Path) -> dict[str, Any]:
     """Train once; returns the row."""
+    changes = dict(RUNS[suite][name])
+    if TEACHER in changes.values():
+        teacher = out / "teacher"
+        if not (teacher / "summary.json").exists():
+            train(teacher, {"seed": str(TEACHERS_SEED)})
+        changes = {
+            key: str(teacher / "model") if value == TEACHER else value
+            for key, value in changes.items()
+        }
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "run"
-        settings = {"seed": str(seed), "output": str(output), "device": "cpu"}
-        settings |= {"threads": str(THREADS), "checkpoint.keep_last": "0", **RUNS[suite][name]}
-        overrides = [word for key, value in settings.items() for word in (f"--{key}", value)]
-        command = [sys.executable, "-m", "isobit.cli.main", "train", str(RECIPE), *overrides]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)  # noqa: S603
+        train(output, {"seed": str(seed), "checkpoint.keep_last": "0", **changes})
         summary = json.loads((output / "summary.json").read_text())
         lines = [json.loads(line) for line in (output / "metrics.jsonl").open(encoding="utf-8")]
     steps = [line for line in lines if "loss" in line]
@@ -159,6 +179,22 @@ def run(suite: str, name: str, seed: int) -> dict[str, Any]:
     }
 
 
+def train(output: Path, changes: Changes) -> None:
+    settings = {"output": str(output), "device": "cpu", "threads": str(THREADS), **changes}
+    overrides = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    command = [
+        sys.executable,
+        "-m",
+        "isobit.cli.main",
+        "train",
+        str(RECIPE),
+        "--resume",
+        *overrides,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)  # noqa: S603
+
+
 def _means(steps: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """The mean of every figure over the steps that have it."""
     names = dict.fromkeys(name for step in steps for name in step if name != "step")
@@ -173,7 +209,7 @@ def run_all(suites: Sequence[str], seeds: int, jobs: int, out: Path) -> None:
     def make(suite: str, name: str, seed: int) -> None:
         file = out / f"{suite}-{name.replace(' ', '_').replace(',', '')}-{seed}.json"
         if not file.exists():
-            row = run(suite, name, seed)
+            row = run(suite, name, seed, out)
             file.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
             print(json.dumps({key: row[key] for key in ("suite", "name", "seed", "after")}))
             sys.stdout.flush()

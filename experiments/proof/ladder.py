@@ -34,6 +34,10 @@ ENOUGH = 0.3
 """Of ``multiply``, at which fine-tuning ends: a start is to solve a fifth to a half.  From one that
 solved a fifth, 7 of 15 runs of ``27m`` ended below 5%, of ``bf16`` too (README.md).
 """
+FIRST = 300
+"""Updates before the first evaluation: no size has solved a product before, and answers of a model
+that has learnt little are long.
+"""
 PAD, END = "<pad>", "<end>"
 
 
@@ -198,12 +202,14 @@ def train_start(config: SftConfig) -> int:
     with open_run(config, None, True, ALONE, ()) as run:
         for step in (0, *run.steps()):
             if step:
-                with run.learning(engine_is_next=run.evaluates_after(step)):
+                due = step >= FIRST and run.evaluates_after(step)
+                with run.learning(engine_is_next=due):
                     examples = run.next_examples()
                     update = run.learn(examples)
                 run.log.step(step, examples, update)
                 run.end_step(step)
-                run.evaluate_if_due(step)
+                if due:
+                    run.evaluate_if_due(step)
             figures = run.log.evaluation_figures()
             solved = next(filter(_is_enough, (figures[at] for at in sorted(figures))), {})
             if solved:

@@ -18,6 +18,7 @@ from isobit.config.recipes import SftConfig
 from isobit.starter import starter_folder
 from isobit.store.directory import write_json
 from tests.experiments.made_up_rows import made_up_row
+from tests.tiny import json_lines
 
 TINY = {
     "model": "starter",
@@ -195,5 +196,8 @@ def test_a_start_that_never_solves_enough_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ladder, "ENOUGH", 1.1)
+    monkeypatch.setattr(ladder, "FIRST", 3)
     assert ladder.train_start(a_start(tmp_path)) == 1
     assert not (tmp_path / "start.json").exists()
+    lines = json_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "eval/multiply/accuracy" in line] == [0, 4]
