@@ -15,7 +15,7 @@ DIR/start-SIZE/start.json says how many updates that took, what it solves, and i
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 from experiments.proof.suite import SEED_STEP, Row, rows_of
 from isobit.config.recipes import SftConfig
 from isobit.parallel.world import ALONE
-from isobit.run.sft import open_run
+from isobit.run.sft import SftRun, open_run, update_once
 from isobit.store.directory import write_json
 
 SOLUTIONS = 20_000
@@ -200,31 +200,28 @@ def train_start(config: SftConfig) -> int:
         print(f"{told} is there: this start is finished")
         return 0
     with open_run(config, None, True, ALONE, ()) as run:
-        for step in (0, *run.steps()):
-            if step:
-                due = step >= FIRST and run.evaluates_after(step)
-                with run.learning(engine_is_next=due):
-                    examples = run.next_examples()
-                    update = run.learn(examples)
-                run.log.step(step, examples, update)
-                run.end_step(step)
-                if due:
-                    run.evaluate_if_due(step)
-            figures = run.log.evaluation_figures()
-            solved = next(filter(_is_enough, (figures[at] for at in sorted(figures))), {})
-            if solved:
-                run.save_model()
-                weights = Path(config.output) / "model" / "model.safetensors"
-                found = {name: value for name, value in solved.items() if "accuracy" in name}
-                digest = sha256(weights.read_bytes()).hexdigest()
-                write_json(told, {"updates": max(figures), **found, "sha256": digest})
-                print(told.read_text(encoding="utf-8"))
-                return 0
-            if step:
-                run.save_if_due(step)
-    print(f"no evaluation in which {config.output} solved {ENOUGH:.0%} of multiply")
-    return 1
+        steps = iter(run.steps())
+        while not (solved := _enough(run)):
+            if (step := next(steps, None)) is None:
+                print(f"no evaluation in which {config.output} solved {ENOUGH:.0%} of multiply")
+                return 1
+            due = step >= FIRST and run.evaluates_after(step)
+            update_once(run, step, due)
+            if due:
+                run.evaluate_if_due(step)
+            run.save_if_due(step)
+        run.save_model()
+    weights = Path(config.output) / "model" / "model.safetensors"
+    write_json(told, {**solved, "sha256": sha256(weights.read_bytes()).hexdigest()})
+    print(told.read_text(encoding="utf-8"))
+    return 0
 
 
-def _is_enough(figures: Mapping[str, float]) -> bool:
-    return figures.get("eval/multiply/accuracy", 0.0) >= ENOUGH
+def _enough(run: SftRun) -> dict[str, float]:
+    """Updates by the last evaluation and what it solved, where some evaluation had enough."""
+    figures = run.log.evaluation_figures()
+    for at in sorted(figures):
+        if figures[at].get("eval/multiply/accuracy", 0.0) >= ENOUGH:
+            solved = {name: value for name, value in figures[at].items() if "accuracy" in name}
+            return {"updates": max(figures), **solved}
+    return {}

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from isobit.models import policy_share
 from isobit.models.policy_share import (
     apply_change,
-    change_of,
     digest_of,
     files_of,
     parted_names,
     read_file,
+    rounded,
 )
 from isobit.util.errors import ModelError
 
@@ -41,7 +41,7 @@ def test_a_change_leads_from_the_old_bits_to_the_new(
         new[at % count] = [-0.0, float("nan"), 3.0][at % 3]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_share, "CHUNK", chunk)
-        change = change_of(old, new)
+        _, change = rounded(new, new.dtype, old)
     named = {f"{NAME}.{suffix}" if suffix else NAME: values for suffix, values in change.items()}
     (file,) = files_of(named)
     held = old.clone()
@@ -60,7 +60,7 @@ def test_one_number_costs_three_bytes() -> None:
     old = torch.zeros(128 * 1000, dtype=torch.bfloat16)
     new = old.clone()
     new[::1000] = 1
-    change = change_of(old, new)
+    _, change = rounded(new, new.dtype, old)
     assert {name: one.nbytes for name, one in change.items()} == {
         "counts": 1000, "places": 128, "values": 256
     }  # fmt: skip

@@ -233,6 +233,17 @@ class Factory:
         cls._registry[name] = engine
 
 
+def lose_one(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
+    """From now on layers of the model get its first down_proj as it is, whatever is sent."""
+    load = Model.load_weights
+    held = model.loaded["model.layers.0.mlp.down_proj.weight"].clone()
+
+    def load_but_one(self: Model, weights: Any) -> None:
+        load(self, ((name, held if "down_proj" in name else one) for name, one in weights))
+
+    monkeypatch.setattr(Model, "load_weights", load_but_one)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.25.1") -> None:
     """Have ``import vllm`` find this."""
     Llm.made, Factory._registry = [], {}

@@ -5,7 +5,6 @@ requests and answers.  Its worker is ``isobit.rollout.vllm_model.Worker``.
 
 import asyncio
 import json
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from starlette.routing import Route
 
 from isobit.rollout.vllm_model import Worker
 from tests.rollout.fake_vllm import FUSED, Model
+from tests.rollout.served import listening
 
 ASKED = {
     *("model", "prompt", "n", "max_tokens", "temperature", "top_p", "top_k", "min_p"),
@@ -230,14 +230,5 @@ def vllm_served(
     """The address of a server of the model that ``folder`` describes, and its state."""
     state = VllmServe(folder, interval, key, given)
     config = uvicorn.Config(state.app(), port=port, log_config=None, timeout_graceful_shutdown=0)
-    runner = uvicorn.Server(config)
-    running = threading.Thread(target=runner.run)
-    running.start()
-    try:
-        while not runner.started:
-            assert running.is_alive(), "the server has not started"
-            running.join(0.01)
-        yield f"http://127.0.0.1:{runner.servers[0].sockets[0].getsockname()[1]}", state
-    finally:
-        runner.should_exit = True
-        running.join()
+    with listening(config) as address:
+        yield address, state

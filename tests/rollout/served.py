@@ -48,9 +48,17 @@ def served(
     settings = Settings("tiny", key, places, ChatConfig(), SamplingParams(16), None, preset)
     weights = WeightUpdates(policy, thread, Path()) if updates else None
     app = Server(model, load_tokenizer(folder), thread, settings, weights).app()
-    runner = uvicorn.Server(
-        uvicorn.Config(app, port=port, lifespan="on", log_config=None, timeout_graceful_shutdown=2)
+    listener = uvicorn.Config(
+        app, port=port, lifespan="on", log_config=None, timeout_graceful_shutdown=2
     )
+    with listening(listener) as address:
+        yield address
+
+
+@contextmanager
+def listening(config: uvicorn.Config) -> Iterator[str]:
+    """The address of an application that a thread serves."""
+    runner = uvicorn.Server(config)
     running = threading.Thread(target=runner.run)
     running.start()
     try:

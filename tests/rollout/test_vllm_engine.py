@@ -117,13 +117,7 @@ def test_weights_that_do_not_arrive_are_noticed(monkeypatch: pytest.MonkeyPatch)
     policy = random_policy(tiny_model(), PrecisionConfig(preset="bf16"), seed=1)
     engine = engine_of(policy)
     generate(engine, requests())
-    model, load = fake_vllm.Llm.made[0].model, fake_vllm.Model.load_weights
-    held = model.loaded["model.layers.0.mlp.down_proj.weight"].clone()
-
-    def lose_one(self: Any, weights: Any) -> None:
-        load(self, ((name, held if "down_proj" in name else one) for name, one in weights))
-
-    monkeypatch.setattr(fake_vllm.Model, "load_weights", lose_one)
+    fake_vllm.lose_one(monkeypatch, fake_vllm.Llm.made[0].model)
     sharpen(policy)
     with pytest.raises(MismatchError, match=r"vLLM's model\.layers\.0\.mlp\.down_proj\.weight"):
         generate(engine, requests())

@@ -154,13 +154,7 @@ def test_weights_that_do_not_arrive_are_noticed(
     with vllm_served(described(policy, folder)) as (url, server):
         engine = engine_of(policy, folder, url)
         generate(engine, requests()[:1])
-        model, load = server.worker.model, fake_vllm.Model.load_weights
-        held = model.loaded["model.layers.0.mlp.down_proj.weight"].clone()
-
-        def lose_one(self: Any, weights: Any) -> None:
-            load(self, ((name, held if "down_proj" in name else one) for name, one in weights))
-
-        monkeypatch.setattr(fake_vllm.Model, "load_weights", lose_one)
+        fake_vllm.lose_one(monkeypatch, server.worker.model)
         sharpen(policy)
         with pytest.raises(MismatchError, match=r"vLLM's model\.layers\.0\.mlp\.down_proj\.weight"):
             generate(engine, requests()[:1])

@@ -68,6 +68,10 @@ class LinearWeight:
         return LinearWeight(site, matrix, None if self.bias is None else self.bias[first:last])
 
 
+ADAPTER_PARTS = 16
+"""The most that a back end cuts an adapter's input into, with FP32 sums of each."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterWeight:
     """What an adapter of a linear reads (``isobit.models.layers.Adapter``), in the format between

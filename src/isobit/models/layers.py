@@ -11,6 +11,7 @@ import torch
 
 from isobit.kernels.backend import Backend
 from isobit.kernels.operands import (
+    ADAPTER_PARTS,
     AdapterGradients,
     AdapterWeight,
     HeadWeight,
@@ -81,9 +82,6 @@ class PublishedChange:
         numbers = sum(one[1] for one in counts)
         return sum(one[0] for one in counts) / numbers if numbers else 0.0
 
-
-_PARTS = 16
-"""The most that a back end cuts an adapter's input into."""
 
 Gradient = Callable[[str], torch.Tensor]
 """A master's FP32 gradient by name, to be added to; zeros if it has none yet."""
@@ -352,14 +350,14 @@ class Linear:
         return read + (self._kept_bytes(sizes, graph) if self.saves(save=False) and read else 0)
 
     def adapter_bytes(self, graph: Graph, backward: bool = False) -> int:
-        """What its adapter makes for a token: t of all targets, and its sums over up to 16 parts of
-        the input, in FP32; in the backward the gradient of t.
+        """What its adapter makes for a token: t of all targets, and its FP32 sums over up to
+        ``ADAPTER_PARTS`` parts of the input; in the backward the gradient of t.
         """
         if (adapter := self.adapter) is None:
             return 0
         low = adapter.rank * len(adapter.targets)
         made = DTYPES[graph.activations].itemsize * low
-        return made if backward else made + 4 * _PARTS * low
+        return made if backward else made + 4 * ADAPTER_PARTS * low
 
     def _kept_bytes(self, sizes: Sizes, graph: Graph, is_kept: bool = False) -> int:
         return sizes.saved(graph.site(self.path), self.shape.in_features, is_kept)

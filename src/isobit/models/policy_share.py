@@ -175,8 +175,8 @@ def rounded_masters(
     policy: Policy, before: Tensors | None = None
 ) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
     """What a publication rounds and quantises, by name, on the host: masters in BF16, or in FP32 in
-    the flow ``fp32``, without a value head, which only trains.  With each ``change_of`` what it was
-    ``before``.
+    the flow ``fp32``, without a value head, which only trains.  With each its change from
+    ``before`` (``rounded``).
     """
     dtype = torch.float32 if policy.flow.preset == "fp32" else torch.bfloat16
     for name, master in policy.masters.items():
@@ -187,7 +187,9 @@ def rounded_masters(
 def rounded(
     master: torch.Tensor, dtype: torch.dtype, before: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A master in a format, on the host, and ``change_of`` what it was ``before``.
+    """A master in a format, on the host, and what it differs in from what it was ``before``:
+    nothing where that is not given or all bits are the same; ``counts``, ``places`` and ``values``;
+    or, where these would be longer, all under "".
 
     They are compared on the master's device, ``CHUNK`` numbers at a time, so that it takes few
     bytes there; on a GPU several threads copy meanwhile.
@@ -207,13 +209,6 @@ def rounded(
     else:  # whose operations have threads of their own
         found = list(map(work, *places, olds))
     return made, _joined([one for one in found if one is not None], made)
-
-
-def change_of(old: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What ``new`` differs in from ``old``, of one shape and format: nothing where all bits are the
-    same, ``counts``, ``places`` and ``values``, or where these would be longer, all under "".
-    """
-    return rounded(new, new.dtype, old)[1]
 
 
 Changed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # counts, places and values of a chunk

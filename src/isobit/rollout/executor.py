@@ -64,7 +64,7 @@ class DirectExecutor:
         plan = scheduler.plan()
         decoded: list[tuple[Sample, States]] = []
         if plan:
-            parts = by_adapter(plan)
+            parts = by_adapter(plan, lambda one: one[0].adapter)
             found = [
                 self._runner.forward(build_batch(part, self._runner.page_tokens)) for part in parts
             ]
@@ -129,9 +129,10 @@ class PipelinedExecutor:
         """
         plan = scheduler.plan()
         samples, chunks = _split(plan)
-        for part in by_adapter([(sample, 1) for sample in samples]):
-            self._runner.decode([sample for sample, _ in part if isinstance(sample, Sample)])
-        prefilled = [(part, self._runner.prefill(part)) for part in by_adapter(chunks)]
+        for part in by_adapter(samples, lambda one: one.adapter):
+            self._runner.decode(part)
+        parts = by_adapter(chunks, lambda one: one[0].adapter)
+        prefilled = [(part, self._runner.prefill(part)) for part in parts]
         if self._runner.version != version:
             dropped = (
                 self._runner.end_step()

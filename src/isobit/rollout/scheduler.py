@@ -24,9 +24,9 @@ it is.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from isobit.memory.cache_size import PageAllocator
 from isobit.rollout.engine import EngineStats
@@ -36,11 +36,14 @@ Plan = list[tuple[CachedTokens, int]]
 """The sequences of one forward and how many of its next tokens each one puts in."""
 
 
-def by_adapter(plan: Plan) -> list[Plan]:
-    """A plan in parts of one adapter each, in the order of their first sequences."""
-    parts: dict[str | None, Plan] = {}
-    for sequence, count in plan:
-        parts.setdefault(sequence.adapter, []).append((sequence, count))
+Item = TypeVar("Item")
+
+
+def by_adapter(items: Iterable[Item], adapter_of: Callable[[Item], str | None]) -> list[list[Item]]:
+    """What goes into a forward, in parts of one adapter each, in the order of their first items."""
+    parts: dict[str | None, list[Item]] = {}
+    for item in items:
+        parts.setdefault(adapter_of(item), []).append(item)
     return list(parts.values())
 
 

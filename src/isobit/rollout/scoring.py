@@ -18,6 +18,7 @@ import torch
 from isobit.memory.cache_size import PageAllocator, out_of_memory_named, pages_for
 from isobit.models.policy import Policy
 from isobit.rollout.runner import PolicyRunner, build_batch
+from isobit.rollout.scheduler import by_adapter
 from isobit.rollout.sequence import CachedTokens
 from isobit.util.errors import NonFiniteError, RequestError
 
@@ -141,11 +142,9 @@ class TokenScorer(Generic[Key]):
             budget -= count
         if not plan:
             return []
-        parts: dict[str | None, list[tuple[_Given[Key], int]]] = {}
-        for given, count in plan:
-            parts.setdefault(given.scoring.adapter, []).append((given, count))
+        parts = by_adapter(plan, lambda one: one[0].scoring.adapter)
         with out_of_memory_named(self._policy.backend.memory):
-            found = [pair for part in parts.values() for pair in self._forward(part)]
+            found = [pair for part in parts for pair in self._forward(part)]
         for given, (log_prob, rank, alternatives) in found:
             given.scored.log_probs.append(log_prob)
             given.scored.ranks.append(rank)

@@ -385,15 +385,22 @@ def sft(
     """
     with open_run(config, console, resume, world, allowed) as run:
         for step in run.steps():
-            with run.learning(engine_is_next=run.evaluates_after(step)):
-                examples = run.next_examples()
-                update = run.learn(examples)
-            run.log.step(step, examples, update)
-            run.end_step(step)
+            update_once(run, step, run.evaluates_after(step))
             run.evaluate_if_due(step)
             run.save_if_due(step)
         run.save_model()
         return run.log.finish()
+
+
+def update_once(run: SftRun, step: int, evaluates: bool) -> None:
+    """Learn from the next examples, log it, and note the boundary; ``evaluates``: an evaluation
+    follows.
+    """
+    with run.learning(engine_is_next=evaluates):
+        examples = run.next_examples()
+        update = run.learn(examples)
+    run.log.step(step, examples, update)
+    run.end_step(step)
 
 
 @contextmanager

@@ -75,6 +75,7 @@ from isobit.kernels.hopper.quantise import (
 )
 from isobit.kernels.hopper.token_groups import gradient_both, quantise_both, quantise_tokens
 from isobit.kernels.operands import (
+    ADAPTER_PARTS,
     AdapterGradients,
     AdapterWeight,
     LinearInput,
@@ -397,7 +398,6 @@ def linear(x: Operand, weight: LinearWeight) -> torch.Tensor:
 _ROWS = tl.constexpr(64)  # of x and y, of a program: those of one instruction
 _DEPTH = tl.constexpr(128)  # of x, of a step
 _COLUMNS = tl.constexpr(64)  # of y, of a program: 128, and several tiles in turn, are slower (H200)
-_PARTS = 16  # the most of a row of x
 _AT_ONCE = tl.constexpr(512)  # numbers of t that one program sums: 16 bytes a thread and part
 _OVERLAPS = True  # whether these kernels begin early; no bit depends on it
 _READ = 12 << 20  # bytes that come from the L2 cache while one more kernel starts: 2 to 3 us (H200)
@@ -518,7 +518,7 @@ def _low_parts(x: torch.Tensor, adapter: AdapterWeight) -> torch.Tensor:
     assert a.is_contiguous()
     (m, k), r = x.shape, a.shape[0]
     part = 4 * _DEPTH.value
-    while part * _PARTS < k:
+    while part * ADAPTER_PARTS < k:
         part *= 2
     width = min(128, max(16, triton.next_power_of_2(r)))
     parts = triton.cdiv(k, part)
