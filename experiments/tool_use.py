@@ -45,7 +45,7 @@ import tomli_w
 import torch
 
 from experiments.proof.figures import after, before, by_arm, differing, interval
-from experiments.proof.page import accuracy_chart, write_charts
+from experiments.proof.page import accuracy_chart, write_accuracy
 from experiments.proof.rows import FIGURES, Row, steps_of
 from experiments.proof.runs import by_key, parted, words_of
 from isobit.observe.evaluation import wilson_interval
@@ -412,7 +412,7 @@ def report(folders: Sequence[Path], picture: Path | None, page: Path | None) -> 
     print(tables)
     if picture is not None:
         charts = [(folder.name, accuracy_chart(runs_of(folder), ARMS)) for folder in folders]
-        print(write_charts([(name, one) for name, one in charts if one is not None], picture))
+        print(write_accuracy([(name, one) for name, one in charts if one is not None], picture))
     if page is not None:
         if picture is not None:
             place = os.path.relpath(picture, page.parent)

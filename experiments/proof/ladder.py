@@ -75,10 +75,10 @@ class Size:
 
 
 SIZES: dict[str, Size] = {
-    "27m": Size(512, 1536, 8, 8, 4, 64, 800, 1e-3),
-    "108m": Size(576, 1536, 30, 9, 3, 64, 1200, 6e-4),  # SmolLM2-135M, with fewer embeddings
-    "443m": Size(1024, 3072, 28, 16, 8, 128, 1000, 4e-4),  # Qwen3-0.6B, likewise
-    "1.1b": Size(2048, 6144, 22, 16, 8, 128, 1000, 3e-4),  # Qwen3-1.7B with 22 of 28 layers
+    "27m": Size(512, 1536, 8, 8, 4, 64, 520, 1e-3),
+    "108m": Size(576, 1536, 30, 9, 3, 64, 600, 6e-4),  # SmolLM2-135M, with fewer embeddings
+    "443m": Size(1024, 3072, 28, 16, 8, 128, 600, 4e-4),  # Qwen3-0.6B, likewise
+    "1.1b": Size(2048, 6144, 22, 16, 8, 128, 600, 3e-4),  # Qwen3-1.7B with 22 of 28 layers
 }
 """By the parameters, with those of embeddings; ``steps`` is how many updates they may take."""
 

@@ -337,7 +337,7 @@ def write_picture(rows: Sequence[Row], out: Path) -> Path:
     tasks = [(task, chart) for task, chart in charts_of if chart is not None]
     if not tasks:
         raise ValueError("no finished run of the proof's tasks: there is nothing to draw")
-    return write_charts(tasks, out)
+    return write_accuracy(tasks, out)
 
 
 def write_sizes_picture(found: Sequence[Measured], out: Path) -> Path:
@@ -347,29 +347,35 @@ def write_sizes_picture(found: Sequence[Measured], out: Path) -> Path:
     if not any(one.differences for one in found if one.size != sizes.PRETRAINED):
         raise ValueError("no two arms of the ladder are finished: there is nothing to draw")
     titled = [(chart.panel.title, chart) for chart in size_charts(found)]
-    return write_charts(titled, out, "points minus bf16", "against parameters")
+    described = "Points minus bf16 against parameters"
+    return _write_charts(titled, out, described, "points minus bf16; diamonds: SmolLM2-135M")
 
 
-def write_charts(
-    tasks: Sequence[tuple[str, Chart]],
-    out: Path,
-    what: str = "held-out accuracy",
-    over: str = "over the steps, an arm a line, a band from the lowest to the highest seed",
-) -> Path:
-    """A picture of charts of ``what`` side by side, each with its title, and one legend for all.
-    Raises ConfigError where another file is there.
+def write_accuracy(tasks: Sequence[tuple[str, Chart]], out: Path) -> Path:
+    """A picture of the ``accuracy_chart`` of each task.  Raises ConfigError where another file is
+    there.
     """
-    drawn = [
-        Drawn(f"{task}: {what}", chart, 390 * place) for place, (task, chart) in enumerate(tasks)
-    ]
+    titled = [(f"{task}: held-out accuracy", chart) for task, chart in tasks]
+    over = "over the steps, an arm a line, a band from the lowest to the highest seed"
+    return _write_charts(titled, out, f"Held-out accuracy {over}")
+
+
+def _write_charts(
+    titled: Sequence[tuple[str, Chart]], out: Path, described: str, note: str = ""
+) -> Path:
+    """A picture of charts side by side, each with its title, one legend for all and a note beside
+    it.  Raises ConfigError where another file is there.
+    """
+    drawn = [Drawn(title, chart, 390 * place) for place, (title, chart) in enumerate(titled)]
     legend = {mark.place: mark.label for one in drawn for mark in one.chart.marks}
     picture = render_page(
         HERE / "picture.svg",
         PICTURE_MARKER,
         drawn=drawn,
         legend=sorted(legend.items()),
+        note=note,
         width=390 * len(drawn),
-        described=f"{what[0].upper()}{what[1:]} {over}",
+        described=described,
     )
     return write_page(picture, out, PICTURE_MARKER)
 

@@ -310,25 +310,30 @@ def _distributions(starts: Starts) -> Iterator[str]:
 
 
 def _verdict(arm: str, ours: Sequence[Measured]) -> Iterator[str]:
-    """At which sizes the arm is within one point of ``BASE`` after training."""
-    said: list[str] = []
-    for one in ours:
-        found = one.differences.get("after")
-        if found is not None and found.low is not None and found.high is not None:
-            within = found.low >= -POINT and found.high <= POINT
-            outside = found.high < -POINT or found.low > POINT
-            word = "within one point" if within else "not within one" if outside else "undecided"
-            seeds = f", {one.seeds} seed{'s' if one.seeds > 1 else ''}"
-            said.append(f"{one.size} {word} ({found.text}{seeds})")
-    if said:
-        yield f"- `{arm}` after training, minus `bf16`: {'; '.join(said)}."
+    """At which sizes the interval of the difference is inside one point, outside, or neither."""
+    for stage in ("before", "after"):
+        places: dict[str, list[str]] = {"within one point": [], "not": [], "undecided": []}
+        for one in ours:
+            found = one.differences.get(stage)
+            if found is not None and found.low is not None and found.high is not None:
+                within = found.low >= -POINT and found.high <= POINT
+                outside = found.high < -POINT or found.low > POINT
+                word = "within one point" if within else "not" if outside else "undecided"
+                places[word].append(one.size)
+        said = [f"{word} at {', '.join(sizes)}" for word, sizes in places.items() if sizes]
+        if said:
+            yield f"- `{arm}`, {STAGES[stage]}: {'; '.join(said)}."
 
 
 def notes(all_rows: Iterable[Row], again: Repeats) -> Iterator[str]:
-    """How many of the ladder's runs that were made again have the same bytes, and what differs
-    between the rows of a size without an arm's doing.
+    """How many log-probabilities of the ladder's exact arms differ, how many of its runs that were
+    made again have the same bytes, and what differs between the rows of a size without an arm's
+    doing.
     """
     ladder = [row for row in all_rows if row["task"].startswith(LADDER)]
+    if exact := [row for row in ladder if row["arm"] in FLOWS]:
+        names = ", ".join(f"`{arm}`" for arm in FLOWS)
+        yield f"- Differing log-probabilities of the ladder in {names}: {figures.differing(exact)}."
     yield from (f"- {note}" for note in rows.repeat_notes(ladder, again))
     for task, ours in figures.by_task(ladder).items():
         yield from (f"- `{task}`: {note}" for note in rows.setting_notes(ours))
@@ -338,8 +343,8 @@ def advice(found: Sequence[Measured], all_rows: Sequence[Row]) -> dict[str, Any]
     """What ``isobit flows`` says of sizes (``isobit.observe.flow_choice``).  Raises ValueError
     where no arm of the ladder has a difference after training: then it says nothing.
     """
-    ours = [one for one in found if "after" in one.differences]
-    if not any(one.size != PRETRAINED for one in ours):
+    ours = [one for one in found if one.differences and one.arm in FLOWS]
+    if not any(one.size != PRETRAINED and "after" in one.differences for one in ours):
         raise ValueError(
             "no two arms of the ladder are finished: there is nothing to say of sizes; "
             "run ladder-SIZE in bf16 and in another arm"
@@ -358,9 +363,10 @@ def advice(found: Sequence[Measured], all_rows: Sequence[Row]) -> dict[str, Any]
                 "name": size,
                 "layer_parameters": PARAMETERS[size],
                 "flows": {
-                    one.arm: {"seeds": one.seeds, **asdict(one.differences["after"])}
+                    one.arm: {"seeds": one.seeds}
+                    | {s: asdict(d) for s, d in one.differences.items() if s != "back"}
                     for one in ours
-                    if one.size == size and one.arm in FLOWS
+                    if one.size == size
                 },
             }
             for size in dict.fromkeys(one.size for one in ours)

@@ -171,7 +171,10 @@ LONG = "long"
 """``multiply`` over twice as many steps."""
 LADDER = "ladder-"
 """``multiply`` from a start of another size (``experiments.proof.ladder``), behind its name."""
-LADDERS = tuple(LADDER + size for size in ("27m", "108m", "443m", "1.1b"))
+_LADDER_RATES = {"27m": "1.5e-5", "108m": "9e-6", "443m": "6e-6", "1.1b": "4.5e-6"}
+"""Of learning, 0.015 of the rate that a size was fine-tuned with: by pilots of ``27m`` (README.md).
+"""
+LADDERS = tuple(LADDER + size for size in _LADDER_RATES)
 _LADDER_ARMS: dict[str, Changes] = {
     name: ARMS[name] for name in ("bf16", "fp8", "fp8-linear", "int8", "fp8-rollout-tis")
 }
@@ -198,8 +201,12 @@ STRESSES: dict[str, Changes] = {
 _CHANGED: dict[str, Changes] = {
     **STRESSES,
     **{
-        task: {**_LADDER_SETTINGS, **(_LARGE if task.endswith(("443m", "1.1b")) else {})}
-        for task in LADDERS
+        LADDER + size: {
+            **_LADDER_SETTINGS,
+            "training.learning_rate": rate,
+            **(_LARGE if size in ("443m", "1.1b") else {}),
+        }
+        for size, rate in _LADDER_RATES.items()
     },
 }
 _ARMS_OF: dict[str, dict[str, Changes]] = {

@@ -126,13 +126,12 @@ def test_a_start_that_was_answered_without_training_stands_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "said"), [(0.0, "within one point"), (0.5, "not within one"), (0.025, "undecided")]
+    ("after", "said"), [(0.0, "within one point"), (0.5, "not"), (0.025, "undecided")]
 )
 def test_it_is_said_whether_an_arm_is_within_a_point(after: float, said: str) -> None:
-    *_, line = sizes.markdown(measured(pair("ladder-27m", after=after), {}, {}), {})
-    assert (
-        line.startswith(f"- `fp8` after training, minus `bf16`: 27m {said} (") and "1 seed)" in line
-    )
+    *_, before, line = sizes.markdown(measured(pair("ladder-27m", after=after), {}, {}), {})
+    assert line == f"- `fp8`, after training: {said} at 27m."
+    assert before == "- `fp8`, before training: not at 27m."
 
 
 def test_the_advice_is_of_the_ladder_and_names_where_it_was_measured() -> None:
@@ -149,18 +148,20 @@ def test_the_advice_is_of_the_ladder_and_names_where_it_was_measured() -> None:
         (PRETRAINED, ["fp8"]),
         ("27m", ["fp8"]),
     ]
-    assert said["sizes"][1]["flows"]["fp8"]["seeds"] == 2
+    fp8 = said["sizes"][1]["flows"]["fp8"]
+    assert fp8["seeds"] == 2 and set(fp8) == {"seeds", "before", "after"}
     assert said["sizes"][1]["layer_parameters"] == 25_165_824
 
 
 def test_repeats_and_other_starts_are_told() -> None:
     given = [*pair("ladder-27m", 2), *pair("multiply")]
     again = rows.Repeats([given[1], {**given[0], "final": {}}])
-    same, other = sizes.notes(given, again)
+    differing, same, other = sizes.notes(given, again)
+    assert differing.endswith("`bf16`, `fp8`, `fp8-linear`, `int8`: 0 of 7,962,174.")
     assert same.startswith("- Repeated on another day or card: 1 of 2 the same bytes")
     assert "ladder-27m-bf16-0" in other and other.endswith("has other: final weights.")
     given[3] = {**given[3], "start": {"model.safetensors": "other"}}
-    (note,) = sizes.notes(given, rows.Repeats())
+    _, note = sizes.notes(given, rows.Repeats())
     assert note.startswith("- `ladder-27m`: Not the same in all rows: start.model.safetensors")
 
 

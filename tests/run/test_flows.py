@@ -380,9 +380,20 @@ BY_SIZE: dict[str, Any] = {
         {
             "name": name,
             "layer_parameters": count,
-            "flows": {"fp8": {"seeds": 3, "mean": mean, "low": mean - 0.01, "high": mean + 0.02}},
+            "flows": {
+                "fp8": {
+                    "seeds": seeds,
+                    **{
+                        stage: {"mean": mean, "low": mean - 0.01, "high": mean + 0.02}
+                        for stage in ("before", "after")[: 1 + seeds]
+                    },
+                }
+            },
         }
-        for name, count, mean in (("large", 1_107_000_000, -0.05), ("small", 25_000_000, -0.3))
+        for name, count, mean, seeds in (
+            ("large", 1_107_000_000, -0.05, 0),
+            ("small", 25_000_000, -0.3, 3),
+        )
     ],
 }
 
@@ -406,11 +417,12 @@ def test_what_is_known_by_size_names_where_it_was_measured(
     assert main(["flows", "starter", "--gpu", "h200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     place = lines.index(
-        "by size, the difference to bf16 after 150 steps of GRPO, points [95% interval]:"
+        "by size, the difference to bf16 before and after 150 steps of GRPO, in points:"
     )
-    small, large, measured, own = lines[place + 2 :][:4]
-    assert small == "25 million (small)     -30.0 [-31.0, -28.0], 3 seeds"
-    assert large == "1,107 million (large)     -5.0 [-6.0, -3.0], 3 seeds"
+    before, after, large, measured, own = lines[place + 2 :][:5]
+    assert before == "25 million (small), before              -30.0 [-31.0, -28.0]"
+    assert after == "25 million (small), after      -30.0 [-31.0, -28.0], 3 seeds"
+    assert large == "1,107 million (large), before              -5.0 [-6.0, -3.0]"
     assert measured == (
         "measured on sums (NVIDIA H200, 2026-11-25 to 2026-11-26); other tasks differ"
     )

@@ -344,12 +344,11 @@ def _size_lines(found: Comparison) -> list[str]:
         return []
     rows: list[_Cells] = []
     for one in sorted(known["sizes"], key=lambda one: one["layer_parameters"]):
-        cells = {"in layers": f"{_millions(one['layer_parameters'])} ({one['name']})"}
-        for name, flow in one["flows"].items():
-            low, high = (f"{100 * flow[bound]:+.1f}" for bound in ("low", "high"))
-            seeds = f"{flow['seeds']} seed{'s' if flow['seeds'] > 1 else ''}"
-            cells[name] = f"{100 * flow['mean']:+.1f} [{low}, {high}], {seeds}"
-        rows.append(cells)
+        for stage in ("before", "after"):
+            flows = {name: flow for name, flow in one["flows"].items() if stage in flow}
+            cells = {name: _difference(flow, stage) for name, flow in flows.items()}
+            place = f"{_millions(one['layer_parameters'])} ({one['name']}), {stage}"
+            rows += [{"in layers": place, **cells}] if cells else []
     sizes = [one["layer_parameters"] for one in known["sizes"]]
     where = "inside this range"
     if found.layer_parameters > max(sizes):
@@ -360,11 +359,17 @@ def _size_lines(found: Comparison) -> list[str]:
     when = " to ".join(dict.fromkeys(known["days"]))
     return [
         "",
-        f"by size, the difference to bf16 after {steps} steps of GRPO, points [95% interval]:",
+        f"by size, the difference to bf16 before and after {steps} steps of GRPO, in points:",
         *_table(rows),
         f"measured on {known['task']} ({', '.join(known['cards'])}, {when}); other tasks differ",
         f"this model has {_millions(found.layer_parameters)} parameters in its layers, {where}",
     ]
+
+
+def _difference(flow: Mapping[str, Any], stage: str) -> str:
+    mean, low, high = (f"{100 * flow[stage][name]:+.1f}" for name in ("mean", "low", "high"))
+    seeds = f", {flow['seeds']} seed{'s' if flow['seeds'] > 1 else ''}" * (stage == "after")
+    return f"{mean} [{low}, {high}]{seeds}"
 
 
 def _millions(count: int) -> str:
