@@ -138,7 +138,9 @@ def _chart(panel: Panel, name: str, rows: Sequence[Row], order: Iterable[str]) -
     return draw(drawn, dict(sorted(figures.items())))
 
 
-SIZE_PLACES = {arm: place for place, arm in enumerate(ARMS, 1) if arm in sizes.ARMS}
+_PLACES = {arm: place for place, arm in enumerate(ARMS, 1)}
+_PLACES["fp8-int8-attention"] = _PLACES["fp8-fp32-scales"]  # which the ladder has not
+SIZE_PLACES = {arm: place for arm, place in _PLACES.items() if arm in sizes.ARMS}
 """The colours of the ladder's arms, those that they have in every task."""
 _LAW = "N^-0.4", 0
 """Its label and its colour, of which ``page.html`` and ``picture.svg`` know: grey and dashed, where

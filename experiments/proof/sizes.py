@@ -21,6 +21,7 @@ where N counts the matrices of the layers, which are what is in 8 bits.
 """
 
 import os
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +36,9 @@ from experiments.proof.ladder import SIZES
 from experiments.proof.rows import Repeats, Row
 from experiments.proof.suite import LADDER, SITES, Changes, Run, arms_of
 from isobit import load_config
-from isobit.run.flows import compare_flows
+from isobit.config.tables import PrecisionConfig
+from isobit.observe.flow_choice import flow_name
+from isobit.run.flows import compare_flows, read_flow
 
 Stage = Literal["before", "after", "back"]
 STAGES: Mapping[Stage, str] = {
@@ -54,8 +57,19 @@ PARAMETERS = {PRETRAINED: SIZES["108m"].parameters} | {
 }
 """Of a size's layers; ``108m`` is the shape of ``PRETRAINED`` with other embeddings."""
 ARMS = tuple(arms_of(LADDER + "27m"))
-FLOWS = tuple(arm for arm in ARMS if arm in ("bf16", "fp8", "fp8-linear", "int8"))
-"""Arms that are one function, and by their names presets."""
+
+
+def _flow_of(said: str) -> PrecisionConfig:
+    """A preset's name, or a table as TOML has it."""
+    return read_flow(tomllib.loads(f"flow = {said}")["flow"] if said.startswith("{") else said)
+
+
+FLOWS: Mapping[str, PrecisionConfig] = {
+    arm: _flow_of(changes["precision"])
+    for arm, changes in arms_of(LADDER + "27m").items()
+    if "corrections" not in changes
+}
+"""Arms that are one function, with their precision."""
 STARTS = "starts"
 Starts = Mapping[str, Mapping[str, Any]]
 """Size -> what its file in ``STARTS`` holds."""
@@ -332,7 +346,7 @@ def notes(all_rows: Iterable[Row], again: Repeats) -> Iterator[str]:
     """
     ladder = [row for row in all_rows if row["task"].startswith(LADDER)]
     if exact := [row for row in ladder if row["arm"] in FLOWS]:
-        names = ", ".join(f"`{arm}`" for arm in FLOWS)
+        names = ", ".join(f"`{arm}`" for arm in FLOWS if any(row["arm"] == arm for row in exact))
         yield f"- Differing log-probabilities of the ladder in {names}: {figures.differing(exact)}."
     yield from (f"- {note}" for note in rows.repeat_notes(ladder, again))
     for task, ours in figures.by_task(ladder).items():
@@ -363,7 +377,7 @@ def advice(found: Sequence[Measured], all_rows: Sequence[Row]) -> dict[str, Any]
                 "name": size,
                 "layer_parameters": PARAMETERS[size],
                 "flows": {
-                    one.arm: {"seeds": one.seeds}
+                    flow_name(FLOWS[one.arm]): {"seeds": one.seeds}
                     | {s: asdict(d) for s, d in one.differences.items() if s != "back"}
                     for one in ours
                     if one.size == size
@@ -412,7 +426,8 @@ def answer_start(directory: Path, size: str, changes: Changes) -> Path:
     words = runs.words_of({**runs.places_of(run, directory), **run.shared, **changes})
     folder = directory / run.start / "model"
     config = load_config(runs.recipe_of(run.problems), words)
-    found = compare_flows(folder, config, FLOWS[1:], answers="completion")
+    found = compare_flows(folder, config, list(FLOWS.values())[1:], answers="completion")
+    names = {flow_name(precision): arm for arm, precision in FLOWS.items()}
     out = directory / "rows" / STARTS / f"{size}{rows.SUFFIX}"
     rows.write_row(
         out,
@@ -422,7 +437,7 @@ def answer_start(directory: Path, size: str, changes: Changes) -> Path:
             "problems": found.problems,
             "tokens": found.tokens,
             "flows": {
-                one.name: {
+                names[one.name]: {
                     "accuracy": None if one.result is None else one.result.accuracy,
                     "scores": list(one.scores),
                     "closeness": None if one.closeness is None else asdict(one.closeness),

@@ -176,7 +176,8 @@ _LADDER_RATES = {"27m": "1.5e-5", "108m": "9e-6", "443m": "6e-6", "1.1b": "4.5e-
 """
 LADDERS = tuple(LADDER + size for size in _LADDER_RATES)
 _LADDER_ARMS: dict[str, Changes] = {
-    name: ARMS[name] for name in ("bf16", "fp8", "fp8-linear", "int8", "fp8-rollout-tis")
+    **{name: ARMS[name] for name in ("bf16", "fp8", "fp8-linear", "int8", "fp8-rollout-tis")},
+    "fp8-int8-attention": {"precision": '{preset = "fp8", attention = "int8"}'},
 }
 _LADDER_SETTINGS: Changes = {"evaluation.every": "0", "checkpoint.every": "0"}
 """Answers before and after training alone, and a checkpoint where a run ends or is interrupted: one

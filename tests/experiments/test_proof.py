@@ -92,7 +92,8 @@ def test_differences_are_paired_by_seed_and_problem() -> None:
 def test_a_run_of_the_ladder_answers_in_the_other_flow_as_its_task_says() -> None:
     """All arms of a size share its start and its held-out problems, also answered back."""
     made = suite.wanted(["ladder-1.1b"], suite.ALL_ARMS, [0])
-    assert [run.arm for run in made] == ["bf16", "fp8", "fp8-linear", "int8", "fp8-rollout-tis"]
+    arms = ["bf16", "fp8", "fp8-linear", "int8", "fp8-rollout-tis", "fp8-int8-attention"]
+    assert [run.arm for run in made] == arms
     for run in made:
         assert run.start == "start-1.1b" and run.problems == "multiply"
         config = load_config(runs.recipe_of(run.problems), runs.words_of(run.settings))

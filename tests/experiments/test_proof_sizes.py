@@ -157,7 +157,7 @@ def test_repeats_and_other_starts_are_told() -> None:
     given = [*pair("ladder-27m", 2), *pair("multiply")]
     again = rows.Repeats([given[1], {**given[0], "final": {}}])
     differing, same, other = sizes.notes(given, again)
-    assert differing.endswith("`bf16`, `fp8`, `fp8-linear`, `int8`: 0 of 7,962,174.")
+    assert differing.endswith("in `bf16`, `fp8`: 0 of 7,962,174.")
     assert same.startswith("- Repeated on another day or card: 1 of 2 the same bytes")
     assert "ladder-27m-bf16-0" in other and other.endswith("has other: final weights.")
     given[3] = {**given[3], "start": {"model.safetensors": "other"}}

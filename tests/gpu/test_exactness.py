@@ -40,6 +40,14 @@ def test_no_routing_differs(preset: Preset, make_policy: MakePolicy) -> None:
     assert comparison.routings_differing == 0 and comparison.routings_compared > 10_000
 
 
+@pytest.mark.parametrize("shape", ["qwen3", "moe"])
+@pytest.mark.parametrize(("preset", "attention"), [("fp8", "int8"), ("int8", "fp8")])
+def test_attention_in_another_format_is_exact_too(
+    shape: str, preset: Preset, attention: str, make_policy: MakePolicy
+) -> None:
+    assert check(make_policy(shape, preset, attention=attention)).exit_code == 0
+
+
 def test_fp32_scales_are_exact_too(make_policy: MakePolicy) -> None:
     assert check(make_policy("qwen3", "fp8", scales="fp32")).exit_code == 0
 

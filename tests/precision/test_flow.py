@@ -50,6 +50,40 @@ def test_presets(
     assert flow.rollout.site("lm_head").forward == ("fp32" if preset == "fp32" else "bf16")
 
 
+@pytest.mark.parametrize(
+    ("preset", "attention", "exact", "formats"),
+    [
+        ("fp8", "int8", True, ("int8", "int8")),
+        ("fp8", "bf16", True, ("bf16", "bf16")),
+        ("int8", "fp8", True, ("e4m3", "e4m3")),
+        ("fp8-linear", "int8", True, ("int8", "int8")),
+        ("fp8-rollout", "int8", False, ("int8", "bf16")),
+    ],
+)
+def test_attention_may_have_another_format(
+    preset: Preset, attention: Any, exact: bool, formats: tuple[str, str]
+) -> None:
+    plain = build_flow(PrecisionConfig(preset=preset, last_layers_bf16=1), make_shape())
+    config = PrecisionConfig(preset=preset, attention=attention, last_layers_bf16=1)
+    flow = build_flow(config, make_shape())
+    sides = flow.rollout, flow.training
+    assert flow.exact is exact
+    assert tuple(side.attention_format(0) for side in sides) == formats
+    assert {side.attention_format(3) for side in sides} == {"bf16"}
+    assert all(
+        mine == own or mine.kind in ("kv_cache", "attention")
+        for mine, own in zip(flow.rollout.sites, plain.rollout.sites, strict=True)
+    )
+
+
+def test_attention_in_8_bits_needs_linears_in_8_bits() -> None:
+    with pytest.raises(ConfigError, match="preset 'bf16' has no linears in 8 bits"):
+        build_flow(PrecisionConfig(preset="bf16", attention="int8"), make_shape())
+    both = PrecisionConfig(preset="fp8", attention="int8", kv_scales="per_tensor")
+    with pytest.raises(ConfigError, match=r'precision\.attention is "int8"; leave one of'):
+        build_flow(both, make_shape())
+
+
 def test_backward_formats() -> None:
     def formats(**options: Any) -> tuple[str | None, ...]:
         flow = build_flow(PrecisionConfig(preset="fp8", **options), make_shape())

@@ -24,9 +24,9 @@ TIGHT: dict[str, Any] = {"kv_pages": 4, "max_batched_tokens": 37}
 
 
 @cache
-def policy_of(preset: Preset, seed: int = 0) -> Policy:
+def policy_of(preset: Preset, seed: int = 0, attention: Any = None) -> Policy:
     """Sharper than a fresh model, so that tokens and neighbours matter."""
-    policy = random_policy(TINY, PrecisionConfig(preset=preset), seed)
+    policy = random_policy(TINY, PrecisionConfig(preset=preset, attention=attention), seed)
     with torch.no_grad():
         for name, master in policy.masters.items():
             if name.endswith("proj.weight") or name == "embed_tokens.weight":
@@ -100,9 +100,18 @@ def recorded_log_probs(groups: list[list[Completion]]) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "int8", "int8-linear", "bf16", "fp32"])
-def test_recorded_log_probabilities_are_those_of_the_training_forward(preset: Preset):
-    policy, wanted = policy_of(preset), requests()
+@pytest.mark.parametrize(
+    ("preset", "attention"),
+    [
+        *((name, None) for name in ("fp8", "fp8-linear", "int8", "int8-linear", "bf16", "fp32")),
+        ("fp8", "int8"),
+        ("int8", "fp8"),
+    ],
+)
+def test_recorded_log_probabilities_are_those_of_the_training_forward(
+    preset: Preset, attention: str | None
+):
+    policy, wanted = policy_of(preset, attention=attention), requests()
     groups, engine = generate_with(policy, wanted, **TIGHT)
     assert engine.stats.preemptions > 0 and engine.stats.recomputed_tokens > 0
     assert engine.stats.chunks > 0

@@ -236,6 +236,10 @@ class PrecisionConfig(Strict):
     """How many of the last decoder layers stay in BF16, with their KV cache and attention."""
     modules_bf16: tuple[str, ...] = ()
     """Linears kept in BF16, as ``layers.3.down_proj`` or, in every layer, ``down_proj``."""
+    attention: Literal["fp8", "int8", "bf16"] | None = None
+    """Format of Q, K, V and the KV cache, on the sides whose linears are in FP8 or INT8; by default
+    the preset's.
+    """
     wgrad: Literal["fp8", "bf16"] | None = None
     """Format of the operands of WGrad, where linears are in FP8 or INT8; by default FP8 in FP8
     flows and BF16 in INT8 flows.

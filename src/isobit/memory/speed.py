@@ -70,8 +70,8 @@ class SpeedShape:
 
     @property
     def has_int8(self) -> bool:
-        graphs = self.flow.rollout, self.flow.training
-        return any(site.forward == "int8" for graph in graphs for site in graph.sites)
+        sites = (*self.flow.rollout.sites, *self.flow.training.sites)
+        return any(site.kind in ("linear", "head") and site.forward == "int8" for site in sites)
 
     @property
     def head(self) -> float:

@@ -215,7 +215,9 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
     ]
     yield "settings", _code(", ".join(settings))
     preset = record.setting("config", "precision", "preset")
-    yield "precision", f"{_code(preset)}{_FLOWS.get(preset, '')}"
+    attention = record.setting("config", "precision", "attention")
+    said = _FLOWS.get(preset, "") if attention is None else f", attention in {attention.upper()}"
+    yield "precision", f"{_code(preset)}{said}"
 
 
 def _rewards(record: RunRecord) -> Iterator[str]:

@@ -223,6 +223,11 @@ def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
             'precision.head is "int8", but everything is in FP32 in the flow fp32; leave the key '
             "out, or take another preset"
         )
+    if config.attention is not None and config.preset in ("fp32", "bf16"):
+        raise ConfigError(
+            f'precision.attention is "{config.attention}", but the preset {config.preset!r} has no '
+            "linears in 8 bits; take one that has, or leave the key out"
+        )
     _check_kv_scales(config)
     known = {name for site in shape.sites if site.linear is not None for name in site.aliases}
     for module in config.modules_bf16:
@@ -244,16 +249,20 @@ def _check_kv_scales(config: PrecisionConfig) -> None:
                 "kv_calibration out"
             )
         return
+    if _formats_of(config, "rollout")[1] == "e4m3":
+        return
     fitting = [name for name, sides in _PRESETS.items() if sides["rollout"][1] == "e4m3"]
-    if config.preset not in fitting:
-        raise ConfigError(
-            'precision.kv_scales is "per_tensor", which needs Q, K and V in FP8, but the preset is '
-            f"{config.preset!r}; take one of {', '.join(fitting)}, or leave kv_scales out"
-        )
+    if config.preset in fitting:
+        but = f'precision.attention is "{config.attention}"; leave one of them out'
+    else:
+        but = f"the preset is {config.preset!r}; take one of {', '.join(fitting)}, or leave it out"
+    raise ConfigError(
+        f'precision.kv_scales is "per_tensor", which needs Q, K and V in FP8, but {but}'
+    )
 
 
 def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Graph:
-    linears, attention = _PRESETS[config.preset][side]
+    linears, attention = _formats_of(config, side)
     base: Format = "fp32" if config.preset == "fp32" else "bf16"
     last = shape.num_layers - config.last_layers_bf16
     has_adapters = any(site.adapter is not None for site in shape.sites)
@@ -278,6 +287,17 @@ def _build_graph(config: PrecisionConfig, shape: DecoderShape, side: Side) -> Gr
         else:
             sites.append(Site(site.name, site.kind, base))
     return Graph(tuple(sites), base)
+
+
+_ATTENTION: Mapping[str, Format] = {"fp8": "e4m3", "int8": "int8", "bf16": "bf16"}
+
+
+def _formats_of(config: PrecisionConfig, side: Side) -> tuple[Format, Format]:
+    """Of linears, and of KV cache and attention."""
+    linears, attention = _PRESETS[config.preset][side]
+    if config.attention is None or linears not in EIGHT_BITS:
+        return linears, attention
+    return linears, _ATTENTION[config.attention]
 
 
 def _linear_site(config: PrecisionConfig, name: str, linear: LinearShape, format: Format) -> Site:
