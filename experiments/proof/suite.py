@@ -172,8 +172,7 @@ LONG = "long"
 LADDER = "ladder-"
 """``multiply`` from a start of another size (``experiments.proof.ladder``), behind its name."""
 _LADDER_RATES = {"27m": "1.5e-5", "108m": "9e-6", "443m": "6e-6", "1.1b": "4.5e-6"}
-"""Of learning, 0.015 of the rate that a size was fine-tuned with: by pilots of ``27m`` (README.md).
-"""
+"""Learning rates, 0.015 of the highest of a size's fine-tuning: by pilots of ``27m`` (README)."""
 LADDERS = tuple(LADDER + size for size in _LADDER_RATES)
 _LADDER_ARMS: dict[str, Changes] = {
     **{name: ARMS[name] for name in ("bf16", "fp8", "fp8-linear", "int8", "fp8-rollout-tis")},

@@ -59,11 +59,12 @@ def described_model(policy: Policy) -> dict[str, Any]:
             f"rollout.engine = 'vllm' takes dense models, and this one is of the family "
             f"{shape.family}, with experts; set rollout.engine = 'native'"
         )
-    if not {site.forward for site in flow.rollout.sites} <= {"e4m3", "bf16"}:
+    others = {site.forward for site in flow.rollout.sites} - {"e4m3", "bf16"}
+    if others:
         raise ConfigError(
             f"rollout.engine = 'vllm' takes the flows bf16, fp8, fp8-linear and fp8-rollout, "
-            f"and precision.preset is {flow.preset!r}; name one of them, or set rollout.engine "
-            "= 'native'"
+            f"and precision (preset {flow.preset!r}) has {' and '.join(sorted(others)).upper()}; "
+            "name one of them, or set rollout.engine = 'native'"
         )
     quantisation = quantisation_of(shape, flow)
     described = {**shape.to_hf(), "vocab_size": shape.num_drawn}
