@@ -160,7 +160,7 @@ def run_all(
         time.sleep(1.0)
         for one in [one for one in live if one.process.poll() is not None]:
             live.remove(one)
-            is_kept = _keep_if_finished(one, directory, jobs)
+            is_kept = keep_if_finished(one, directory, jobs)
             if is_kept and not one.answers:
                 live.append(_start(one.run, directory, changes, one.card, answers=True))
                 continue
@@ -199,7 +199,8 @@ def on_card(card: str, command: Sequence[str], log: Path) -> subprocess.Popen[by
         )
 
 
-def _keep_if_finished(ended: Live, directory: Path, jobs: int) -> bool:
+def keep_if_finished(ended: Live, directory: Path, jobs: int) -> bool:
+    """Whether it ended well and its row, or its answers, could be kept; what is wrong is said."""
     if ended.process.returncode != 0:
         print(f"{ended.run.name} failed: see {log_path(ended.run, directory)}", flush=True)
         return False

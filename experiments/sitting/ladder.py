@@ -19,7 +19,6 @@ from threading import Lock, Thread
 
 from experiments.proof import runs
 from experiments.proof.suite import LADDER, Run, run_named
-from isobit.util.errors import IsobitError
 
 ROOM = 12
 """Of a card, in runs of ``27m``."""
@@ -94,21 +93,13 @@ class Sitting:
         for one in [one for one in self._live if one.process.poll() is not None]:
             self._live.remove(one)
             self._take(one.card, -TAKES[_size(one.run)])
-            if one.process.returncode:
-                self._say(f"{one.run.name} failed: see {runs.log_path(one.run, self._directory)}")
+            jobs = sum(other.card == one.card for other in self._live) + 1
+            if not runs.keep_if_finished(one, self._directory, jobs):
                 continue
-            try:
-                self._keep(one)
-            except (OSError, ValueError, IsobitError) as error:
-                self._say(f"{one.run.name}: no row could be made of it: {error}")
-
-    def _keep(self, one: runs.Live) -> None:
-        if one.answers:
-            runs.keep_answers(one.run, self._directory)
-            self._say(f"{one.run.name} is made")
-            return
-        runs.keep(one.run, self._directory, sum(other.card == one.card for other in self._live) + 1)
-        self._start(one.run, one.card, answers=True)
+            if one.answers:
+                self._say(f"{one.run.name} is made")
+            else:
+                self._start(one.run, one.card, answers=True)
 
     def _begin(self) -> None:
         left = self._seconds_left()
