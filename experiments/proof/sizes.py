@@ -419,36 +419,58 @@ def with_block(page: str, block: str) -> str:
 
 
 def answer_start(directory: Path, size: str, changes: Changes) -> Path:
-    """Answer and score the held-out problems with an untrained start in ``FLOWS``, in this process;
-    -> DIR/rows/starts/SIZE.json.xz.  ``size`` is one of ``PARAMETERS``.
+    """Answer and score the held-out problems with an untrained start in ``BASE`` and those of
+    ``FLOWS`` that its row lacks, in this process; -> DIR/rows/starts/SIZE.json.xz.  ``size`` is one
+    of ``PARAMETERS``.  Raises ValueError as ``with_flows`` does.
     """
     run = Run(_task(size), BASE, 0)
     words = runs.words_of({**runs.places_of(run, directory), **run.shared, **changes})
     folder = directory / run.start / "model"
-    config = load_config(runs.recipe_of(run.problems), words)
-    found = compare_flows(folder, config, list(FLOWS.values())[1:], answers="completion")
-    names = {flow_name(precision): arm for arm, precision in FLOWS.items()}
     out = directory / "rows" / STARTS / f"{size}{rows.SUFFIX}"
-    rows.write_row(
-        out,
-        {
-            "start": rows.weights_sha256(folder),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "problems": found.problems,
-            "tokens": found.tokens,
-            "flows": {
-                names[one.name]: {
-                    "accuracy": None if one.result is None else one.result.accuracy,
-                    "scores": list(one.scores),
-                    "closeness": None if one.closeness is None else asdict(one.closeness),
-                    "generated_tokens_per_s": one.generated_per_s,
-                }
-                for one in found.flows
-                if one.problem is None
-            },
+    kept = rows.read_row(out) if out.is_file() else None
+    lacking = [arm for arm in FLOWS if kept is None or arm not in kept["flows"]]
+    if kept is not None and not lacking:
+        return out
+    config = load_config(runs.recipe_of(run.problems), words)
+    others = [FLOWS[arm] for arm in lacking if arm != BASE]
+    found = compare_flows(folder, config, others, answers="completion")
+    names = {flow_name(precision): arm for arm, precision in FLOWS.items()}
+    row = {
+        "start": rows.weights_sha256(folder),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "problems": found.problems,
+        "tokens": found.tokens,
+        "flows": {
+            names[one.name]: {
+                "accuracy": None if one.result is None else one.result.accuracy,
+                "scores": list(one.scores),
+                "closeness": None if one.closeness is None else asdict(one.closeness),
+                "generated_tokens_per_s": one.generated_per_s,
+            }
+            for one in found.flows
+            if one.problem is None
         },
-    )
+    }
+    rows.write_row(out, row if kept is None else with_flows(kept, row))
     return out
+
+
+def with_flows(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """A start's row with the flows of another that it lacks.  Raises ValueError unless both are of
+    the same weights and ``BASE`` answered alike in both.
+    """
+    if kept["start"] != found["start"]:
+        raise ValueError(
+            f"the row is of a start whose SHA-256 is {kept['start']}, this start's is "
+            f"{found['start']}: make the start of that row again, or move the row away"
+        )
+    if kept["flows"][BASE]["scores"] != found["flows"][BASE]["scores"]:
+        raise ValueError(
+            f"{BASE} answers otherwise than in the row, from the same weights: flows that were "
+            "measured apart cannot be compared; move the row away and measure all of them"
+        )
+    flows = {**found["flows"], **kept["flows"]}
+    return {**kept, "flows": {arm: flows[arm] for arm in FLOWS if arm in flows}}
 
 
 def read_starts(folder: Path) -> Starts:

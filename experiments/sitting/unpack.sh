@@ -5,7 +5,7 @@ cp .carry/base/* $CARRIED/; tar cf - --exclude=./.carry . | tar xf - -C $TREE; c
 tar xJf $CARRIED/site.txz -C /tmp; tar xJf $CARRIED/gsm.txz -C $PROOF/data
 [ -e $CARRIED/ladder.txz ] && tar xJf $CARRIED/ladder.txz -C $PROOF/data
 ls $CARRIED/caches.txz.* > /dev/null 2>&1 && cat $CARRIED/caches.txz.* | tar xJf - -C /tmp
-cp experiments/results/proof/*.json.xz $PROOF/rows/ 2>/dev/null
+cp experiments/results/proof/*.json.xz $PROOF/rows/ 2>/dev/null; mkdir -p $PROOF/rows/starts; cp experiments/results/proof/starts/*.json.xz $PROOF/rows/starts/
 python3 - $PROOF/data <<'P'
 import json, sys
 from pathlib import Path

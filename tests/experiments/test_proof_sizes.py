@@ -214,3 +214,17 @@ def test_parameters_are_those_of_the_layers_matrices() -> None:
         PRETRAINED,
         *(one.removeprefix(suite.LADDER) for one in suite.LADDERS),
     }
+
+
+def test_a_row_of_a_start_takes_in_flows_that_it_lacks() -> None:
+    start, scores = {"model.safetensors": "84b0"}, [1.0, 0.0, 1.0]
+    kept = {"start": start, "flows": {arm: {"scores": scores} for arm in ("bf16", "fp8", "int8")}}
+    arm = "fp8-int8-attention"
+    later = {"start": start, "flows": {"bf16": {"scores": scores}, arm: {"scores": [1.0] * 3}}}
+    added = sizes.with_flows(kept, later)
+    assert list(added["flows"]) == ["bf16", "fp8", "int8", arm]
+    assert added["flows"][arm]["scores"] == [1.0] * 3
+    with pytest.raises(ValueError, match="SHA-256"):
+        sizes.with_flows(kept, {**later, "start": {"model.safetensors": "f438"}})
+    with pytest.raises(ValueError, match="answers otherwise"):
+        sizes.with_flows(kept, {**later, "flows": {"bf16": {"scores": [0.0] * 3}}})
