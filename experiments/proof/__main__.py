@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     for command in run, commands.choices["flows"]:
         command.add_argument("--cards", nargs="+", default=["0"])
         command.add_argument("--jobs", type=int, default=1)
-    commands.choices["flows"].add_argument("--size", choices=sizes.PARAMETERS)
+    commands.choices["flows"].add_argument("--size", choices=ladder.PARAMETERS)
     run.add_argument("--seconds", type=float, default=float("inf"))
     run.add_argument("--begin-within", type=float, default=float("inf"))
     costs = commands.choices["cost"]
@@ -123,7 +123,7 @@ def answer_untrained(arguments: argparse.Namespace, changes: list[str]) -> None:
     """A start in several flows: one of the ladder in this process, or that of all arms."""
     directory, given = arguments.directory, runs.by_key(changes)
     if arguments.size is not None:
-        print(sizes.answer_start(directory, arguments.size, given))
+        print(ladder.answer_start(directory, arguments.size, given))
         return
     found = runs_module.answer_all(directory, arguments.cards, arguments.jobs, given)
     print("\n".join(runs_module.markdown(found)))
@@ -139,7 +139,7 @@ def report(arguments: argparse.Namespace) -> None:
             f"(TASK-ARM-SEED{rows.SUFFIX}), DIR/rows of a proof that was run"
         )
     torch.set_num_threads(1)  # a bootstrap's draw is little: threads beside other work wait for it
-    starts = sizes.read_starts(directory)
+    starts = ladder.read_starts(directory)
     over_sizes = sizes.measured(found[0], found[2], starts)
     if arguments.command == "sizes":
         try:
@@ -157,7 +157,7 @@ def report(arguments: argparse.Namespace) -> None:
 
 def write_sizes(
     found: list[sizes.Measured],
-    starts: sizes.Starts,
+    starts: ladder.Starts,
     all_rows: list[rows.Row],
     again: rows.Repeats,
     arguments: argparse.Namespace,
@@ -165,7 +165,12 @@ def write_sizes(
     """Print the table over sizes, and write it, the picture and the advice where they are wanted.
     Raises ValueError where there is nothing to draw or to say, or the page has no place for it.
     """
-    lines = [*sizes.markdown(found, starts), *sizes.notes(all_rows, again)]
+    lines = [
+        *sizes.markdown(found, starts),
+        *sizes.rewards(all_rows, again),
+        *sizes.verdicts(found),
+        *sizes.notes(all_rows, again),
+    ]
     print("\n".join(lines))
     if arguments.picture is not None:
         print(page.write_sizes_picture(found, arguments.picture))

@@ -12,18 +12,29 @@ and one tokenizer, from random weights, fine-tuned in BF16 on worked out solutio
 All end with ``#### ANSWER``.  A start is DIR/start-SIZE, and goes on where it was interrupted.  Its
 fine-tuning ends with the first evaluation in which it solves ``ENOUGH`` of ``multiply``, and
 DIR/start-SIZE/start.json says how many updates that took, what it solves, and its weights' SHA-256.
+
+    ROWS/starts/SIZE.json.xz    how a start answers in several flows, without training: of each its
+                                scores, and what ``isobit flows`` measures of its distributions
 """
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from experiments.proof.suite import SEED_STEP, Row, rows_of
+import torch
+
+from experiments.proof import rows, runs
+from experiments.proof.suite import LADDER, SEED_STEP, Changes, Row, Run, arms_of, rows_of
+from isobit import load_config
 from isobit.config.recipes import SftConfig
+from isobit.config.tables import PrecisionConfig
+from isobit.observe.flow_choice import flow_name
 from isobit.parallel.world import ALONE
+from isobit.run.flows import compare_flows, read_flow
 from isobit.run.sft import SftRun, open_run, update_once
 from isobit.store.directory import write_json
 
@@ -81,6 +92,11 @@ SIZES: dict[str, Size] = {
     "1.1b": Size(2048, 6144, 22, 16, 8, 128, 600, 3e-4),  # Qwen3-1.7B with 22 of 28 layers
 }
 """By the parameters, with those of embeddings; ``steps`` is how many updates they may take."""
+PRETRAINED = "SmolLM2-135M"
+PARAMETERS = {PRETRAINED: SIZES["108m"].parameters} | {
+    size: one.parameters for size, one in SIZES.items()
+}
+"""Of a size's layers; ``108m`` is the shape of ``PRETRAINED`` with other embeddings."""
 
 
 def write_text(directory: Path) -> None:
@@ -225,3 +241,94 @@ def _enough(run: SftRun) -> dict[str, float]:
             solved = {name: value for name, value in figures[at].items() if "accuracy" in name}
             return {"updates": max(figures), **solved}
     return {}
+
+
+# How a start answers without training.
+
+
+def _flow_of(said: str) -> PrecisionConfig:
+    """A preset's name, or a table as TOML has it."""
+    return read_flow(tomllib.loads(f"flow = {said}")["flow"] if said.startswith("{") else said)
+
+
+FLOWS: Mapping[str, PrecisionConfig] = {
+    arm: _flow_of(changes["precision"])
+    for arm, changes in arms_of(LADDER + "27m").items()
+    if "corrections" not in changes
+}
+"""Arms that are one function, with their precision."""
+BASE = "bf16"
+STARTS = "starts"
+Starts = Mapping[str, Mapping[str, Any]]
+"""Size -> what its file in ``STARTS`` holds."""
+
+
+def task_of(size: str) -> str:
+    return "multiply" if size == PRETRAINED else LADDER + size
+
+
+def answer_start(directory: Path, size: str, changes: Changes) -> Path:
+    """Answer and score the held-out problems with an untrained start in ``BASE`` and those of
+    ``FLOWS`` that its row lacks, in this process; -> DIR/rows/starts/SIZE.json.xz.  ``size`` is one
+    of ``PARAMETERS``.  Raises ValueError as ``with_flows`` does.
+    """
+    run = Run(task_of(size), BASE, 0)
+    words = runs.words_of({**runs.places_of(run, directory), **run.shared, **changes})
+    folder = directory / run.start / "model"
+    out = directory / "rows" / STARTS / f"{size}{rows.SUFFIX}"
+    kept = rows.read_row(out) if out.is_file() else None
+    lacking = [arm for arm in FLOWS if kept is None or arm not in kept["flows"]]
+    if kept is not None and not lacking:
+        return out
+    config = load_config(runs.recipe_of(run.problems), words)
+    others = [FLOWS[arm] for arm in lacking if arm != BASE]
+    found = compare_flows(folder, config, others, answers="completion")
+    names = {flow_name(precision): arm for arm, precision in FLOWS.items()}
+    row = {
+        "start": rows.weights_sha256(folder),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "problems": found.problems,
+        "tokens": found.tokens,
+        "flows": {
+            names[one.name]: {
+                "accuracy": None if one.result is None else one.result.accuracy,
+                "scores": list(one.scores),
+                "closeness": None if one.closeness is None else asdict(one.closeness),
+                "generated_tokens_per_s": one.generated_per_s,
+            }
+            for one in found.flows
+            if one.problem is None
+        },
+    }
+    rows.write_row(out, row if kept is None else with_flows(kept, row))
+    return out
+
+
+def with_flows(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """A start's row with the flows of another that it lacks.  Raises ValueError unless both are of
+    the same weights and ``BASE`` answered alike in both.
+    """
+    if kept["start"] != found["start"]:
+        raise ValueError(
+            f"the row is of a start whose SHA-256 is {kept['start']}, this start's is "
+            f"{found['start']}: make the start of that row again, or move the row away"
+        )
+    if kept["flows"][BASE]["scores"] != found["flows"][BASE]["scores"]:
+        raise ValueError(
+            f"{BASE} answers otherwise than in the row, from the same weights: flows that were "
+            "measured apart cannot be compared; move the row away and measure all of them"
+        )
+    flows = {**found["flows"], **kept["flows"]}
+    return {**kept, "flows": {arm: flows[arm] for arm in FLOWS if arm in flows}}
+
+
+def read_starts(folder: Path) -> Starts:
+    """Of the sizes that were answered without training.  Raises ValueError for a file that cannot
+    be read.
+    """
+    found = folder / STARTS
+    return {
+        size: rows.read_row(path)
+        for size in PARAMETERS
+        if (path := found / f"{size}{rows.SUFFIX}").is_file()
+    }

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from experiments.proof import figures, sizes
+from experiments.proof import figures, ladder, sizes
 from experiments.proof.cost import Costs
 from experiments.proof.figures import by_arm
-from experiments.proof.ladder import SIZES
 from experiments.proof.rows import Repeats, Row, Settings, settings_of
 from experiments.proof.sizes import Difference, Measured, Stage
 from experiments.proof.suite import ARMS, TASKS
@@ -146,11 +145,11 @@ _LAW = "N^-0.4", 0
 """Its label and its colour, of which ``page.html`` and ``picture.svg`` know: grey and dashed, where
 the arms' lines are not.
 """
-_ORDER = sorted(SIZES, key=sizes.PARAMETERS.__getitem__)
+_ORDER = sorted(ladder.SIZES, key=ladder.PARAMETERS.__getitem__)
 _INSIDE = 22.0
 """From the sides of a chart to the smallest and the largest size, in units of the SVG."""
 _APART, _BESIDE, _DIAMOND = 4.0, 22.0, 4.0
-"""Between arms of one size, from them to ``sizes.PRETRAINED``, and half of its diamond."""
+"""Between arms of one size, from them to ``ladder.PRETRAINED``, and half of its diamond."""
 _SIZES_NOTE = (
     "N: parameters of the layers' matrices, on a logarithmic axis. Bars: 95% intervals. Open "
     "diamonds: SmolLM2-135M, pretrained, whose layers are as large as those of 108m. Dashed: "
@@ -162,11 +161,11 @@ def size_charts(found: Sequence[Measured]) -> list[Chart]:
     """The difference of each arm to ``bf16`` against the parameters of the layers: a chart for each
     moment at which the ladder was measured.
     """
-    ladder = [one for one in found if one.size in SIZES]
+    of_ladder = [one for one in found if one.size in ladder.SIZES]
     return [
         _size_chart(stage, found)
         for stage in sizes.STAGES
-        if any(stage in one.differences for one in ladder)
+        if any(stage in one.differences for one in of_ladder)
     ]
 
 
@@ -194,7 +193,7 @@ def _size_chart(stage: Stage, found: Sequence[Measured]) -> Chart:
     marks = [Mark(label, place, line=paths)] if paths else []
     for at, (arm, ours) in enumerate(shown.items()):
         marks.append(_size_mark(arm, ours, _APART * (at - (len(shown) - 1) / 2), y))
-    named = [size for size in sizes.PARAMETERS if any(size in ours for ours in shown.values())]
+    named = [size for size in ladder.PARAMETERS if any(size in ours for ours in shown.values())]
     title = sizes.STAGES[stage].capitalize()
     return Chart(
         panel=Panel(title, "points minus bf16", (), _SIZES_NOTE, axis="N", compared=True),
@@ -215,11 +214,11 @@ def _size_chart(stage: Stage, found: Sequence[Measured]) -> Chart:
 
 
 def _x(size: str) -> float:
-    return _place_of(sizes.PARAMETERS[size])
+    return _place_of(ladder.PARAMETERS[size])
 
 
 def _place_of(parameters: float) -> float:
-    first, last = (math.log(sizes.PARAMETERS[size]) for size in (_ORDER[0], _ORDER[-1]))
+    first, last = (math.log(ladder.PARAMETERS[size]) for size in (_ORDER[0], _ORDER[-1]))
     share = (math.log(parameters) - first) / (last - first)
     return round(LEFT + _INSIDE + share * (RIGHT - LEFT - 2 * _INSIDE), 1)
 
@@ -228,7 +227,7 @@ def _law_line(found: Sequence[Measured], arm: str, stage: Stage) -> list[tuple[f
     """Its place on the x axis and its value, between the smallest and the largest size; none of
     weights that answer in ``bf16``, of which the law says nothing.
     """
-    first, last = (sizes.PARAMETERS[size] for size in (_ORDER[0], _ORDER[-1]))
+    first, last = (ladder.PARAMETERS[size] for size in (_ORDER[0], _ORDER[-1]))
     numbers = [first * (last / first) ** (step / 24) for step in range(25)]
     found_at = [(one, sizes.law(found, arm, stage, one)) for one in numbers]
     return [
@@ -239,14 +238,14 @@ def _law_line(found: Sequence[Measured], arm: str, stage: Stage) -> list[tuple[f
 def _size_mark(
     arm: str, ours: Mapping[str, Difference], shift: float, y: Callable[[float], float]
 ) -> Mark:
-    """A line over the ladder, and a diamond for ``sizes.PRETRAINED``; intervals as bars."""
+    """A line over the ladder, and a diamond for ``ladder.PRETRAINED``; intervals as bars."""
     dots = [(round(_x(size) + shift, 1), y(ours[size].mean)) for size in _ORDER if size in ours]
     bars = ""
     for size, one in ours.items():
-        x = round(_x(size) + shift - (_BESIDE if size == sizes.PRETRAINED else 0.0), 1)
+        x = round(_x(size) + shift - (_BESIDE if size == ladder.PRETRAINED else 0.0), 1)
         if one.low is not None and one.high is not None:
             bars += _path([(x, y(one.high)), (x, y(one.low))])
-        if size == sizes.PRETRAINED:
+        if size == ladder.PRETRAINED:
             at, d = y(one.mean), _DIAMOND
             bars += _path([(x - d, at), (x, at - d), (x + d, at), (x, at + d)]) + "Z"
     line = _path(dots) if len(dots) > 1 else ""
@@ -305,7 +304,7 @@ def write_html(
     ConfigError where another file is there.
     """
     tasks = figures.by_task(rows)
-    has_sizes = any(one.size != sizes.PRETRAINED for one in over_sizes)
+    has_sizes = any(one.size != ladder.PRETRAINED for one in over_sizes)
     page = render_page(
         HERE / "page.html",
         MARKER,
@@ -346,7 +345,7 @@ def write_sizes_picture(found: Sequence[Measured], out: Path) -> Path:
     """The difference to ``bf16`` against size, a chart for each moment, as SVG.  Raises ValueError
     where no arm of the ladder was measured, ConfigError where another file is there.
     """
-    if not any(one.differences for one in found if one.size != sizes.PRETRAINED):
+    if not any(one.differences for one in found if one.size != ladder.PRETRAINED):
         raise ValueError("no two arms of the ladder are finished: there is nothing to draw")
     titled = [(chart.panel.title, chart) for chart in size_charts(found)]
     described = "Points minus bf16 against parameters"

@@ -209,8 +209,6 @@ def _may(name: str) -> bool:
     return name.startswith("config.")
 
 
-pass
-
 LOST = ".jsonl.xz"
 
 _MAY_DIFFER = ("device.", "versions.", "bits.")

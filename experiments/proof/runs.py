@@ -300,8 +300,6 @@ def _described(lines: list[dict[str, Any]]) -> str:
     )
 
 
-pass
-
 _LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 

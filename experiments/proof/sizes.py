@@ -15,13 +15,9 @@ With differences that fall likewise, an arm's at N parameters are
     d(N) = d(N0) (N0 / N)^0.4       N0, d(N0): SmolLM2-135M's on multiply, as measured
 
 where N counts the matrices of the layers, which are what is in 8 bits.
-
-    ROWS/starts/SIZE.json.xz    how a start answers in several flows, without training: of each its
-                                scores, and what ``isobit flows`` measures of its distributions
 """
 
 import os
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,14 +27,11 @@ from typing import Any, Literal
 
 import torch
 
-from experiments.proof import cost, figures, rows, runs
-from experiments.proof.ladder import SIZES
+from experiments.proof import cost, figures, rows
+from experiments.proof.ladder import BASE, FLOWS, PARAMETERS, PRETRAINED, Starts, task_of
 from experiments.proof.rows import Repeats, Row
-from experiments.proof.suite import LADDER, SITES, Changes, Run, arms_of
-from isobit import load_config
-from isobit.config.tables import PrecisionConfig
+from experiments.proof.suite import LADDER, SITES, arms_of
 from isobit.observe.flow_choice import flow_name
-from isobit.run.flows import compare_flows, read_flow
 
 Stage = Literal["before", "after", "back"]
 STAGES: Mapping[Stage, str] = {
@@ -46,33 +39,13 @@ STAGES: Mapping[Stage, str] = {
     "after": "after training",
     "back": "after training, answered in bf16",
 }
-BASE = "bf16"
-PRETRAINED = "SmolLM2-135M"
 CALIBRATED = "fp8", "int8"
 """Arms that the law is drawn for, each from its own difference on ``PRETRAINED``."""
 EXPONENT = 0.4
+LAST = 25
+"""Steps whose rewards are compared."""
 POINT = 0.01
-PARAMETERS = {PRETRAINED: SIZES["108m"].parameters} | {
-    size: one.parameters for size, one in SIZES.items()
-}
-"""Of a size's layers; ``108m`` is the shape of ``PRETRAINED`` with other embeddings."""
 ARMS = tuple(arms_of(LADDER + "27m"))
-
-
-def _flow_of(said: str) -> PrecisionConfig:
-    """A preset's name, or a table as TOML has it."""
-    return read_flow(tomllib.loads(f"flow = {said}")["flow"] if said.startswith("{") else said)
-
-
-FLOWS: Mapping[str, PrecisionConfig] = {
-    arm: _flow_of(changes["precision"])
-    for arm, changes in arms_of(LADDER + "27m").items()
-    if "corrections" not in changes
-}
-"""Arms that are one function, with their precision."""
-STARTS = "starts"
-Starts = Mapping[str, Mapping[str, Any]]
-"""Size -> what its file in ``STARTS`` holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +96,7 @@ class Measured:
 def measured(found: Sequence[Row], costs: cost.Costs, starts: Starts) -> list[Measured]:
     """Of each size whatever is there, in the order of ``PARAMETERS`` and ``ARMS``."""
     return [
-        _measured(size, arm, by_arm, costs.get(_task(size), {}), starts.get(size, {}))
+        _measured(size, arm, by_arm, costs.get(task_of(size), {}), starts.get(size, {}))
         for size, by_arm in by_size(found).items()
         for arm in ARMS
         if by_arm.get(arm) or arm in starts.get(size, {}).get("flows", {})
@@ -133,16 +106,12 @@ def measured(found: Sequence[Row], costs: cost.Costs, starts: Starts) -> list[Me
 def by_size(found: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
     """Size -> arm -> its rows.  ``fp8-linear`` of ``PRETRAINED`` is among the ``sites``."""
     sizes: dict[str, dict[str, list[Row]]] = {size: {} for size in PARAMETERS}
-    tasks = {_task(size): size for size in PARAMETERS}
+    tasks = {task_of(size): size for size in PARAMETERS}
     for row in found:
         size = PRETRAINED if row["task"] == SITES else tasks.get(row["task"])
         if size is not None and row["arm"] in ARMS:
             sizes[size].setdefault(row["arm"], []).append(row)
     return sizes
-
-
-def _task(size: str) -> str:
-    return "multiply" if size == PRETRAINED else LADDER + size
 
 
 def _measured(
@@ -260,15 +229,13 @@ def table(found: Sequence[Measured]) -> Iterator[tuple[Measured, tuple[str, ...]
 
 
 def markdown(found: Sequence[Measured], starts: Starts) -> Iterator[str]:
-    """The table, the distributions of the starts, and what came out against what was hoped."""
+    """The table, and the distributions of the starts."""
     yield f"| size, arm | {' | '.join(COLUMNS)} |"
     yield f"|---|{'---:|' * len(COLUMNS)}"
     for one, cells in table(found):
         yield f"| {one.size}, `{one.arm}` | {' | '.join(cells)} |"
     yield ""
     yield from _distributions(starts)
-    for arm in ARMS[1:]:
-        yield from _verdict(arm, [one for one in found if one.arm == arm])
 
 
 def _cells(one: Measured, found: Sequence[Measured]) -> Iterator[str]:
@@ -315,7 +282,9 @@ def _distributions(starts: Starts) -> Iterator[str]:
         all_flows = starts[size]["flows"]
         base = all_flows[BASE]["closeness"]["perplexity"]
         cells = [
-            f"{all_flows[flow]['closeness']['perplexity'] / base - 1:+.3%}, "
+            "-"
+            if flow not in all_flows
+            else f"{all_flows[flow]['closeness']['perplexity'] / base - 1:+.3%}, "
             f"{all_flows[flow]['closeness']['rms']:.4f}"
             for flow in flows
         ]
@@ -323,8 +292,57 @@ def _distributions(starts: Starts) -> Iterator[str]:
     yield ""
 
 
+def rewards(all_rows: Iterable[Row], again: Repeats) -> Iterator[str]:
+    """A table of the rewards while training: of each arm and size, over the last ``LAST``
+    steps that its runs and those of ``BASE`` have in common, minus ``BASE``, paired by seed and
+    step (the same prompts).  Each arm samples in its own flow.  Runs that were lost before their
+    end count up to there.
+    """
+    steps = {name: columns["reward/mean"] for name, columns in again.lost.items()}
+    steps |= {rows.name_of(row): row["steps"]["reward/mean"] for row in all_rows}
+    yield f"| reward while training, minus `{BASE}` | {' | '.join(f'`{a}`' for a in ARMS[1:])} |"
+    yield f"|---|{'---:|' * len(ARMS[1:])}"
+    for size in PARAMETERS:
+        cells = [_rewards_of(task_of(size), arm, steps) for arm in ARMS[1:]]
+        if any(cell != "-" for cell in cells):
+            yield f"| {size} | {' | '.join(cells)} |"
+    yield ""
+
+
+def _rewards_of(task: str, arm: str, steps: Mapping[str, Sequence[float]]) -> str:
+    prefixes = [f"{task}-{name}-" for name in (arm, BASE)]
+    seeds = [
+        name.removeprefix(prefixes[0])
+        for name in sorted(steps)
+        if name.startswith(prefixes[0]) and name.removeprefix(prefixes[0]).isdecimal()
+    ]
+    pairs = [
+        (steps[f"{prefixes[0]}{seed}"], base)
+        for seed in seeds
+        if (base := steps.get(f"{prefixes[1]}{seed}"))
+    ]
+    if not pairs:
+        return "-"
+    end = min(len(one) for pair in pairs for one in pair)
+    last = torch.tensor([[one[max(end - LAST, 0) : end] for one in pair] for pair in pairs])
+    found = _with_interval(last[:, 0] - last[:, 1])
+    return f"{found.text}, {_seeds(len(pairs))}, to step {end}"
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed" + "s" * (count != 1)
+
+
+def verdicts(found: Sequence[Measured]) -> Iterator[str]:
+    """What came out against what was hoped."""
+    for arm in ARMS[1:]:
+        yield from _verdict(arm, [one for one in found if one.arm == arm])
+
+
 def _verdict(arm: str, ours: Sequence[Measured]) -> Iterator[str]:
-    """At which sizes the interval of the difference is inside one point, outside, or neither."""
+    """At which sizes the interval of the difference is inside one point, outside, or neither; that
+    of one seed knows nothing of others.
+    """
     for stage in ("before", "after"):
         places: dict[str, list[str]] = {"within one point": [], "not": [], "undecided": []}
         for one in ours:
@@ -333,7 +351,8 @@ def _verdict(arm: str, ours: Sequence[Measured]) -> Iterator[str]:
                 within = found.low >= -POINT and found.high <= POINT
                 outside = found.high < -POINT or found.low > POINT
                 word = "within one point" if within else "not" if outside else "undecided"
-                places[word].append(one.size)
+                alone = one.seeds == 1 and stage == "after"
+                places[word].append(f"{one.size} ({_seeds(1)})" if alone else one.size)
         said = [f"{word} at {', '.join(sizes)}" for word, sizes in places.items() if sizes]
         if said:
             yield f"- `{arm}`, {STAGES[stage]}: {'; '.join(said)}."
@@ -363,7 +382,7 @@ def advice(found: Sequence[Measured], all_rows: Sequence[Row]) -> dict[str, Any]
             "no two arms of the ladder are finished: there is nothing to say of sizes; "
             "run ladder-SIZE in bf16 and in another arm"
         )
-    used = [row for row in all_rows if row["task"] in {_task(one.size) for one in ours}]
+    used = [row for row in all_rows if row["task"] in {task_of(one.size) for one in ours}]
     cards = sorted({row["run"]["device"].get("model") or "cpu" for row in used})
     days = sorted({row["run"]["started"][:10] for row in used})
     steps = sorted({len(row["steps"]["step"]) for row in used})
@@ -416,70 +435,3 @@ def with_block(page: str, block: str) -> str:
     if not (begins and ends):
         raise ValueError(f"the page has no block {BEGIN} .. {END}, where the table belongs")
     return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
-
-
-def answer_start(directory: Path, size: str, changes: Changes) -> Path:
-    """Answer and score the held-out problems with an untrained start in ``BASE`` and those of
-    ``FLOWS`` that its row lacks, in this process; -> DIR/rows/starts/SIZE.json.xz.  ``size`` is one
-    of ``PARAMETERS``.  Raises ValueError as ``with_flows`` does.
-    """
-    run = Run(_task(size), BASE, 0)
-    words = runs.words_of({**runs.places_of(run, directory), **run.shared, **changes})
-    folder = directory / run.start / "model"
-    out = directory / "rows" / STARTS / f"{size}{rows.SUFFIX}"
-    kept = rows.read_row(out) if out.is_file() else None
-    lacking = [arm for arm in FLOWS if kept is None or arm not in kept["flows"]]
-    if kept is not None and not lacking:
-        return out
-    config = load_config(runs.recipe_of(run.problems), words)
-    others = [FLOWS[arm] for arm in lacking if arm != BASE]
-    found = compare_flows(folder, config, others, answers="completion")
-    names = {flow_name(precision): arm for arm, precision in FLOWS.items()}
-    row = {
-        "start": rows.weights_sha256(folder),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "problems": found.problems,
-        "tokens": found.tokens,
-        "flows": {
-            names[one.name]: {
-                "accuracy": None if one.result is None else one.result.accuracy,
-                "scores": list(one.scores),
-                "closeness": None if one.closeness is None else asdict(one.closeness),
-                "generated_tokens_per_s": one.generated_per_s,
-            }
-            for one in found.flows
-            if one.problem is None
-        },
-    }
-    rows.write_row(out, row if kept is None else with_flows(kept, row))
-    return out
-
-
-def with_flows(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """A start's row with the flows of another that it lacks.  Raises ValueError unless both are of
-    the same weights and ``BASE`` answered alike in both.
-    """
-    if kept["start"] != found["start"]:
-        raise ValueError(
-            f"the row is of a start whose SHA-256 is {kept['start']}, this start's is "
-            f"{found['start']}: make the start of that row again, or move the row away"
-        )
-    if kept["flows"][BASE]["scores"] != found["flows"][BASE]["scores"]:
-        raise ValueError(
-            f"{BASE} answers otherwise than in the row, from the same weights: flows that were "
-            "measured apart cannot be compared; move the row away and measure all of them"
-        )
-    flows = {**found["flows"], **kept["flows"]}
-    return {**kept, "flows": {arm: flows[arm] for arm in FLOWS if arm in flows}}
-
-
-def read_starts(folder: Path) -> Starts:
-    """Of the sizes that were answered without training.  Raises ValueError for a file that cannot
-    be read.
-    """
-    found = folder / STARTS
-    return {
-        size: rows.read_row(path)
-        for size in PARAMETERS
-        if (path := found / f"{size}{rows.SUFFIX}").is_file()
-    }

@@ -87,9 +87,6 @@ made again) is not.
 """
 PARAMETERS_8B = 8.19e9
 
-
-pass
-
 GIB = 1 << 30
 
 

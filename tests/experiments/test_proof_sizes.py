@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.proof import figures, page, rows, sizes, suite
-from experiments.proof.sizes import PARAMETERS, PRETRAINED, measured
+from experiments.proof import figures, ladder, page, rows, sizes, suite
+from experiments.proof.ladder import PARAMETERS, PRETRAINED
+from experiments.proof.sizes import measured
 from tests.experiments.made_up_rows import made_up_row
 
 PROBLEMS = 40
@@ -129,8 +130,8 @@ def test_a_start_that_was_answered_without_training_stands_in() -> None:
     ("after", "said"), [(0.0, "within one point"), (0.5, "not"), (0.025, "undecided")]
 )
 def test_it_is_said_whether_an_arm_is_within_a_point(after: float, said: str) -> None:
-    *_, before, line = sizes.markdown(measured(pair("ladder-27m", after=after), {}, {}), {})
-    assert line == f"- `fp8`, after training: {said} at 27m."
+    before, line = sizes.verdicts(measured(pair("ladder-27m", after=after), {}, {}))
+    assert line == f"- `fp8`, after training: {said} at 27m (1 seed)."
     assert before == "- `fp8`, before training: not at 27m."
 
 
@@ -216,15 +217,26 @@ def test_parameters_are_those_of_the_layers_matrices() -> None:
     }
 
 
+def test_rewards_while_training_are_compared_where_both_runs_have_steps() -> None:
+    given = pair("ladder-443m", 2)
+    for row, reward in zip(given, (0.7, 0.6, 0.5, 0.5), strict=True):
+        row["steps"]["reward/mean"] = [0.0] * 30 + [reward] * 30  # pyright: ignore[reportIndexIssue]
+    (both,) = (line for line in sizes.rewards(given, rows.Repeats()) if line.startswith("| 443m"))
+    assert "| -5.0 [-10.0, +0.0], 2 seeds, to step 60 | - |" in both
+    lost = rows.Repeats(lost={"ladder-443m-fp8-0": {"reward/mean": [0.0] * 30 + [0.1] * 5}})
+    (cut,) = (line for line in sizes.rewards(given[:1], lost) if line.startswith("| 443m"))
+    assert "| -12.0 [" in cut and ", 1 seed, to step 35 |" in cut  # 5 of 25 steps: -0.6
+
+
 def test_a_row_of_a_start_takes_in_flows_that_it_lacks() -> None:
     start, scores = {"model.safetensors": "84b0"}, [1.0, 0.0, 1.0]
     kept = {"start": start, "flows": {arm: {"scores": scores} for arm in ("bf16", "fp8", "int8")}}
     arm = "fp8-int8-attention"
     later = {"start": start, "flows": {"bf16": {"scores": scores}, arm: {"scores": [1.0] * 3}}}
-    added = sizes.with_flows(kept, later)
+    added = ladder.with_flows(kept, later)
     assert list(added["flows"]) == ["bf16", "fp8", "int8", arm]
     assert added["flows"][arm]["scores"] == [1.0] * 3
     with pytest.raises(ValueError, match="SHA-256"):
-        sizes.with_flows(kept, {**later, "start": {"model.safetensors": "f438"}})
+        ladder.with_flows(kept, {**later, "start": {"model.safetensors": "f438"}})
     with pytest.raises(ValueError, match="answers otherwise"):
-        sizes.with_flows(kept, {**later, "flows": {"bf16": {"scores": [0.0] * 3}}})
+        ladder.with_flows(kept, {**later, "flows": {"bf16": {"scores": [0.0] * 3}}})

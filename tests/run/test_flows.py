@@ -417,12 +417,12 @@ def test_what_is_known_by_size_names_where_it_was_measured(
     assert main(["flows", "starter", "--gpu", "h200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     place = lines.index(
-        "by size, the difference to bf16 before and after 150 steps of GRPO, in points:"
+        "by size, the difference to bf16 before and after 150 steps of GRPO, in points (seeds):"
     )
     before, after, large, measured, own = lines[place + 2 :][:5]
-    assert before == "25 million (small), before              -30.0 [-31.0, -28.0]"
-    assert after == "25 million (small), after      -30.0 [-31.0, -28.0], 3 seeds"
-    assert large == "1,107 million (large), before              -5.0 [-6.0, -3.0]"
+    assert before == "25 million (small), before         -30.0 [-31.0, -28.0]"
+    assert after == "25 million (small), after      -30.0 [-31.0, -28.0] (3)"
+    assert large == "1,107 million (large), before         -5.0 [-6.0, -3.0]"
     assert measured == (
         "measured on sums (NVIDIA H200, 2026-11-25 to 2026-11-26); other tasks differ"
     )

@@ -359,7 +359,7 @@ def _size_lines(found: Comparison) -> list[str]:
     when = " to ".join(dict.fromkeys(known["days"]))
     return [
         "",
-        f"by size, the difference to bf16 before and after {steps} steps of GRPO, in points:",
+        f"by size, the difference to bf16 before and after {steps} steps of GRPO, in points (seeds):",
         *_table(rows),
         f"measured on {known['task']} ({', '.join(known['cards'])}, {when}); other tasks differ",
         f"this model has {_millions(found.layer_parameters)} parameters in its layers, {where}",
@@ -368,8 +368,7 @@ def _size_lines(found: Comparison) -> list[str]:
 
 def _difference(flow: Mapping[str, Any], stage: str) -> str:
     mean, low, high = (f"{100 * flow[stage][name]:+.1f}" for name in ("mean", "low", "high"))
-    seeds = f", {flow['seeds']} seed{'s' if flow['seeds'] > 1 else ''}" * (stage == "after")
-    return f"{mean} [{low}, {high}]{seeds}"
+    return f"{mean} [{low}, {high}]" + f" ({flow['seeds']})" * (stage == "after")
 
 
 def _millions(count: int) -> str:
