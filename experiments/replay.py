@@ -29,9 +29,9 @@ import rich.console
 import torch
 
 from benchmarks.quickstart import RECIPE, describe_device
+from isobit.config.algorithm import ReplayConfig
 from isobit.config.load import load_config
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import ReplayConfig
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer

@@ -37,7 +37,7 @@ def test_a_precision_may_be_a_recipes_table(capsys):
     words = ["--data", "starter:held_out.jsonl", *REWARD, *SMALL]
     table = '{preset = "fp8", modules_bf16 = ["down_proj"]}'
     assert main(["eval", "starter", *words, "--precision", table]) == 0
-    assert capsys.readouterr().out.startswith("fp8: held_out accuracy ")
+    assert capsys.readouterr().out.startswith(f"{table}: held_out accuracy ")
     table = '{preset = "fp8", modules_bf16 = ["gone_proj"]}'
     assert main(["eval", "starter", *words, "--precision", table]) == 2
     assert "'gone_proj', which the model does not have" in capsys.readouterr().err

@@ -97,7 +97,9 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_flow_with_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--precision.first_layers_bf16", "3", "--precision.scales", "fp32"]
     assert main(["inspect", "starter", *options]) == 0
-    assert "the 7 matrices in E4M3: fp8, FP32 scales" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    flow = '{preset = "fp8", first_layers_bf16 = 3, scales = "fp32"}'
+    assert f"the 7 matrices in E4M3: {flow}" in said
 
 
 def test_it_writes_the_page_and_says_where(

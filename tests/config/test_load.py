@@ -23,6 +23,7 @@ from isobit.config.load import (
     parse_overrides,
 )
 from isobit.config.recipes import RunConfig, SftConfig, all_keys
+from isobit.config.tables import PrecisionConfig, precision_name
 from isobit.util.errors import ConfigError
 
 MINIMAL = """
@@ -369,3 +370,21 @@ def test_tables_override_the_keys_that_they_name_and_no_others():
         "training": {"steps": 5},
         "precision": {"preset": "bf16", "wgrad": "bf16"},
     }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8",
+        "bf16",
+        '{preset = "fp8", attention = "int8"}',
+        '{preset = "fp8", first_layers_bf16 = 1, modules_bf16 = ["down_proj"], scales = "fp32"}',
+    ],
+)
+def test_a_flow_is_named_as_a_recipe_names_it(name: str) -> None:
+    given = tomllib.loads(f"precision = {name if name.startswith('{') else repr(name)}")
+    precision = PrecisionConfig.model_validate(given["precision"])
+    assert precision.name == name
+    table = precision.model_dump(mode="json", exclude_defaults=True)
+    without = {"preset": precision.preset, **table}
+    assert precision_name(without) == name, "also without what is as by default"

@@ -12,7 +12,7 @@ import torch
 from isobit.cli.main import main
 from isobit.config.load import dump_config
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import CheckConfig, PrecisionConfig, Preset
+from isobit.config.tables import CheckConfig, PrecisionConfig, Preset, named_precision
 from isobit.kernels.spec import head
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from isobit.proof.doctor_findings import check_state, check_step
@@ -31,9 +31,9 @@ MODEL = Path("runs/a/model")
 EQUAL, PARTED = Comparison(8, 0, 0.0, 0.0), Comparison(8, 3, 0.5, 0.8)
 
 
-def flow(preset: Preset) -> PrecisionFlow:
+def flow(precision: Preset | PrecisionConfig) -> PrecisionFlow:
     return build_flow(
-        PrecisionConfig(preset=preset),
+        named_precision(precision),
         shape_of_layers(1, {"qkv_proj": LinearShape({"qkv_proj": 128}, 128)}),
     )
 
@@ -112,6 +112,13 @@ def test_stop_raises_whatever_the_flow() -> None:
                 step(PARTED),
                 MODEL,
             )
+
+
+def test_the_advice_is_of_the_flow_with_its_options() -> None:
+    ours = flow(PrecisionConfig(preset="fp8", attention="int8"))
+    (line,) = check_step(CheckConfig(), ours, step(PARTED), MODEL)
+    table = """'{preset = "fp8", attention = "int8"}'"""  # as a shell takes it
+    assert f"isobit verify runs/a/model --precision {table} --bisect" in line
 
 
 @pytest.mark.usefixtures("planted")

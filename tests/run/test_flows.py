@@ -417,7 +417,7 @@ def test_what_is_known_by_size_names_where_it_was_measured(
     assert main(["flows", "starter", "--gpu", "h200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     place = lines.index(
-        "by size, the difference to bf16 before and after 150 steps of GRPO, in points (seeds):"
+        "by size, the difference to bf16 before and after 150 steps of GRPO, points (seeds):"
     )
     before, after, large, measured, own = lines[place + 2 :][:5]
     assert before == "25 million (small), before         -30.0 [-31.0, -28.0]"

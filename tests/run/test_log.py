@@ -88,6 +88,7 @@ def test_a_step_whose_rewards_all_failed_has_a_line() -> None:
 SUMMARY = RlSummary(
     Path("runs/x"),
     "fp8",
+    "fp8",
     20,
     0.55,
     0.9,

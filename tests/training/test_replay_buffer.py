@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import ReplayConfig
+from isobit.config.algorithm import ReplayConfig
 from isobit.records.sequence import COLUMNS, GIVEN, TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.training.replay_buffer import ReplayBuffer

@@ -57,7 +57,7 @@ def evaluate_reward_model(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(asdict(result), indent=2))
     else:
-        print(f"{config.precision.preset}: {describe(result)}")
+        print(f"{config.precision.name}: {describe(result)}")
     return 0
 
 
@@ -169,7 +169,7 @@ def _eval(arguments: Sequence[str], world: "World | None") -> int:
     else:
         Console().line(
             "\n".join(
-                f"{config.precision.preset}: {describe_result(name, result)}"
+                f"{config.precision.name}: {describe_result(name, result)}"
                 for name, result in results.items()
             )
         )

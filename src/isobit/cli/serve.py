@@ -279,7 +279,7 @@ def _server(
         chat=settings.data,
         sampling=model.sampling(rollout),
         max_tokens=rollout.max_new_tokens if "max_new_tokens" in rollout.model_fields_set else None,
-        precision=settings.precision.preset,
+        precision=settings.precision.name,
         adapters=tuple(adapters),
         folders={name: options.folder} | {one: str(path) for one, path in options.lora_modules},
     )

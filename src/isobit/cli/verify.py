@@ -256,7 +256,7 @@ def _print_result(result: "VerifyResult") -> None:
             + (": the noise or the logits depend on the batch" if other else "")
         )
     print(
-        f"{result.preset}: {counts.tokens_differing:,} of {counts.tokens_compared:,} "
+        f"{result.flow}: {counts.tokens_differing:,} of {counts.tokens_compared:,} "
         f"log-probabilities{counts.describe_routings()} differ, "
         f"by {counts.max_abs_diff:.3g} at most"
     )

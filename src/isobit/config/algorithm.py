@@ -1,5 +1,5 @@
 """The table ``algorithm``, the list ``corrections`` of weights for tokens that another policy
-sampled than the one being trained, and the table ``teacher``.
+sampled than the one being trained, and the tables ``reference``, ``replay`` and ``teacher``.
 
 Each algorithm has only the keys that it reads, with the defaults of its paper. ``algorithm =
 "dapo"`` names one, ``algorithm = "file.py:Class"`` a custom objective; a table without a name is
@@ -357,6 +357,32 @@ def check_credit(algorithm: AlgorithmConfig, acts: bool, replayed: float) -> Non
             f"algorithm.credit is 'turn', and replay.fraction {replayed:g}: a "
             "replayed completion keeps one advantage for all its turns; leave one of them out"
         )
+
+
+class ReferenceConfig(Strict):
+    """The frozen reference model, loaded where ``algorithm.kl_coefficient`` is above 0."""
+
+    model: HomeName | None = None
+    """A folder or name of the hub with the policy's vocabulary; by default the run's ``model``."""
+    refresh_every: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Steps after which it takes the policy's current weights; 0 is never."""
+    offload: bool = False
+    """Keep it in host memory except while it scores, to free GPU memory."""
+
+
+class ReplayConfig(Strict):
+    """Experience replay; ``fraction = 0`` switches it off."""
+
+    fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each step's batch that comes from the replay buffer."""
+    max_staleness: int = Field(default=4, gt=0, le=MAX_COUNT)
+    """Updates since a completion was sampled after which it is dropped."""
+    max_mib: float = Field(default=256.0, gt=0, le=MAX_COUNT)
+    """Largest size of the buffer; the oldest completions are dropped first."""
+    sampling: Literal["uniform", "advantage"] = "uniform"
+    """uniform: every completion is equally likely; advantage: in proportion to the size of its
+    advantage, which leaves out zero-variance groups.
+    """
 
 
 class FrozenTeacher(Strict):

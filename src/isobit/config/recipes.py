@@ -1,12 +1,11 @@
-"""The recipes of ``isobit train`` and ``isobit sft``, and the settings of the other commands.
+"""The recipes of ``isobit train`` and ``isobit sft``, the settings of the other commands, and their
+keys: as dotted paths for help and errors, as a JSON schema (draft 7, for editors of TOML), and as
+the page ``docs/configuration.md``.
 
-Their keys: as dotted paths for help and errors, as a JSON schema (draft 7, for editors of TOML),
-and as the page ``docs/configuration.md``.
-
-A key is the path through the tables of a TOML file: ``training.steps``. ``NAME`` stands for a free
-name (``data.eval.NAME.task``), and ``[]`` for a list of tables (``corrections[]``). Where a table's
-``type`` or ``name`` chooses between models, the keys of all models are listed, and pydantic's path
-to an error holds the choice as an extra part, which ``locate`` leaves out.
+A key is the path through the tables of a TOML file: ``training.steps``. ``NAME`` is a free name
+(``data.eval.NAME.task``), ``[]`` a list of tables (``corrections[]``). Where a table's ``type`` or
+``name`` chooses between models, the keys of all are listed; pydantic's path to an error holds the
+choice as an extra part, which ``locate`` leaves out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,15 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, Field, NaiveDatetime, model_validator
 from pydantic.fields import FieldInfo
 
-from isobit.config.algorithm import AlgorithmConfig, Correction, GrpoConfig, RunTeacher, SftTeacher
+from isobit.config.algorithm import (
+    AlgorithmConfig,
+    Correction,
+    GrpoConfig,
+    ReferenceConfig,
+    ReplayConfig,
+    RunTeacher,
+    SftTeacher,
+)
 from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, HomeName, HomePath, Seed, Strict
 from isobit.config.data import (
     ChatConfig,
@@ -41,8 +48,6 @@ from isobit.config.tables import (
     OptimisationConfig,
     PrecisionConfig,
     Preset,
-    ReferenceConfig,
-    ReplayConfig,
     RolloutConfig,
     RunRolloutConfig,
     TrackingConfig,
@@ -399,9 +404,6 @@ def _default_text(field: FieldInfo) -> str:
     return str(list(field.default)) if isinstance(field.default, tuple) else str(field.default)
 
 
-_UNNAMED = GrpoConfig().name
-"""The name of a table that gives none."""
-
 RECIPES: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sft": SftConfig}
 """The commands that take a recipe, and its model."""
 
@@ -422,7 +424,7 @@ def json_schema(model: type[BaseModel]) -> dict[str, Any]:
     for definition in schema["definitions"].values():
         for tag in TAGS:  # required, except for the default
             value = definition.get("properties", {}).get(tag, {}).get("const")
-            if value is not None and value != _UNNAMED:
+            if value not in (None, GrpoConfig().name):  # of a table that gives none
                 definition["required"] = sorted({*definition.get("required", []), tag})
     return {"$schema": "http://json-schema.org/draft-07/schema#", **_plain_text(schema)}
 
@@ -492,6 +494,6 @@ def _in_order(model: type[BaseModel]) -> list[Key]:
 
 
 def _row(key: Key) -> str:
-    name, kind = key.path.rpartition(".")[2], key.kind.replace("|", "or")
-    default = f"`{key.default}`" if key.default else ""
-    return f"| `{name}` | {kind} | {default} | {key.description.replace('|', 'or')} |"
+    kind, text = (part.replace("|", "or") for part in (key.kind, key.description))
+    default = key.default and f"`{key.default}`"
+    return f"| `{key.path.rpartition('.')[2]}` | {kind} | {default} | {text} |"

@@ -1,5 +1,7 @@
 """The tables that are neither ``algorithm``, ``data`` nor ``reward``."""
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -264,6 +266,23 @@ class PrecisionConfig(Strict):
     def _from_name(cls, value: Any) -> Any:
         return {"preset": value} if isinstance(value, str) else value
 
+    @property
+    def name(self) -> str:
+        """See ``precision_name``."""
+        return precision_name(self.model_dump(mode="json"))
+
+
+def precision_name(table: Mapping[str, Any]) -> str:
+    """How a recipe or ``--precision`` names a flow whose table this is, without what is as by
+    default: ``fp8``, or ``{preset = "fp8", attention = "int8"}``.
+    """
+    defaults = PrecisionConfig().model_dump(mode="json")
+    options = {key: value for key, value in table.items() if value != defaults.get(key)}
+    if not options.keys() - {"preset"}:
+        return str(table["preset"])
+    text = ({"preset": table["preset"]} | options).items()
+    return f"{{{', '.join(f'{key} = {json.dumps(value)}' for key, value in text)}}}"
+
 
 def named_precision(precision: PrecisionConfig | str) -> PrecisionConfig:
     """The flow itself, or that of a preset's name. Raises ConfigError for an unknown name."""
@@ -275,32 +294,6 @@ def named_precision(precision: PrecisionConfig | str) -> PrecisionConfig:
             f"{', '.join(map(repr, get_args(Preset)))}"
         )
     return PrecisionConfig.model_validate(precision)
-
-
-class ReferenceConfig(Strict):
-    """The frozen reference model, loaded where ``algorithm.kl_coefficient`` is above 0."""
-
-    model: HomeName | None = None
-    """A folder or name of the hub with the policy's vocabulary; by default the run's ``model``."""
-    refresh_every: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Steps after which it takes the policy's current weights; 0 is never."""
-    offload: bool = False
-    """Keep it in host memory except while it scores, to free GPU memory."""
-
-
-class ReplayConfig(Strict):
-    """Experience replay; ``fraction = 0`` switches it off."""
-
-    fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of each step's batch that comes from the replay buffer."""
-    max_staleness: int = Field(default=4, gt=0, le=MAX_COUNT)
-    """Updates since a completion was sampled after which it is dropped."""
-    max_mib: float = Field(default=256.0, gt=0, le=MAX_COUNT)
-    """Largest size of the buffer; the oldest completions are dropped first."""
-    sampling: Literal["uniform", "advantage"] = "uniform"
-    """uniform: every completion is equally likely; advantage: in proportion to the size of its
-    advantage, which leaves out zero-variance groups.
-    """
 
 
 class RolloutConfig(Strict):

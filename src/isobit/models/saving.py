@@ -110,13 +110,13 @@ def fp8_contents(config: ModelConfig, flow: PrecisionFlow, tensors: Tensors) -> 
     sites = quantised_sites(config, flow)
     if any(site.forward == "int8" for site in sites.values()):
         raise ConfigError(
-            f"the flow {flow.preset} samples with matrices in INT8; export with --format int8 for "
+            f"the flow {flow.name} samples with matrices in INT8; export with --format int8 for "
             "vLLM, with --format bf16, or name a flow in FP8, --precision fp8, in which the "
             "numbers are quantised anew"
         )
     if not sites:
         raise ConfigError(
-            f"the flow {flow.preset} samples with no matrix in FP8, so there is nothing to write "
+            f"the flow {flow.name} samples with no matrix in FP8, so there is nothing to write "
             "in it; export with --format bf16, or name another flow, for example --precision fp8"
         )
 
@@ -180,7 +180,7 @@ def int8_contents(
     }
     if not sites:
         raise ConfigError(
-            f"the flow {flow.preset} samples with no matrix in INT8, so there is nothing to write "
+            f"the flow {flow.name} samples with no matrix in INT8, so there is nothing to write "
             "in it; export with --format bf16 or fp8, or name another flow, --precision int8"
         )
     layout: dict[str, torch.Tensor] = {}

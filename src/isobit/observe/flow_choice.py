@@ -139,9 +139,8 @@ def flow_name(precision: PrecisionConfig) -> str:
 
 def flow_toml(precision: PrecisionConfig) -> str:
     """As a recipe has it."""
-    table = {"preset": precision.preset} | precision.model_dump(exclude_defaults=True)
-    text = ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items())
-    return f"precision = {json.dumps(precision.preset) if len(table) == 1 else f'{{{text}}}'}"
+    name = precision.name
+    return f"precision = {json.dumps(name) if name == precision.preset else name}"
 
 
 def differences_of(ours: Sequence[float | None], base: Sequence[float | None]) -> list[float]:
@@ -359,7 +358,7 @@ def _size_lines(found: Comparison) -> list[str]:
     when = " to ".join(dict.fromkeys(known["days"]))
     return [
         "",
-        f"by size, the difference to bf16 before and after {steps} steps of GRPO, in points (seeds):",
+        f"by size, the difference to bf16 before and after {steps} steps of GRPO, points (seeds):",
         *_table(rows),
         f"measured on {known['task']} ({', '.join(known['cards'])}, {when}); other tasks differ",
         f"this model has {_millions(found.layer_parameters)} parameters in its layers, {where}",

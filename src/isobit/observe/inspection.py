@@ -229,12 +229,11 @@ class Inspection:
     """The number of files with tensors."""
     formats: tuple[FormatFigures, ...]
     stored: bool
-    """Whether the matrices are stored in E4M3; otherwise they are measured as ``preset`` publishes
+    """Whether the matrices are stored in E4M3; otherwise they are measured as ``flow`` publishes
     them.
     """
-    preset: str
-    scales: str
-    """"power_of_two" or "fp32"."""
+    flow: str
+    """The preset with its options, as a recipe names them."""
     matrices: tuple[MatrixFigures, ...]
     """In the order of the forward pass; none where the flow has no 8 bits."""
     format: Format
@@ -281,8 +280,7 @@ class Inspection:
             "bytes": self.num_bytes,
             "formats": [asdict(found) for found in self.formats],
             "flow": {
-                "preset": self.preset,
-                "scales": self.scales,
+                "precision": self.flow,
                 "stored": self.stored,
                 "format": self.format,
             },
@@ -321,10 +319,10 @@ def inspect_folder(
         longest = longest or min(config.max_positions, LONGEST)
         memory = gpu_figures(config, flow, sizes, gpu, longest, settings, gpus)
     parameters, presets = parameter_count(config), _preset_figures(config, sizes)
-    about = precision.preset, precision.scales
     if not weights:
         return Inspection(
-            folder, config, parameters, 0, (), False, *about, (), "e4m3", presets, back_end, memory
+            *(folder, config, parameters, 0, (), False, flow.name, ()),
+            *("e4m3", presets, back_end, memory),
         )
     tensors = Checkpoint.open(folder, config)
     sites = quantised_sites(config, flow)
@@ -338,7 +336,7 @@ def inspect_folder(
         len({tensor.file.path for tensor in tensors.tensors.values()}),
         _formats(tensors),
         bool(tensors.in_e4m3),
-        *about,
+        flow.name,
         tuple(_measure(tensors, sites, on_matrix)),
         _format_of(sites),
         presets,

@@ -67,9 +67,7 @@ def scale_text(scale: float) -> str:
 
 def _flow_name(found: Inspection) -> str:
     """What the matrices were measured in."""
-    if found.stored:
-        return "stored in FP8"
-    return f"{found.preset}{', FP32 scales' if found.scales == 'fp32' else ''}"
+    return "stored in FP8" if found.stored else found.flow
 
 
 def _files(found: Inspection) -> str:
@@ -180,7 +178,7 @@ _SHOWN: dict[Format, _Shown] = {
 def _by_layer(found: Inspection) -> list[list[str]]:
     layers = found.by_layer()
     if not layers:
-        return [[f"{found.preset}: no matrix is in 8 bits"]]
+        return [[f"{found.flow}: no matrix is in 8 bits"]]
     shown = _SHOWN[found.format]
     each = [(f"{layer}", together(list(linears.values()))) for layer, linears in layers.items()]
     each.append(("all", together([figures for _, figures in each])))
@@ -214,7 +212,7 @@ def _short(name: str) -> str:
 def _memory(found: Inspection, gpu: GpuFigures) -> list[str]:
     article = "an" if gpu.gpu.startswith("H") else "a"
     count = f"{gpu.gpus} x {gpu.gpu}" if gpu.gpus > 1 else f"{article} {gpu.gpu}"
-    lines = [f"on {count} with {gib(gpu.total)} free, in {found.preset}"]
+    lines = [f"on {count} with {gib(gpu.total)} free, in {found.flow}"]
     if gpu.generating:
         lines.append("  to generate alone (isobit rollout, eval):")
         lines += [f"    {name:<28}{gib(size):>12}" for name, size in gpu.generating.items()]
@@ -255,14 +253,14 @@ def write_inspection(found: Inspection, path: Path) -> Path:
         MARKER,
         name=found.folder.resolve().name,
         about=[str(found.folder), *_describe_model(found)],
-        flow=_flow_name(found) if found.matrices else f"{found.preset}: no matrix is in 8 bits",
+        flow=_flow_name(found) if found.matrices else f"{found.flow}: no matrix is in 8 bits",
         tiles=_tiles(found),
         charts=_charts(found),
         stored=found.stored,
         formats=_formats(found),
         presets=_presets(found, " function", " functions"),
         back_end=_back_end(found),
-        preset=found.preset,
+        flow_of_memory=found.flow,
         gpu=found.gpu,
         gib=gib,
         matrices=[

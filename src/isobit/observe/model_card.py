@@ -214,10 +214,7 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
         if (value := record.setting("config", "training", name)) is not None
     ]
     yield "settings", _code(", ".join(settings))
-    preset = record.setting("config", "precision", "preset")
-    attention = record.setting("config", "precision", "attention")
-    said = _FLOWS.get(preset, "") if attention is None else f", attention in {attention.upper()}"
-    yield "precision", f"{_code(preset)}{said}"
+    yield "precision", f"{_code(record.flow)}{_FLOWS.get(record.flow or '', '')}"
 
 
 def _rewards(record: RunRecord) -> Iterator[str]:

@@ -42,6 +42,8 @@ class RunSummary:
 
     directory: Path
     preset: str
+    precision: str
+    """The preset with its options, as a recipe names them."""
     steps: int
     gpu_memory: Mapping[str, PhaseMemory] | None = field(default=None, kw_only=True)
     """By phase, rollout and training, of this process; None on a CPU."""

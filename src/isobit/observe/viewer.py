@@ -410,7 +410,7 @@ def _row(name: str, path: Path) -> dict[str, Any]:
         "readable": bool(record.manifest),
         "started": str(record.setting("started") or ""),
         "model": str(record.setting("config", "model") or ""),
-        "preset": str(record.setting("precision", "preset") or ""),
+        "preset": record.flow or "",
         "figure": "reward" if record.values("reward/mean") else "loss",
         "value": number_text(rewards[-1]) if rewards else "",
         "evaluations": [{"label": tile.label, "value": tile.value} for tile in tiles],

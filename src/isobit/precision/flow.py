@@ -161,6 +161,8 @@ class PrecisionFlow:
     training: Graph
     kv_calibration: KvCalibration | None = None
     """None where no layer has scales a tensor."""
+    name: str = field(default="", compare=False)
+    """The preset with its options, as a recipe names them."""
 
     @property
     def exact(self) -> bool:
@@ -186,7 +188,7 @@ class PrecisionFlow:
         token.
         """
         graph = self.graph(side).with_token_scales()
-        return PrecisionFlow(self.preset, graph, graph)
+        return replace(self, rollout=graph, training=graph, kv_calibration=None)
 
 
 # Formats of (linears, KV cache and attention) on each side.
@@ -208,7 +210,7 @@ def build_flow(config: PrecisionConfig, shape: DecoderShape) -> PrecisionFlow:
     rollout, training = (_build_graph(config, shape, side) for side in ("rollout", "training"))
     has_tensor_scales = any(site.per_tensor for site in rollout.sites)
     calibration = config.kv_calibration if has_tensor_scales else None
-    return PrecisionFlow(config.preset, rollout, training, calibration)
+    return PrecisionFlow(config.preset, rollout, training, calibration, config.name)
 
 
 def _check_options(config: PrecisionConfig, shape: DecoderShape) -> None:
@@ -370,7 +372,7 @@ def describe_flow(flow: PrecisionFlow) -> list[str]:
         if flow.exact
         else f"{differing} of {total} sites differ between rollout and training"
     )
-    return [*lines, f"{flow.preset}: {verdict}"]
+    return [*lines, f"{flow.name}: {verdict}"]
 
 
 def _formats(site: Site) -> str:

@@ -14,6 +14,7 @@ check_state   weights and optimiser state between two updates, against what the 
               log-probability shows it
 """
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ def check_step(
     lines = list[str]()
     if trained.repeat is not None and trained.repeat.differing:
         lines.append(_found(check, _describe_repeat(trained.repeat), _REPLACE))
-    bisect = f"isobit verify {model} --precision {flow.preset} --bisect"
+    bisect = f"isobit verify {model} --precision {shlex.quote(flow.name)} --bisect"
     exact = flow.exact and one_function
     if problem := _parting(check, exact, trained.comparison):
         advice = f"find out where with: {bisect}" if one_function else _STALE

@@ -90,7 +90,7 @@ def verify_shape(
     result = run_scenario(_scenario(workload), workload, scorer, options.seed, _packings, shared)
     if on_scenario is not None:
         on_scenario(result)
-    return VerifyResult(policy.flow.preset, (result,))
+    return VerifyResult(policy.flow.name, (result,))
 
 
 def ragged_workload(vocab_size: int, options: FullSizeOptions, page_tokens: int) -> Workload:

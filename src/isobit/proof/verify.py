@@ -132,7 +132,7 @@ class ScenarioResult:
 class VerifyResult:
     """The results of all scenarios."""
 
-    preset: str
+    flow: str
     scenarios: tuple[ScenarioResult, ...]
 
     @property
@@ -190,7 +190,7 @@ class VerifyResult:
             for scenario in self.scenarios
         }
         return {
-            "precision": self.preset,
+            "precision": self.flow,
             **_counts(self.comparison),
             "completions_redrawn": self.redrawn[0],
             "completions_differing": self.redrawn[1],
@@ -252,7 +252,7 @@ def verify_policy(
         )
         if on_scenario is not None:
             on_scenario(results[-1])
-    return VerifyResult(policy.flow.preset, tuple(results))
+    return VerifyResult(policy.flow.name, tuple(results))
 
 
 def _calibrate(policy: Policy, workload: Workload, shared: PolicyShare | None) -> None:

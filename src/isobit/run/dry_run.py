@@ -106,7 +106,7 @@ class DryRun:
             start = "from random weights"
         return (
             f"model {folder}: {shape.family}, {parameter_count(shape):,} parameters, "
-            f"{shape.num_layers} layers, {start}; precision {self.flow.preset}"
+            f"{shape.num_layers} layers, {start}; precision {self.flow.name}"
         )
 
 

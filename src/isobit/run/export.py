@@ -292,7 +292,7 @@ class ExportResult:
     quantised: int
     """Matrices in 8 bits."""
     sampled_in: str | None
-    """The preset in which the run sampled, where ``precision`` is another flow; else None."""
+    """The flow in which the run sampled, where ``precision`` is another flow; else None."""
     not_whole: tuple[str, ...]
     """Matrices that the flow has in E4M3, and which stock loaders could not read in it."""
     rounding: float | None = None
@@ -400,11 +400,11 @@ def _rounding(source: ExportSource, merged: MergedTensors, target: Path) -> floa
 
 
 def _sampled_in(source: ExportSource, flow: PrecisionFlow | None) -> str | None:
-    """The run's preset, where its bytes are not those of ``flow``."""
+    """The run's flow, where its bytes are not those of ``flow``."""
     own = source.precision
     if flow is None or own is None or build_flow(own, decoder_shape(source.config)) == flow:
         return None
-    return own.preset
+    return own.name
 
 
 def check_target(source: ExportSource, target: Path, overwrite: bool) -> None:

@@ -285,7 +285,7 @@ def _closeness(policy: Policy, hidden: Sequence[torch.Tensor], base: _Base) -> C
     count = sum(batch.targets.numel() for batch in base.batches)
     nll, kl, square, changed = (sums / count).tolist()
     if not math.isfinite(nll + kl + square):
-        raise NonFiniteError(f"{policy.flow.preset}: log-probabilities of the prompts")
+        raise NonFiniteError(f"{policy.flow.name}: log-probabilities of the prompts")
     return Closeness(math.exp(-nll), max(0.0, kl), math.sqrt(square), changed)
 
 

@@ -164,7 +164,7 @@ def describe_summary(summary: RlSummary) -> list[str]:
         *lines,
         *_describe_signal(summary),
         *summary.describe_memory(),
-        f"{summary.preset}: {_describe_comparison(summary)}",
+        f"{summary.precision}: {_describe_comparison(summary)}",
         f"time: {summary.train_seconds:.1f} s for {summary.steps} steps, "
         f"{summary.evaluation_seconds:.1f} s for evaluation",
         f"model: {summary.model}",
@@ -360,6 +360,7 @@ class RlLog(TrainingLog[EvalResult]):
         summary = RlSummary(
             directory=self.directory.root,
             preset=self._run.config.precision.preset,
+            precision=self._run.config.precision.name,
             steps=self._run.config.training.steps,
             accuracy_before=first.accuracy_before if first else None,
             accuracy_after=first.accuracy_after if first else None,

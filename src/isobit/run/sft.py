@@ -172,6 +172,7 @@ class SftLog(TrainingLog[HeldOut]):
         summary = SftSummary(
             directory=self.directory.root,
             preset=self._run.config.precision.preset,
+            precision=self._run.config.precision.name,
             steps=self._run.config.training.steps,
             loss_before=first.loss_before if first else None,
             loss_after=first.loss_after if first else None,

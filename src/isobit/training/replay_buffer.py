@@ -22,7 +22,7 @@ from hashlib import blake2b
 
 import torch
 
-from isobit.config.tables import ReplayConfig
+from isobit.config.algorithm import ReplayConfig
 from isobit.records.kept_groups import joined, parted
 from isobit.records.sequence import COLUMNS, TokenSequence
 from isobit.records.text import Completion, Group, Prompt

@@ -97,6 +97,12 @@ def record(run: dict) -> RunRecord:
     return RunRecord(Path("runs/x"), run, {}, (), True, {}, False, ())
 
 
+def test_a_flow_has_its_options() -> None:
+    assert record({}).flow is None
+    made = record({"config": {"precision": {"preset": "fp8", "attention": "int8", "wgrad": None}}})
+    assert made.flow == '{preset = "fp8", attention = "int8"}'
+
+
 def test_equal_layers_are_folded() -> None:
     flow = view_flow(record(manifest()))
     assert flow is not None and flow.verdict == "one function in rollout and training"

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.tables import precision_name
 from isobit.observe.report.chart import MINUS, number_text
 from isobit.store.directory import RunDirectory, is_held
 from isobit.util.errors import ConfigError
@@ -47,6 +48,12 @@ class RunRecord:
         for key in path:
             entry = entry.get(key) if isinstance(entry, dict) else None
         return entry
+
+    @property
+    def flow(self) -> str | None:
+        """The preset with its options; None where the manifest has none."""
+        table = self.setting("config", "precision")
+        return precision_name(table) if isinstance(table, dict) and "preset" in table else None
 
     @property
     def names(self) -> list[str]:
@@ -227,7 +234,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class FlowView:
-    preset: str
+    name: str
     verdict: str
     exact: bool
     stages: tuple[Stage, ...]
@@ -260,7 +267,7 @@ def view_flow(record: RunRecord) -> FlowView | None:
         several = f"layers {numbers[0]} to {numbers[-1]}, each"
         title = several if len(numbers) > 1 else f"layer {numbers[0]}"
         stages.append(Stage(title if in_layers else "", views))
-    return FlowView(str(record.setting("precision", "preset")), verdict, exact, tuple(stages))
+    return FlowView(record.flow or "", verdict, exact, tuple(stages))
 
 
 def _split(name: str) -> tuple[int | None, str]:
