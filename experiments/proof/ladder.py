@@ -270,7 +270,7 @@ def task_of(size: str) -> str:
 def answer_start(directory: Path, size: str, changes: Changes) -> Path:
     """Answer and score the held-out problems with an untrained start in ``BASE`` and those of
     ``FLOWS`` that its row lacks, in this process; -> DIR/rows/starts/SIZE.json.xz.  ``size`` is one
-    of ``PARAMETERS``.  Raises ValueError as ``with_flows`` does.
+    of ``PARAMETERS``.  Raises ValueError where the row is of other weights, and as ``with_flows``.
     """
     run = Run(task_of(size), BASE, 0)
     words = runs.words_of({**runs.places_of(run, directory), **run.shared, **changes})
@@ -278,14 +278,17 @@ def answer_start(directory: Path, size: str, changes: Changes) -> Path:
     out = directory / "rows" / STARTS / f"{size}{rows.SUFFIX}"
     kept = rows.read_row(out) if out.is_file() else None
     lacking = [arm for arm in FLOWS if kept is None or arm not in kept["flows"]]
-    if kept is not None and not lacking:
-        return out
+    start = rows.weights_sha256(folder)
+    if kept is not None:
+        _must_be_of(kept, start)
+        if not lacking:
+            return out
     config = load_config(runs.recipe_of(run.problems), words)
     others = [FLOWS[arm] for arm in lacking if arm != BASE]
     found = compare_flows(folder, config, others, answers="completion")
     names = {flow_name(precision): arm for arm, precision in FLOWS.items()}
     row = {
-        "start": rows.weights_sha256(folder),
+        "start": start,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "problems": found.problems,
         "tokens": found.tokens,
@@ -304,15 +307,18 @@ def answer_start(directory: Path, size: str, changes: Changes) -> Path:
     return out
 
 
-def with_flows(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """A start's row with the flows of another that it lacks.  Raises ValueError unless both are of
-    the same weights and ``BASE`` answered alike in both.
-    """
-    if kept["start"] != found["start"]:
+def _must_be_of(kept: Mapping[str, Any], start: Mapping[str, str]) -> None:
+    if kept["start"] != start:
         raise ValueError(
-            f"the row is of a start whose SHA-256 is {kept['start']}, this start's is "
-            f"{found['start']}: make the start of that row again, or move the row away"
+            f"the row is of a start whose SHA-256 is {kept['start']}, this start's is {start}: "
+            "make the start of that row again, or move the row away"
         )
+
+
+def with_flows(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """A start's row with the flows of another that it lacks.  Raises ValueError unless ``BASE``
+    answered alike in both.
+    """
     if kept["flows"][BASE]["scores"] != found["flows"][BASE]["scores"]:
         raise ValueError(
             f"{BASE} answers otherwise than in the row, from the same weights: flows that were "

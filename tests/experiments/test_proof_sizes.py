@@ -1,5 +1,6 @@
 """The table, the picture and the advice over model sizes, from rows of runs that never were."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from experiments.proof import figures, ladder, page, rows, sizes, suite
 from experiments.proof.ladder import PARAMETERS, PRETRAINED
 from experiments.proof.sizes import measured
+from isobit.config.tables import PrecisionConfig
+from isobit.observe.flow_choice import flow_name
 from tests.experiments.made_up_rows import made_up_row
 
 PROBLEMS = 40
@@ -228,15 +231,47 @@ def test_rewards_while_training_are_compared_where_both_runs_have_steps() -> Non
     assert "| -12.0 [" in cut and ", 1 seed, to step 35 |" in cut  # 5 of 25 steps: -0.6
 
 
-def test_a_row_of_a_start_takes_in_flows_that_it_lacks() -> None:
-    start, scores = {"model.safetensors": "84b0"}, [1.0, 0.0, 1.0]
-    kept = {"start": start, "flows": {arm: {"scores": scores} for arm in ("bf16", "fp8", "int8")}}
-    arm = "fp8-int8-attention"
-    later = {"start": start, "flows": {"bf16": {"scores": scores}, arm: {"scores": [1.0] * 3}}}
-    added = ladder.with_flows(kept, later)
-    assert list(added["flows"]) == ["bf16", "fp8", "int8", arm]
-    assert added["flows"][arm]["scores"] == [1.0] * 3
-    with pytest.raises(ValueError, match="SHA-256"):
-        ladder.with_flows(kept, {**later, "start": {"model.safetensors": "f438"}})
+def test_a_row_of_a_start_takes_in_the_flows_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "start-27m" / "model"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"weights")
+    scores, arm = [1.0, 0.0, 1.0], "fp8-int8-attention"
+    measured = {one: {"scores": scores} for one in ladder.FLOWS if one != arm}
+    path = tmp_path / "rows" / "starts" / "27m.json.xz"
+    rows.write_row(path, {"start": rows.weights_sha256(model), "flows": measured})
+    asked = list[list[str]]()
+
+    def answer(folder: Path, config: Any, others: list[PrecisionConfig], answers: str) -> Any:
+        asked.append([one.name for one in others])
+        flows = [PrecisionConfig(preset="bf16"), *others]
+        return Namespace(
+            problems=3,
+            tokens=9,
+            flows=[
+                Namespace(
+                    name=flow_name(one),
+                    result=None,
+                    scores=scores if one.preset == "bf16" else [1.0] * 3,
+                    closeness=None,
+                    generated_per_s=1.0,
+                    problem=None,
+                )
+                for one in flows
+            ],
+        )
+
+    monkeypatch.setattr(ladder, "compare_flows", answer)
+    assert ladder.answer_start(tmp_path, "27m", {}) == path
+    assert asked == [['{preset = "fp8", attention = "int8"}']]
+    added = rows.read_row(path)["flows"]
+    assert list(added) == list(ladder.FLOWS) and added[arm]["scores"] == [1.0] * 3
+    ladder.answer_start(tmp_path, "27m", {})
+    assert len(asked) == 1, "nothing is lacking"
     with pytest.raises(ValueError, match="answers otherwise"):
-        ladder.with_flows(kept, {**later, "flows": {"bf16": {"scores": [0.0] * 3}}})
+        ladder.with_flows({"flows": measured}, {"flows": {"bf16": {"scores": [0.0] * 3}}})
+    (model / "model.safetensors").write_bytes(b"others")
+    with pytest.raises(ValueError, match="the row is of a start whose SHA-256"):
+        ladder.answer_start(tmp_path, "27m", {})
+    assert len(asked) == 1
