@@ -310,16 +310,12 @@ def rewards(all_rows: Iterable[Row], again: Repeats) -> Iterator[str]:
 
 
 def _rewards_of(task: str, arm: str, steps: Mapping[str, Sequence[float]]) -> str:
-    prefixes = [f"{task}-{name}-" for name in (arm, BASE)]
-    seeds = [
-        name.removeprefix(prefixes[0])
-        for name in sorted(steps)
-        if name.startswith(prefixes[0]) and name.removeprefix(prefixes[0]).isdecimal()
-    ]
+    parted = [name.rpartition("-") for name in sorted(steps)]
+    seeds = [seed for ours, _, seed in parted if ours == f"{task}-{arm}"]
     pairs = [
-        (steps[f"{prefixes[0]}{seed}"], base)
+        (steps[f"{task}-{arm}-{seed}"], base)
         for seed in seeds
-        if (base := steps.get(f"{prefixes[1]}{seed}"))
+        if (base := steps.get(f"{task}-{BASE}-{seed}"))
     ]
     if not pairs:
         return "-"

@@ -319,10 +319,10 @@ def inspect_folder(
         longest = longest or min(config.max_positions, LONGEST)
         memory = gpu_figures(config, flow, sizes, gpu, longest, settings, gpus)
     parameters, presets = parameter_count(config), _preset_figures(config, sizes)
+    name = flow.name
     if not weights:
         return Inspection(
-            *(folder, config, parameters, 0, (), False, flow.name, ()),
-            *("e4m3", presets, back_end, memory),
+            folder, config, parameters, 0, (), False, name, (), "e4m3", presets, back_end, memory
         )
     tensors = Checkpoint.open(folder, config)
     sites = quantised_sites(config, flow)
@@ -336,7 +336,7 @@ def inspect_folder(
         len({tensor.file.path for tensor in tensors.tensors.values()}),
         _formats(tensors),
         bool(tensors.in_e4m3),
-        flow.name,
+        name,
         tuple(_measure(tensors, sites, on_matrix)),
         _format_of(sites),
         presets,
