@@ -50,8 +50,10 @@ ROLLOUT_CASES = {
     "long": RolloutCase(256, 512, 3584),
     "context": RolloutCase(16, 30720, 2048),
 }
-MODES = ("bf16", "fp8-linear", "fp8", "int8-linear", "int8", "int8-head")
-"""Flows, of which the last is ``int8`` with lm_head in INT8."""
+MODES = ("bf16", "fp8-linear", "fp8", "fp8-int8-attention", "int8-linear", "int8", "int8-head")
+"""Presets, and two flows with options: ``fp8`` with attention in INT8, ``int8`` with lm_head."""
+IN_INT8 = ("fp8-int8-attention", "int8", "int8-head")
+"""Modes whose attention and KV cache are in INT8."""
 MAX_SEQUENCES = 256
 WARM_UP_TOKENS = 16
 """New tokens of the rollout before the timed one.  Prompts are read in up to eight forwards of
@@ -62,8 +64,11 @@ run, and every batch size on the way is captured.
 
 def precision_of(mode: str) -> PrecisionConfig:
     """One of ``MODES``."""
-    head = {"preset": "int8", "head": "int8"}
-    return PrecisionConfig.model_validate(head if mode == "int8-head" else mode)
+    with_options = {
+        "fp8-int8-attention": {"preset": "fp8", "attention": "int8"},
+        "int8-head": {"preset": "int8", "head": "int8"},
+    }
+    return PrecisionConfig.model_validate(with_options.get(mode, mode))
 
 
 def make_requests(

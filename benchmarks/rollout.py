@@ -5,7 +5,7 @@ model and random weights.
                                         [--tensor-parallel 2]     one engine on so many GPUs
     python -m benchmarks.rollout vllm --mode fp8 [--log-probs short,long] ... --out DIR
     python -m benchmarks.rollout floor --precision fp8 ... --out DIR
-    python -m benchmarks.rollout steps --precisions fp8,int8,int8-head --counts 1,8,32,128 --out DIR
+    python -m benchmarks.rollout steps --precisions fp8,int8 --counts 1,8,32,128 --out DIR
     python -m benchmarks.rollout table DIR          # markdown, and DIR/table.json
 
 CASES are some of prefill,short,long,context.  ``vllm`` runs where vLLM can be imported, and takes
