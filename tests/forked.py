@@ -30,8 +30,9 @@ AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 def warm() -> ForkServerContext:
     """Its processes have imported what a run imports; nothing of it has run."""
     loops = ["isobit.run.loop", "isobit.run.sft"]
+    events = ["tensorboard.summary.writer.record_writer", "tensorboard.plugins.text.metadata"]
     context = get_context("forkserver")
-    context.set_forkserver_preload([*loops, "isobit.observe.events", "reasoning_gym", "pytest"])
+    context.set_forkserver_preload([*loops, *events, "reasoning_gym", "pytest"])
     return context
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isobit.config.base import Device
-from isobit.kernels import backend, operands
+from isobit.kernels import backend, operands, sizes
 from isobit.kernels.backend import DeviceChoice, ModelNeeds, backend_of, choose_device, support
 from isobit.kernels.hopper import support as hopper_support
 from isobit.kernels.spec import backend as spec_backend
@@ -73,7 +73,7 @@ def test_a_back_end_offers_nothing_that_is_not_named(folder: str, name: str) -> 
 def test_support_and_sizes_are_there_without_kernels(folder: str) -> None:
     home = {"spec": "spec", "hopper": "hopper.support"}[folder]
     assert_offers(backend.Support, importlib.import_module(f"isobit.kernels.{home}"))
-    assert_offers(operands.Sizes, importlib.import_module(f"isobit.kernels.{folder}.sizes"))
+    assert_offers(sizes.Sizes, importlib.import_module(f"isobit.kernels.{folder}.sizes"))
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from isobit.kernels.operands import AttentionShape, QkvTransform, RopeTable
+from isobit.kernels.operands import QkvTransform, RopeTable
+from isobit.kernels.sizes import AttentionShape
 from isobit.kernels.spec import attention, sizes
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.precision.flow import Graph, Site

@@ -18,7 +18,7 @@ from isobit.config.tables import (
     TrainingConfig,
 )
 from isobit.kernels.hopper import sizes
-from isobit.kernels.operands import AttentionShape
+from isobit.kernels.sizes import AttentionShape
 from isobit.memory.activations import passing_bytes, saved_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import Card, DevicePlan, DevicePlanner, read_card

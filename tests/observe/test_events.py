@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from isobit.observe.events import Events
+from isobit.observe.metrics import Events
 
 
 def test_a_clock_that_runs_back_changes_no_order(

@@ -47,8 +47,8 @@ from isobit.kernels.operands import (
     RoutedExperts,
     RouterLoss,
     Routing,
-    Sizes,
 )
+from isobit.kernels.sizes import Sizes
 from isobit.precision.flow import Graph, LinearShape, PrecisionFlow, Site
 from isobit.precision.quant_tensor import QuantTensor, ScaleKind
 from isobit.util.errors import ConfigError

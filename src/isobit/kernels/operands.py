@@ -1,7 +1,5 @@
 """What the operations of a back end take and return: weights, operands and batches; and functions
-on them that every device shares; and how many bytes they have, with caches and workspaces, for
-plans of the memory that are made before anything exists and on machines that cannot load the
-kernels (``Sizes``).
+on them that every device shares.
 
 Only a back end looks inside a quantised operand (``isobit.kernels.spec``: ``QuantTensor``;
 ``isobit.kernels.hopper``: ``QuantRows``).
@@ -16,7 +14,7 @@ ulp in FP32, so operations round by ``rounded``, and an observer sees the number
 as ``NAME.unrounded``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isobit.precision.flow import LinearShape, PrecisionFlow, Site
+from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import Format, Int8Rows, QuantisedWeight, parts_of_rows
 
 
@@ -522,101 +520,3 @@ def observe_heads(layer: int, queries: Heads, keys: Heads, values: Heads) -> Non
     """Show what a layer's attention reads: K, V and queries, [T, heads, D]."""
     for heads, name in ((keys, "kv_cache.k"), (values, "kv_cache.v"), (queries, "attention.q")):
         observe(heads.values, "layers", layer, name, scales=heads.scales)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """Heads of a layer: H queries, G keys and values, D numbers each."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkShape:
-    """What the workspaces of a forward and backward depend on."""
-
-    attention: AttentionShape
-    linears: tuple[LinearShape, ...]
-    hidden_size: int
-    vocab_size: int  # 0 for a model without lm_head
-    tokens: int  # of the largest micro-batch
-    longest: int  # tokens of the longest sequence
-    int8_head: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsShape:
-    """A layer's experts: gate and up [2 I, C] and down [C, I] of each."""
-
-    count: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertBytes:
-    """Upper bounds of the bytes of a layer's experts: a token each, but for the last two."""
-
-    saved: int  # what ``experts_saving`` leaves for the backward, without the input itself
-    made: int  # the most that ``experts`` allocates beside its input and output
-    kept: int  # the most that ``experts_saving`` allocates beside input, output and what it saves
-    gradients: int  # the most that ``experts_backward`` allocates beside dy, dx and what was saved
-    once: int  # what a forward or backward allocates for any number of tokens
-    saved_once: int = 0  # the part of what is saved for any number of tokens: rows that pad blocks
-
-
-class Sizes(Protocol):
-    """Bytes of one back end."""
-
-    page_tokens: int  # of a page of the KV cache
-    batched_tokens: int  # of one engine forward, which keep the device busy
-    logits_at_once: int  # of each of two models, where all their log-probabilities are compared
-
-    def page_bytes(self, shape: KvShape, flow: PrecisionFlow) -> int:
-        """A page over all layers, with scales.  Raises ConfigError for an unsupported format."""
-        ...
-
-    def matrix(self, site: Site, columns: int) -> int:
-        """A published matrix [sum of the site's parts, columns]."""
-        ...
-
-    def head_copy(self, site: Site, rows: int, columns: int) -> int:
-        """What ``publish_head`` allocates beside the table [rows, columns]."""
-        ...
-
-    def read(self, site: Site, numbers: int) -> int:
-        """An input of ``numbers`` numbers as FProp reads it, beside the input itself."""
-        ...
-
-    def saved(self, site: Site, numbers: int, is_kept: bool = False) -> int:
-        """The same as WGrad reads it; ``is_kept``: the input itself stays in any case."""
-        ...
-
-    def gradient(self, site: Site, numbers: int) -> int:
-        """An output's gradient as DGrad and WGrad read it, beside the gradient itself."""
-        ...
-
-    def transposed(self, site: Site, columns: int) -> int:
-        """A matrix [sum of the site's parts, columns] as DGrad makes it for itself."""
-        ...
-
-    def experts(self, shape: ExpertsShape, gate_up: Site, down: Site) -> ExpertBytes: ...
-
-    def encoded(self, shape: AttentionShape, format: Format) -> int:
-        """Q, K and V of a token as attention reads them, and what the forward keeps."""
-        ...
-
-    def attention_gradients(self, shape: AttentionShape, format: Format) -> int:
-        """What attention's backward takes for a token beside dQ, dK, dV and dO."""
-        ...
-
-    def product_sums(self, site: Site, tokens: int) -> int:
-        """What FProp of a linear takes at most beside its operands and its output."""
-        ...
-
-    def workspaces(self, shape: WorkShape) -> Mapping[str, int]:
-        """Temporary memory beside what layers allocate, by name; one at a time."""
-        ...

@@ -31,7 +31,7 @@ from functools import cache
 from math import prod
 
 from isobit.config.tables import Recompute
-from isobit.kernels.operands import AttentionShape, Sizes, WorkShape
+from isobit.kernels.sizes import AttentionShape, Sizes, WorkShape
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import LM_HEAD, build_decoder, decoder_shape
 from isobit.models.frozen import SIDE

@@ -26,7 +26,7 @@ import torch
 
 from isobit.config.tables import RolloutConfig
 from isobit.kernels.backend import DeviceMemory
-from isobit.kernels.operands import Sizes
+from isobit.kernels.sizes import Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.policy_share import SampledPolicy

@@ -31,7 +31,7 @@ from itertools import product
 from typing import get_args
 
 from isobit.config.tables import Recompute, RolloutConfig, TrainingConfig
-from isobit.kernels.operands import Sizes
+from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import (
     FrozenModel,
     added_up,

@@ -36,7 +36,7 @@ from math import prod
 from typing import get_args
 
 from isobit.config.tables import Moments, RolloutConfig, TrainingConfig
-from isobit.kernels.operands import Sizes
+from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import (
     FrozenModel,
     added_up,

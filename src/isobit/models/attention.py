@@ -15,12 +15,11 @@ from isobit.kernels.operands import (
     Attend,
     Attended,
     AttendWithBackward,
-    AttentionShape,
     QkvGradients,
     QkvTransform,
-    Sizes,
     observe,
 )
+from isobit.kernels.sizes import AttentionShape, Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.layers import (
     Gradient,

@@ -20,9 +20,9 @@ from isobit.kernels.operands import (
     Operand,
     OutputGradient,
     RopeTable,
-    Sizes,
     observe,
 )
+from isobit.kernels.sizes import Sizes
 from isobit.models.config import Lora
 from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
 from isobit.parallel.world import ALONE, World

@@ -16,18 +16,17 @@ import torch
 
 from isobit.kernels.operands import (
     ExpertGradients,
-    ExpertsShape,
     LinearInput,
     LinearWeight,
     RoutedExperts,
     RouterLoss,
     Routing,
-    Sizes,
     expert_load,
     is_observed,
     observe,
     router_losses,
 )
+from isobit.kernels.sizes import ExpertsShape, Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.families import FAMILIES
 from isobit.models.layers import (

@@ -17,7 +17,7 @@ import torch
 from isobit.config.recipes import InspectConfig
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.backend import support
-from isobit.kernels.operands import Sizes
+from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within
 from isobit.memory.device import Bytes, DevicePlan, DevicePlanner, read_card

@@ -6,31 +6,40 @@ evaluation after it; one that is not finite is null.  Every line is flushed when
 names are those of ``isobit.records.metrics``.  Services also get the sample completions as a table,
 and TensorBoard as text where ``tracking.to`` names it.
 
-This is the only module that imports a service's package, each an extra, by its name.  (accelerate's
-trackers would need accelerate's process state, which starts torch.distributed under torchrun; the
-packages themselves are called in as few lines.)  A run's directory keeps the run's id of each
-service, ``wandb_id`` for example, so that a resumed run continues there; wandb ignores the metrics
-of steps that are repeated after a kill, and MLflow keeps the last value of a step.
+TensorBoard reads the files of a folder in the order of their names, which begin with a time, and
+takes a step that is not above the previous one for a restart.  A clock that is set back, or the
+slower clock of another host, would put the steps of a resumed run before those of the run.
+Therefore a new file is named after the newest one, and no event is older than the previous one.
+
+This is the only module that imports the packages of TensorBoard and the services, by name, since
+any of them may be missing.  (accelerate's trackers would need accelerate's process state, which
+starts torch.distributed under torchrun; the packages themselves are called in as few lines.)  A
+run's directory keeps the run's id of each service, ``wandb_id`` for example, so that a resumed run
+continues there; wandb ignores the metrics of steps that are repeated after a kill, and MLflow keeps
+the last value of a step.
 """
 
 import json
 import math
+import os
+import re
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 from uuid import uuid4
 
 from isobit.config.tables import TrackerName, TrackingConfig
 from isobit.records.metrics import Metrics
 from isobit.records.text import json_line
+from isobit.store.directory import EVENTS_SUFFIX
 from isobit.util.errors import ConfigError
 from isobit.util.files import LineFile
-
-if TYPE_CHECKING:
-    from isobit.observe.events import Events
 
 Row = Mapping[str, Any]
 COLUMNS = ("prompt", "completion", "reward", "answer", "finish_reason", "tokens")
@@ -126,16 +135,74 @@ def _markdown(rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _open_events(folder: Path, say: Callable[[str], None]) -> "Events | None":
+class Events:
+    """A file of TensorBoard's events, one for each process, which the constructor creates."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ImportError without tensorboard, OSError and StorageError where the file cannot be
+        written.
+        """
+        self._proto = {
+            name: import_module(f"tensorboard.compat.proto.{name}_pb2")
+            for name in ("event", "summary", "tensor", "tensor_shape", "types")
+        }
+        self._record_writer = import_module("tensorboard.summary.writer.record_writer").RecordWriter
+        self._text = import_module("tensorboard.plugins.text.metadata").create_summary_metadata
+        folder.mkdir(parents=True, exist_ok=True)
+        began = max(int(time.time()), _newest(folder) + 1)
+        process = f"{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{began:010d}.{process}.0{EVENTS_SUFFIX}"
+        self._file = LineFile(folder / name)
+        self._latest = float(began)
+        self._write(file_version="brain.Event:2")
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        self._summarise(step, [{"tag": name, "simple_value": figures[name]} for name in figures])
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Markdown, for the page Text."""
+        shape = self._proto["tensor_shape"].TensorShapeProto
+        tensor = self._proto["tensor"].TensorProto(
+            dtype=self._proto["types"].DT_STRING,
+            string_val=[text.encode()],
+            tensor_shape=shape(dim=[shape.Dim(size=1)]),
+        )
+        metadata = self._text(name, description="")
+        self._summarise(step, [{"tag": name, "metadata": metadata, "tensor": tensor}])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _summarise(self, step: int, values: Sequence[Mapping[str, Any]]) -> None:
+        summary = self._proto["summary"].Summary
+        self._write(step=step, summary=summary(value=[summary.Value(**value) for value in values]))
+
+    def _write(self, **fields: Any) -> None:
+        event = self._proto["event"].Event(**fields)
+        self._latest = event.wall_time = max(self._latest, time.time())
+        record = BytesIO()
+        self._record_writer(record).write(event.SerializeToString())
+        self._file.write(record.getvalue())
+
+
+_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
+
+
+def _newest(folder: Path) -> int:
+    """The time in the last file's name; 0 without one."""
+    times = [int(match[1]) for path in folder.iterdir() if (match := _NAME.match(path.name))]
+    return max(times, default=0)
+
+
+def _open_events(folder: Path, say: Callable[[str], None]) -> Events | None:
     try:
-        from isobit.observe.events import Events
+        return Events(folder)
     except ImportError:
         say(
             "note: the package tensorboard is not installed: no events are written; metrics.jsonl "
             "has every figure"
         )
         return None
-    return Events(folder)
 
 
 def check_package(tracking: TrackingConfig) -> None:

@@ -19,7 +19,7 @@ from isobit.config.load import dump_config
 from isobit.config.recipes import Recipe, RunConfig
 from isobit.config.tables import TrainingConfig
 from isobit.kernels.backend import support
-from isobit.kernels.operands import Sizes
+from isobit.kernels.sizes import Sizes
 from isobit.memory.cache_size import num_pages_for
 from isobit.memory.device import Card, DevicePlan
 from isobit.memory.host import MemoryEstimate, estimate_memory, microbatch_tokens

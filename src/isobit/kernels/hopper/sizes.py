@@ -18,14 +18,8 @@ and 4 a row.
 
 from collections.abc import Mapping
 
-from isobit.kernels.operands import (
-    AttentionShape,
-    ExpertBytes,
-    ExpertsShape,
-    KvShape,
-    WorkShape,
-    kv_formats,
-)
+from isobit.kernels.operands import KvShape, kv_formats
+from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
 from isobit.precision.flow import PrecisionFlow, Site
 from isobit.precision.quant_tensor import (
     BLOCK,

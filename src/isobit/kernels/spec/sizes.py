@@ -22,14 +22,8 @@ Workspaces are upper estimates of short-lived tensors.
 
 from collections.abc import Mapping
 
-from isobit.kernels.operands import (
-    AttentionShape,
-    ExpertBytes,
-    ExpertsShape,
-    KvShape,
-    WorkShape,
-    kv_formats,
-)
+from isobit.kernels.operands import KvShape, kv_formats
+from isobit.kernels.sizes import AttentionShape, ExpertBytes, ExpertsShape, WorkShape
 from isobit.kernels.spec.attention import GROUP_TOKENS, QUERY_BLOCK, TILE
 from isobit.kernels.spec.head import CHUNK
 from isobit.precision.flow import PrecisionFlow, Site
