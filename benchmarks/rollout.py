@@ -237,7 +237,10 @@ def steps_markdown(rows: list[Row]) -> str:
             fp8 = here.get((case, "fp8"))
             cells = [case.removeprefix("step-")]
             for mode in modes:
-                row = here[case, mode]
+                row = here.get((case, mode))
+                if row is None:  # the time was over
+                    cells.append("-")
+                    continue
                 times = f"{fp8['step_ms'] / row['step_ms']:.2f} x; " if fp8 else ""
                 cells.append(
                     f"{row['step_ms']:.2f} ({times}{row['floor_ms'] / row['step_ms']:.0%})"

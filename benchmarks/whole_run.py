@@ -6,7 +6,9 @@ or all weights, what a step takes of the card and of the host.
         [--microbatch 8192] [--kv-memory-gib 12] [--folder DIR] [--keep DIR] [--out FILE.jsonl]
         [--seconds S] [--steps-out FILE.jsonl] [-- --KEY VALUE ...]
     python -m benchmarks.whole_run --shape qwen3-8b --precision int8 --steps 200 --prompts 4
-        --samples 8 --new-tokens 512 --kv-memory-gib 6 --seconds 1500 --steps-out FILE.jsonl
+        --samples 8 --prompt-tokens 32 --new-tokens 480 --kv-memory-gib 6 --seconds 1500
+        --steps-out FILE.jsonl
+    python -m benchmarks.whole_run --table FILE.jsonl[.xz]    # how long runs began and ended
 
 The folder is written first where none is there (``benchmarks.loading``), with a tokenizer of one
 word for each row of the head, so that no sample ends early but by its stop token; a folder that is
@@ -22,18 +24,20 @@ end (SIGTERM), the run is told so, and the row is of the steps that were done.
 
 import argparse
 import json
+import lzma
 import math
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
+from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
-from benchmarks.common import card_row, printed
+from benchmarks.common import card_row, markdown, printed
 from benchmarks.engines import COLUMNS
 from benchmarks.loading import write_folder
 from isobit.models.config import ModelConfig, model_shape
@@ -215,6 +219,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=math.inf, help="of the run, then it ends")
     parser.add_argument("--steps-out", type=Path, help="a line of each step, as it is done")
+    parser.add_argument(
+        "--table", type=Path, metavar="ROWS", help="print rows of --out, run nothing"
+    )
     return parser.parse_args(words)
 
 
@@ -222,6 +229,9 @@ def main(given: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if given is None else list(given)
     cut = words.index("--") if "--" in words else len(words)
     options, more = parse(words[:cut]), words[cut + 1 :]
+    if options.table is not None:
+        print("\n".join(table(options.table)))
+        return
     with tempfile.TemporaryDirectory(prefix="isobit-run-") as made:
         directory = options.keep or Path(made)
         directory.mkdir(parents=True, exist_ok=True)
@@ -241,7 +251,7 @@ def main(given: Sequence[str] | None = None) -> None:
     asked = {
         key: value
         for key, value in vars(options).items()
-        if not isinstance(value, Path) and key not in ("seconds", "steps_out")
+        if not isinstance(value, Path) and key not in ("seconds", "steps_out", "table")
     }
     where = card_row() if options.device == "cuda" else {"card": "cpu"}
     row = {**asked, **where, "folder_bytes": folder_bytes, "seconds_written": written, **found}
@@ -249,6 +259,38 @@ def main(given: Sequence[str] | None = None) -> None:
     if options.out is not None:
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+_ENDS = 25
+"""Steps at the beginning, behind the first, and at the end of a run that ``table`` compares."""
+
+
+def table(path: Path) -> Iterator[str]:
+    """The rows of a file as markdown: medians of a run's first and last steps, the first of all
+    left out, which compiles and captures.
+    """
+    opened = lzma.open if path.suffix == ".xz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    columns = ["steps", "s in all", "rollout, s a step", "training, s a step", "peak GiB, rollout"]
+    columns += ["peak GiB, training", "host GiB at most", "differing"]
+    yield markdown(["", *columns])
+    yield "|---|" + "---:|" * len(columns)
+    for row in rows:
+        steps = row["by_step"]
+        first, last = steps[1 : 1 + _ENDS], steps[-_ENDS:]
+        ends = [
+            " -> ".join(_median(part, name, digits) for part in (first, last))
+            for name, digits in zip(STEP[:2] + STEP[4:6], (2, 2, 1, 1), strict=True)
+        ]
+        cells = [f"`{row['precision']}`", str(row["steps_done"]), f"{row['seconds']:.0f}", *ends]
+        differing = f"{row['differing']:,} of {row['compared']:,}"
+        yield markdown([*cells, f"{row['host_anonymous_gib']:.1f}", differing])
+
+
+def _median(steps: Sequence[Mapping[str, float]], name: str, digits: int) -> str:
+    found = [step[name] for step in steps if name in step]
+    return f"{median(found):.{digits}f}" if found else "-"
 
 
 _SHOWN = 10

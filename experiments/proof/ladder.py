@@ -32,7 +32,6 @@ from experiments.proof.suite import LADDER, SEED_STEP, Changes, Row, Run, arms_o
 from isobit import load_config
 from isobit.config.recipes import SftConfig
 from isobit.config.tables import PrecisionConfig
-from isobit.observe.flow_choice import flow_name
 from isobit.parallel.world import ALONE
 from isobit.run.flows import compare_flows, read_flow
 from isobit.run.sft import SftRun, open_run, update_once
@@ -286,7 +285,7 @@ def answer_start(directory: Path, size: str, changes: Changes) -> Path:
     config = load_config(runs.recipe_of(run.problems), words)
     others = [FLOWS[arm] for arm in lacking if arm != BASE]
     found = compare_flows(folder, config, others, answers="completion")
-    names = {flow_name(precision): arm for arm, precision in FLOWS.items()}
+    names = {precision.name: arm for arm, precision in FLOWS.items()}
     row = {
         "start": start,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

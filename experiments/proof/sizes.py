@@ -31,7 +31,6 @@ from experiments.proof import cost, figures, rows
 from experiments.proof.ladder import BASE, FLOWS, PARAMETERS, PRETRAINED, Starts, task_of
 from experiments.proof.rows import Repeats, Row
 from experiments.proof.suite import LADDER, SITES, arms_of
-from isobit.observe.flow_choice import flow_name
 
 Stage = Literal["before", "after", "back"]
 STAGES: Mapping[Stage, str] = {
@@ -392,7 +391,7 @@ def advice(found: Sequence[Measured], all_rows: Sequence[Row]) -> dict[str, Any]
                 "name": size,
                 "layer_parameters": PARAMETERS[size],
                 "flows": {
-                    flow_name(FLOWS[one.arm]): {"seeds": one.seeds}
+                    FLOWS[one.arm].name: {"seeds": one.seeds}
                     | {s: asdict(d) for s, d in one.differences.items() if s != "back"}
                     for one in ours
                     if one.size == size

@@ -44,6 +44,10 @@ def test_a_long_run_keeps_a_line_of_each_step(
     assert len(row["by_step"]) == 11 and row["precision"] == "int8"
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert shown == [steps[9], row]
+    whole_run.main(["--table", str(out)])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("| `int8` | 11 | ") and line.endswith(f" | 0 of {compared[-1]:,} |")
+    assert line.count("- -> -") == 2, "a CPU has no memory of its own"
 
 
 def test_a_run_that_is_stopped_counts_the_steps_that_it_did(folder: Path, tmp_path: Path) -> None:

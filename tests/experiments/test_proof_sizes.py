@@ -11,7 +11,6 @@ from experiments.proof import figures, ladder, page, rows, sizes, suite
 from experiments.proof.ladder import PARAMETERS, PRETRAINED
 from experiments.proof.sizes import measured
 from isobit.config.tables import PrecisionConfig
-from isobit.observe.flow_choice import flow_name
 from tests.experiments.made_up_rows import made_up_row
 
 PROBLEMS = 40
@@ -251,7 +250,7 @@ def test_a_row_of_a_start_takes_in_the_flows_that_it_lacks(
             tokens=9,
             flows=[
                 Namespace(
-                    name=flow_name(one),
+                    name=one.name,
                     result=None,
                     scores=scores if one.preset == "bf16" else [1.0] * 3,
                     closeness=None,

@@ -33,7 +33,6 @@ from isobit.observe.flow_choice import (
     describe_comparison,
     describe_crests,
     differences_of,
-    flow_toml,
     problems_needed,
     recommend,
 )
@@ -149,9 +148,7 @@ def row(
     (precision,) = presets(name, **options)
     flow = build_flow(precision, decoder_shape(TINY))
     close = Closeness(2.0, 0.01, rms, 0.1)
-    return FlowFigures(
-        flow_toml(precision), precision, flow, size, 0, None, close, 10.0, 10.0, scores=scores
-    )
+    return FlowFigures(precision, flow, size, 0, None, close, 10.0, 10.0, scores=scores)
 
 
 def compared(*others: FlowFigures, tokens: int = 5000) -> Comparison:
@@ -316,7 +313,7 @@ def test_the_command_compares_the_starters_flows(capsys: pytest.CaptureFixture[s
     assert main([*SMALL, *reward, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     names = [one["name"] for one in found["flows"]]
-    assert names == ["bf16", "fp8-linear", "fp8", "fp8, 1 first, 1 last layers BF16", "int8"]
+    assert names == ["bf16", "fp8-linear", "fp8", '{preset = "fp8", attention = "int8"}', "int8"]
     base, int8 = found["flows"][0], found["flows"][-1]
     assert base["evaluation"]["problems"] == found["problems"] == 20
     assert base["interval"] is None
@@ -332,7 +329,7 @@ def test_the_table_has_a_line_for_each_flow(capsys: pytest.CaptureFixture[str]) 
     table = '{preset = "fp8", modules_bf16 = ["down_proj"]}'
     assert main([*SMALL, "--flows", "int8", table]) == 0
     shown = capsys.readouterr().out
-    assert shown.count('\nfp8, modules_bf16 = ["down_proj"]') == 2
+    assert shown.count('\n{preset = "fp8", modules_bf16 = ["down_proj"]}') == 2
     assert "minus bf16" not in shown, "nothing was graded"
     assert shown.splitlines()[-1].startswith('recommended: precision = "bf16": ')
 

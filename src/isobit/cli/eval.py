@@ -334,7 +334,7 @@ def _flows_parser() -> ArgumentParser:
         nargs="+",
         metavar="FLOW",
         help="those beside bf16: presets, or a recipe's tables; by default fp8-linear, fp8, int8, "
-        "and fp8 with the first and the last layer in BF16",
+        "and fp8 with attention in INT8",
     )
     parser.add_argument(
         "--reward",

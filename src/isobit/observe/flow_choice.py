@@ -79,7 +79,6 @@ class Closeness:
 class FlowFigures:
     """What was found of one flow; None where it was not measured."""
 
-    name: str
     precision: PrecisionConfig
     flow: PrecisionFlow
     weight_bytes: int
@@ -105,6 +104,10 @@ class FlowFigures:
     """Of ``isobit.memory.speed``, for a GPU; empty for INT8, of which it has no rows."""
 
     @property
+    def name(self) -> str:
+        return self.precision.name
+
+    @property
     def in_eight_bits(self) -> bool:
         return any(site.forward in EIGHT_BITS for site in self.flow.rollout.sites)
 
@@ -126,15 +129,6 @@ class FlowFigures:
             "crests": {"tokens": self.crest_tokens, "linears": crests} if crests else None,
             "estimate": dict(self.estimate) or None,
         }
-
-
-def flow_name(precision: PrecisionConfig) -> str:
-    """The preset, and what differs from it."""
-    table = precision.model_dump(exclude_defaults=True, exclude={"preset"})
-    first, last = table.pop("first_layers_bf16", 0), table.pop("last_layers_bf16", 0)
-    parts = [f"{first} first, {last} last layers BF16"] if first or last else []
-    parts += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
-    return ", ".join([precision.preset, *parts])
 
 
 def flow_toml(precision: PrecisionConfig) -> str:

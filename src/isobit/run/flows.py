@@ -59,7 +59,6 @@ from isobit.observe.flow_choice import (
     FlowFigures,
     describe_crests,
     differences_of,
-    flow_name,
     read_by_size,
 )
 from isobit.parallel.world import ALONE
@@ -136,12 +135,16 @@ def read_flow(flow: Any) -> PrecisionConfig:
     return build(PrecisionConfig, flow, "a flow")
 
 
-def default_flows(layers: int) -> list[PrecisionConfig]:
-    """What is compared with ``bf16`` where nothing is chosen."""
-    ends = {"first_layers_bf16": 1, "last_layers_bf16": 1}
-    tables: list[dict[str, Any]] = [{"preset": "fp8-linear"}, {"preset": "fp8"}]
-    tables += [{"preset": "fp8", **ends}] if layers > 2 else []
-    return [PrecisionConfig.model_validate(table) for table in [*tables, {"preset": "int8"}]]
+DEFAULT_FLOWS = tuple(
+    PrecisionConfig.model_validate(table)
+    for table in (
+        {"preset": "fp8-linear"},
+        {"preset": "fp8"},
+        {"preset": "fp8", "attention": "int8"},
+        {"preset": "int8"},
+    )
+)
+"""What is compared with ``bf16`` where nothing is chosen."""
 
 
 @dataclass(slots=True)
@@ -310,10 +313,9 @@ def compare_flows(
     check_ranks(config.cluster.rollout_tp, ALONE)
     described = describe_model(model)
     shape = described.config
-    others = list(map(read_flow, flows)) or default_flows(shape.num_layers)
+    others = list(map(read_flow, flows)) or DEFAULT_FLOWS
     wanted = [PrecisionConfig(preset="bf16"), *others]
-    chosen = {flow_name(one): one for one in wanted}
-    figures = [_planned(name, one, described, config, card) for name, one in chosen.items()]
+    figures = [_planned(one, described, config, card) for one in dict.fromkeys(wanted)]
     comparison = Comparison(
         str(model),
         figures,
@@ -350,11 +352,7 @@ def compare_flows(
 
 
 def _planned(
-    name: str,
-    precision: PrecisionConfig,
-    model: DescribedModel,
-    config: RunConfig,
-    card: Card | None,
+    precision: PrecisionConfig, model: DescribedModel, config: RunConfig, card: Card | None
 ) -> FlowFigures:
     """A flow with its memory, by the plan's functions."""
     shape = model.config
@@ -364,7 +362,7 @@ def _planned(
     sizes = support(device).sizes
     page = sizes.page_bytes(shape, flow)
     weights = published_bytes(shape, flow, sizes)
-    return FlowFigures(name, precision, flow, weights, page // sizes.page_tokens)
+    return FlowFigures(precision, flow, weights, page // sizes.page_tokens)
 
 
 def _step(config: RunConfig, shape: SpeedShape, prompt: float) -> StepWork:
