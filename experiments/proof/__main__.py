@@ -83,6 +83,12 @@ def make_parser() -> argparse.ArgumentParser:
     costs.add_argument("--tasks", nargs="+", choices=(*tasks, *suite.LADDERS), default=tasks)
     costs.add_argument("--steps", type=int, default=cost.STEPS)
     costs.add_argument("--card", default="0")
+    costs.add_argument(
+        "--at-once",
+        type=int,
+        default=cost.AT_ONCE,
+        help="arms whose memory the card must hold: one that has too little trains slowly",
+    )
     return parser
 
 
@@ -110,7 +116,8 @@ def main() -> int:
         case "cost":
             how = arguments.card, arguments.steps, runs.by_key(changes)
             for task in arguments.tasks:
-                cost.measure_all(suite.wanted([task], suite.ALL_ARMS, [0]), directory, *how)
+                wanted = suite.wanted([task], suite.ALL_ARMS, [0])
+                cost.measure_all(wanted, directory, *how, arguments.at_once)
             print("\n".join(cost.markdown(cost.read(directory / "rows"))))
         case "look":
             print("\n".join(runs_module.look(directory)))

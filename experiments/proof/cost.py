@@ -1,10 +1,9 @@
 """What a step of each arm takes alone on a card, rollout and training apart.
 
-The arms of a task begin side by side, in ``DIR/cost``.  Each is stopped (SIGSTOP) when its first
+Some arms of a task begin side by side, in ``DIR/cost``.  Each is stopped (SIGSTOP) when its first
 step is done, which compiles and captures, and goes on when all are and its turn has come, until it
 has been measured; the step in which it was stopped is not counted.  So each has the card for
-itself, and nobody's memory is cleaned up beside it.  Beginning takes longer than measuring, hence
-side by side.
+itself, but for its memory.  Beginning takes longer than measuring, hence side by side.
 
     ROWS/cost.json      task -> arm -> seconds of each step: rollout, training; and the device
 """
@@ -30,16 +29,32 @@ FILE = "cost.json"
 PHASES = "rollout", "training"
 STEPS = 8
 """Steps that are counted."""
+AT_ONCE = 3
+"""Arms that begin side by side.  Six of 443 million parameters filled a card of 141 GiB: torch gave
+memory back and asked again in every step, and training took two to three times as long.
+"""
 _FEW: Changes = {"data.eval.held_out.limit": "8", "checkpoint.keep_last": "0"}
 _POLL_S = 0.02
 
 
 def measure_all(
-    wanted: Sequence[Run], directory: Path, card: str, steps: int, changes: Changes
+    wanted: Sequence[Run],
+    directory: Path,
+    card: str,
+    steps: int,
+    changes: Changes,
+    at_once: int = AT_ONCE,
 ) -> None:
     """Add the runs' figures to DIR/rows/cost.json.  Raises RuntimeError where one ends before it is
     measured; its log says why.
     """
+    for first in range(0, len(wanted), at_once):
+        _measure(wanted[first : first + at_once], directory, card, steps, changes)
+
+
+def _measure(
+    wanted: Sequence[Run], directory: Path, card: str, steps: int, changes: Changes
+) -> None:
     place = directory / "cost"
     shutil.rmtree(place, ignore_errors=True)
     (place / "runs").mkdir(parents=True)

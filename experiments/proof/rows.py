@@ -1,7 +1,8 @@
 """What is kept of a finished run: a row, ``ROWS/TASK-ARM-SEED.json.xz``.
 
     task, arm, seed
-    jobs            runs side by side while it ran; times of rows with other jobs do not compare
+    jobs            runs side by side while it ran, on average; times of rows with other jobs do not
+                    compare
     run             run.json: the resolved recipe, digests of data and tokenizer, versions, GPU
     summary         summary.json
     start, final    SHA-256 of each file of the first and of the last weights

@@ -70,12 +70,19 @@ class Seconds:
 
     rollout: float
     training: float
-    jobs: tuple[int, ...]
-    """How many runs shared the card; (1,) alone."""
+    jobs: int
+    """How many runs shared the card."""
+    by_cost: bool
+    """Whether ``cost`` measured it, or the runs themselves."""
 
     @property
     def both(self) -> float:
         return self.rollout + self.training
+
+    @property
+    def text(self) -> str:
+        beside = "" if self.jobs == 1 else f" ({self.jobs} at once)"
+        return f"{self.rollout:.2f} + {self.training:.2f}{beside}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +192,20 @@ def _back(ours: Sequence[Row], base: Sequence[Row]) -> Difference | None:
 
 
 def _seconds(alone: cost.Cost | None, ours: Sequence[Row]) -> Seconds | None:
-    """Alone on a card where that was measured, else side by side."""
+    """Alone on a card where that was measured, else of the runs that had the fewest beside them."""
     if alone is not None:
         rollout, training = (cost.seconds(alone, phase) for phase in cost.PHASES)
-        return Seconds(rollout, training, (1,))
+        return Seconds(rollout, training, 1, by_cost=True)
     if not ours:
         return None
+    fewest = min(row["jobs"] for row in ours)
     rollout, training = (
-        median(one for row in ours for one in row["steps"][f"time/{phase}_s"])
+        median(
+            one for row in ours if row["jobs"] == fewest for one in row["steps"][f"time/{phase}_s"]
+        )
         for phase in cost.PHASES
     )
-    return Seconds(rollout, training, tuple(sorted({row["jobs"] for row in ours})))
+    return Seconds(rollout, training, fewest, by_cost=False)
 
 
 def law(found: Sequence[Measured], arm: str, stage: Stage, parameters: float) -> float | None:
@@ -247,27 +257,19 @@ def _cells(one: Measured, found: Sequence[Measured]) -> Iterator[str]:
         expected = law(found, one.arm, stage, PARAMETERS[one.size])
         known = expected is not None and one.arm in CALIBRATED and one.size != PRETRAINED
         yield f"{100 * expected:+.1f}" if known and expected is not None else "-"
-    beside = "" if one.seconds is None or one.seconds.jobs == (1,) else _beside(one.seconds)
-    yield (
-        "-"
-        if one.seconds is None
-        else f"{one.seconds.rollout:.2f} + {one.seconds.training:.2f}{beside}"
-    )
+    yield "-" if one.seconds is None else one.seconds.text
     ratio = _ratio(one, found)
     yield "-" if ratio is None else f"{ratio:.2f}x"
     yield one.differing if one.seeds else "-"
 
 
-def _beside(seconds: Seconds) -> str:
-    return f" ({' or '.join(map(str, seconds.jobs))} at once)"
-
-
 def _ratio(one: Measured, found: Sequence[Measured]) -> float | None:
-    """Seconds of a step over those of ``BASE``, measured beside as many others."""
+    """Seconds of a step over those of ``BASE``, measured alike and beside as many others."""
     for base in found:
         if (base.size, base.arm) == (one.size, BASE) and base.seconds and one.seconds:
-            same = base.seconds.jobs == one.seconds.jobs and len(base.seconds.jobs) == 1
-            return one.seconds.both / base.seconds.both if same else None
+            ours, theirs = one.seconds, base.seconds
+            same = (ours.jobs, ours.by_cost) == (theirs.jobs, theirs.by_cost)
+            return ours.both / theirs.both if same else None
     return None
 
 

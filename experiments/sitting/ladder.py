@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from threading import Lock, Thread
 
 import torch
@@ -46,6 +47,7 @@ class Sitting:
         self._begun, self._until = begun, until
         self._left = [run for run in wanted if not runs.is_made(run, directory)]
         self._live: list[runs.Live] = []
+        self._beside: dict[Run, list[int]] = {}
         self._room = dict.fromkeys(cards, ROOM)
         self._ready = {size for size in TAKES if (directory / f"start-{size}/start.json").is_file()}
         self._lock = Lock()
@@ -98,10 +100,13 @@ class Sitting:
         return status == 0
 
     def _collect(self) -> None:
+        for one in self._live:
+            there = sum(other.card == one.card for other in self._live)
+            self._beside.setdefault(one.run, []).append(there)
         for one in [one for one in self._live if one.process.poll() is not None]:
             self._live.remove(one)
             self._take(one.card, -TAKES[_size(one.run)])
-            jobs = sum(other.card == one.card for other in self._live) + 1
+            jobs = round(fmean(self._beside[one.run]))
             if not runs.keep_if_finished(one, self._directory, jobs):
                 continue
             if one.answers:

@@ -109,9 +109,14 @@ def test_times_compare_where_as_many_runs_shared_the_card() -> None:
 
     assert cells([fast, slow]) == ("2.00 + 2.00 (4 at once)", "2.00x")
     assert cells([fast, {**slow, "jobs": 1}]) == ("2.00 + 2.00", "-")
+    once = {name: [0.5] * 25 for name in columns}
+    other = {**slow, "seed": 1, "jobs": 1, "steps": {**fp8["steps"], **once}}
+    assert cells([fast, slow, other]) == ("0.50 + 0.50", "-"), "those with the fewest beside them"
     alone = {"rollout": [3.0], "training": [3.0]}
     costs = {"ladder-27m": {"bf16": {**alone, "rollout": [1.0]}, "fp8": alone}}
     assert cells([fast, slow], costs) == ("3.00 + 3.00", "1.50x")
+    costs = {"ladder-27m": {"bf16": alone}}
+    assert cells([fast, {**slow, "jobs": 1}], costs) == ("2.00 + 2.00", "-"), "measured otherwise"
 
 
 def test_a_start_that_was_answered_without_training_stands_in() -> None:
