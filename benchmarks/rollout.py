@@ -238,7 +238,7 @@ def steps_markdown(rows: list[Row]) -> str:
             cells = [case.removeprefix("step-")]
             for mode in modes:
                 row = here.get((case, mode))
-                if row is None:  # the time was over
+                if row is None:  # not measured
                     cells.append("-")
                     continue
                 times = f"{fp8['step_ms'] / row['step_ms']:.2f} x; " if fp8 else ""

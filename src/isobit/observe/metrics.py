@@ -147,7 +147,9 @@ class Events:
             for name in ("event", "summary", "tensor", "tensor_shape", "types")
         }
         self._record_writer = import_module("tensorboard.summary.writer.record_writer").RecordWriter
-        self._text = import_module("tensorboard.plugins.text.metadata").create_summary_metadata
+        self._text_metadata = import_module(
+            "tensorboard.plugins.text.metadata"
+        ).create_summary_metadata
         folder.mkdir(parents=True, exist_ok=True)
         began = max(int(time.time()), _newest(folder) + 1)
         process = f"{socket.gethostname()}.{os.getpid()}"
@@ -167,7 +169,7 @@ class Events:
             string_val=[text.encode()],
             tensor_shape=shape(dim=[shape.Dim(size=1)]),
         )
-        metadata = self._text(name, description="")
+        metadata = self._text_metadata(name, description="")
         self._summarise(step, [{"tag": name, "metadata": metadata, "tensor": tensor}])
 
     def close(self) -> None:
