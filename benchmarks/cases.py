@@ -52,7 +52,7 @@ ROLLOUT_CASES = {
 }
 MODES = ("bf16", "fp8-linear", "fp8", "fp8-int8-attention", "int8-linear", "int8", "int8-head")
 """Presets, and two flows with options: ``fp8`` with attention in INT8, ``int8`` with lm_head."""
-IN_INT8 = ("fp8-int8-attention", "int8", "int8-head")
+INT8_ATTENTION = ("fp8-int8-attention", "int8", "int8-head")
 """Modes whose attention and KV cache are in INT8."""
 MAX_SEQUENCES = 256
 WARM_UP_TOKENS = 16

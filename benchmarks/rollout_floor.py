@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cases import IN_INT8, MAX_SEQUENCES, ROLLOUT_CASES, RolloutCase
+from benchmarks.cases import INT8_ATTENTION, MAX_SEQUENCES, ROLLOUT_CASES, RolloutCase
 from benchmarks.common import RowWriter, measure_card, seconds, versions
 from isobit.kernels.hopper.attention import PackedKeys, prefill_attention
 from isobit.kernels.hopper.gemm import bf16_gemm_nt, fp8_gemm_nt
@@ -75,7 +75,7 @@ def kv_bytes(config: ModelConfig, mode: str, case: RolloutCase) -> int:
 
 
 def kv_bytes_of_token(config: ModelConfig, mode: str) -> int:
-    scale = {"fp8": 1, **dict.fromkeys(IN_INT8, 4)}.get(mode)
+    scale = {"fp8": 1, **dict.fromkeys(INT8_ATTENTION, 4)}.get(mode)
     a_head = 2 * config.head_dim if scale is None else config.head_dim + scale
     return 2 * config.num_layers * config.num_kv_heads * a_head
 
@@ -140,7 +140,7 @@ def attention_seconds(config: ModelConfig, mode: str, case: RolloutCase) -> floa
     )
     scales = None
     packed = PackedKeys(keys, None, values, None)
-    if mode in IN_INT8:
+    if mode in INT8_ATTENTION:
         queries, keys, values = (
             (x * 40).round().clamp(-127, 127).to(torch.int8) for x in (queries, keys, values)
         )

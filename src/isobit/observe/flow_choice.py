@@ -101,7 +101,7 @@ class FlowFigures:
     crests: tuple[Crest, ...] = ()
     crest_tokens: int = 0
     estimate: Mapping[str, float] = field(default_factory=dict)
-    """Of ``isobit.memory.speed``, for a GPU; empty for INT8, of which it has no rows."""
+    """Of ``isobit.memory.speed``, for a GPU; empty where none was asked for."""
 
     @property
     def name(self) -> str:
