@@ -75,7 +75,10 @@ def make_parser() -> argparse.ArgumentParser:
     for command in run, commands.choices["flows"]:
         command.add_argument("--cards", nargs="+", default=["0"])
         command.add_argument("--jobs", type=int, default=1)
-    commands.choices["flows"].add_argument("--size", choices=ladder.PARAMETERS)
+    flows = commands.choices["flows"]
+    flows.add_argument("--size", choices=ladder.PARAMETERS, help="a start of the ladder")
+    flows.add_argument("--arms", nargs="+", choices=ladder.FLOWS, default=tuple(ladder.FLOWS))
+    flows.add_argument("--problems", type=int, help="with --size: more than the runs answer")
     run.add_argument("--seconds", type=float, default=float("inf"))
     run.add_argument("--begin-within", type=float, default=float("inf"))
     costs = commands.choices["cost"]
@@ -130,7 +133,8 @@ def answer_untrained(arguments: argparse.Namespace, changes: list[str]) -> None:
     """A start in several flows: one of the ladder in this process, or that of all arms."""
     directory, given = arguments.directory, runs.by_key(changes)
     if arguments.size is not None:
-        print(ladder.answer_start(directory, arguments.size, given))
+        asked = arguments.size, given, arguments.arms, arguments.problems
+        print(ladder.answer_start(directory, *asked))
         return
     found = runs_module.answer_all(directory, arguments.cards, arguments.jobs, given)
     print("\n".join(runs_module.markdown(found)))

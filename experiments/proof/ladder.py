@@ -15,11 +15,12 @@ DIR/start-SIZE/start.json says how many updates that took, what it solves, and i
 
     ROWS/starts/SIZE.json.xz    how a start answers in several flows, without training: of each its
                                 scores, and what ``isobit flows`` measures of its distributions
+                                over the solutions of the same problems
 """
 
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -266,17 +267,28 @@ def task_of(size: str) -> str:
     return "multiply" if size == PRETRAINED else LADDER + size
 
 
-def answer_start(directory: Path, size: str, changes: Changes) -> Path:
-    """Answer and score the held-out problems with an untrained start in ``BASE`` and those of
-    ``FLOWS`` that its row lacks, in this process; -> DIR/rows/starts/SIZE.json.xz.  ``size`` is one
-    of ``PARAMETERS``.  Raises ValueError where the row is of other weights, and as ``with_flows``.
+def answer_start(
+    directory: Path,
+    size: str,
+    changes: Changes,
+    arms: Sequence[str] = tuple(FLOWS),
+    problems: int | None = None,
+) -> Path:
+    """Answer and score held-out problems with an untrained start in ``BASE`` and those of ``arms``
+    that its row lacks, in this process; -> DIR/rows/starts/SIZE.json.xz.  ``size`` is one of
+    ``PARAMETERS``.  With ``problems``, so many, of which the first are those of the runs; an arm
+    that answered fewer answers anew.  Raises ValueError where the row is of other weights, and as
+    ``with_flows``.
     """
     run = Run(task_of(size), BASE, 0)
-    words = runs.words_of({**runs.places_of(run, directory), **run.shared, **changes})
+    more = {} if problems is None else _asked(directory / "data", run, problems)
+    words = runs.words_of({**runs.places_of(run, directory), **run.shared, **more, **changes})
     folder = directory / run.start / "model"
     out = directory / "rows" / STARTS / f"{size}{rows.SUFFIX}"
     kept = rows.read_row(out) if out.is_file() else None
-    lacking = [arm for arm in FLOWS if kept is None or arm not in kept["flows"]]
+    answered = {} if kept is None else kept["flows"]
+    enough = 1 if problems is None else problems
+    lacking = [a for a in arms if a not in answered or len(answered[a]["scores"]) < enough]
     start = rows.weights_sha256(folder)
     if kept is not None:
         _must_be_of(kept, start)
@@ -289,12 +301,11 @@ def answer_start(directory: Path, size: str, changes: Changes) -> Path:
     row = {
         "start": start,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "problems": found.problems,
-        "tokens": found.tokens,
         "flows": {
             names[one.name]: {
                 "accuracy": None if one.result is None else one.result.accuracy,
                 "scores": list(one.scores),
+                "tokens": found.tokens,
                 "closeness": None if one.closeness is None else asdict(one.closeness),
                 "generated_tokens_per_s": one.generated_per_s,
             }
@@ -302,8 +313,18 @@ def answer_start(directory: Path, size: str, changes: Changes) -> Path:
             if one.problem is None
         },
     }
+    kept = rows.read_row(out) if out.is_file() else None  # of another process, meanwhile
     rows.write_row(out, row if kept is None else with_flows(kept, row))
     return out
+
+
+def _asked(data: Path, run: Run, problems: int) -> dict[str, str]:
+    """The settings by which it answers so many problems, written where they are missing."""
+    path = data / f"{run.problems}.held_out-{problems}.jsonl"
+    if not path.is_file():
+        lines = [json.dumps(row) + "\n" for row in rows_of(run.problems, "held_out", problems)]
+        path.write_text("".join(lines), encoding="utf-8")
+    return {"data.eval.held_out.path": str(path), "data.eval.held_out.limit": str(problems)}
 
 
 def _must_be_of(kept: Mapping[str, Any], start: Mapping[str, str]) -> None:
@@ -315,15 +336,20 @@ def _must_be_of(kept: Mapping[str, Any], start: Mapping[str, str]) -> None:
 
 
 def with_flows(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """A start's row with the flows of another that it lacks.  Raises ValueError unless ``BASE``
-    answered alike in both.
+    """A start's row with the flows of another that it lacks, or that answered more problems there.
+    Raises ValueError unless flows that both have answered alike what both were asked.
     """
-    if kept["flows"][BASE]["scores"] != found["flows"][BASE]["scores"]:
-        raise ValueError(
-            f"{BASE} answers otherwise than in the row, from the same weights: flows that were "
-            "measured apart cannot be compared; move the row away and measure all of them"
-        )
-    flows = {**found["flows"], **kept["flows"]}
+    flows = dict(kept["flows"])
+    for arm, ours in found["flows"].items():
+        theirs = flows.setdefault(arm, ours)
+        both = min(len(ours["scores"]), len(theirs["scores"]))
+        if ours["scores"][:both] != theirs["scores"][:both]:
+            raise ValueError(
+                f"{arm} answers otherwise than in the row, from the same weights: flows that were "
+                "measured apart cannot be compared; move the row away and measure all of them"
+            )
+        if len(ours["scores"]) > both:
+            flows[arm] = ours
     return {**kept, "flows": {arm: flows[arm] for arm in FLOWS if arm in flows}}
 
 

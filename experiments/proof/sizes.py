@@ -92,6 +92,8 @@ class Measured:
     size: str
     arm: str
     seeds: int
+    asked: int
+    """Problems of ``before``."""
     accuracies: Mapping[Stage, float]
     differences: Mapping[Stage, Difference]
     """To ``BASE``; of that arm none."""
@@ -134,7 +136,8 @@ def _measured(
     if scores:
         accuracies["before"] = fmean(scores)
     if scores and theirs and arm != BASE:
-        pair = torch.tensor([scores]) - torch.tensor([theirs])
+        both = min(len(scores), len(theirs))
+        pair = torch.tensor([scores[:both]]) - torch.tensor([theirs[:both]])
         differences["before"] = _with_interval(pair)
     if ours:
         accuracies["after"] = fmean(fmean(figures.after(row)) for row in ours)
@@ -147,7 +150,10 @@ def _measured(
         pair = figures.paired(ours, base)
         differences |= _differ("after", None if pair is None else _with_interval(pair))
     seconds = _seconds(costs.get(arm), ours)
-    return Measured(size, arm, len(ours), accuracies, differences, seconds, figures.differing(ours))
+    asked = len(scores)
+    return Measured(
+        size, arm, len(ours), asked, accuracies, differences, seconds, figures.differing(ours)
+    )
 
 
 def _differ(stage: Stage, found: Difference | None) -> dict[Stage, Difference]:
@@ -161,15 +167,15 @@ def _with_interval(difference: torch.Tensor) -> Difference:
 def _before(
     ours: Sequence[Row], base: Sequence[Row], arm: str, start: Mapping[str, Any]
 ) -> tuple[list[float], list[float]]:
-    """The start's rewards in an arm's flow and in ``BASE``, of the same problems: those of the
-    runs, or else those that were answered without training.
+    """The start's rewards in an arm's flow and in ``BASE``, of the same problems as far as both
+    go: those that were answered without training, or else those of the runs, which are the first
+    of them.
     """
-    if ours and base:
-        return figures.before(ours[0]), figures.before(base[0])
     flows = start.get("flows", {})
     if arm in flows and BASE in flows:
         return flows[arm]["scores"], flows[BASE]["scores"]
-    return (figures.before(ours[0]) if ours else []), []
+    known = [figures.before(rows[0]) if rows else [] for rows in (ours, base)]
+    return known[0], known[1]
 
 
 def _accuracy_back(row: Row) -> float:
@@ -250,7 +256,8 @@ def markdown(found: Sequence[Measured], starts: Starts) -> Iterator[str]:
 def _cells(one: Measured, found: Sequence[Measured]) -> Iterator[str]:
     yield str(one.seeds)
     for stage in STAGES:
-        yield f"{one.accuracies[stage]:.1%}" if stage in one.accuracies else "-"
+        of = f" of {one.asked:,}" if stage == "before" else ""
+        yield f"{one.accuracies[stage]:.1%}{of}" if stage in one.accuracies else "-"
     for stage in STAGES:
         yield one.differences[stage].text if stage in one.differences else "-"
     for stage in ("before", "after"):

@@ -1,5 +1,6 @@
 """The table, the picture and the advice over model sizes, from rows of runs that never were."""
 
+import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -120,17 +121,21 @@ def test_times_compare_where_as_many_runs_shared_the_card() -> None:
 
 
 def test_a_start_that_was_answered_without_training_stands_in() -> None:
-    scores = {"bf16": [1.0, 1.0, 0.0, 0.0], "int8": [1.0, 0.0, 0.0, 0.0]}
+    scores = {"bf16": [1.0, 1.0, 0.0, 0.0], "int8": [1.0, 0.0]}
     close = {"perplexity": 1.25, "rms": 0.5}
     flows = {name: {"scores": one, "closeness": close} for name, one in scores.items()}
     starts = {"443m": {"flows": flows}}
     one = found([], "443m", "int8", starts=starts)
-    assert (one.seeds, one.differences["before"].mean) == (0, -0.25)
+    assert (one.seeds, one.differences["before"].mean) == (0, -0.5), "of what both were asked"
     assert set(one.differences) == {"before"} and one.seconds is None
-    both = found(pair("ladder-443m"), "443m", "fp8", starts=starts)
-    assert both.differences["before"].mean == pytest.approx(-0.1), "runs come first"
+    given = pair("ladder-443m")
+    runs = found(given, "443m", "fp8", starts=starts)
+    assert runs.differences["before"].mean == pytest.approx(-0.1), "not answered untrained"
+    more = found([*given, row("ladder-443m", "int8", 0, 0.5, 0.7)], "443m", "int8", starts=starts)
+    assert (more.asked, more.differences["before"].mean) == (2, -0.5)
     lines = "\n".join(sizes.markdown(measured([], {}, starts), starts))
     assert "| 443m: perplexity, rms (nats) | +0.000%, 0.5000 |" in lines
+    assert "| 443m, `int8` | 0 | 50.0% of 2 | - |" in lines
 
 
 @pytest.mark.parametrize(
@@ -235,47 +240,80 @@ def test_rewards_while_training_are_compared_where_both_runs_have_steps() -> Non
     assert "| -12.0 [" in cut and ", 1 seed, to step 35 |" in cut  # 5 of 25 steps: -0.6
 
 
-def test_a_row_of_a_start_takes_in_the_flows_that_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tmp_path / "start-27m" / "model"
-    model.mkdir(parents=True)
-    (model / "model.safetensors").write_bytes(b"weights")
-    scores, arm = [1.0, 0.0, 1.0], "fp8-int8-attention"
-    measured = {one: {"scores": scores} for one in ladder.FLOWS if one != arm}
-    path = tmp_path / "rows" / "starts" / "27m.json.xz"
-    rows.write_row(path, {"start": rows.weights_sha256(model), "flows": measured})
-    asked = list[list[str]]()
+def answers(asked: list[tuple[list[str], int]], told: dict[str, float]) -> Any:
+    """In place of ``compare_flows``: notes what it is asked; of the problems the flows of ``told``
+    solve the last or not, all others the first.
+    """
 
     def answer(folder: Path, config: Any, others: list[PrecisionConfig], answers: str) -> Any:
-        asked.append([one.name for one in others])
-        flows = [PrecisionConfig(preset="bf16"), *others]
-        return Namespace(
-            problems=3,
-            tokens=9,
-            flows=[
-                Namespace(
-                    name=one.name,
-                    result=None,
-                    scores=scores if one.preset == "bf16" else [1.0] * 3,
-                    closeness=None,
-                    generated_per_s=1.0,
-                    problem=None,
-                )
-                for one in flows
-            ],
-        )
+        (held_out,) = config.data.eval.values()
+        count = held_out.limit or 3
+        asked.append(([one.name for one in others], count))
+        made = [
+            Namespace(
+                name=one.name,
+                result=None,
+                scores=[1.0, *[0.0] * (count - 2), told.get(one.name, 0.0)],
+                closeness=None,
+                generated_per_s=1.0,
+                problem=None,
+            )
+            for one in (PrecisionConfig(preset="bf16"), *others)
+        ]
+        return Namespace(problems=count, tokens=9 * count, flows=made)
 
-    monkeypatch.setattr(ladder, "compare_flows", answer)
-    assert ladder.answer_start(tmp_path, "27m", {}) == path
-    assert asked == [['{preset = "fp8", attention = "int8"}']]
-    added = rows.read_row(path)["flows"]
-    assert list(added) == list(ladder.FLOWS) and added[arm]["scores"] == [1.0] * 3
+    return answer
+
+
+ADDED = "fp8-int8-attention"
+
+
+@pytest.fixture
+def of_start(tmp_path: Path) -> Path:
+    """The row of a start that answered three problems in all flows but one."""
+    model = tmp_path / "start-27m" / "model"
+    model.mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    known = {one: {"scores": [1.0, 0.0, 0.0]} for one in ladder.FLOWS if one != ADDED}
+    path = tmp_path / "rows" / "starts" / "27m.json.xz"
+    rows.write_row(path, {"start": rows.weights_sha256(model), "flows": known})
+    return path
+
+
+def test_a_row_of_a_start_takes_in_the_flows_that_it_lacks(
+    tmp_path: Path, of_start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[tuple[list[str], int]]()
+    monkeypatch.setattr(ladder, "compare_flows", answers(asked, {}))
+    assert ladder.answer_start(tmp_path, "27m", {}) == of_start
+    assert asked == [(['{preset = "fp8", attention = "int8"}'], 3)]
+    flows = rows.read_row(of_start)["flows"]
+    assert list(flows) == list(ladder.FLOWS)
+    assert (flows[ADDED]["scores"], flows[ADDED]["tokens"]) == ([1.0, 0.0, 0.0], 27)
     ladder.answer_start(tmp_path, "27m", {})
     assert len(asked) == 1, "nothing is lacking"
-    with pytest.raises(ValueError, match="answers otherwise"):
-        ladder.with_flows({"flows": measured}, {"flows": {"bf16": {"scores": [0.0] * 3}}})
-    (model / "model.safetensors").write_bytes(b"others")
+    (tmp_path / "start-27m" / "model" / "model.safetensors").write_bytes(b"others")
     with pytest.raises(ValueError, match="the row is of a start whose SHA-256"):
         ladder.answer_start(tmp_path, "27m", {})
     assert len(asked) == 1
+
+
+def test_a_start_answers_more_problems_than_the_runs(
+    tmp_path: Path, of_start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of them are those of the runs, and are answered alike."""
+    asked = list[tuple[list[str], int]]()
+    monkeypatch.setattr(ladder, "compare_flows", answers(asked, {}))
+    ladder.answer_start(tmp_path, "27m", {}, ["int8", "bf16"], 5)
+    assert asked == [(["int8"], 5)]
+    held_out = (tmp_path / "data" / "multiply.held_out-5.jsonl").read_text(encoding="utf-8")
+    assert list(map(json.loads, held_out.splitlines())) == suite.rows_of("multiply", "held_out", 5)
+    flows = rows.read_row(of_start)["flows"]
+    lengths = {one: len(flow["scores"]) for one, flow in flows.items()}
+    assert lengths == {"bf16": 5, "fp8": 3, "fp8-linear": 3, "int8": 5}
+    ladder.answer_start(tmp_path, "27m", {}, ["int8"], 4)
+    assert len(asked) == 1, "more are known"
+    monkeypatch.setattr(ladder, "compare_flows", answers(asked, {"bf16": 1.0}))
+    with pytest.raises(ValueError, match="bf16 answers otherwise than in the row"):
+        ladder.answer_start(tmp_path, "27m", {}, ["fp8"], 4)
