@@ -298,6 +298,7 @@ def answer_start(
     others = [FLOWS[arm] for arm in lacking if arm != BASE]
     found = compare_flows(folder, config, others, answers="completion")
     names = {precision.name: arm for arm, precision in FLOWS.items()}
+    base = found.flows[0].closeness
     row = {
         "start": start,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -307,6 +308,7 @@ def answer_start(
                 "scores": list(one.scores),
                 "tokens": found.tokens,
                 "closeness": None if one.closeness is None else asdict(one.closeness),
+                "perplexity_of_base": None if base is None else base.perplexity,
                 "generated_tokens_per_s": one.generated_per_s,
             }
             for one in found.flows

@@ -287,15 +287,14 @@ def _distributions(starts: Starts) -> Iterator[str]:
     yield f"| the start's solutions | {' | '.join(f'`{flow}`' for flow in flows)} |"
     yield f"|---|{'---:|' * len(flows)}"
     for size in (size for size in PARAMETERS if size in starts):
-        all_flows = starts[size]["flows"]
-        base = all_flows[BASE]["closeness"]["perplexity"]
-        cells = [
-            "-"
-            if flow not in all_flows
-            else f"{all_flows[flow]['closeness']['perplexity'] / base - 1:+.3%}, "
-            f"{all_flows[flow]['closeness']['rms']:.4f}"
-            for flow in flows
-        ]
+        measured_flows = starts[size]["flows"]
+        cells: list[str] = []
+        for one in map(measured_flows.get, flows):
+            if one is None:
+                cells.append("-")
+                continue
+            loss = one["closeness"]["perplexity"] / one["perplexity_of_base"] - 1
+            cells.append(f"{loss:+.3%}, {one['closeness']['rms']:.4f}")
         yield f"| {size}: perplexity, rms (nats) | {' | '.join(cells)} |"
     yield ""
 

@@ -8,7 +8,7 @@ tmp=$(mktemp -d); trap 'rm -rf "$tmp"' EXIT
 # Packages, for Python 3.12 on x86-64; torch, triton and transformers are there.
 platforms=(); for p in manylinux2014 manylinux1 manylinux_2_17 manylinux_2_24 manylinux_2_27 manylinux_2_28; do platforms+=(--platform "${p}_x86_64"); done
 names='pytest|pytest-xdist|pytest-timeout|execnet|iniconfig|pluggy|pydantic|pydantic_core|annotated-types|typing-inspection|typing_extensions'
-names+='|tomli_w|hypothesis|sortedcontainers|rich|markdown-it-py|mdurl|Pygments|dill'
+names+='|tomli_w|hypothesis|sortedcontainers|rich|markdown-it-py|mdurl|Pygments|dill|starlette|uvicorn'
 mapfile -t pinned < <(grep -E "^($names)==" constraints.txt)
 "$python" -m pip install -q --no-deps --no-compile --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" --platform any \
   --target "$tmp/site" "${pinned[@]}" gguf==0.19.0 sgl-deep-gemm==0.1.2 apache-tvm-ffi==0.1.9

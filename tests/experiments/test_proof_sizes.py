@@ -122,8 +122,8 @@ def test_times_compare_where_as_many_runs_shared_the_card() -> None:
 
 def test_a_start_that_was_answered_without_training_stands_in() -> None:
     scores = {"bf16": [1.0, 1.0, 0.0, 0.0], "int8": [1.0, 0.0]}
-    close = {"perplexity": 1.25, "rms": 0.5}
-    flows = {name: {"scores": one, "closeness": close} for name, one in scores.items()}
+    close = {"closeness": {"perplexity": 1.25, "rms": 0.5}, "perplexity_of_base": 1.0}
+    flows = {name: {"scores": one, **close} for name, one in scores.items()}
     starts = {"443m": {"flows": flows}}
     one = found([], "443m", "int8", starts=starts)
     assert (one.seeds, one.differences["before"].mean) == (0, -0.5), "of what both were asked"
@@ -134,7 +134,7 @@ def test_a_start_that_was_answered_without_training_stands_in() -> None:
     more = found([*given, row("ladder-443m", "int8", 0, 0.5, 0.7)], "443m", "int8", starts=starts)
     assert (more.asked, more.differences["before"].mean) == (2, -0.5)
     lines = "\n".join(sizes.markdown(measured([], {}, starts), starts))
-    assert "| 443m: perplexity, rms (nats) | +0.000%, 0.5000 |" in lines
+    assert "| 443m: perplexity, rms (nats) | +25.000%, 0.5000 |" in lines
     assert "| 443m, `int8` | 0 | 50.0% of 2 | - |" in lines
 
 

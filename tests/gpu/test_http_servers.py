@@ -37,6 +37,7 @@ FIGURES = ("time/update_s", "time/rollout_s", "time/training_s", "tokens_per_s/r
 def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
     make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("starlette", reason="pip install 'isobit[serve]'")
     monkeypatch.setenv("SERVER_KEY", KEY)
     folder = Path(os.environ.get("ISOBIT_SMOLLM2", tmp_path / "model"))
     if not folder.exists():
