@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from isobit.config.tables import RolloutConfig
 from isobit.models.policy import Policy
 from isobit.records.text import Completion
+from isobit.rollout import scheduler
 from isobit.rollout.engine import Progress, Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import PolicyRunner
@@ -56,6 +57,22 @@ def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], d
     assert tokens_and_log_probs(groups) == [plain_samples(r) for r in wanted]
     assert groups == generate(make_engine(**sizes)[0], wanted)
     assert engine.stats.generated_tokens == sum(len(c.token_ids) for group in groups for c in group)
+    check_left_alone(runner)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches())
+def test_samples_that_wait_to_start_together_draw_the_same(
+    batch: tuple[list[Request], dict[str, Any]],
+):
+    """In every step in which a sample decodes, until patience ends."""
+    wanted, sizes = batch
+    engine, _, runner = make_pipelined(**sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "START_SHARE", 1000.0)
+        patch.setattr(scheduler, "START_TOKENS", 10_000)
+        groups = generate(engine, wanted)
+    assert tokens_and_log_probs(groups) == [plain_samples(r) for r in wanted]
     check_left_alone(runner)
 
 

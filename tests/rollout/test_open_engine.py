@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from isobit.config.tables import RolloutConfig
 from isobit.records.text import Completion
+from isobit.rollout import scheduler
 from isobit.rollout.engine import Handle, Request, SampleEvent, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import PolicyRunner
@@ -224,6 +225,13 @@ def test_any_coming_and_going_leaves_an_empty_engine(pipelined: bool, data: st.D
         max_batched_tokens=data.draw(st.sampled_from([5, 40])),
         max_sequences=data.draw(st.sampled_from([1, 3, 8])),
     )
+    with pytest.MonkeyPatch.context() as patch:
+        share = data.draw(st.sampled_from([scheduler.START_SHARE, 1000.0]))
+        patch.setattr(scheduler, "START_SHARE", share)
+        come_and_go(engine, data)
+
+
+def come_and_go(engine: NativeEngine, data: st.DataObject) -> None:
     plain: dict[Handle, tuple[list[int], list[float]]] = {}
     found: dict[Handle, Completion] = {}
     for index in range(data.draw(st.integers(3, 20))):
@@ -255,6 +263,40 @@ def test_any_coming_and_going_leaves_an_empty_engine(pipelined: bool, data: st.D
     engine.submit([request(99, 1, max_new_tokens=1)])
     finish(engine)
     check_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("decoding", "length", "expected"),
+    [
+        (40, 5, [4, 10]),  # five start together, then six
+        (80, 5, [8]),  # nine, the first of which has waited for eight steps
+        (8, 5, [0, 2, 4, 6, 8, 11]),  # one beside eight, not beside nine
+        (80, 300, [1, 3, 5, 7, 9, 11]),  # 600 tokens do not wait
+    ],
+)
+def test_prompts_start_together_where_decoding_is_captured(
+    decoding: int, length: int, expected: list[int]
+) -> None:
+    """A prompt comes before each of twelve steps."""
+    sizes = {"max_sequences": 128, "max_batched_tokens": 1000, "kv_pages": 400}
+    for pipelined in (True, False):
+        engine, _ = open_engine(pipelined, **sizes)
+        first = request(0, 5, decoding, max_new_tokens=50)
+        plain = dict(zip(*engine.submit([first]), plain_samples(first), strict=True))
+        engine.step()
+        started: list[int] = []
+        for index in range(12):
+            wanted = request(1 + index, length)
+            plain |= zip(*engine.submit([wanted]), plain_samples(wanted), strict=True)
+            before = engine.stats.prompt_tokens
+            engine.step()
+            if engine.stats.prompt_tokens > before:
+                started.append(index)
+        assert started == (expected if pipelined else [*range(12)])
+        drawn = finish(engine)
+        assert {handle: [*one.token_ids] for handle, one in drawn.items()} == {
+            handle: tokens for handle, (tokens, _) in plain.items()
+        }
 
 
 @both_executors

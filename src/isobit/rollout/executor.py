@@ -202,6 +202,10 @@ def _count_in_flight(decoded: Sequence[Sample], ready: Ready) -> None:
         sample.on_device = True
 
 
+PATIENCE = 8
+"""Steps for which prompts wait for others where decoding is a captured graph (``Scheduler``)."""
+
+
 class Works:
     """Books around a runner whose cache nobody uses yet."""
 
@@ -216,13 +220,13 @@ class Works:
         self.runner = runner
         self._version = runner.version
         self._allocator = PageAllocator(num_pages, runner.page_tokens)
+        ahead = isinstance(runner, PipelineRunner)
         self._executor = (
-            PipelinedExecutor(runner, stats)
-            if isinstance(runner, PipelineRunner)
-            else DirectExecutor(runner, stats)
+            PipelinedExecutor(runner, stats) if ahead else DirectExecutor(runner, stats)
         )
+        sizes = max_sequences, max_batched_tokens
         self._scheduler = Scheduler(
-            self._allocator, self._executor, max_sequences, max_batched_tokens, stats
+            self._allocator, self._executor, *sizes, stats, PATIENCE if ahead else 0
         )
 
     @property

@@ -10,17 +10,22 @@ sample arrived before every waiting one.  A step is
     forward  (the executor's business; it ends in ``advance``)
     start    samples whose prompt is in the cache join the running ones
 
+On a device that launches each kernel by itself for prompts, and replays a captured step for what
+decodes, a few prompt tokens take as long as several hundred, and all that decode wait for them.
+There prompts and samples that come back start several at a time: while many others decode, they
+wait for more of their kind, for ``patience`` steps at most.
+
 When a running sample finds no page, tokens that are in flight are waited for first: a sample may
 have ended.  Then the latest arrival gives way: a prompt that is held for waiting samples, then the
 last running sample, which goes back to the front of the queue, keeps its tokens, and later computes
 K and V again.
 
 Nothing waits for ever.  The first running sample can take the pages of everyone else, and its
-request was accepted because it fits alone; so it advances in every step until it ends, and the next
-one is first.  Prompts are held from the first in line on, without a gap, because a sample goes back
-into the queue only when no prompt is held; so with nothing running, the first in line either has
-its prompt or finds the cache empty.  A sample that is taken out leaves the order of the others as
-it is.
+request was accepted because it fits alone; so it advances in every step, or after ``patience``,
+until it ends, and the next one is first.  Prompts are held from the first in line on, without a
+gap, because a sample goes back into the queue only when no prompt is held; so with nothing running,
+the first in line either has its prompt or finds the cache empty.  A sample that is taken out leaves
+the order of the others as it is.
 """
 
 from collections import deque
@@ -37,6 +42,11 @@ Plan = list[tuple[CachedTokens, int]]
 
 
 Item = TypeVar("Item")
+
+START_SHARE = 1 / 8
+"""Of the samples that decode: as many start without waiting for more."""
+START_TOKENS = 512
+"""So many tokens do too: their arithmetic takes longer than the launches."""
 
 
 def by_adapter(items: Iterable[Item], adapter_of: Callable[[Item], str | None]) -> list[list[Item]]:
@@ -74,6 +84,7 @@ class Scheduler:
         max_sequences: samples that decode at once.
         max_batched_tokens: tokens of one forward.
         stats: counters to fill; others may take their place between two steps.
+        patience: forwards of decoding samples alone for which others wait to start together.
     """
 
     def __init__(
@@ -83,8 +94,10 @@ class Scheduler:
         max_sequences: int,
         max_batched_tokens: int,
         stats: EngineStats,
+        patience: int = 0,
     ) -> None:
         self.stats = stats
+        self._patience, self._waited = patience, 0
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         self._finished: list[Sample] = []
@@ -161,11 +174,12 @@ class Scheduler:
                 plan.append((sample, 1))
             elif remaining:
                 behind.append(sample)
-        budget = self._max_batched_tokens - len(plan)
-        for sample in behind:
-            if budget > 0:
-                budget -= self._add_chunk(plan, sample, budget)
-        self._plan_prompts(plan, budget)
+        if not self._starts_wait(len(plan), behind):
+            budget = self._max_batched_tokens - len(plan)
+            for sample in behind:
+                if budget > 0:
+                    budget -= self._add_chunk(plan, sample, budget)
+            self._plan_prompts(plan, budget)
         assert not self._sources, "pages are copied as samples start, before anything is written"
         return plan
 
@@ -281,6 +295,18 @@ class Scheduler:
         prompt = sample.prompt
         length = max(sample.length, prompt.cached + 1)
         return self._allocator.pages_for(length) - len(prompt.pages) + 1
+
+    def _starts_wait(self, decoding: int, behind: Sequence[Sample]) -> bool:
+        """Whether the next forward has decoding samples alone."""
+        place = max(0, self._capacity - len(self.running))
+        starting = len(behind) + min(place, len(self.waiting))
+        wait = self._waited < self._patience and 0 < starting < START_SHARE * decoding
+        if wait:
+            prompts = {sample.prompt for sample in islice(self.waiting, place)}
+            tokens = sum(prompt.remaining for prompt in prompts if not prompt.is_ready)
+            wait = tokens + sum(sample.remaining for sample in behind) < START_TOKENS
+        self._waited = self._waited + 1 if wait else 0
+        return wait
 
     def _plan_prompts(self, plan: Plan, budget: int) -> None:
         """Fill the rest of the budget with the prompts of the samples that could start after this
