@@ -40,6 +40,16 @@ def test_a_fault_shows_its_traceback() -> None:
     assert " ended with exit code 1 in training after " in str(failed.value)
 
 
+def test_a_fault_is_named_before_the_frames_that_torch_prints_behind_it() -> None:
+    """torch.distributed prints dozens when the store goes, over the traceback."""
+    with pytest.raises(RankError) as failed:
+        launch([PROGRAM, "fault, then frames"], 2, threads=1)
+    first, *others = str(failed.value).splitlines()
+    assert re.search(r" in training after \d+ s by ZeroDivisionError: no such file; it held", first)
+    assert any(line.endswith(", in fail") for line in others), "the end of the traceback"
+    assert not any("frame #" in line for line in others)
+
+
 class UnderAnotherLauncher:
     """Two ranks."""
 

@@ -18,6 +18,7 @@ Ranks that were lost, and the run that goes on without a hand (``cluster.restart
 """
 
 import os
+import re
 import selectors
 import signal
 import socket
@@ -32,8 +33,10 @@ from isobit.run.launch_ranks import KILL_S, ORDERLY_S, Death, Rank, RankError, R
 from isobit.util.machine import usable_cores
 from isobit.util.terminal import say
 
-_KEPT = 6000
+_KEPT = 1 << 16
 """Bytes of what a rank printed."""
+_FRAME = re.compile(r"\s*frame #\d+: ")
+"""Of a C++ stack, dozens of which torch.distributed prints behind the traceback of a rank."""
 
 
 class RankProcess(Rank):
@@ -128,7 +131,8 @@ class RankProcess(Rank):
     def death(self) -> Death:
         """How it ended."""
         assert self.exit_code is not None
-        said = self._said.decode("utf-8", "replace").splitlines()[-20:]
+        said = self._said.decode("utf-8", "replace").splitlines()
+        said = [line for line in said if not _FRAME.match(line)][-20:]
         return Death(
             self.number,
             socket.gethostname(),
@@ -138,6 +142,7 @@ class RankProcess(Rank):
             self._ended_at - self._started_at,
             self._memory,
             None if self._output is None else "\n".join(said),
+            self.notes.get("fault"),
         )
 
     def close(self) -> None:

@@ -64,6 +64,8 @@ class Death:
     """The most bytes of main memory that it held at once, where that is known."""
     last_lines: str | None
     """Of what it printed; None where that is on the terminal already."""
+    fault: str | None = None
+    """The exception that ended it, where it could still note it."""
 
     @property
     def code(self) -> int:
@@ -76,8 +78,9 @@ class Death:
         if self.exit_code < 0:
             how = f"was killed by {_name(-self.exit_code)}"
         phase = f" in {self.phase}" if self.phase else ""
+        fault = f" by {self.fault.splitlines()[0]}" if self.fault else ""
         held = f"; it held at most {gib(self.memory)} of main memory" if self.memory else ""
-        lines = [f"{self._who()} {how}{phase} after {self.seconds:.0f} s{held}"]
+        lines = [f"{self._who()} {how}{phase} after {self.seconds:.0f} s{fault}{held}"]
         if self.exit_code == -signal.SIGKILL:
             lines.append(
                 "  who kills so is often the kernel, for want of memory (`dmesg` says it), a "
