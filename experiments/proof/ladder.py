@@ -29,7 +29,16 @@ from typing import Any
 import torch
 
 from experiments.proof import rows, runs
-from experiments.proof.suite import LADDER, SEED_STEP, Changes, Row, Run, arms_of, rows_of
+from experiments.proof.suite import (
+    LADDER,
+    SEED_STEP,
+    Changes,
+    Row,
+    Run,
+    arms_of,
+    rows_of,
+    write_lines,
+)
 from isobit import load_config
 from isobit.config.recipes import SftConfig
 from isobit.config.tables import PrecisionConfig
@@ -102,9 +111,8 @@ PARAMETERS = {PRETRAINED: SIZES["108m"].parameters} | {
 def write_text(directory: Path) -> None:
     """``ladder.solutions.jsonl`` and the tokenizer's folder, the same bytes each time."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "ladder.solutions.jsonl"
     rows = list(solutions(SOLUTIONS))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(directory / "ladder.solutions.jsonl", rows)
     write_tokenizer(rows, directory / "tokenizer")
 
 
@@ -324,8 +332,7 @@ def _asked(data: Path, run: Run, problems: int) -> dict[str, str]:
     """The settings by which it answers so many problems, written where they are missing."""
     path = data / f"{run.problems}.held_out-{problems}.jsonl"
     if not path.is_file():
-        lines = [json.dumps(row) + "\n" for row in rows_of(run.problems, "held_out", problems)]
-        path.write_text("".join(lines), encoding="utf-8")
+        write_lines(path, rows_of(run.problems, "held_out", problems))
     return {"data.eval.held_out.path": str(path), "data.eval.held_out.limit": str(problems)}
 
 

@@ -23,9 +23,10 @@ are as far from the trainer's with 2^14 as without (1.6 and 1.75 nats at most ov
 """
 
 import json
+import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -49,8 +50,16 @@ def write_problems(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for task in TASKS:
         for split in _SPLITS:
-            lines = [json.dumps(row) + "\n" for row in rows_of(task, split, SIZES[split])]
-            (directory / f"{task}.{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+            problems = rows_of(task, split, SIZES[split])
+            write_lines(directory / f"{task}.{split}.jsonl", problems)
+
+
+def write_lines(path: Path, problems: Iterable[Row]) -> None:
+    """Whole or not at all, also where several processes write it at once."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    lines = [json.dumps(row) + "\n" for row in problems]
+    partial.write_text("".join(lines), encoding="utf-8")
+    partial.rename(path)
 
 
 def rows_of(task: Task, split: Split, count: int) -> list[Row]:

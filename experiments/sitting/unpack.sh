@@ -7,11 +7,10 @@ tar xJf $CARRIED/site.txz -C /tmp; tar xJf $CARRIED/gsm.txz -C $PROOF/data
 ls $CARRIED/caches.txz.* > /dev/null 2>&1 && cat $CARRIED/caches.txz.* | tar xJf - -C /tmp
 cp experiments/results/proof/*.json.xz $PROOF/rows/ 2>/dev/null; mkdir -p $PROOF/rows/starts; cp experiments/results/proof/starts/*.json.xz $PROOF/rows/starts/
 python3 - $PROOF/data <<'P'
-import json, sys
+import sys
 from pathlib import Path
-from experiments.proof.suite import SIZES, rows_of
+from experiments.proof.suite import SIZES, rows_of, write_lines
 for split, size in SIZES.items():
-    lines = [json.dumps(row) + "\n" for row in rows_of("multiply", split, size)]
-    (Path(sys.argv[1]) / f"multiply.{split}.jsonl").write_text("".join(lines))
+    write_lines(Path(sys.argv[1]) / f"multiply.{split}.jsonl", rows_of("multiply", split, size))
 P
 (cd $PROOF/data && sha256sum --quiet -c $CARRIED/problems.sha256) && since unpacked

@@ -241,8 +241,8 @@ def test_rewards_while_training_are_compared_where_both_runs_have_steps() -> Non
 
 
 def answers(asked: list[tuple[list[str], int]], told: dict[str, float]) -> Any:
-    """In place of ``compare_flows``: notes what it is asked; of the problems the flows of ``told``
-    solve the last or not, all others the first.
+    """In place of ``compare_flows``: notes which flows and how many problems it is asked for.  All
+    flows solve the first problem alone; ``told`` has what some score on the last.
     """
 
     def answer(folder: Path, config: Any, others: list[PrecisionConfig], answers: str) -> Any:
@@ -260,7 +260,7 @@ def answers(asked: list[tuple[list[str], int]], told: dict[str, float]) -> Any:
             )
             for one in (PrecisionConfig(preset="bf16"), *others)
         ]
-        return Namespace(problems=count, tokens=9 * count, flows=made)
+        return Namespace(tokens=9 * count, flows=made)
 
     return answer
 

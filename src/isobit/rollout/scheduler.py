@@ -29,7 +29,7 @@ the order of the others as it is.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol, TypeVar
 
@@ -44,9 +44,11 @@ Plan = list[tuple[CachedTokens, int]]
 Item = TypeVar("Item")
 
 START_SHARE = 1 / 8
-"""Of the samples that decode: as many start without waiting for more."""
+"""Of the samples that decode: where as many could start, they start at once."""
 START_TOKENS = 512
-"""So many tokens do too: their arithmetic takes longer than the launches."""
+"""So do prompts and turns of so many tokens: by estimate their arithmetic takes longer than the
+launches.
+"""
 
 
 def by_adapter(items: Iterable[Item], adapter_of: Callable[[Item], str | None]) -> list[list[Item]]:
@@ -298,30 +300,41 @@ class Scheduler:
 
     def _starts_wait(self, decoding: int, behind: Sequence[Sample]) -> bool:
         """Whether the next forward has decoding samples alone."""
-        place = max(0, self._capacity - len(self.running))
-        starting = len(behind) + min(place, len(self.waiting))
+        starting = len(behind) + min(self._places, len(self.waiting))
         wait = self._waited < self._patience and 0 < starting < START_SHARE * decoding
         if wait:
-            prompts = {sample.prompt for sample in islice(self.waiting, place)}
-            tokens = sum(prompt.remaining for prompt in prompts if not prompt.is_ready)
+            tokens = sum(sample.prompt.remaining for sample in self._first_of_prompts())
             wait = tokens + sum(sample.remaining for sample in behind) < START_TOKENS
         self._waited = self._waited + 1 if wait else 0
         return wait
+
+    @property
+    def _places(self) -> int:
+        """Samples that may start."""
+        return max(0, self._capacity - len(self.running))
+
+    def _first_of_prompts(self) -> Iterator[Sample]:
+        """Of the samples that could start after this forward, those whose prompt is to be put in,
+        one of each prompt.
+        """
+        last = None
+        for sample in islice(self.waiting, self._places):
+            prompt = sample.prompt
+            if prompt is last or prompt.is_ready or self._allocator.parked(sample.handle):
+                continue
+            last = prompt
+            yield sample
 
     def _plan_prompts(self, plan: Plan, budget: int) -> None:
         """Fill the rest of the budget with the prompts of the samples that could start after this
         forward.
         """
-        last = None
-        for sample in islice(self.waiting, max(0, self._capacity - len(self.running))):
+        for sample in self._first_of_prompts():
             prompt = sample.prompt
-            if prompt is last or prompt.is_ready or self._allocator.parked(sample.handle):
-                continue
             if sample is self.waiting[0] and not (self.running or prompt.pages):
                 self._let_prompts_go()
             if budget == 0 or not self._hold(prompt):
                 break
-            last = prompt
             count = self._add_chunk(plan, prompt, budget)
             budget -= count
             self.stats.prompt_tokens += count

@@ -64,7 +64,7 @@ class Death:
     """The most bytes of main memory that it held at once, where that is known."""
     last_lines: str | None
     """Of what it printed; None where that is on the terminal already."""
-    fault: str | None = None
+    fault: str | None
     """The exception that ended it, where it could still note it."""
 
     @property
