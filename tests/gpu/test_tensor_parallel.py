@@ -24,7 +24,7 @@ from tests.worlds import in_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
 
-PRESETS: tuple[Preset, ...] = ("fp8", "fp8-linear", "bf16")
+PRESETS: tuple[Preset, ...] = ("fp8", "fp8-linear", "int8", "bf16")
 MODELS: dict[str, tuple[ModelConfig, int]] = {
     "qwen3": (SHAPES["qwen3"], 2),
     "biases": (replace(SHAPES["qwen3"], family="qwen2", num_kv_heads=4, tied_embeddings=True), 4),
