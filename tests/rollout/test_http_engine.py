@@ -4,7 +4,7 @@ whatever becomes of the servers.
 
 import json
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from isobit.models.policy_share import SentWeights
 from isobit.observe.console import silent
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout import servers
-from isobit.rollout.engine import Handle, Sampler, generate
+from isobit.rollout.engine import Handle, Request, Sampler, generate
 from isobit.rollout.http_engine import HttpEngine
 from isobit.run.loop import train
 from isobit.util.errors import ConfigError, MismatchError, RequestError, ServerError
@@ -66,10 +66,19 @@ def finished(engine: Sampler) -> dict[Handle, Completion]:
     return found
 
 
-def drawn(engine: HttpEngine, tokens: int) -> None:
-    """Step until so many tokens were heard of."""
+def drawn(engine: HttpEngine, tokens: int) -> dict[Handle, Completion]:
+    """Step until so many tokens were heard of; -> the samples that have ended by then.  Servers go
+    on meanwhile, so on a busy machine a step may hear of many tokens at once.
+    """
+    found: dict[Handle, Completion] = {}
     while engine.stats.generated_tokens < tokens:
-        engine.step()
+        found |= {one.handle: one.completion for one in engine.step() if one.completion}
+    return found
+
+
+def longer(wanted: Sequence[Request], tokens: int = 100) -> list[Request]:
+    """Samples that a server does not end before a step has heard of their first tokens."""
+    return [replace(one, sampling=replace(one.sampling, max_new_tokens=tokens)) for one in wanted]
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "top_k": 20}])
@@ -108,7 +117,7 @@ def test_live_samples_go_on_with_new_weights(two: list[str]) -> None:
     behind these tokens.
     """
     policy = changed_policy()
-    engine, wanted = engine_of(policy, *two), [replace(requests()[0], samples=4)]
+    engine, wanted = engine_of(policy, *two), longer([replace(requests()[0], samples=4)])
     handles = engine.submit(wanted)[0]
     drawn(engine, 12)
     before = policy.version
@@ -187,28 +196,28 @@ def test_bytes_that_are_quantised_otherwise_are_noticed(
 
 
 def test_half_done_samples_move_between_engines(two: list[str]) -> None:
-    policy, wanted = policy_of("fp8"), requests()
+    policy, wanted = policy_of("fp8"), longer(requests())
     expected = generate(native_of(policy), wanted)
     native, engine = native_of(policy), engine_of(policy, *two)
     handles = [one for group in native.submit(wanted) for one in group]
     for _ in range(3):
         native.step()
     engine.admit(wanted, native.withdraw(handles[:6]))
-    drawn(engine, 5)
+    found = drawn(engine, 5)
     native.admit(wanted, engine.withdraw(handles[:6]))
-    found = finished(native)
+    found |= finished(native)
     assert [found[one] for one in handles] == [one for group in expected for one in group]
 
 
 def test_stop_strings_and_aborts_end_samples(two: list[str]) -> None:
     policy, stops = policy_of("fp8"), ("a", "b", "c", "0", "1")
-    wanted = [
-        replace(one, sampling=replace(one.sampling, stop_strings=stops, max_new_tokens=50))
-        for one in requests()
+    stopped = [
+        replace(one, sampling=replace(one.sampling, stop_strings=stops)) for one in requests()
     ]
+    wanted = longer(stopped, 50)
     engine = engine_of(policy, *two)
     assert generate(engine, wanted) == generate(native_of(policy), wanted)
-    (handles,) = engine.submit(wanted[:1])
+    (handles,) = engine.submit(longer(requests()[:1]))
     drawn(engine, 4)
     gone = engine.abort(handles)
     assert gone and {one.completion.finish_reason for one in gone if one.completion} == {"aborted"}
@@ -261,15 +270,15 @@ def test_a_server_that_comes_back_as_another_is_left_out() -> None:
 
 def test_a_server_is_lost_and_comes_back() -> None:
     """Its samples go on at the other; when it is there again it gets all weights, and samples."""
-    policy, wanted = changed_policy(), [replace(one, samples=6) for one in requests()]
+    policy, wanted = changed_policy(), longer([replace(one, samples=6) for one in requests()])
     with served() as stays, ExitStack() as stack:
         leaves = stack.enter_context(served())
         engine = engine_of(policy, stays, leaves)
         engine.submit(wanted)
-        drawn(engine, 30)
+        found = drawn(engine, 30)
         assert all(load.samples for load in engine._loads.values())
         stack.close()
-        found = finished(engine)
+        found |= finished(engine)
         for request, group in zip(wanted, generate(native_of(policy), wanted), strict=True):
             for sample, one in enumerate(group):
                 assert found[Handle(request.prompt.id, 0, sample)] == one
@@ -293,7 +302,7 @@ def test_a_run_without_servers_ends_with_their_names() -> None:
     policy = policy_of("fp8")
     with served() as server:
         engine = engine_of(policy, server, servers_timeout_s=0.5)
-        engine.submit(requests())
+        engine.submit(longer(requests()))
         drawn(engine, 3)
     with pytest.raises(ServerError, match=rf"none is up \({server}: .*--resume"):
         finished(engine)

@@ -34,7 +34,7 @@ from isobit.util.errors import (
 from tests.rollout import fake_vllm
 from tests.rollout.fake_vllm_server import VllmServe, vllm_served
 from tests.rollout.test_exactness import requests
-from tests.rollout.test_http_engine import drawn, finished
+from tests.rollout.test_http_engine import drawn, finished, longer
 from tests.rollout.test_sequence import BYTES
 from tests.rollout.test_vllm_engine import WHOLE, apart, policy_of, sharpen
 from tests.tiny import json_lines, tiny_model
@@ -102,13 +102,13 @@ def test_an_update_pauses_the_server_and_live_samples_go_on(folder: Path) -> Non
     policy = changing_policy()
     with vllm_served(described(policy, folder)) as (url, server):
         engine = engine_of(policy, folder, url)
-        engine.submit([replace(requests()[0], samples=2)])
+        engine.submit(longer([replace(requests()[0], samples=2)]))
         drawn(engine, 8)
         before = policy.version
         sharpen(policy)
         found = finished(engine)
         versions = [one.weights_versions for one in found.values()]
-        assert all(len(one) == 20 and list(one) == sorted(one) for one in versions)
+        assert all(len(one) == 100 and list(one) == sorted(one) for one in versions)
         assert {before, policy.version} == {one for each in versions for one in each}
         assert engine.stats.weight_changes == 1 and engine.stats.update_s > 0
         assert engine.stats.recomputed_tokens >= 8
@@ -203,15 +203,12 @@ def test_a_server_is_lost_and_comes_back(folder: Path) -> None:
     with vllm_served(at) as (stays, _), ExitStack() as stack:
         leaves, _ = stack.enter_context(vllm_served(at))
         engine = engine_of(policy, folder, stays, leaves)
-        long = [
-            replace(one, samples=4, sampling=replace(one.sampling, max_new_tokens=90))
-            for one in requests()
-        ]
-        engine.submit(long)
-        drawn(engine, 30)
+        engine.submit(longer([replace(one, samples=4) for one in requests()]))
+        found = drawn(engine, 30)
         assert all(load.samples for load in engine._loads.values())
         stack.close()
-        assert [one.length for one in finished(engine).values()] == [90] * 20
+        found |= finished(engine)
+        assert [one.length for one in found.values()] == [100] * 20
         assert engine.stats.recomputed_tokens > 0
         assert any(f"{leaves} is down" in one for one in engine.notes())
         with vllm_served(at, port=int(leaves.rpartition(":")[2])) as (_, server):
@@ -229,10 +226,10 @@ def test_samples_that_others_end_are_drawn_on(folder: Path) -> None:
     policy = changing_policy()
     with vllm_served(described(policy, folder)) as (url, server):
         engine = engine_of(policy, folder, url)
-        engine.submit(requests()[:1])
+        engine.submit(longer(requests()[:1]))
         drawn(engine, 4)
         server.pauses, server.is_paused = server.pauses + 1, True
-        assert sorted(one.length for one in finished(engine).values()) == [20] * 3
+        assert sorted(one.length for one in finished(engine).values()) == [100] * 3
         assert not server.is_paused and server.calls.count("isobit_update") == 2
 
 
