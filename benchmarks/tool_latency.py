@@ -3,7 +3,7 @@ once, and beside a loop in lock-step.
 
     python -m benchmarks.tool_latency [--shape tiny] [--device cpu] [--precision fp8]
         [--prompts 32] [--samples 8] [--turns 6] [--turn-tokens 24] [--median 0.4] [--sigma 0.8]
-        [--max-sequences 64] [--kv-pages N] [--at-once N] [--rounds 3]
+        [--max-sequences 64] [--kv-pages N] [--at-once N] [--patience 8] [--rounds 3]
         [--out FILE]
 
 ``tiny`` is a layer that is fast enough on a CPU for two seconds to matter; a real shape is for a
@@ -20,7 +20,8 @@ arms draw the same tokens, which is checked, and wait for the same latencies:
 *Busy* is the share of the wall clock in steps of the engine, *idle* the share in which all
 episodes waited for tools; the rest is the host's work on turns.  On a CPU that others use ``cpu_s``
 is the time that this process had.  The arms take turns, and a ratio
-is taken within one round; the medians over the rounds are reported.
+is taken within one round; the medians over the rounds are reported.  ``--patience`` is the number
+of steps for which turns that come back wait to start together, on a GPU.
 """
 
 import argparse
@@ -53,6 +54,7 @@ from isobit.models.config import ModelConfig, model_shape
 from isobit.models.policy import Policy, random_policy
 from isobit.parallel.world import ALONE
 from isobit.records.text import Completion, Prompt, SamplingParams
+from isobit.rollout import executor
 from isobit.rollout.engine import EngineStats, Follow, Handle, Request, SampleEvent
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
@@ -216,6 +218,7 @@ def _figures(
 
 def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
+    executor.PATIENCE = arguments.patience
     tokenizer = readable_tokenizer()
     shape = arguments.shape
     config = TINY if shape == "tiny" else model_shape(shape)
@@ -275,6 +278,7 @@ def main() -> int:
     parser.add_argument("--max-sequences", type=int, default=64)
     parser.add_argument("--kv-pages", type=int)
     parser.add_argument("--at-once", type=int, help="tools that run at once; by default all")
+    parser.add_argument("--patience", type=int, default=executor.PATIENCE, help="in steps")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.set_defaults(run=run)

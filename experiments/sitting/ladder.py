@@ -27,8 +27,8 @@ ROOM = 12
 """Of a card, in runs of ``27m``."""
 TAKES = {"27m": 1, "108m": 3, "443m": 6, "1.1b": 6}
 """What a run takes of it, and a start of that size while it is made."""
-NEEDS = {"27m": 480, "108m": 640, "443m": 1180, "1.1b": 1080}
-"""Seconds of a run where the card is full, of ``1.1b`` a guess.  Alone the two take 800 and 780."""
+NEEDS = {"27m": 480, "108m": 640, "443m": 1180, "1.1b": 1200}
+"""Seconds of a run where the card is full.  Alone the larger two take 800 and 780."""
 KV_GIB = {"27m": 4, "108m": 6, "443m": 16, "1.1b": 16}
 
 
@@ -42,12 +42,14 @@ class Sitting:
         until: float,
         cards: Sequence[str],
         wanted: Sequence[Run],
+        shared: Sequence[str],
     ) -> None:
         self._directory = directory
         self._begun, self._until = begun, until
         self._left = [run for run in wanted if not runs.is_made(run, directory)]
         self._live: list[runs.Live] = []
         self._beside: dict[Run, list[int]] = {}
+        self._shared = set(shared)
         self._room = dict.fromkeys(cards, ROOM)
         self._ready = {size for size in TAKES if (directory / f"start-{size}/start.json").is_file()}
         self._lock = Lock()
@@ -101,7 +103,7 @@ class Sitting:
 
     def _collect(self) -> None:
         for one in self._live:
-            there = sum(other.card == one.card for other in self._live)
+            there = sum(other.card == one.card for other in self._live) + (one.card in self._shared)
             self._beside.setdefault(one.run, []).append(there)
         for one in [one for one in self._live if one.process.poll() is not None]:
             self._live.remove(one)
@@ -142,6 +144,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", type=run_named, default=[])
     parser.add_argument("--until", type=float, required=True)
     parser.add_argument("--cards", nargs="+", help="all, where none is named")
+    parser.add_argument("--shared", nargs="+", default=[], help="cards on which others work too")
     options = parser.parse_args()
     cards = options.cards or [str(card) for card in range(torch.cuda.device_count())]
     directory, begun = Path(os.environ["PROOF"]), float(Path(os.environ["BEGUN"]).read_text())
@@ -150,7 +153,8 @@ def main() -> None:
         parser.error(
             f"{len(options.starts)} starts for {len(cards)} cards: each has one of its own"
         )
-    Sitting(directory, begun, options.until, cards, options.runs).main(options.starts)
+    sitting = Sitting(directory, begun, options.until, cards, options.runs, options.shared)
+    sitting.main(options.starts)
 
 
 if __name__ == "__main__":
