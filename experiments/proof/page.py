@@ -8,6 +8,7 @@ highest of them: figure ``A:figure`` of arm A has the band ``A:figure/low`` to `
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -238,8 +239,12 @@ def _law_line(found: Sequence[Measured], arm: str, stage: Stage) -> list[tuple[f
 def _size_mark(
     arm: str, ours: Mapping[str, Difference], shift: float, y: Callable[[float], float]
 ) -> Mark:
-    """A line over the ladder, and a diamond for ``ladder.PRETRAINED``; intervals as bars."""
-    dots = [(round(_x(size) + shift, 1), y(ours[size].mean)) for size in _ORDER if size in ours]
+    """Lines between sizes that are neighbours on the ladder, and a diamond for
+    ``ladder.PRETRAINED``; intervals as bars.
+    """
+    dots = {
+        size: (round(_x(size) + shift, 1), y(ours[size].mean)) for size in _ORDER if size in ours
+    }
     bars = ""
     for size, one in ours.items():
         x = round(_x(size) + shift - (_BESIDE if size == ladder.PRETRAINED else 0.0), 1)
@@ -248,8 +253,9 @@ def _size_mark(
         if size == ladder.PRETRAINED:
             at, d = y(one.mean), _DIAMOND
             bars += _path([(x - d, at), (x, at - d), (x + d, at), (x, at + d)]) + "Z"
-    line = _path(dots) if len(dots) > 1 else ""
-    return Mark(arm, SIZE_PLACES[arm], line=line, bars=bars, dots=tuple(dots))
+    pairs = [pair for pair in pairwise(_ORDER) if dots.keys() >= {*pair}]
+    line = "".join(_path([dots[size] for size in pair]) for pair in pairs)
+    return Mark(arm, SIZE_PLACES[arm], line=line, bars=bars, dots=tuple(dots.values()))
 
 
 def _path(places: Sequence[tuple[float, float]]) -> str:

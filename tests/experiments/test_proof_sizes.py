@@ -190,6 +190,9 @@ def test_the_picture_has_each_moment_and_the_same_bytes(tmp_path: Path) -> None:
     assert law.place == 0 and law.line.count("M") == 1 and not law.dots
     assert fp8.place == 2 and len(fp8.dots) == 2, "the pretrained model is a diamond"
     assert fp8.bars.count("M") == 4 and fp8.bars.count("Z") == 1
+    assert not fp8.line, "nothing is known of 108m, which lies between"
+    closer = measured([*pair("ladder-108m"), *pair("ladder-443m")], {}, {})
+    assert page.size_charts(closer)[1].marks[0].line.count("L") == 1
     assert [text for _, text in after.x_ticks] == ["27m", "108m", "443m", "1.1b"]
     out = page.write_sizes_picture(known, tmp_path / "sizes.svg")
     first = out.read_bytes()
