@@ -19,9 +19,9 @@ arms draw the same tokens, which is checked, and wait for the same latencies:
 
 *Busy* is the share of the wall clock in steps of the engine, *idle* the share in which all
 episodes waited for tools; the rest is the host's work on turns.  On a CPU that others use ``cpu_s``
-is the time that this process had.  The arms take turns, and a ratio
-is taken within one round; the medians over the rounds are reported.  ``--patience`` is the number
-of steps for which turns that come back wait to start together, on a GPU.
+is the time that this process had.  The arms take turns, and a ratio is taken within one round; the
+medians over the rounds are reported.  ``--patience`` is the number of steps for which turns that
+come back wait to start together, on a GPU.
 """
 
 import argparse

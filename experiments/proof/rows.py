@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.proof.suite import write_whole
 from isobit.observe.report.source import flatten
 from isobit.util.files import file_sha256
 
@@ -90,9 +91,7 @@ def held_out(rewards: Path) -> list[list[float | None]]:
 def write_row(path: Path, row: Row) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(row, separators=(",", ":"), ensure_ascii=False)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
-    partial.rename(path)
+    write_whole(path, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def read_finished(directory: Path) -> list[Row]:

@@ -55,10 +55,13 @@ def write_problems(directory: Path) -> None:
 
 
 def write_lines(path: Path, problems: Iterable[Row]) -> None:
-    """Whole or not at all, also where several processes write it at once."""
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in problems).encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """All of a file or nothing, also where several processes write it at once."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    lines = [json.dumps(row) + "\n" for row in problems]
-    partial.write_text("".join(lines), encoding="utf-8")
+    partial.write_bytes(content)
     partial.rename(path)
 
 

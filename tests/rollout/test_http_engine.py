@@ -59,10 +59,15 @@ def change(policy: Policy, share: float = 0.01) -> None:
     policy.publish()
 
 
+def stepped(engine: Sampler) -> dict[Handle, Completion]:
+    """One step -> the samples that have ended in it."""
+    return {one.handle: one.completion for one in engine.step() if one.completion}
+
+
 def finished(engine: Sampler) -> dict[Handle, Completion]:
     found: dict[Handle, Completion] = {}
     while engine.num_live:
-        found |= {one.handle: one.completion for one in engine.step() if one.completion}
+        found |= stepped(engine)
     return found
 
 
@@ -72,7 +77,7 @@ def drawn(engine: HttpEngine, tokens: int) -> dict[Handle, Completion]:
     """
     found: dict[Handle, Completion] = {}
     while engine.stats.generated_tokens < tokens:
-        found |= {one.handle: one.completion for one in engine.step() if one.completion}
+        found |= stepped(engine)
     return found
 
 
