@@ -75,7 +75,7 @@ def figures_of(tree: Path) -> Figures:
         "modules under 40 lines": counted(
             source.modules_sized(sources, lambda n: n < source.SMALL)
         ),
-        "modules over 500 lines": counted(
+        "modules over 600 lines": counted(
             source.modules_sized(sources, lambda n: n > source.LARGE)
         ),
         "functions over 60 lines": counted(source.long_functions(sources)),

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 COLUMNS = 100
-SMALL, LARGE, LONG = 40, 500, 60
+SMALL, LARGE, LONG = 40, 600, 60
 """Lines: a module below SMALL or above LARGE, and a function above LONG, is reported."""
 LABEL = 20
 """Characters beside a word that cannot be broken."""
