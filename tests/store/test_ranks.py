@@ -1,19 +1,25 @@
 """Any number of ranks writes and reads the same checkpoint; if one cannot write, none has."""
 
 import hashlib
+import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from isobit.kernels.noise import num_groups
+from isobit.config.tables import TrainingConfig
+from isobit.kernels.noise import check_moments, num_groups
+from isobit.models import config as model_config
 from isobit.models import safetensors
-from isobit.models.safetensors import write_tensors
+from isobit.models.decoder import build_decoder
+from isobit.models.safetensors import added_up, checksum, checksum_of, write_tensors
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.world import ALONE, World
 from isobit.store import checkpoint as checkpoint_format
@@ -21,6 +27,7 @@ from isobit.store.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from isobit.store.directory import RunDirectory
 from isobit.store.disk import newest_usable
 from isobit.store.state import Share
+from isobit.training.optimiser import build_optimiser
 from isobit.util.errors import CheckpointError, IsobitError
 from tests.worlds import in_world
 
@@ -239,3 +246,77 @@ def test_every_chunk_is_looked_at(alone: Path, tmp_path: Path) -> None:
             (copy / name).write_bytes(data)
             with pytest.raises(CheckpointError, match="its bytes have changed"):
                 read_checkpoint(copy)
+
+
+class Untouched:
+    """A back end whose update computes nothing, and checks what a back end checks."""
+
+    def adamw_step(
+        self, master: Any, grad: Any, m: Any, v: Any, _: Any, key: Any, scales: Any, first: int
+    ) -> None:
+        check_moments(master, grad, m, v, key, scales, first)
+
+
+def moments_of(
+    shapes: Mapping[str, tuple[int, ...]], moments: Any, ownership: Ownership, rank: int
+) -> dict[str, torch.Tensor]:
+    """What a rank's optimiser holds after an update, without numbers."""
+    masters: dict[str, torch.nn.Parameter] = {}
+    first_rows: dict[str, int] = {}
+    for name, shape in shapes.items():
+        rows = ownership.rows(name, rank)
+        own = torch.empty((rows.stop - rows.start, *shape[1:]), device="meta")
+        masters[name], first_rows[name] = torch.nn.Parameter(own), rows.start
+        masters[name].grad = torch.empty_like(own)
+    optimiser = build_optimiser(
+        masters, TrainingConfig(moments=moments), cast("Any", Untouched()), first_rows=first_rows
+    )
+    optimiser.step()
+    return {
+        f"{name}.{kind}": tensor
+        for name, master in masters.items()
+        for kind, tensor in optimiser.state[master].items()
+    }
+
+
+@pytest.mark.parametrize("shape", model_config.SHAPES)
+def test_shares_of_every_named_model_make_up_the_whole(shape: str) -> None:
+    """With two layers, which have all kinds of masters; a cut depends on the masters before it.
+    Every tensor of the state has each of its bytes on one rank, and its checksum can be computed
+    there: the kernels accept rows from any byte on.
+    """
+    described = build_decoder(replace(model_config.model_shape(shape), num_layers=2))
+    shapes = {name: master.shape for name, master in described.masters().items()}
+    for size, moments in product((*range(2, 9), 12, 16), FORMATS):
+        ownership = described.ownership(size)
+        ends: dict[str, int] = {}
+        wholes: dict[str, tuple[int, ...]] = {}
+        for rank in range(size):
+            own = moments_of(shapes, moments, ownership, rank)
+            for key, part in Share(shapes, ownership, rank).moments(own).items():
+                if not part.rows.numel():
+                    continue
+                placed = safetensors.placed(key, part)
+                assert placed.first_byte == ends.get(key, 0), (key, size, moments)
+                assert wholes.setdefault(key, part.shape) == part.shape
+                ends[key] = placed.first_byte + part.rows.nbytes
+        names = [key for key in own if not key.endswith(".step")]
+        assert len(names) == len(shapes) * (4 if moments == "fp8" else 2)
+        for key in names:
+            expected = math.prod(wholes[key]) * own[key].element_size()
+            assert ends[key] == expected, (key, size, moments)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 16])
+def test_a_digest_of_shares_is_that_of_the_whole(size: int) -> None:
+    """Also of scales whose shares begin within a word: Qwen3-32B's norms have 40."""
+    width, groups = 5120, num_groups(5120)
+    whole = {"norm.exp_avg_scale": drawn((groups,), torch.uint8, 1)}
+    ownership = Ownership.of({"norm": (width,)}, {}, size)
+    parts = []
+    for rank in range(size):
+        share = Share({"norm": (width,)}, ownership, rank)
+        rows = ownership.rows("norm", rank)
+        own = whole["norm.exp_avg_scale"][num_groups(rows.start) : num_groups(rows.stop)]
+        parts.append(checksum(share.moments({"norm.exp_avg_scale": own}).items()))
+    assert added_up(parts) == checksum_of(whole)

@@ -16,7 +16,9 @@ over the 32-bit words of a tensor's bytes (signed; the last padded with zeros), 
 chunk; u_i and v_c are random odd 64-bit numbers, u_i the same for all tensors, v_c those of the
 tensor's seed.  One changed word always changes it, since an odd number has an inverse modulo 2^64;
 several changed or exchanged words leave it with a probability of about 2^-32.  Rows of several
-ranks, each with its place in the whole tensor, add up to the checksum of the whole.
+ranks, each with its place in the whole tensor, add up to the checksum of the whole.  A word may be
+divided between ranks: each fills it up with zeros, and a word is the sum of such words, since only
+the one with its highest byte can be negative.
 """
 
 import hashlib
@@ -149,5 +151,5 @@ class Rows:
     """Rows of a tensor, of which a checksum is computed."""
 
     tensor: torch.Tensor  # of any shape and dtype, not empty
-    first_word: int  # where these begin in the whole tensor
+    first_byte: int  # where these begin in the whole tensor, at any byte
     seed: int  # of the whole tensor's v_c, a signed 64-bit integer

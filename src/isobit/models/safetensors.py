@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from isobit.kernels.backend import backend_of
-from isobit.kernels.noise import WORD, Rows
+from isobit.kernels.noise import Rows
 from isobit.util.errors import ModelError, shown
 
 LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
@@ -449,12 +449,12 @@ def checksum(tensors: Iterable[tuple[str, Slice]]) -> int:
     for none, computed on the devices that hold them. The name seeds v_c of its tensor, so it is
     part of the checksum. It detects faults and edits, not deliberate forgery.
 
-    Rows must begin at a word of the whole tensor. Waits for each device once.
+    Waits for each device once.
     """
     by_device: dict[torch.device, list[Rows]] = {}
     for name, rows in tensors:
         if rows.rows.numel():
-            by_device.setdefault(rows.rows.device, []).append(_placed(name, rows))
+            by_device.setdefault(rows.rows.device, []).append(placed(name, rows))
     return added_up(backend_of(device).checksum(rows) for device, rows in by_device.items())
 
 
@@ -467,12 +467,11 @@ def added_up(checksums: Iterable[int]) -> int:
     return sum(checksums) % (1 << 64)
 
 
-def _placed(name: str, of: Slice) -> Rows:
+def placed(name: str, of: Slice) -> Rows:
+    """The rows, of which there is at least one, as a back end computes a checksum of them."""
     rows = of.rows.detach()
     row_bytes = rows.nbytes // len(rows) if rows.dim() else rows.nbytes
-    first, rest = divmod(of.first * row_bytes, WORD)
-    assert rest == 0, (of.first, rows.shape, rows.dtype)
-    return Rows(rows, first, _seed_of(name))
+    return Rows(rows, of.first * row_bytes, _seed_of(name))
 
 
 @cache

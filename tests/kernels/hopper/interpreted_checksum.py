@@ -19,7 +19,7 @@ def random_bytes(size: int) -> torch.Tensor:
 def check(*rows: Rows) -> int:
     """-> what both say."""
     made = ours.checksum(rows)
-    described = [(x.tensor.shape, x.tensor.dtype, x.first_word, x.seed) for x in rows]
+    described = [(x.tensor.shape, x.tensor.dtype, x.first_byte, x.seed) for x in rows]
     assert made == specification.checksum(rows), described
     return made
 
@@ -46,17 +46,17 @@ def check_alignment() -> None:
     data = random_bytes(800)
     for offset in (1, 2, 3, 4, 8, 15, 16):
         check(Rows(data[offset:], 0, 1))
-    for first in (1, 4, 15, 16, 17, 63, 64, 65, 191, 192, 100_003):
+    for first in (1, 2, 3, 4, 16, 60, 63, 64, 65, 252, 255, 256, 259, 764, 768, 400_013):
         check(Rows(data[:700], first, 1))
-        check(Rows(data[4 * (first % 4) :], first, 1), Rows(data[1:31], first, 2))
+        check(Rows(data[first % 16 :], first, 1), Rows(data[1:31], first, 2))
 
 
 def check_ranks() -> None:
     """Rows of several add up to the whole."""
-    data = random_bytes(300 * 4)
+    data = random_bytes(1200)
     whole = check(Rows(data, 0, 9))
-    for cuts in ((0, 300), (0, 128, 300), (0, 1, 15, 16, 60, 64, 65, 200, 300)):
-        parts = [Rows(data[4 * a : 4 * b], a, 9) for a, b in pairwise(cuts)]
+    for cuts in ((0, 1200), (0, 512, 1200), (0, 1, 15, 16, 62, 63, 64, 65, 255, 257, 801, 1200)):
+        parts = [Rows(data[a:b], a, 9) for a, b in pairwise(cuts)]
         assert sum(map(check, parts)) % (1 << 64) == whole
         assert check(*parts) == whole
 
@@ -84,8 +84,8 @@ def check_many() -> None:
 def check_real_chunks() -> None:
     """With the kernel's own sizes: around the border of two chunks, and far behind it."""
     data = torch.randn(9000)
-    check(Rows(data, 0, 1), Rows(data[:5].bfloat16(), 0, 2), Rows(data, CHUNK - 4500, 3))
-    check(Rows(data, 1000 * CHUNK - 4096, 1), Rows(data[4:], 20 * CHUNK + 4, 2))
+    check(Rows(data, 0, 1), Rows(data[:5].bfloat16(), 0, 2), Rows(data, 4 * CHUNK - 18_001, 3))
+    check(Rows(data, 4000 * CHUNK - 16_384, 1), Rows(data[4:], 80 * CHUNK + 16, 2))
 
 
 def main() -> None:

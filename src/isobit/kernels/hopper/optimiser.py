@@ -398,7 +398,7 @@ def checksum(rows: Sequence[Rows]) -> int:
     tensors = [one.tensor.contiguous() for one in rows]
     table, programs = list[tuple[int, ...]](), 0
     for one, tensor in zip(rows, tensors, strict=True):
-        table.append(_row(tensor, one.first_word * WORD, one.seed, programs))
+        table.append(_row(tensor, one.first_byte, one.seed, programs))
         programs += table[-1][-1]
     device = tensors[0].device
     there = to_device(torch.tensor(table), device)

@@ -267,8 +267,9 @@ def checksum(rows: Sequence[Rows]) -> int:
 
 
 def _of(rows: Rows) -> int:
-    chunk, place = divmod(rows.first_word, CHUNK)
-    words, total = _words(rows.tensor), 0
+    word, ahead = divmod(rows.first_byte, WORD)
+    chunk, place = divmod(word, CHUNK)
+    words, total = _words(rows.tensor, ahead), 0
     while len(words):
         part, words = words[: CHUNK - place], words[CHUNK - place :]
         products = part * _inner(CHUNK)[place : place + len(part)]
@@ -277,12 +278,12 @@ def _of(rows: Rows) -> int:
     return total
 
 
-def _words(rows: torch.Tensor) -> torch.Tensor:
-    """int32 [W]."""
+def _words(rows: torch.Tensor, ahead: int) -> torch.Tensor:
+    """int32 [W]: the bytes behind ``ahead`` zeros."""
     data = rows.contiguous().reshape(-1).view(torch.uint8)
-    missing = -len(data) % WORD
-    if missing:
-        data = pad(data, (0, missing))
+    missing = -(ahead + len(data)) % WORD
+    if ahead or missing:
+        data = pad(data, (ahead, missing))
     elif data.data_ptr() % WORD:  # mapped from a file, after numbers of fewer bytes
         data = data.clone()
     return data.view(torch.int32)
