@@ -2,7 +2,7 @@
 as many or by others: whether the steps that are done again are the same, bit for bit.
 
     python -m benchmarks.kill_and_resume --shape qwen3-32b --processes 4 --resumed-by 4
-        --directory DIR [--folder MODEL] [--steps 3] [--seconds S] [--out FILE.jsonl]
+        --directory DIR [--folder MODEL] [--layers 16] [--steps 3] [--seconds S] [--out FILE.jsonl]
         [-- --KEY VALUE ...]
 
 The first run writes a checkpoint at the step before ``--steps``, and all of its processes are ended
@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -120,6 +120,7 @@ def recipe_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="of the shape; 0: all")
     parser.add_argument("--precision", default="fp8")
     parser.add_argument("--moments", default="fp8", choices=("fp32", "bf16", "fp8"))
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
@@ -147,6 +148,8 @@ def main(given: Sequence[str] | None = None) -> None:
         config = describe_model(folder).config
     else:
         config = model_shape(options.shape)
+        if options.layers:
+            config = replace(config, num_layers=options.layers)
         write_folder(config, folder, SHARD_BYTES)
         write_tokenizer(config, folder)
     written = perf_counter() - began

@@ -1,5 +1,6 @@
 # The second call of a sitting (README.md): the model, the start of all arms on PROCESSES GPUs (2; which: START_CARDS), and the queue in a session
-# of its own; it ends after so many seconds (560), and uses no GPU while there is a file /tmp/hold.  The start's accuracy is known (experiments/results/proof/start.json): its answers are cut after 8 tokens.
+# of its own; it ends after so many seconds (560), and uses no GPU while there is a file /tmp/hold.
+# The start's accuracy is known (experiments/results/proof/start.json): its answers are cut after 8 tokens.
 . experiments/sitting/environment.sh
 called=$(date +%s)
 [ -d $TREE ] || { echo "the machine was given back"; exit 9; }
