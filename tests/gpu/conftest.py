@@ -66,11 +66,18 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder is marked ``gpu``."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Everything in this folder is marked ``gpu``.  The limit of a test that is ``large`` begins
+    with its call: it may wait for others for longer than any of them takes, and where kernels are
+    to be compiled first, for longer than the limit.
+    """
+    limit = config.getoption("timeout") or config.getini("timeout")
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("gpu")
+            if "large" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.timeout(float(limit), func_only=True))
 
 
 @pytest.fixture(params=list(SHAPES))
