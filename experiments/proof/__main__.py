@@ -15,6 +15,7 @@ seeds, on a real checkpoint.
     python -m experiments.proof cost DIR --tasks gsm ladder-27m          # each arm alone on a card
     python -m experiments.proof look DIR                     # how far all runs are
     python -m experiments.proof table ROWS                  # DIR/rows, or experiments/results/proof
+    python -m experiments.proof decide ROWS                  # arms by the rewards of training
     python -m experiments.proof page ROWS [--out proof.html] [--picture docs/pictures/proof.svg]
     python -m experiments.proof sizes ROWS [--page docs/proof.md] [--advice PATH]
         [--picture docs/pictures/proof_sizes.svg]
@@ -35,7 +36,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.proof import cost, figures, ladder, page, rows, runs, sizes, suite
+from experiments.proof import cost, decide, figures, ladder, page, rows, runs, sizes, suite
 from experiments.proof import rows as rows_module
 from experiments.proof import runs as runs_module
 from experiments.proof import suite as suite_module
@@ -54,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("problems", "start", "ladder", "outliers", "flows", "run", "cost", "look"):
         commands.add_parser(name).add_argument("directory", type=Path)
-    for name in ("table", "page", "sizes"):
+    for name in ("table", "decide", "page", "sizes"):
         commands.add_parser(name).add_argument("directory", type=Path)
     commands.choices["ladder"].add_argument(
         "--size", choices=(*ladder.SIZES, "text"), required=True
@@ -149,6 +150,9 @@ def report(arguments: argparse.Namespace) -> None:
             f"no finished run in {directory}: name the folder that has rows "
             f"(TASK-ARM-SEED{rows.SUFFIX}), DIR/rows of a proof that was run"
         )
+    if arguments.command == "decide":
+        print("\n".join(decide.markdown(found[0])))
+        return
     torch.set_num_threads(1)  # a bootstrap's draw is little: threads beside other work wait for it
     starts = ladder.read_starts(directory)
     over_sizes = sizes.measured(found[0], found[2], starts)

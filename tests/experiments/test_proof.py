@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import torch
 
-from experiments.proof import figures, gradients, ladder, rows, runs, suite
+from experiments.proof import decide, figures, gradients, ladder, rows, runs, suite
 from experiments.proof.suite import EVERY, FIRST, plant, product_worked_out, rows_of
 from isobit import load_config
 from isobit.config.recipes import SftConfig
@@ -202,3 +202,18 @@ def test_a_start_that_never_solves_enough_is_none(
     assert not (tmp_path / "start.json").exists()
     lines = json_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if "eval/multiply/accuracy" in line] == [0, 4]
+
+
+def test_arms_are_decided_by_the_last_rewards_of_pairs() -> None:
+    def row(arm: str, seed: int, late: float) -> rows.Row:
+        rewards = [9.0] * 75 + [late] * 75
+        answers = [{"rewards": [0.0]}, {"rewards": [late, 0.0]}]
+        steps = {"reward/mean": rewards}
+        return {"task": "gsm", "arm": arm, "seed": seed, "steps": steps, "evaluations": answers}
+
+    found = [row("bf16", seed, 0.5) for seed in range(4)]
+    found += [row("int8", seed, 0.5 + d) for seed, d in ((0, 0.01), (1, 0.02), (2, 0.03), (9, 0.4))]
+    lines = list(decide.markdown(found))[2:]
+    # Student's interval of 1, 2 and 3: 2 -+ 4.303 / sqrt(3); seed 9 has no pair
+    assert lines == ["| `gsm` | `int8` - `bf16` | 3 | +2.0 [-0.5, +4.5] | +1.0 [-0.2, +2.2] |"]
+    assert str(decide.Difference((1.0,))) == "+1.0"
