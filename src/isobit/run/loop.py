@@ -87,8 +87,6 @@ def train(
     last checkpoint has what the run has learnt.
     """
     with open_run(config, console, resume, world, rollouters, allowed) as run:
-        if run.steps().start == 1:
-            run.prove_adapters()
         for step in run.steps():
             take_step(run, step)
         run.save_model()

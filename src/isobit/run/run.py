@@ -21,6 +21,11 @@ run's directory, so that a reward that fails on everything leaves nothing behind
     Run.restore       weights, moments and counters of the checkpoint, where the run goes on
     check_machines    all ranks have the same versions and the same kind of device
     Run.start         signals are heard; first evaluation; directory, log and checkpoints
+    Run.prove         before the first step of all: what no comparison of a step would show
+
+Training, resuming, replaying and experiments all begin by ``start_run``.  What a run does before
+its first step belongs there and in ``Run.start``, and nowhere else: a replay that left it out would
+find differences in equal runs.
 
 On a device with a memory of its own the memory is planned before anything is in it.  The plan says
 how many pages the KV cache gets: this is the only place where what the engine reads differs from
@@ -160,6 +165,11 @@ class Run(ABC, Generic[Config, Data, Log]):
         """A block in which completions may call tools."""
         return nullcontext()
 
+    def prove(self) -> None:
+        """What is tried once, between the first evaluation and the first step.  It may publish the
+        weights, and ends with those that it began with.  All ranks together.
+        """
+
     def data_figures(self) -> dict[str, Any]:
         """What it learns from and is measured on, in numbers, for the manifest."""
         return self.data.figures()
@@ -202,8 +212,8 @@ class Run(ABC, Generic[Config, Data, Log]):
 
     @contextmanager
     def start(self, start: Start, rewards: Sequence[str]) -> Iterator[None]:
-        """A block with all steps of the run: what stands before the first step is evaluated, and
-        the run's directory made or taken back.  ``rewards`` are lines on who grades.
+        """A block with all steps of the run: what stands before the first step is evaluated and
+        proved, and the run's directory made or taken back.  ``rewards`` are lines on who grades.
 
         A signal to stop leaves a checkpoint; SIGUSR1 leaves one, and the run goes on.
         """
@@ -231,6 +241,8 @@ class Run(ABC, Generic[Config, Data, Log]):
                 self._steps_done = start.step
                 if first is not None:
                     self._log_evaluation(start.step, first)
+                if start.step == 0:
+                    self.prove()
                 yield
 
     def describe_teacher(self) -> list[str]:
