@@ -56,7 +56,7 @@ from isobit.run.pending import (
     compared,
 )
 from isobit.run.plan import source_config
-from isobit.run.run import begin_run, open_graders, start_run
+from isobit.run.run import begin_run, check_recipes, open_graders, start_run
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.store.reward_record import SentAnswers, SentRecord
 from isobit.store.state import StepDigests, state_digest
@@ -262,6 +262,7 @@ def train_by_ranks(
     """``train`` by all ranks of a world, or by its first ones while the others sample
     (``cluster.rollouters``).  Raises as it does, and ConfigError for a world that is too small.
     """
+    check_recipes(world, config)  # whatever follows differs with them, also which ranks meet
     if not config.cluster.rollouters:
         train(config, resume=resume, world=world, allowed=allowed)
         return
@@ -305,6 +306,7 @@ def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
         if graders is not None:
             graders.describe()
         with run.environments(), Interruption(rollouters.mine) as interruption:
+            rollouters.check_machines(run.model.policy.device)
             while (command := rollouters.receive_command(interruption.check))["do"] != "end":
                 if command["do"] == "take weights":
                     rollouters.transfer_weights(run.model.policy)

@@ -165,6 +165,10 @@ class Run(ABC, Generic[Config, Data, Log]):
         """A block in which completions may call tools."""
         return nullcontext()
 
+    def check_machines(self) -> None:
+        """Refuse ranks whose machines would compute other bits."""
+        check_machines(self.world, self.model.policy.device)
+
     def prove(self) -> None:
         """What is tried once, between the first evaluation and the first step.  It may publish the
         weights, and ends with those that it began with.  All ranks together.
@@ -217,7 +221,7 @@ class Run(ABC, Generic[Config, Data, Log]):
 
         A signal to stop leaves a checkpoint; SIGUSR1 leaves one, and the run goes on.
         """
-        check_machines(self.world, self.model.policy.device)
+        self.check_machines()
         self.console.lines([*self.describe(), *rewards, *self._describe_crests()])
         self.console.notes(secret_notes(self.config.reward))
         with self.interruption, disk_errors(self.config.output, "the files of the run"):
@@ -447,7 +451,12 @@ def check_machines(world: World, device: torch.device) -> None:
     found = environment(device)
     # of a CPU it is compared what the instructions compute (isobit.store.manifest), not their name
     del found["device"]["instructions" if device.type == "cpu" else "threads"]
-    every = world.all_gather({"host": world.host, **found})
+    check_alike(world.all_gather({"host": world.host, **found}))
+
+
+def check_alike(every: Sequence[dict[str, Any]]) -> None:
+    """Refuse machines, by rank, of which one differs in anything but its ``host``."""
+    every = [dict(one) for one in every]
     hosts = [one.pop("host") for one in every]
     differs = _first_difference(every)
     if differs is not None:
@@ -463,7 +472,7 @@ def check_machines(world: World, device: torch.device) -> None:
 
 
 def _first_difference(
-    every: list[Mapping[str, Any]],
+    every: Sequence[Mapping[str, Any]],
 ) -> tuple[int, str, Any, Any] | None:
     """Rank, key, its value there, and on rank 0."""
     firsts = dict(_flat(every[0]))
