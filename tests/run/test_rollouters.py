@@ -153,6 +153,29 @@ def test_rollouters_unlike_the_trainers_are_refused(tmp_path: Path) -> None:
     assert "has bits.kernels 'others', rank 0 on" in trainer["kernels"]
 
 
+def asked(world: World, case: dict[str, Any]) -> None:
+    """A run all of whose processes are asked for a checkpoint, as the launcher hands it on."""
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(loop, "collect", _asking(loop.collect))
+        train_by_ranks(config_of(case), world=world)
+
+
+def _asking(work: Callable[..., Any]) -> Callable[..., Any]:
+    def asking(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return work(*arguments)
+
+    return asking
+
+
+def test_a_rollouter_that_is_asked_for_a_checkpoint_samples_on(tmp_path: Path) -> None:
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path), "steps": 1, "lag": 1, "algorithm": "grpo", "rollouters": 1}
+    in_world(2, "tests.run.test_rollouters:asked", {**case, "output": "run"})
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
 def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
     """Runs in which a rank fails in the third step, and each run's end; -> what was raised."""
     found: dict[str, list[str]] = {}

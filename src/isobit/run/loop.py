@@ -300,12 +300,17 @@ def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
     """What a rollouter does until the trainers are done.  Raises what ``train`` raises of sampling
     and grading, and PeerError where they fail.
     """
-    with rollouters.errors_shared(), open_graders(config) as graders:
+    interruption = Interruption(rollouters.mine)
+    with (
+        rollouters.errors_shared(),
+        interruption.open_to_requests(),
+        open_graders(config) as graders,
+    ):
         config, data = settled(config, read_rl)
         run = prepare_rl(config, rollouters.mine, data=data, learns=False)
         if graders is not None:
             graders.describe()
-        with run.environments(), Interruption(rollouters.mine) as interruption:
+        with run.environments(), interruption:
             rollouters.check_machines(run.model.policy.device)
             while (command := rollouters.receive_command(interruption.check))["do"] != "end":
                 if command["do"] == "take weights":
