@@ -80,6 +80,32 @@ def test_a_tokenizer_that_loads_and_reads_no_text_is_named(folder: Path) -> None
 
 
 @pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 130, "num_attention_heads": 3, "head_dim": 32},
+        {"hidden_size": "96"},
+        {"hidden_size": 96, "num_attention_heads": 0},
+    ],
+)
+def test_sizes_of_the_model_are_not_the_tokenizers(folder: Path, sizes: dict[str, Any]) -> None:
+    """transformers refuses them where it looks for the tokenizer's class, which they do not say."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    expected = load_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    found = load_tokenizer(folder)
+    assert type(found) is type(expected) and found.get_vocab() == expected.get_vocab()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
+def test_a_damaged_config_is_not_called_a_tokenizer(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(
+        ModelError, match=r"config\.json holds no JSON object .*put the model's own"
+    ):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
     ("value", "expected"), [(None, (EOS_ID,)), (7, (EOS_ID, 7)), ([9, EOS_ID, 7], (EOS_ID, 7, 9))]
 )
 def test_stop_tokens_come_from_both_places(

@@ -122,6 +122,60 @@ def test_a_run_without_trainers_is_refused(tmp_path: Path) -> None:
         train(config_of({**case, "algorithm": "grpo"}))
 
 
+def unlike(world: World, case: dict[str, Any]) -> dict[str, str]:
+    """Runs whose rollouter has another recipe, other kernels; -> what was raised."""
+    found: dict[str, str] = {}
+    for name in ("recipe", "kernels"):
+        config = config_of({**case, "output": name})
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 1 and name == "recipe":
+                rollout = config.rollout.model_copy(update={"temperature": 0.5})
+                config = config.model_copy(update={"rollout": rollout})
+            elif world.rank == 1:
+                patch.setattr("isobit.store.manifest.kernels_sha256", lambda: "others")
+            try:
+                train_by_ranks(config, world=world)
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+        assert not config.output.exists(), "refused before anything is written"
+    return found
+
+
+def test_rollouters_unlike_the_trainers_are_refused(tmp_path: Path) -> None:
+    """Whose samples they would compare with a forward of their own."""
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path), "steps": 2, "lag": 1, "algorithm": "grpo", "rollouters": 1}
+    trainer, rollouter = in_world(2, "tests.run.test_rollouters:unlike", case)
+    assert trainer == rollouter
+    assert trainer["recipe"].startswith(
+        "ConfigError: rank 1 was started with rollout.temperature = 0.5, rank 0 with 1.0"
+    )
+    assert "has bits.kernels 'others', rank 0 on" in trainer["kernels"]
+
+
+def asked(world: World, case: dict[str, Any]) -> None:
+    """A run all of whose processes are asked for a checkpoint, as the launcher hands it on."""
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(loop, "collect", _asking(loop.collect))
+        train_by_ranks(config_of(case), world=world)
+
+
+def _asking(work: Callable[..., Any]) -> Callable[..., Any]:
+    def asking(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return work(*arguments)
+
+    return asking
+
+
+def test_a_rollouter_that_is_asked_for_a_checkpoint_samples_on(tmp_path: Path) -> None:
+    write_model(tmp_path, "dense")
+    case = {"folder": str(tmp_path), "steps": 1, "lag": 1, "algorithm": "grpo", "rollouters": 1}
+    in_world(2, "tests.run.test_rollouters:asked", {**case, "output": "run"})
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
 def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
     """Runs in which a rank fails in the third step, and each run's end; -> what was raised."""
     found: dict[str, list[str]] = {}

@@ -31,7 +31,7 @@ from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from isobit.util.errors import ConfigError, ModelError
@@ -329,18 +329,51 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise ModelError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
+            str(folder), config=_family(folder), local_files_only=True, trust_remote_code=False
         )
         # some faults show only when a text is read, such as a model_max_length that is no number
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])
         return tokenizer
     except BaseException as error:
         # the library raises many types; a panic of its Rust part is not even an Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        is_fault = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if isinstance(error, ModelError) or not is_fault:
             raise
         raise ModelError(
             f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+
+
+def _family(folder: Path) -> PreTrainedConfig | None:
+    """What ``AutoTokenizer`` reads of ``config.json``, by whose family it chooses a class. None
+    where it is to look itself.
+
+    transformers also refuses sizes of models there, some of which are computed here, and which say
+    nothing on a tokenizer: then the family alone is given. Raises ModelError for a file that cannot
+    be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        path = folder / "config.json"
+        if not path.is_file():
+            return None
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise TypeError(f"but a {type(found).__name__}")
+        except (OSError, ValueError, TypeError, RecursionError) as unread:
+            raise ModelError(
+                f"{path} holds no JSON object ({unread}), and the tokenizer's family stands there; "
+                "put the model's own file back"
+            ) from None
+        names = ("model_type", "tokenizer_class")
+        family = {name: found[name] for name in names if isinstance(found.get(name), str)}
+        if isinstance(error, (ValueError, OSError)) or "model_type" not in family:
+            return None  # a family that transformers does not know
+        return AutoConfig.for_model(**family)
 
 
 def stop_token_ids(

@@ -222,7 +222,7 @@ def _steps_of_gradings(run: RunDirectory) -> Callable[[Line], int]:
     """A grading names the version of the weights that sampled, which the updates of each step in
     metrics.jsonl lead to; an evaluation counts for the step after it.
     """
-    versions, version = list[tuple[int, int]](), 1
+    versions, version = list[tuple[int, int]](), _first_version(run)
     for line in read_lines(run.metrics):
         if line is not None and isinstance(line.get("updates/taken"), int):
             versions.append((version, _step(line)))
@@ -234,6 +234,25 @@ def _steps_of_gradings(run: RunDirectory) -> Callable[[Line], int]:
         return steps[0] if steps else max((step for _, step in versions), default=0)
 
     return step_of
+
+
+def _first_version(run: RunDirectory) -> int:
+    """The version of the weights that drew the first batch to learn from.  An evaluation comes
+    before it, and between the two a run may publish its weights again (``Run.prove``).
+    """
+    versions = [
+        line.get("weights_version")
+        for path in (run.rewards, run.answers)
+        for line in read_lines(path)
+        if line is not None and _is_learnt_from(line)
+    ]
+    return min((one for one in versions if isinstance(one, int)), default=1)
+
+
+def _is_learnt_from(grading: Line) -> bool:
+    with suppress(LookupError, TypeError):
+        return str(grading["prompts"][0][0]).startswith("train/")
+    return False
 
 
 def first_difference(ours: Line, theirs: Line) -> str | None:

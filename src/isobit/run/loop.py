@@ -56,7 +56,7 @@ from isobit.run.pending import (
     compared,
 )
 from isobit.run.plan import source_config
-from isobit.run.run import begin_run, open_graders, start_run
+from isobit.run.run import begin_run, check_recipes, open_graders, start_run
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.store.reward_record import SentAnswers, SentRecord
 from isobit.store.state import StepDigests, state_digest
@@ -87,8 +87,6 @@ def train(
     last checkpoint has what the run has learnt.
     """
     with open_run(config, console, resume, world, rollouters, allowed) as run:
-        if run.steps().start == 1:
-            run.prove_adapters()
         for step in run.steps():
             take_step(run, step)
         run.save_model()
@@ -264,6 +262,7 @@ def train_by_ranks(
     """``train`` by all ranks of a world, or by its first ones while the others sample
     (``cluster.rollouters``).  Raises as it does, and ConfigError for a world that is too small.
     """
+    check_recipes(world, config)  # whatever follows differs with them, also which ranks meet
     if not config.cluster.rollouters:
         train(config, resume=resume, world=world, allowed=allowed)
         return
@@ -301,12 +300,18 @@ def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
     """What a rollouter does until the trainers are done.  Raises what ``train`` raises of sampling
     and grading, and PeerError where they fail.
     """
-    with rollouters.errors_shared(), open_graders(config) as graders:
+    interruption = Interruption(rollouters.mine)
+    with (
+        rollouters.errors_shared(),
+        interruption.open_to_requests(),
+        open_graders(config) as graders,
+    ):
         config, data = settled(config, read_rl)
         run = prepare_rl(config, rollouters.mine, data=data, learns=False)
         if graders is not None:
             graders.describe()
-        with run.environments(), Interruption(rollouters.mine) as interruption:
+        with run.environments(), interruption:
+            rollouters.check_machines(run.model.policy.device)
             while (command := rollouters.receive_command(interruption.check))["do"] != "end":
                 if command["do"] == "take weights":
                     rollouters.transfer_weights(run.model.policy)

@@ -74,6 +74,8 @@ from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.evaluate import Evaluation, Evaluator
 from isobit.run.grading import RecordedGrading
+from isobit.run.run import check_alike
+from isobit.store.manifest import environment
 from isobit.store.reward_record import AnswerRecord
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.judge import scores_by_policy, with_old_columns
@@ -273,6 +275,13 @@ class Rollouters:
         """The world of this rank's part."""
         self._is_over = False
         self._passed_on: int | None = None
+
+    def check_machines(self, device: torch.device) -> None:
+        """All, before anything is sampled: refuse machines whose class of bits is not the first
+        trainer's.  A rollouter compares its samples with its own forward, which would not show it.
+        """
+        mine = {"host": self.mine.host, "bits": environment(device)["bits"]}
+        check_alike(self._meet(lambda: mine))
 
     def send_command(self, command: Mapping[str, Any]) -> None:
         """Trainers: say what the rollouters are to do."""

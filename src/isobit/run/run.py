@@ -21,6 +21,11 @@ run's directory, so that a reward that fails on everything leaves nothing behind
     Run.restore       weights, moments and counters of the checkpoint, where the run goes on
     check_machines    all ranks have the same versions and the same kind of device
     Run.start         signals are heard; first evaluation; directory, log and checkpoints
+    Run.prove         before the first step of all: what no comparison of a step would show
+
+Training, resuming, replaying and experiments all begin by ``start_run``.  What a run does before
+its first step belongs there and in ``Run.start``, and nowhere else: a replay that left it out would
+find differences in equal runs.
 
 On a device with a memory of its own the memory is planned before anything is in it.  The plan says
 how many pages the KV cache gets: this is the only place where what the engine reads differs from
@@ -160,6 +165,15 @@ class Run(ABC, Generic[Config, Data, Log]):
         """A block in which completions may call tools."""
         return nullcontext()
 
+    def check_machines(self) -> None:
+        """Refuse ranks whose machines would compute other bits."""
+        check_machines(self.world, self.model.policy.device)
+
+    def prove(self) -> None:
+        """What is tried once, between the first evaluation and the first step.  It may publish the
+        weights, and ends with those that it began with.  All ranks together.
+        """
+
     def data_figures(self) -> dict[str, Any]:
         """What it learns from and is measured on, in numbers, for the manifest."""
         return self.data.figures()
@@ -202,12 +216,12 @@ class Run(ABC, Generic[Config, Data, Log]):
 
     @contextmanager
     def start(self, start: Start, rewards: Sequence[str]) -> Iterator[None]:
-        """A block with all steps of the run: what stands before the first step is evaluated, and
-        the run's directory made or taken back.  ``rewards`` are lines on who grades.
+        """A block with all steps of the run: what stands before the first step is evaluated and
+        proved, and the run's directory made or taken back.  ``rewards`` are lines on who grades.
 
         A signal to stop leaves a checkpoint; SIGUSR1 leaves one, and the run goes on.
         """
-        check_machines(self.world, self.model.policy.device)
+        self.check_machines()
         self.console.lines([*self.describe(), *rewards, *self._describe_crests()])
         self.console.notes(secret_notes(self.config.reward))
         with self.interruption, disk_errors(self.config.output, "the files of the run"):
@@ -231,6 +245,8 @@ class Run(ABC, Generic[Config, Data, Log]):
                 self._steps_done = start.step
                 if first is not None:
                     self._log_evaluation(start.step, first)
+                if start.step == 0:
+                    self.prove()
                 yield
 
     def describe_teacher(self) -> list[str]:
@@ -435,7 +451,12 @@ def check_machines(world: World, device: torch.device) -> None:
     found = environment(device)
     # of a CPU it is compared what the instructions compute (isobit.store.manifest), not their name
     del found["device"]["instructions" if device.type == "cpu" else "threads"]
-    every = world.all_gather({"host": world.host, **found})
+    check_alike(world.all_gather({"host": world.host, **found}))
+
+
+def check_alike(every: Sequence[dict[str, Any]]) -> None:
+    """Refuse machines, by rank, of which one differs in anything but its ``host``."""
+    every = [dict(one) for one in every]
     hosts = [one.pop("host") for one in every]
     differs = _first_difference(every)
     if differs is not None:
@@ -451,7 +472,7 @@ def check_machines(world: World, device: torch.device) -> None:
 
 
 def _first_difference(
-    every: list[Mapping[str, Any]],
+    every: Sequence[Mapping[str, Any]],
 ) -> tuple[int, str, Any, Any] | None:
     """Rank, key, its value there, and on rank 0."""
     firsts = dict(_flat(every[0]))

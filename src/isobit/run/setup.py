@@ -261,7 +261,12 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             self.engine,
         )
 
-    def prove_adapters(self) -> None:
+    def check_machines(self) -> None:
+        super().check_machines()
+        if self.rollouters is not None:
+            self.rollouters.check_machines(self.model.policy.device)
+
+    def prove(self) -> None:
         """With LoRA, before the first step: fill each B with small numbers, sample some tokens, and
         compare their log-probabilities with the trainer's. At the start B is zeros, and the first
         step's own comparison would not see an adapter that one side does not read. Scales a tensor
