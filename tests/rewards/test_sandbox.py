@@ -16,6 +16,7 @@ from isobit.rewards import sandbox
 from isobit.rewards.confined import namespaces
 from isobit.rewards.confined.kernel import THREADS
 from isobit.rewards.confined.main import MEMORY
+from isobit.rewards.given import load_reward
 from isobit.rewards.sandbox import (
     Bubblewrap,
     Launcher,
@@ -260,6 +261,30 @@ def test_memory_is_bounded(inside: Launcher) -> None:
     assert process.finish(100) == (b"", MEMORY)
 
 
+def test_memory_that_takes_page_tables_of_its_own_is_refused(inside: Launcher) -> None:
+    """Each page at a place far from others takes two more, which no limit counts."""
+    code = (
+        "import ctypes, mmap\nmap = ctypes.CDLL(None).mmap\nmap.restype = ctypes.c_long\n"
+        "near = ctypes.addressof(ctypes.c_char.from_buffer(mmap.mmap(-1, 1 << 20)))\n"
+        "page = (ctypes.c_size_t(4096), 3, 0x22, -1, ctypes.c_long(0))\n"
+        "places = [0, near, near - (1 << 33), 1 << 40, (1 << 47) - (1 << 30)]\n"
+        "print([map(ctypes.c_void_p(place), *page) > 0 for place in places])\n"
+        "move = ctypes.CDLL(None).mremap\nmove.restype = ctypes.c_long\n"
+        "print([move(ctypes.c_void_p(near), ctypes.c_size_t(4096), ctypes.c_size_t(4096), flags,\n"
+        "            ctypes.c_void_p(1 << 40)) > 0 for flags in (1, 3, 5)])"
+    )
+    expected = "[True, True, False, False, False]\n[True, False, False]\n"
+    assert run(code, inside) == expected
+
+
+def test_timers_are_bounded(inside: Launcher) -> None:
+    code = (
+        "import ctypes\ncreate = ctypes.CDLL(None).timer_create\ncount, made = 0, ctypes.c_long()\n"
+        "while count < 1000 and create(1, None, ctypes.byref(made)) == 0: count += 1\nprint(count)"
+    )
+    assert int(run(code, inside)) <= 64
+
+
 def test_files_are_bounded(inside: Launcher) -> None:
     code = (
         "total = 0\ntry:\n    for number in range(100):\n"
@@ -378,6 +403,18 @@ def test_without_a_sandbox_code_is_refused_with_an_explanation() -> None:
 @pytest.mark.usefixtures("none_works")
 def test_without_a_sandbox_code_runs_where_that_is_allowed_by_name() -> None:
     assert isinstance(launcher(True), Unsandboxed)
+
+
+def test_a_grader_that_runs_code_says_what_confines_it(inside: Launcher) -> None:
+    launcher.cache_clear()
+    assert f"; {launcher(False).describe()}" in load_reward("code").describe()
+    assert "sandbox" not in load_reward("exact_match").describe()
+
+
+@pytest.mark.usefixtures("none_works")
+def test_a_grader_says_that_no_sandbox_works() -> None:
+    assert "none works on this machine" in load_reward("code").describe()
+    assert "unsandboxed = true" in load_reward("code", {"unsandboxed": True}).describe()
 
 
 def test_a_sandbox_is_taken_even_if_none_is_demanded(inside: Launcher) -> None:

@@ -46,7 +46,7 @@ TIDY_SECONDS = 5.0
 ENVIRONMENT = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
     # libraries would start a thread for each core, and the C library reserve 64 MiB for each thread
-    **{name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")},
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "MALLOC_ARENA_MAX": "1",
 }
 
@@ -76,7 +76,7 @@ class Launcher(ABC):
     as_nobody: bool = False
     """Whether programs run as a user of their own, for which one must be root."""
     dies_by_itself: bool = False
-    """Whether ``command`` ends its process when the starter ends; `confined.main` does otherwise."""
+    """Whether ``command`` ends its process with the starter; otherwise `confined.main` does."""
     threads: int | None = None
     """How many a program may have, the first included; known after a ``trial``."""
 

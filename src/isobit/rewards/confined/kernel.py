@@ -21,12 +21,15 @@ it does not.
     load the number          of x32: refuse
     clone                    refused unless it makes a thread; refused without a limit of threads
     clone3                   "no such call": the C library then uses clone
+    mmap, mremap             refused at a place far from where the kernel puts memory: each page
+                             there takes two more for its page tables, which no limit counts
     each of REFUSED          refused, EPERM
     anything else            allowed
 """
 
 import ctypes
 import errno
+import mmap
 import os
 import platform
 import resource
@@ -199,6 +202,7 @@ def apply_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
         resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_NPROC: THREADS,
+        resource.RLIMIT_SIGPENDING: 64,  # also timers
         resource.RLIMIT_CORE: 0,
     }
     for kind, bound in bounds.items():
@@ -226,9 +230,9 @@ def are_threads_bounded() -> bool:
     return False
 
 
-LOAD, EQUAL, GREATER_EQUAL, BITS_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in struct seccomp_data; the low half of the first argument."""
+LOAD, EQUAL, GREATER, GREATER_EQUAL, BITS_SET, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 40
+"""Offsets in struct seccomp_data; the low half of an argument, 4 bytes before the high one."""
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 CLONE_THREAD = 0x10000
 X32 = 0x40000000
@@ -236,6 +240,10 @@ X32 = 0x40000000
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3 = 435
+MMAP = {"x86_64": 9, "aarch64": 222}
+MREMAP = {"x86_64": 25, "aarch64": 216}
+TO_A_PLACE = 2 | 4
+"""MREMAP_FIXED, MREMAP_DONTUNMAP."""
 
 REFUSED: dict[str, tuple[int, int]] = {
     # name: number on x86_64, on aarch64 (-1: not there)
@@ -271,6 +279,9 @@ REFUSED: dict[str, tuple[int, int]] = {
     "semget": (64, 190),
     "msgget": (68, 186),
     "mq_open": (240, 180),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
     "keyctl": (250, 219),
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -290,9 +301,9 @@ REFUSED: dict[str, tuple[int, int]] = {
 }
 
 
-def program(machine: str, threads: bool) -> bytes:
-    """The filter for ``machine``, which allows ``threads`` or not. Raises OSError if its call
-    numbers are not known here.
+def program(machine: str, threads: bool, places: tuple[int, int]) -> bytes:
+    """The filter for ``machine``, which allows ``threads`` or not, and memory at ``places``, the
+    first and the last 4 GiB. Raises OSError if its call numbers are not known here.
     """
     if machine not in ARCHITECTURES:
         raise OSError(
@@ -301,6 +312,7 @@ def program(machine: str, threads: bool) -> bytes:
     column = list(ARCHITECTURES).index(machine)
     numbers = sorted(pair[column] for pair in REFUSED.values() if pair[column] >= 0)
     refuse, no_such_call = ERROR | errno.EPERM, ERROR | errno.ENOSYS
+    no_memory, no_thread = ERROR | errno.ENOMEM, ERROR | errno.EAGAIN
     lines = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, ARCHITECTURES[machine]),
@@ -313,8 +325,20 @@ def program(machine: str, threads: bool) -> bytes:
         (EQUAL, 0, 4, CLONE[machine]),
         (LOAD, 0, 0, FIRST_ARGUMENT),
         (BITS_SET, 0, 1, CLONE_THREAD),
-        (RETURN, 0, 0, ALLOW if threads else ERROR | errno.EAGAIN),
+        (RETURN, 0, 0, ALLOW if threads else no_thread),
         (RETURN, 0, 0, refuse),
+        (EQUAL, 0, 6, MMAP[machine]),
+        (LOAD, 0, 0, FIRST_ARGUMENT + 4),
+        (EQUAL, 2, 0, 0),  # anywhere
+        (GREATER_EQUAL, 0, 2, places[0]),
+        (GREATER, 1, 0, places[1]),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, no_memory),
+        (EQUAL, 0, 4, MREMAP[machine]),
+        (LOAD, 0, 0, FOURTH_ARGUMENT),
+        (BITS_SET, 0, 1, TO_A_PLACE),
+        (RETURN, 0, 0, no_memory),
+        (RETURN, 0, 0, ALLOW),
     ]
     for number in numbers:
         lines += [(EQUAL, 0, 1, number), (RETURN, 0, 0, refuse)]
@@ -322,7 +346,14 @@ def program(machine: str, threads: bool) -> bytes:
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
-def refuse_dangerous_calls(threads: bool) -> None:
+def refuse_dangerous_calls(threads: bool, memory_bytes: int) -> None:
     """Set the filter permanently. Raises OSError if the kernel has no filters."""
     no_new_privileges()
-    set_filter(program(platform.machine(), threads))
+    set_filter(program(platform.machine(), threads, _places(memory_bytes)))
+
+
+def _places(memory_bytes: int) -> tuple[int, int]:
+    """Where the kernel puts ``memory_bytes`` of memory: from the present end downwards."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        end = ctypes.addressof(ctypes.c_char.from_buffer(page)) >> 32
+    return max(0, end - (memory_bytes >> 32) - 1), end + 1

@@ -52,7 +52,7 @@ def main() -> None:
         _enter_the_sandbox(job["root"], job["as_nobody"])
     kernel.apply_limits(**job["limits"])
     job["threads"] = kernel.are_threads_bounded()
-    kernel.refuse_dangerous_calls(job["threads"])
+    kernel.refuse_dangerous_calls(job["threads"], job["limits"]["memory_bytes"])
     os.ftruncate(descriptor, 0)
     os.close(descriptor)
     roles: dict[str, Callable[[Job], None]] = {
