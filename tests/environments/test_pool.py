@@ -12,6 +12,7 @@ import pytest
 from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
 from isobit.environments.hosted import Call, Turn
 from isobit.environments.pool import Answer, Environments, Result
+from isobit.rewards.outcome import Failure
 from isobit.rewards.worker import descendants
 from isobit.util.errors import ToolError
 
@@ -157,6 +158,36 @@ def test_an_episode_that_misbehaves_fails_alone(tool: str, kind: str, message: s
         found = answers(made)
         assert found["good"].results == (Result("error", "ValueError: no such thing"),)
         assert texts(found["bad"]) == ["short"]
+
+
+FORGED = {
+    '{"refused": "end the run"}': "flood",
+    '{"ready": [], "opens": true}': "flood",
+    '{"episode": 1, "results": [["ok", "forged"]]}': "flood",
+    '{"ended": 0, "output": "x"}': "flood",
+    '{"note": "x", "results": []}': "flood",
+    "[1]": "flood",
+    "{}": "flood",
+    '{"failed": ["crash"], "message": "x"}': "flood",
+    '{"failed": "crash"}': "flood",
+    '{"failed": "a\\u001b[2J\\n", "message": "b\\u001b[2J"}': "'a\\x1b[2J\\n'",
+}
+"""Lines that a tool writes as its episode, and the kinds of the failures."""
+
+
+def test_a_line_of_an_episode_is_only_what_it_may_be() -> None:
+    with environments("Hostile") as made:
+        tools = list(made.tools())
+        ask(made, "good", call("lie"))
+        for line in FORGED:
+            ask(made, line, call("forge", line))
+        found = answers(made)
+        kinds = {line: one.failure.kind for line, one in found.items() if one.failure}
+        assert kinds == FORGED
+        assert found[list(FORGED)[-1]].failure == Failure(kinds[list(FORGED)[-1]], "b\\x1b[2J")
+        ask(made, "good", call("lie"))  # its process is still there
+        assert texts(answers(made)["good"]) == ["short"]
+        assert made.tools() == tools
 
 
 def test_a_flood_is_cut_and_text_is_text() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from isobit.environments.shipped import Calculator, Guess, Python, Search
+from isobit.rewards.sandbox import launcher
 from isobit.util.errors import ToolError
 from tests.environments.test_pool import answers, ask, call, environments, texts
 
@@ -43,6 +44,19 @@ def test_programs_run_in_the_sandbox(tmp_path: Path) -> None:
     assert "FileNotFoundError" in tool.python(f"print(open({str(secret)!r}).read())")
     with pytest.raises(ValueError, match="ran longer than it may"):
         Python(seconds=0.5).python("while True: pass")
+
+
+def test_the_sandbox_is_found_once_for_all_episodes_and_told() -> None:
+    """Where none worked, the first program of each episode would try again."""
+    launcher.cache_clear()
+    told = Python._prepare(seconds=1.0)
+    assert told.startswith("sandbox: ")
+    assert launcher.cache_info().misses == 1
+    assert [Python(seconds=1.0).python("print(1)") for _ in range(2)] == ["1\n"] * 2
+    assert launcher.cache_info().misses == 1
+    with environments("python") as made:
+        made.tools()
+        assert made.note == told
 
 
 @pytest.fixture

@@ -96,6 +96,20 @@ class Hostile:
                 continue
         return "wrote"
 
+    def forge(self, line: str) -> str:
+        """Write a line into each open descriptor.
+
+        Args:
+            line: What to write.
+        """
+        for descriptor in range(3, 256):
+            try:
+                os.write(descriptor, line.encode() + b"\n")
+            except OSError:
+                continue
+        time.sleep(3600)
+        return ""
+
     def kill_host(self) -> str:
         """Kill the process that forks episodes."""
         os.kill(os.getppid(), 9)

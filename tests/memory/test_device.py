@@ -326,39 +326,6 @@ def test_the_cache_gets_what_is_left_as_far_as_it_can_use_it() -> None:
     assert plan(rollout={"kv_memory_gib": 1.0}).rollout["KV pages"] == pytest.approx(GIB, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"tokens_per_microbatch": 16384}, r"135 GiB can be planned.*fits with .*'none'.* is \d,"),
-        ({"tokens_per_microbatch": 16384}, "16,384 fit with training.recompute = 'mlp'"),
-        ({"longest": 16384}, r"at most \d,\d+ fit, and a sequence, here of up to 16,384 tokens"),
-        (
-            {"moments": "fp32", "total": H200 + 3 * GIB},
-            r"'fp32' at most [\d,]+ fit, .*; 4,096 fit with training.recompute = 'full'",
-        ),
-        (
-            {"moments": "fp32", "total": 120 * GIB},
-            "not one token fits beside weights and gradients; 4,096 fit with .*moments = 'bf16'",
-        ),
-        (
-            {"moments": "fp32", "total": 103 * GIB},
-            "4,096 fit with training.recompute = 'mlp' and training.moments = 'fp8'",
-        ),
-        (
-            {"recompute": "full", "total": 102 * GIB},
-            "'bf16' not one token fits .*; 4,096 fit with training.moments = 'fp8'",
-        ),
-        ({"tokens_per_microbatch": 200_000}, r"holds are \d+,\d+, with .*'full' and .*'fp8'"),
-        ({"total": 80 * GIB}, "no setting makes this model's training fit"),
-        ({"rollout": {"kv_memory_gib": 100}}, r"kv_memory_gib that fits is [\d.]+ GiB; .*offload"),
-        ({"rollout": {"kv_pages": 10**6}}, r"rollout.kv_pages that fits is [\d,]+ pages"),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_what_would(settings: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        plan(**settings)
-
-
 def test_the_advice_is_right() -> None:
     with pytest.raises(ConfigError) as refused:
         plan(longest=1000, tokens_per_microbatch=100_000, prompts_per_step=64)

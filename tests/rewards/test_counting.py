@@ -78,7 +78,7 @@ def test_towers_of_powers_are_counted(in_process: bool) -> None:
 
 
 def test_hostile_code_is_counted() -> None:
-    if all(sandbox.trial(kind) for kind in (sandbox.Bubblewrap(), sandbox.Unshare())):
+    if all(sandbox.trial(kind) for kind in (sandbox.Bubblewrap(), sandbox.Namespaces())):
         pytest.skip("no sandbox works here")
     codes = ["def f():\n    return 1", "while True: pass", "def f():\n    import os; os._exit(0)"]
     graded = group("no code", *(f"```python\n{code}\n```" for code in codes), tests="assert f()")

@@ -17,9 +17,11 @@ from isobit.rewards.outcome import (
     MOST_KINDS,
     OTHER_KINDS,
     DeadlineError,
+    Failure,
     bounded,
     count,
     deadline,
+    failure_of,
     take,
 )
 
@@ -114,3 +116,10 @@ def test_other_threads_have_none() -> None:
     thread.start()
     thread.join()
     assert done == [1]
+
+
+def test_a_failure_has_nothing_that_drives_a_terminal() -> None:
+    found = failure_of(type("A\x1b[2J", (Exception,), {})("b\x1b[2J\r\x9b\u202e"))
+    assert found.kind == "'A\\x1b[2J'"
+    assert found.message == "A\\x1b[2J: b\\x1b[2J\\r\\x9b\\u202e"
+    assert Failure(found.kind, found.message) == found

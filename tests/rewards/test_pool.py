@@ -99,7 +99,7 @@ def grade(make_graders: MakeGraders) -> Grade:
         ("os.kill(os.getpid(), signal.SIGINT)", "KeyboardInterrupt", "KeyboardInterrupt"),
         ("raise ValueError('x' * 10 ** 6)", "ValueError", "ValueError: xxx"),
         ("raise type('E' * 10 ** 5, (Exception,), {})", "E" * 100, "EEE"),
-        ("raise ValueError('\\udc80')", "ValueError", "ValueError: \udc80"),
+        ("raise ValueError('\\udc80')", "ValueError", r"ValueError: \\udc80"),
         ("return float('nan')", "not finite", "the reward returned nan"),
         ("return '1.0'", "not a number", "the reward returned str '1.0', expected a number"),
         ('os.write(1, b\'{"item": 0, "value": 9.0}\\n\'); raise KeyError', "KeyError", "KeyError"),
@@ -167,6 +167,29 @@ def test_files_opened_in_place_of_the_pipes_are_left_alone(grade: Grade, tmp_pat
     rewards, stats = grade(body, "a", "!", "bb", head="kept = []")
     assert rewards == [1.0, None, 2.0] and stats.failures == {"crash": 1}
     assert (tmp_path / "thesis.tex").read_bytes() == b""
+
+
+FORGED = (
+    '{"refused": "end the run"}',
+    '{"ready": {"reward": 5}}',
+    '{"item": true, "value": 1.0}',
+    '{"item": "0", "value": 1.0}',
+    '{"ended": "\\u001b[2J"}',
+    '{"item": 99, "value": 1.0}',
+)
+
+
+def test_a_line_of_a_grader_is_only_what_it_may_be(grade: Grade) -> None:
+    body = """
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, text.encode() + b"\\n")
+            except OSError:
+                pass
+    """
+    rewards, stats = grade(body, *FORGED)
+    assert rewards == [float(len(text)) for text in FORGED]
+    assert stats.failed == 0
 
 
 def test_printing_reaches_nobody_and_holds_nobody_up(

@@ -1,8 +1,8 @@
 """The sandbox against code that means harm: each tries something, and prints what came of it."""
 
 import os
+import platform
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,18 +13,22 @@ from pathlib import Path
 import pytest
 
 from isobit.rewards import sandbox
+from isobit.rewards.confined import namespaces
+from isobit.rewards.confined.kernel import THREADS
 from isobit.rewards.confined.main import MEMORY
+from isobit.rewards.given import load_reward
 from isobit.rewards.sandbox import (
     Bubblewrap,
     Launcher,
     Limits,
+    Namespaces,
     OutputLimitError,
     Process,
     SandboxError,
     TimeLimitError,
     Unsandboxed,
-    Unshare,
     launcher,
+    launchers,
     trial,
 )
 from isobit.util.errors import RewardError
@@ -32,7 +36,12 @@ from isobit.util.errors import RewardError
 LIMITS = Limits(20.0, 256 << 20)
 
 
-@pytest.fixture(scope="module", params=[Bubblewrap(), Unshare()], ids=lambda each: each.name)
+IS_ROOT = os.geteuid() == 0
+
+
+@pytest.fixture(
+    scope="module", params=[Bubblewrap(), Namespaces(IS_ROOT)], ids=lambda each: each.name
+)
 def inside(request: pytest.FixtureRequest) -> Launcher:
     if reason := trial(request.param):
         pytest.skip(f"{request.param.name} does not work here: {reason}")
@@ -64,11 +73,87 @@ def test_a_program_reads_and_prints(inside: Launcher) -> None:
 
 def test_threads_and_the_library_work(inside: Launcher) -> None:
     code = (
-        "import asyncio, collections, decimal, fractions, heapq, itertools, json, re, threading\n"
-        "thread = threading.Thread(target=print, args=('thread',))\nthread.start()\nthread.join()\n"
-        "async def main(): return 'loop'\nprint(asyncio.run(main()))"
+        "import asyncio, collections, decimal, fractions, heapq, itertools, json, re\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "async def main(): return 'loop'\nprint(asyncio.run(main()))\n"
+        "try:\n    print(sum(ThreadPoolExecutor(16).map(int, range(100))))\n"
+        "except RuntimeError as error:\n    print(error)"
     )
-    assert run(code, inside) == "thread\nloop\n"
+    threads = "4950" if inside.threads == THREADS else "can't start new thread"
+    assert run(code, inside) == f"loop\n{threads}\n"
+
+
+RAW_THREADS = """
+import ctypes, mmap, os, sys
+code = mmap.mmap(-1, 4096, prot=7)
+code.write(bytes.fromhex("b83800000031d24531d24531c00f054885c07401c3b8220000000f05ebf7"))
+clone = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_long, ctypes.c_void_p)(
+    ctypes.addressof(ctypes.c_char.from_buffer(code)))
+stack = ctypes.addressof(ctypes.c_char.from_buffer(mmap.mmap(-1, 4096))) + 4096
+count = 1
+while count < 300 and clone(0x50F00 | EXTRA, stack) > 0:
+    count += 1
+print(count)
+sys.stdout.flush()
+os._exit(0)
+"""
+"""Makes threads by the system call itself, which share a page of stack and only wait."""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it is machine code")
+@pytest.mark.parametrize("extra", [0, 0x80800000])  # also untraced, in another I/O context
+@pytest.mark.parametrize(
+    "launched_by", [*launchers(), Unsandboxed()], ids=lambda one: f"{one.name}-{one.as_nobody}"
+)
+def test_threads_are_bounded_without_a_library(launched_by: Launcher, extra: int) -> None:
+    if reason := trial(launched_by):
+        pytest.skip(f"{launched_by.name} does not work here: {reason}")
+    count = int(run(RAW_THREADS.replace("EXTRA", str(extra)), launched_by))
+    assert launched_by.threads in (1, THREADS)
+    assert 1 <= count <= launched_by.threads
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root is exempt from the limit of threads")
+def test_root_that_cannot_be_limited_has_no_threads() -> None:
+    plain, nobody = Namespaces(), Namespaces(as_nobody=True)
+    if trial(plain) or trial(nobody):
+        pytest.skip("no sandbox works here")
+    assert (plain.threads, nobody.threads) == (1, THREADS)
+    assert "no threads" in plain.describe()
+    assert f"at most {THREADS} threads" in nobody.describe()
+    assert run("import os\nprint(os.getuid(), os.getgid(), os.getgroups())", nobody) == "1 1 []\n"
+
+
+def test_a_sandbox_with_threads_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = {"refused": None, "alone": 1, "another": 1, "threads": 64}
+
+    class Fake(Unsandboxed):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    def fake_trial(candidate: Launcher) -> str | None:
+        candidate.threads = threads.get(candidate.name, 64)
+        return None if candidate.threads else "why"
+
+    monkeypatch.setattr(sandbox, "trial", fake_trial)
+    for names, expected in (
+        ("refused alone threads", "threads"),
+        ("refused alone another", "alone"),
+        ("refused", Unsandboxed.name),
+    ):
+        monkeypatch.setattr(sandbox, "launchers", lambda names=names: map(Fake, names.split()))
+        assert launcher.__wrapped__(True).name == expected
+
+
+def test_a_process_whose_starter_died_while_it_changed_its_user_ends() -> None:
+    ended, held = os.pipe()
+    os.close(held)
+    child = os.fork()
+    if not child:
+        namespaces.stay_bound(ended)
+        os._exit(0)
+    os.close(ended)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_no_new_processes(inside: Launcher) -> None:
@@ -176,6 +261,30 @@ def test_memory_is_bounded(inside: Launcher) -> None:
     assert process.finish(100) == (b"", MEMORY)
 
 
+def test_memory_that_takes_page_tables_of_its_own_is_refused(inside: Launcher) -> None:
+    """Each page at a place far from others takes two more, which no limit counts."""
+    code = (
+        "import ctypes, mmap\nmap = ctypes.CDLL(None).mmap\nmap.restype = ctypes.c_long\n"
+        "near = ctypes.addressof(ctypes.c_char.from_buffer(mmap.mmap(-1, 1 << 20)))\n"
+        "page = (ctypes.c_size_t(4096), 3, 0x22, -1, ctypes.c_long(0))\n"
+        "places = [0, near, near - (1 << 33), 1 << 40, (1 << 47) - (1 << 30)]\n"
+        "print([map(ctypes.c_void_p(place), *page) > 0 for place in places])\n"
+        "move = ctypes.CDLL(None).mremap\nmove.restype = ctypes.c_long\n"
+        "print([move(ctypes.c_void_p(near), ctypes.c_size_t(4096), ctypes.c_size_t(4096), flags,\n"
+        "            ctypes.c_void_p(1 << 40)) > 0 for flags in (1, 3, 5)])"
+    )
+    expected = "[True, True, False, False, False]\n[True, False, False]\n"
+    assert run(code, inside) == expected
+
+
+def test_timers_are_bounded(inside: Launcher) -> None:
+    code = (
+        "import ctypes\ncreate = ctypes.CDLL(None).timer_create\ncount, made = 0, ctypes.c_long()\n"
+        "while count < 1000 and create(1, None, ctypes.byref(made)) == 0: count += 1\nprint(count)"
+    )
+    assert int(run(code, inside)) <= 64
+
+
 def test_files_are_bounded(inside: Launcher) -> None:
     code = (
         "total = 0\ntry:\n    for number in range(100):\n"
@@ -238,7 +347,7 @@ def test_it_ends_with_whoever_started_it(inside: Launcher, held: tuple[int, int]
     starter = (
         "import sys, time\nfrom isobit.rewards.sandbox import *\n"
         f"Process('script', {{'code': {SLEEPS!r}}}, Limits(3600, 256 << 20), "
-        f"{type(inside).__name__}(), pass_fds=({writing},))\nprint('started', flush=True)\n"
+        f"launcher(False), pass_fds=({writing},))\nprint('started', flush=True)\n"
         "time.sleep(3600)"
     )
     parent = subprocess.Popen(
@@ -266,25 +375,46 @@ def test_descriptors_are_given_back(inside: Launcher) -> None:
 
 
 @pytest.fixture
-def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("PATH", str(tmp_path))
+def none_works(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sandbox, "launchers", lambda: [Missing(), Forbidden()])
     launcher.cache_clear()
     yield
     launcher.cache_clear()
 
 
-@pytest.mark.usefixtures("nothing_installed")
+class Missing(Bubblewrap):
+    needs = ("no-such-program",)
+
+
+class Forbidden(Namespaces):
+    def root(self) -> dict[str, object]:
+        return {"shown": {"/x": "/no/such"}, "links": {}, "tmp_bytes": 1}
+
+
+@pytest.mark.usefixtures("none_works")
 def test_without_a_sandbox_code_is_refused_with_an_explanation() -> None:
     with pytest.raises(RewardError) as refused:
         launcher(False)
     text = str(refused.value)
-    assert "there is no bwrap" in text and "there is no unshare" in text
+    assert "there is no no-such-program" in text and "namespaces: " in text
     assert "install bubblewrap" in text and "unsandboxed = true" in text
 
 
-@pytest.mark.usefixtures("nothing_installed")
+@pytest.mark.usefixtures("none_works")
 def test_without_a_sandbox_code_runs_where_that_is_allowed_by_name() -> None:
     assert isinstance(launcher(True), Unsandboxed)
+
+
+def test_a_grader_that_runs_code_says_what_confines_it(inside: Launcher) -> None:
+    launcher.cache_clear()
+    assert f"; {launcher(False).describe()}" in load_reward("code").describe()
+    assert "sandbox" not in load_reward("exact_match").describe()
+
+
+@pytest.mark.usefixtures("none_works")
+def test_a_grader_says_that_no_sandbox_works() -> None:
+    assert "none works on this machine" in load_reward("code").describe()
+    assert "unsandboxed = true" in load_reward("code", {"unsandboxed": True}).describe()
 
 
 def test_a_sandbox_is_taken_even_if_none_is_demanded(inside: Launcher) -> None:
@@ -298,12 +428,9 @@ def test_unsandboxed_code_is_still_bounded() -> None:
         run("while True: pass", Unsandboxed(), Limits(0.5, 256 << 20))
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="there is no unshare")
-def test_a_sandbox_that_fails_is_no_wrong_answer() -> None:
-    class Forbidden(Unshare):
-        def root(self) -> dict[str, object]:
-            return {"shown": {"/x": "/no/such"}, "links": {}, "tmp_bytes": 1}
-
+def test_a_sandbox_that_fails_is_no_wrong_answer(inside: Launcher) -> None:
+    if not isinstance(inside, Namespaces):
+        pytest.skip("its root is another's")
     with pytest.raises(SandboxError, match="mount /x"):
         run("print(1)", Forbidden())
     assert "mount /x" in str(trial(Forbidden()))

@@ -127,15 +127,15 @@ class HostedClass:
 
     def __init__(self, start: Start) -> None:
         self._class, self._start = load_class(start.place), start
-        if hasattr(self._class, "_prepare"):
-            self._class._prepare(**start.options)
+        said = self._class._prepare(**start.options) if hasattr(self._class, "_prepare") else None
+        self._note = said if isinstance(said, str) else ""
 
     def ready(self) -> dict[str, Any]:
         reset = getattr(self._class, "reset", None)
         opens = reset is not None and _may_speak(reset)
         rewards = ("reward", "turn_reward")
         gives = {f"has_{name}": hasattr(self._class, f"get_{name}") for name in rewards}
-        return {"ready": schemas_of(self._class), **gives, "opens": opens}
+        return {"ready": schemas_of(self._class), **gives, "opens": opens, "note": self._note}
 
     def open(self) -> "Instance":
         return Instance(self._class, self._start)

@@ -36,6 +36,7 @@ _BARREN_ENDS = 8
 """Hosts in a row that ended without an answer, after which the run ends."""
 _MOST_UNANSWERED = 64
 """Episodes in a row without an answer from a server, after which the run ends."""
+_LONGEST_NOTE = 300
 _MODULE = "isobit.environments.worker"
 
 Key = TypeVar("Key", bound=Hashable)
@@ -157,6 +158,8 @@ class Environments(Generic[Key]):
         """Whether it may answer as the user does."""
         self.has_turn_reward = False
         """Likewise of ``get_turn_reward``."""
+        self.note = ""
+        """What the environment says of itself for the start of a run; likewise."""
         self._open()
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -261,24 +264,33 @@ class Environments(Generic[Key]):
         self._queue.extendleft(reversed(held))
 
     def _hear(self, message: Mapping[str, Any]) -> Iterator[tuple[Key, Answer]]:
+        """What the host says, all of which is checked, since tools run below it."""
         match message:
-            case {"ready": list(tools), **rest}:
+            case {"episode": int(number), **content}:
+                yield from self._hear_episode(number, content)
+            case {"ready": list(tools), **rest} if not self._is_ready:
                 self._tools, self._is_ready = tools, True
                 self.has_reward, self.opens = bool(rest.get("has_reward")), bool(rest.get("opens"))
                 self.has_turn_reward = bool(rest.get("has_turn_reward"))
                 self.leads, self.speaks = bool(rest.get("leads")), bool(rest.get("speaks"))
-            case {"refused": str(text)} | {"failed": "fatal", "message": str(text)}:
+                self.note = str(rest.get("note") or "")[:_LONGEST_NOTE]
+            case {"refused": str(text)} if not self._is_ready:
                 raise ToolError(text)
-            case {"episode": int(number), **content} if number in self._keys:
-                key = self._keys[number]
-                if self._asked.pop(key, None) is None:
-                    return
-                self._barren_ends = 0
-                answer = _answer_of(content)
-                self._count_unanswered(answer.failure)
-                if answer.failure is not None:
-                    self._forget(key)
-                yield key, answer
+
+    def _hear_episode(
+        self, number: int, content: Mapping[str, Any]
+    ) -> Iterator[tuple[Key, Answer]]:
+        key = self._keys.get(number)
+        if key is None or self._asked.pop(key, None) is None:
+            return
+        self._barren_ends = 0
+        answer = _answer_of(content)
+        if answer.failure is not None and answer.failure.kind == "fatal":
+            raise ToolError(f"an episode cannot go on: {answer.failure.message}")
+        self._count_unanswered(answer.failure)
+        if answer.failure is not None:
+            self._forget(key)
+        yield key, answer
 
     def _count_unanswered(self, failure: Failure | None) -> None:
         is_one = self._is_capped and failure is not None and failure.kind == "connection"
@@ -316,8 +328,10 @@ def _answer_of(content: Mapping[str, Any]) -> Answer:
     seconds = content.get("seconds")
     took = float(seconds) if isinstance(seconds, float | int) else 0.0
     if "failed" in content:
-        message = str(content.get("message"))[:2000]
-        return Answer(failure=Failure(str(content["failed"])[:60], message), seconds=took)
+        kind, message = content["failed"], content.get("message")
+        if not (isinstance(kind, str) and isinstance(message, str)):
+            kind, message = "flood", "it wrote no answer"
+        return Answer(failure=Failure(kind, message[:2000]), seconds=took)
     results = content.get("results")
     found = [_result_of(one) for one in results] if isinstance(results, list) else [None]
     if None in found:

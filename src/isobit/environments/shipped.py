@@ -145,6 +145,11 @@ class Python:
         self._limits = Limits(seconds, memory_mib << 20)
         self._launcher = launcher(unsandboxed)
 
+    @classmethod
+    def _prepare(cls, unsandboxed: bool = False, **_: Any) -> str:
+        """Find the sandbox once, in the process from which those of the episodes are forked."""
+        return launcher(unsandboxed).describe()
+
     def python(self, code: str) -> str:
         """Run a Python program.
 

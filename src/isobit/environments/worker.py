@@ -13,17 +13,20 @@ episode if it is new, runs the calls of all ``turns`` and answers those of the l
 ``("end", episode)``.  ``get_turn_reward``, where the class has it, is asked behind the calls of
 each turn.  From the host, as JSON:
 
-    {"ready": [schemas of the tools], ..} or {"refused": message} or {"fatal": message}
+    {"ready": [schemas of the tools], ..} or {"refused": message}
     {"episode": 7, "results": [["ok", text], ["error", text], ["cut", text]], "seconds": 0.1}
     {"episode": 7, "opening": text, ...} for the prompt, of an episode that is new; or messages
     {"episode": 7, "over": true, ...} where the environment has ended the episode
     {"episode": 7, "reward": 1.0, "turn_reward": 0.5, ...} where one was asked for
     {"episode": 7, "failed": kind, "message": text, ..}: ``deadline``, ``crash``, ``memory``,
-        ``flood``, ``reset``, or a kind of ``LostEpisodeError``; the episode is no more
+        ``flood``, ``reset``, or a kind of ``LostEpisodeError``; the episode is no more.  ``fatal``
+        ends the run: the environment's own code cannot be used
 
 The host runs no code of the class after the import and its class method ``_prepare``, where it has
-one: with the options, once, for what all episodes share and none changes.  It ends an episode that
-takes longer than the deadline with all processes below it.
+one: with the options, once, for what all episodes share and none changes; text that it returns is
+said at the start of a run.  The host ends an episode that takes longer than the deadline with all
+processes below it, and one that sends anything but the keys of an answer, since a tool may have
+written into the pipe.
 """
 
 import json
@@ -53,6 +56,10 @@ _GLANCE_S = 0.2
 """Seconds between looks for episodes that ended or took too long."""
 _FORM = 6
 """Bytes that JSON takes for a character, at most."""
+_OF_AN_ANSWER = frozenset(
+    {"results", "opening", "over", "reward", "turn_reward", "failed", "message"}
+)
+"""Keys that an episode may send; ``isobit.environments.pool`` checks what stands under them."""
 
 
 # The process of an episode.
@@ -250,6 +257,8 @@ class Host:
         try:
             content = json.loads(line)
         except (ValueError, RecursionError):
+            content = None
+        if isinstance(content, dict) and not content.keys() <= _OF_AN_ANSWER:
             content = None
         if not isinstance(content, dict) or episode.began is None:
             self._drop(key, "flood", "it wrote into the pipe of its answers")

@@ -164,6 +164,7 @@ def _layers(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> tuple[_Lay
     )
 
 
+@cache
 def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
     """What both sides read, shared matrices counted once, and the rotary table."""
     rope = 4 * shape.max_positions * shape.head_dim
@@ -174,6 +175,7 @@ def published_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> in
     return rope + head + master_bytes(shape, flow, sizes)
 
 
+@cache
 def master_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
     """What is published of each master, in every form that a side reads."""
     width, total = DTYPES[flow.training.activations].itemsize, 0

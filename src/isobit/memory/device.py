@@ -25,12 +25,10 @@ measures: nearly all of what a tiny model takes.
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from isobit.config.tables import Recompute, RolloutConfig, TrainingConfig
+from isobit.config.tables import RolloutConfig, TrainingConfig
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import (
     FrozenModel,
@@ -44,19 +42,19 @@ from isobit.memory.activations import (
 )
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within, pages_for
 from isobit.memory.host import Share, microbatch_tokens, share_of
+from isobit.memory.refusal import Refusal
 from isobit.models.config import ModelConfig
 from isobit.parallel.gradient_sum import Slots
 from isobit.precision.flow import PrecisionFlow
-from isobit.training.optimiser import moment_bytes, smaller_moments
+from isobit.training.optimiser import moment_bytes
 from isobit.util.errors import ConfigError
 from isobit.util.terminal import gib
 
 _MOST_TOKENS = 1 << 24
-_ROUND = 128  # tokens: the step of what is advised
-_DOUBLINGS = 6  # of the number of GPUs, at most, in what is advised
 
 Bytes = Mapping[str, int]
-MOMENTS = "optimiser moments"
+MASTERS, MOMENTS, GRADIENTS = "masters", "optimiser moments", "gradients"
+OF_A_SLOT, MADE, ARRIVING = "sums of a slot", "gradients as they are made", "arriving gradients"
 CACHE = "KV pages"
 COPY = "the engine's own weights"
 
@@ -88,7 +86,8 @@ class DevicePlan:
         rollout = {"rollout": self.rollout} if self.rollout else {}
         return {**rollout, "training": self.training}
 
-    def describe(self) -> list[str]:
+    def table(self) -> list[str]:
+        """Every part in each phase, with the reserve."""
         phases = self._phases.values()
         names = dict.fromkeys(name for phase in phases for name in phase)
         rows = [(name, [phase.get(name, 0) for phase in phases]) for name in names]
@@ -100,6 +99,10 @@ class DevicePlan:
         for name, sizes in rows:
             cells = (gib(size) if size else "-" for size in sizes)
             lines.append(f"  {name:<30}" + "".join(f"{cell:>13}" for cell in cells))
+        return lines
+
+    def describe(self) -> list[str]:
+        lines = self.table()
         cache = f"{self.pages:,} pages of {self.page_tokens} tokens in rollout; "
         lines.append(
             f"  {cache if self.rollout else ''}micro-batches of up to {self.tokens:,} tokens in "
@@ -138,24 +141,23 @@ class DevicePlanner:
         """
         tokens = microbatch_tokens(training, longest)
         needed = self.training_bytes(training, tokens, longest)
+        refusal = Refusal(self, rollout, training, longest, GPUS)
         if sum(needed.values()) + RESERVE > self.total:
-            raise ConfigError(self._too_much_training(training, longest, sum(needed.values())))
+            raise ConfigError(refusal.of_training())
         page_tokens = self.sizes.page_tokens
         host = page_locked_bytes(self.frozen, self.sizes)
+        if self.learns and training.offload_moments:
+            host[MOMENTS] = page_locked(self.weight_bytes(training)[MOMENTS])
         if rollout is None:
-            if training.offload_moments:
-                host[MOMENTS] = page_locked(self.weight_bytes(training)[MOMENTS])
             return DevicePlan({}, needed, self.total, 0, page_tokens, tokens, host, self.processes)
-        standing = self.standing_bytes(training)
-        if MOMENTS in standing and training.offload_moments:
-            host[MOMENTS] = page_locked(standing.pop(MOMENTS))
-        other = {COPY: self.copied} if self.copied else {}
-        standing |= other
-        standing["forward and logits"] = forward_bytes(self.shape, self.flow, rollout, self.sizes)
+        standing = self.rollout_bytes(rollout, training)
         available = self.total - RESERVE - sum(standing.values())
-        pages = self._num_pages(rollout, training, longest, available)
-        standing[CACHE] = pages * self.sizes.page_bytes(self.shape, self.flow)
-        both = needed | other | {CACHE: standing[CACHE]}
+        wanted, page = self.wanted_cache(rollout, longest), self._page_bytes
+        if wanted > available:
+            raise ConfigError(refusal.of_the_cache(wanted, available, page))
+        pages = self._num_pages(rollout, wanted, available)
+        standing[CACHE] = pages * page
+        both = needed | self._copy | {CACHE: standing[CACHE]}
         # several processes capture the same steps at the same time, or wait for each other
         if self.processes == 1 and sum(both.values()) + RESERVE <= self.total:
             needed = both
@@ -163,15 +165,60 @@ class DevicePlanner:
             standing, needed, self.total, pages, page_tokens, tokens, host, self.processes
         )
 
+    def unfitting(
+        self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
+    ) -> DevicePlan:
+        """The plan of what does not fit, with a cache of the least size, to be shown."""
+        tokens, phase, pages = microbatch_tokens(training, longest), dict[str, int](), 0
+        if rollout is not None:
+            wanted = self.wanted_cache(rollout, longest)
+            phase, pages = self.rollout_bytes(rollout, training) | {CACHE: wanted}, 1
+        needed = self.training_bytes(training, tokens, longest)
+        sizes = (self.total, pages, self.sizes.page_tokens, tokens)
+        return DevicePlan(phase, needed, *sizes, {}, self.processes)
+
+    def whole(
+        self, training: TrainingConfig, tokens: int, longest: int, with_sums: bool = False
+    ) -> dict[str, int]:
+        """The part of ``training_bytes`` that each of any number of processes has, without that of
+        which it has its rows; ``with_sums`` also what several take to add up their gradients.
+        """
+        needed = self.training_bytes(training, tokens, longest)
+        rows = {MASTERS, MOMENTS, GRADIENTS, OF_A_SLOT}
+        left_out = rows if with_sums else rows | {MADE, ARRIVING}
+        return {name: size for name, size in needed.items() if name not in left_out}
+
+    def rollout_bytes(self, rollout: RolloutConfig, training: TrainingConfig) -> dict[str, int]:
+        """The rollout phase without its cache."""
+        standing = self.standing_bytes(training)
+        if training.offload_moments:
+            standing.pop(MOMENTS, None)
+        forward = forward_bytes(self.shape, self.flow, rollout, self.sizes)
+        return standing | self._copy | {"forward and logits": forward}
+
+    def wanted_cache(self, rollout: RolloutConfig, longest: int) -> int:
+        """Bytes of the cache that is set, or else of the least that the longest sequence needs."""
+        if rollout.kv_pages is None and rollout.kv_memory_gib is not None:
+            return int(rollout.kv_memory_gib * (1 << 30))
+        return self._page_bytes * (rollout.kv_pages or pages_for(longest, self.sizes.page_tokens))
+
+    @property
+    def _page_bytes(self) -> int:
+        return self.sizes.page_bytes(self.shape, self.flow)
+
+    @property
+    def _copy(self) -> dict[str, int]:
+        return {COPY: self.copied} if self.copied else {}
+
     def weight_bytes(self, training: TrainingConfig) -> dict[str, int]:
         if not self.learns:
             return {"published weights": published_bytes(self.shape, self.flow, self.sizes)}
         share = self._share(training)
         return {
-            "masters": 4 * share.numbers,
+            MASTERS: 4 * share.numbers,
             "published weights": published_bytes(self.shape, self.flow, self.sizes),
             MOMENTS: moment_bytes(share.masters, training.moments),
-            **({"arriving gradients": share.arriving} if share.arriving else {}),
+            **({ARRIVING: share.arriving} if share.arriving else {}),
         }
 
     def standing_bytes(self, training: TrainingConfig) -> dict[str, int]:
@@ -205,9 +252,9 @@ class DevicePlanner:
         compared = sum(one.comparing_bytes(self.sizes, tokens) for one in self.frozen)
         return {
             **weights,
-            "gradients": weights["masters"],
-            **({"sums of a slot": share.of_a_slot} if share.of_a_slot else {}),
-            **({"gradients as they are made": share.made} if share.made else {}),
+            GRADIENTS: weights[MASTERS],
+            **({OF_A_SLOT: share.of_a_slot} if share.of_a_slot else {}),
+            **({MADE: share.made} if share.made else {}),
             "saved activations": saved_bytes(*model, training.recompute, tokens),
             largest: passing[largest],
             **({"beside the teacher": compared} if compared else {}),
@@ -224,145 +271,12 @@ class DevicePlanner:
 
         return bisect_right(range(1, _MOST_TOKENS), self.total, key=needed)
 
-    def _num_pages(
-        self, rollout: RolloutConfig, training: TrainingConfig, longest: int, available: int
-    ) -> int:
-        size, page_tokens = self.sizes.page_bytes(self.shape, self.flow), self.sizes.page_tokens
-        wanted = size * (rollout.kv_pages or pages_for(longest, page_tokens))
-        if rollout.kv_pages is None and rollout.kv_memory_gib is not None:
-            wanted = int(rollout.kv_memory_gib * (1 << 30))
-        if wanted > available:
-            advice = _cache_advice(training, self.frozen)
-            raise ConfigError(
-                _too_large_a_cache(rollout, longest, wanted, available, size) + advice
-            )
+    def _num_pages(self, rollout: RolloutConfig, wanted: int, available: int) -> int:
         if rollout.kv_pages is not None:
             return rollout.kv_pages
         memory = wanted if rollout.kv_memory_gib is not None else available
-        return num_pages_within(self.shape, rollout, page_tokens, size, memory)
-
-    def _too_much_training(self, training: TrainingConfig, longest: int, needed: int) -> str:
-        tokens = microbatch_tokens(training, longest)
-        most = self.largest_microbatch(training, longest)
-        settings = (
-            f"training.recompute = {training.recompute!r} and "
-            f"training.moments = {training.moments!r}"
-        )
-        if most >= longest:
-            largest = (
-                f"the largest training.tokens_per_microbatch that fits with {settings} is "
-                f"{max(most // _ROUND * _ROUND, longest):,}"
-            )
-        elif most > 0:
-            largest = (
-                f"with {settings} at most {most:,} fit, and a sequence, here of up to {longest:,} "
-                "tokens, is never cut"
-            )
-        else:
-            largest = f"with {settings} not one token fits beside weights and gradients"
-        return (
-            f"training a micro-batch of {tokens:,} tokens would take {gib(needed)} of the device's "
-            f"memory, and {gib(max(self.total - RESERVE, 0))} can be planned with; {largest}; "
-            f"{self._alternative(training, tokens, longest)}"
-            f"{self._more_gpus(training, tokens, longest)}"
-        )
-
-    def _more_gpus(self, training: TrainingConfig, tokens: int, longest: int) -> str:
-        """The least number of GPUs, doubled, that holds so many tokens with the settings as they
-        are, or else with the least change of them; empty if no number does.
-        """
-        counts = [self.processes << n for n in range(1, _DOUBLINGS + 1)]
-        changes = _smaller_settings(training)
-        for change, count in [
-            *((changes[0], count) for count in counts),
-            *((change, count) for count in counts for change in changes[1:]),
-        ]:
-            changed = training.model_copy(update=change)
-            most = replace(self, processes=count).largest_microbatch(changed, longest)
-            if most >= tokens:
-                also = _settings(change, training)
-                return (
-                    f"; or set cluster.processes = {count}{f' and {also}' if also else ''}: on so "
-                    f"many GPUs micro-batches of up to {max(most // _ROUND * _ROUND, tokens):,} fit"
-                )
-        return ""
-
-    def _alternative(self, training: TrainingConfig, tokens: int, longest: int) -> str:
-        """The least change of recompute, moments or offload that makes so many tokens fit, or how
-        many fit with the greatest.
-        """
-        away = replace(self, frozen=tuple(model.with_offload() for model in self.frozen))
-        offload = _offload_keys(self.frozen)
-        if offload and away.largest_microbatch(training, longest) >= tokens:
-            return f"{tokens:,} fit with {offload}"
-        changes, most = _smaller_settings(training), 0
-        for change in changes[1:]:
-            most = self.largest_microbatch(training.model_copy(update=change), longest)
-            if most >= tokens:
-                return f"{tokens:,} fit with {_settings(change, training)}"
-        if offload:
-            return f"with {offload}, {away._alternative(training, tokens, longest)}"
-        if most > 0:
-            return (
-                f"the most that any setting holds are {most:,}, with "
-                f"{_settings(changes[-1], training)}; or take shorter sequences"
-            )
-        beside = "this GPU" if self.processes == 1 else f"{self.processes} GPUs"
-        return (
-            f"no setting makes this model's training fit on {beside}: take a smaller model or a "
-            "larger device"
-        )
-
-
-def _too_large_a_cache(
-    rollout: RolloutConfig, longest: int, wanted: int, available: int, page: int
-) -> str:
-    left = max(available, 0)
-    if rollout.kv_pages is None:
-        key, most = "rollout.kv_memory_gib", f"{left / (1 << 30):.3g} GiB"
-    else:
-        key, most = "rollout.kv_pages", f"{left // page:,} pages"
-    return (
-        f"the KV cache would take {gib(wanted)} of the device's memory, and beside the weights, a "
-        f"forward and {gib(RESERVE)} of reserve there is room for {gib(left)} (of sequences of up "
-        f"to {longest:,} tokens): the largest {key} that fits is {most}"
-    )
-
-
-def _cache_advice(training: TrainingConfig, frozen: Sequence[FrozenModel]) -> str:
-    advice = ""
-    if not training.offload_moments:
-        advice += "; training.offload_moments = true leaves the moments' part to it as well"
-    if offload := _offload_keys(frozen):
-        advice += f"; {offload} leaves it that of the frozen weights"
-    return f"{advice}; or lower rollout.max_batched_tokens"
-
-
-def _offload_keys(frozen: Sequence[FrozenModel]) -> str:
-    """The settings that offload the frozen models on the device; empty if there are none."""
-    away = (model for model in frozen if model.stays and model.with_offload().offload)
-    tables = dict.fromkeys(model.table for model in away)
-    return " and ".join(f"{table}.offload = true" for table in tables)
-
-
-def _smaller_settings(training: TrainingConfig) -> list[dict[str, str]]:
-    """The settings of recompute and moments that take no more memory: first those that are set."""
-    levels: Sequence[Recompute] = get_args(Recompute)
-    return [
-        {"recompute": level, "moments": moments}
-        for moments, level in product(
-            (training.moments, *smaller_moments(training.moments)),
-            levels[levels.index(training.recompute) :],
-        )
-    ]
-
-
-def _settings(change: Mapping[str, str], training: TrainingConfig) -> str:
-    return " and ".join(
-        f"training.{key} = {value!r}"
-        for key, value in change.items()
-        if value != getattr(training, key)
-    )
+        page_tokens = self.sizes.page_tokens
+        return num_pages_within(self.shape, rollout, page_tokens, self._page_bytes, memory)
 
 
 _GIB = 1 << 30

@@ -221,7 +221,7 @@ def _memory(found: Inspection, gpu: GpuFigures) -> list[str]:
     else:
         lines.append("  to generate: its weights and a forward do not fit")
     lines.append(f"  to train, sequences of up to {gpu.longest:,} tokens:")
-    plan = [gpu.problem] if gpu.training is None else gpu.training.describe()
+    plan = gpu.problem.splitlines() if gpu.training is None else gpu.training.describe()
     if gpu.time is not None:
         plan = [*plan, *describe_step(gpu.time, None, gpu.gpu, gpu.gpus)]
     return [*lines, *(part for line in plan for part in _wrapped(line))]

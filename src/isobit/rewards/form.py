@@ -21,7 +21,9 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobit.records.text import Completion, Prompt, without_beginning
+from isobit.rewards.graders import SANDBOXED
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
+from isobit.rewards.sandbox import launcher
 from isobit.util.errors import RewardError
 from isobit.util.user_code import hidden, is_secret
 
@@ -73,12 +75,21 @@ class Reward:
             )
 
     def describe(self) -> str:
-        """The function, its form and its arguments, in a line."""
+        """The function, its form, its arguments and its sandbox, if it has one, in a line."""
         names = [name for name in self._named if name in self.given or self.takes_columns]
         names += ["**columns"] if self.takes_columns and self._any_name else []
         options = [f"{name}={_shown(name, value)}" for name, value in self._options.items()]
         kind = "async, " if self._is_async else ""
-        return f"{self.name} ({kind}{self.form} form: {', '.join([*names, *options])})"
+        confined = f"; {self._sandbox()}" if self.name in SANDBOXED else ""
+        return f"{self.name} ({kind}{self.form} form: {', '.join([*names, *options])}){confined}"
+
+    def _sandbox(self) -> str:
+        try:
+            return launcher(bool(self._options.get("unsandboxed"))).describe()
+        except (
+            RewardError
+        ):  # grading says why; a run that is only planned may be of another machine
+            return "sandbox: none works on this machine"
 
     def grade(
         self, prompt: Prompt, completions: Sequence[Completion]

@@ -38,6 +38,7 @@ from numbers import Real
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
+from isobit.util.errors import escaped, shown
 from isobit.util.user_code import hidden
 
 LARGEST = 1e18
@@ -46,6 +47,10 @@ LARGEST = 1e18
 
 @dataclass(frozen=True, slots=True)
 class Failure:
+    """Why there is no number. Both texts may come from untrusted processes and are printed, so
+    that unprintable characters are escaped.
+    """
+
     kind: str
     """The exception's name, ``not finite``, ``too large``, ``not a number``, ``no reward``,
     ``deadline`` or ``crash``.
@@ -53,7 +58,8 @@ class Failure:
     message: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "message", hidden(self.message))
+        object.__setattr__(self, "kind", shown(self.kind))
+        object.__setattr__(self, "message", escaped(hidden(self.message)))
 
 
 Outcome: TypeAlias = float | Failure

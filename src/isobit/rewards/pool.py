@@ -28,12 +28,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, get_args
 
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.form import Mode
 from isobit.rewards.given import PREFIX, packed_reward
-from isobit.rewards.outcome import LINE_LIMIT, Failure, Outcome, bounded, frame, read_line
+from isobit.rewards.outcome import (
+    LARGEST,
+    LINE_LIMIT,
+    Failure,
+    Outcome,
+    bounded,
+    frame,
+    read_line,
+)
 from isobit.rewards.worker import Start
 from isobit.util.errors import RewardError
 
@@ -132,8 +140,8 @@ class GraderProcess:
             content = read_line(line)
             if content is None:
                 self._keep_noise(line)
-            elif "ended" in content:
-                self._exit = _exit_text(content["ended"], content.get("output"))
+            elif type(code := content.get("ended")) is int:
+                self._exit = _exit_text(code, content.get("output"))
             else:
                 yield content
 
@@ -141,9 +149,9 @@ class GraderProcess:
         self._noise = (self._noise + printed.decode("utf-8", "replace") + "\n")[-_NOISE:]
 
 
-def _exit_text(code: Any, output: Any) -> str:
+def _exit_text(code: int, output: Any) -> str:
     """``its process was killed by SIGSEGV; the last it printed was ..``"""
-    if isinstance(code, int) and code < 0:
+    if code < 0:
         try:
             text = f"its process was killed by {signal.Signals(-code).name}"
         except ValueError:
@@ -168,6 +176,7 @@ START_DEADLINE_S = 300.0
 """For starting an interpreter and importing the modules of the rewards."""
 FAILED_STARTS = 3
 """Failed starts in a row that end the run."""
+_MODES = frozenset(get_args(Mode))
 BARREN_ENDS = 32
 """Processes in a row that ended without a single reward, after which the run ends."""
 
@@ -326,26 +335,31 @@ class Pool:
         self._workers.append(Worker(process, monotonic()))
 
     def _hear(self, worker: Worker, message: Mapping[str, Any]) -> None:
+        """What a grader says, all of which is checked, since it has run text of a model."""
         match message:
-            case {"ready": dict(parts)} if not worker.is_ready:
+            case {"ready": dict(parts)} if not worker.is_ready and self._are_parts(parts):
                 worker.is_ready, self._failed_starts = True, 0
                 self._modes = {part: mode for part, (mode, _) in parts.items()}
                 self._descriptions = {part: text for part, (_, text) in parts.items()}
-            case {"refused": str(text)} | {"fatal": str(text)}:
+            case {"refused": str(text)} if not worker.is_ready:
                 raise RewardError(text)
-            case {"item": int(place), **rest} if place < len(worker.indices) and place >= 0:
-                self._answered(worker, place, rest)
+            case {"fatal": str(text)} if worker.is_ready:
+                raise RewardError(text)
+            case {"item": place, **rest} if type(place) is int:
+                if 0 <= place < len(worker.indices):
+                    self._answered(worker, place, rest)
+
+    def _are_parts(self, parts: Mapping[str, Any]) -> bool:
+        return parts.keys() == self._start.rewards.keys() and all(
+            isinstance(one, list) and len(one) == 2 and one[0] in _MODES and isinstance(one[1], str)
+            for one in parts.values()
+        )
 
     def _answered(self, worker: Worker, place: int, answer: Mapping[str, Any]) -> None:
         task = worker.task
         if task is None or task.outcomes[worker.indices[place]] is not None:
             return
-        value = answer.get("value")
-        if isinstance(value, float) and math.isfinite(value):
-            outcome: Outcome = value
-        else:
-            outcome = Failure(str(answer.get("kind")), str(answer.get("message")))
-        task.outcomes[worker.indices[place]] = outcome
+        task.outcomes[worker.indices[place]] = _outcome_of(answer)
         if isinstance(counts := answer.get("counts"), dict):
             task.counts.update(bounded(counts))
         worker.since, worker.is_last = monotonic(), bool(answer.get("last"))
@@ -404,3 +418,13 @@ class Pool:
                 f"{BARREN_ENDS} grading processes in a row ended without a single reward; of the "
                 f"last: {failure.message}"
             )
+
+
+def _outcome_of(answer: Mapping[str, Any]) -> Outcome:
+    """The outcome in a line of a grader."""
+    match answer:
+        case {"value": float(value)} if abs(value) <= LARGEST:
+            return value
+        case {"kind": str(kind), "message": str(message)}:
+            return Failure(kind, message)
+    return Failure("no reward", "its process sent a line that is no answer")

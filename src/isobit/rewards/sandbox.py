@@ -1,18 +1,21 @@
 """A sandbox for code that a model wrote: processes in a bare, read-only system.
 
-It is made by the first of two tools that works: bubblewrap (``bwrap``), or util-linux's ``unshare``
-with our own root (`confined.kernel.build_root`). Both give namespaces for users, mounts, processes,
-network, IPC and host name; inside, `confined.kernel` adds limits and a filter of system calls.
+It is made by bubblewrap (``bwrap``) or by our own code (`confined.namespaces`,
+`confined.kernel.build_root`). Both give namespaces for users, mounts, processes, network, IPC and
+host name; inside, `confined.kernel` adds limits and a filter of system calls.
 
     visible    Python and its library, the system's libraries, all read-only
     writable   /tmp of 16 MiB, which is lost with the process
     absent     the network, other processes, /proc, the host's files and environment, new processes
-    limited    wall-clock time, CPU time, memory, size of files, descriptors, output
+    limited    wall-clock time, CPU time, memory, threads, size of files, descriptors, output
     ended      all processes together, also when their starter ends
 
-If neither tool works, `launcher` raises ``RewardError`` and says why. The sandbox does not protect
-against faults of the kernel or timing, and up to 64 MiB of kernel buffers and the 16 MiB of /tmp
-come on top of the memory limit.
+The kernel limits the threads of every user but the host's root. So root's programs run as a user of
+their own where that is possible, and where it is not, threads are refused altogether; each program
+decides that for itself, and ``Launcher.describe`` says what a run can expect.
+
+If neither way works, `launcher` raises ``RewardError`` and says why. The sandbox does not protect
+against faults of the kernel or timing. SECURITY.md says what comes on top of the memory limit.
 
 The job and the input of a process are files in memory; its output is a pipe, read up to a size and
 a deadline.
@@ -40,6 +43,12 @@ CONFINED = Path(__file__).parent / "confined"
 INSIDE = "/isobit/confined"
 """Where the sandbox sees `isobit.rewards.confined`."""
 TIDY_SECONDS = 5.0
+ENVIRONMENT = {
+    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+    # libraries would start a thread for each core, and the C library reserve 64 MiB for each thread
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 class TimeLimitError(Exception):
@@ -64,8 +73,12 @@ class Launcher(ABC):
     name: str
     needs: tuple[str, ...] = ()
     """Programs that must be installed."""
-    privileged: bool = False
-    """Whether `confined.main` has privileges to drop."""
+    as_nobody: bool = False
+    """Whether programs run as a user of their own, for which one must be root."""
+    dies_by_itself: bool = False
+    """Whether ``command`` ends its process with the starter; otherwise `confined.main` does."""
+    threads: int | None = None
+    """How many a program may have, the first included; known after a ``trial``."""
 
     @abstractmethod
     def command(self, python: Sequence[str]) -> list[str]:
@@ -74,6 +87,15 @@ class Launcher(ABC):
     def root(self) -> dict[str, Any] | None:
         """The arguments of `confined.kernel.build_root`; None if ``command`` makes the root."""
         return None
+
+    def describe(self) -> str:
+        """What confines a program, for the start of a run."""
+        threads = self.threads or 1
+        return f"sandbox: {self.name}, " + (
+            f"at most {threads} threads each"
+            if threads > 1
+            else "no threads, as nothing here limits how many root may have"
+        )
 
 
 def interpreter() -> str:
@@ -110,8 +132,9 @@ class Process:
             **job,
             "role": role,
             "limits": bounds,
+            "parent": None if launched_by.dies_by_itself else os.getpid(),
             "root": launched_by.root(),
-            "privileged": launched_by.privileged,
+            "as_nobody": launched_by.as_nobody,
         }
         self._job = _file(json.dumps(described).encode("ascii"))
         self._errors = _file(b"")
@@ -125,7 +148,7 @@ class Process:
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+                env=ENVIRONMENT,
                 cwd="/",
                 pass_fds=(self._job, *pass_fds),
                 start_new_session=True,
@@ -205,7 +228,6 @@ def _file(content: bytes) -> int:
 TMP_BYTES = 16 << 20
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 DEVICES = ("/dev/null", "/dev/urandom")
-KILLER = "setpriv --pdeathsig KILL --"
 
 
 def shown() -> dict[str, str]:
@@ -236,6 +258,7 @@ class Bubblewrap(Launcher):
 
     name = "bubblewrap"
     needs = ("bwrap",)
+    dies_by_itself = True
 
     def command(self, python: Sequence[str]) -> list[str]:
         words = ["bwrap", "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc"]
@@ -250,17 +273,16 @@ class Bubblewrap(Launcher):
         return [*words, "--chdir", "/tmp", "--cap-drop", "ALL", "--", *python]  # noqa: S108
 
 
-class Unshare(Launcher):
-    """``unshare`` makes the namespaces, `confined.kernel.build_root` the root."""
+class Namespaces(Launcher):
+    """`confined.namespaces` makes the namespaces, `confined.kernel.build_root` the root."""
 
-    name = "unshare"
-    needs = ("unshare", "setpriv")
-    privileged = True
+    name = "namespaces"
+
+    def __init__(self, as_nobody: bool = False) -> None:
+        self.as_nobody = as_nobody
 
     def command(self, python: Sequence[str]) -> list[str]:
-        words = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork"]
-        words += ["--kill-child", "--net", "--ipc", "--uts", "--cgroup", "--"]
-        return [*KILLER.split(), *words, *python]
+        return list(python)
 
     def root(self) -> dict[str, Any]:
         return {"shown": shown(), "links": links(), "tmp_bytes": TMP_BYTES}
@@ -269,27 +291,40 @@ class Unshare(Launcher):
 class Unsandboxed(Launcher):
     """Limits and the filter of system calls only. The code can read the user's files."""
 
-    name = "no sandbox"
+    name = "none (unsandboxed = true)"
 
     def command(self, python: Sequence[str]) -> list[str]:
-        """``setpriv``, if there, ends the process with its parent."""
-        return [*(KILLER.split() if shutil.which("setpriv") else ()), *python]
+        return list(python)
+
+
+def launchers() -> Sequence[Launcher]:
+    """The ways to make a sandbox, in the order in which they are tried."""
+    if os.geteuid() == 0:
+        return (Namespaces(as_nobody=True), Bubblewrap(), Namespaces())
+    return (Bubblewrap(), Namespaces())
 
 
 @cache
 def launcher(unsandboxed: bool) -> Launcher:
-    """The first launcher that works here, tried once in each process.
+    """The first launcher that works here with threads, or else without, tried once in each process.
 
-    Raises ``RewardError`` with the reasons if none does, unless ``unsandboxed``.
+    Raises ``RewardError`` with the reasons if none works, unless ``unsandboxed``.
     """
-    reasons = []
-    for candidate in (Bubblewrap(), Unshare()):
+    reasons: list[str] = []
+    without_threads: Launcher | None = None
+    for candidate in launchers():
         reason = trial(candidate)
-        if reason is None:
+        if reason is not None:
+            reasons.append(f"{candidate.name}: {reason}")
+        elif candidate.threads != 1:
             return candidate
-        reasons.append(f"{candidate.name}: {reason}")
-    if unsandboxed:
-        return Unsandboxed()
+        else:
+            without_threads = without_threads or candidate
+    if without_threads is not None:
+        return without_threads
+    bare = Unsandboxed()
+    if unsandboxed and (reason := trial(bare)) is None:
+        return bare
     raise RewardError(
         "code that a model wrote is run in a sandbox only, and none works here ("
         + "; ".join(reasons)
@@ -300,12 +335,16 @@ def launcher(unsandboxed: bool) -> Launcher:
 
 
 def trial(candidate: Launcher) -> str | None:
-    """Why ``candidate`` does not work here; None if it does."""
+    """Why ``candidate`` does not work here; None if it does, and its ``threads`` are known then."""
     for program in candidate.needs:
         if shutil.which(program) is None:
             return f"there is no {program}"
     try:
-        Process("probe", {}, Limits(10.0, 256 << 20), candidate).finish(1000)
+        probe = Process("probe", {}, Limits(10.0, 256 << 20), candidate)
+        output, exit_code = probe.finish(1000)
     except (SandboxError, TimeLimitError, OutputLimitError, OSError) as error:
         return str(error)
+    if exit_code or not output.strip().isdigit():
+        return f"programs cannot read Python's library there (exit code {exit_code})"
+    candidate.threads = int(output)
     return None

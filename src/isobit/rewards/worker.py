@@ -283,7 +283,7 @@ class Grader:
             self._refuse(f"a reward cannot be loaded: {type(error).__name__}: {error}")
         take()  # counts made while loading belong to no answer
         self._reply(
-            {"ready": {part: [one.mode, one.describe()[:300]] for part, one in rewards.items()}}
+            {"ready": {part: [one.mode, one.describe()[:400]] for part, one in rewards.items()}}
         )
         return rewards
 

@@ -75,6 +75,7 @@ from isobit.rollout.engine import (
 )
 from isobit.rollout.sequence import cut, decode
 from isobit.rollout.shared import generate_shared
+from isobit.util.errors import shown
 
 _TICK_S = 0.1
 """Of a rollout that only waits for tools."""
@@ -88,11 +89,14 @@ class Tools:
     schemas: Sequence[Mapping[str, Any]]
     form: ToolFormat
     continuation: Continuation
+    note: str = ""
+    """What the environment says of itself."""
 
     def describe(self) -> str:
         """A line for the start of a run."""
-        names = ", ".join(schema["function"]["name"] for schema in self.schemas) or "none"
-        return f"tools: {names}; calls in the format {self.form} (environment.format)"
+        names = ", ".join(shown(schema["function"]["name"]) for schema in self.schemas) or "none"
+        note = f"; {self.note}" if self.note else ""
+        return f"tools: {names}; calls in the format {self.form} (environment.format){note}"
 
 
 @dataclass(slots=True, eq=False)

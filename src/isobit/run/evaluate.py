@@ -245,7 +245,7 @@ def read_tools(
     speakers: dict[Speaker, bool] = {"tool": bool(schemas) or not leads, "user": speaks}
     answered_by: list[Speaker] = [who for who, does in speakers.items() if does]
     made = Continuation(tokenizer, chat, known, schemas, stop_token_ids, answered_by)
-    return Tools(schemas, known, made)
+    return Tools(schemas, known, made, environments.note)
 
 
 @contextmanager

@@ -16,6 +16,13 @@ _LONGEST_NAME = 200
 """Characters of a name in a message."""
 
 
+def escaped(text: str) -> str:
+    """``text`` with unprintable characters, but tabs and line ends, as Python writes them."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in "\t\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class IsobitError(Exception):
     """Base of every error caused by input, configuration or data rather than by a fault in Isobit.
 
@@ -26,9 +33,7 @@ class IsobitError(Exception):
     exit_code = 2
 
     def __str__(self) -> str:
-        text = "".join(
-            c if c in "\t\n" or c.isprintable() else ascii(c)[1:-1] for c in super().__str__()
-        )
+        text = escaped(super().__str__())
         more = len(text) - _LONGEST
         if more <= 0:
             return text

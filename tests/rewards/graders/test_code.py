@@ -30,7 +30,7 @@ RIGHT = "def square(x):\n    return x * x\n"
 
 @pytest.fixture(autouse=True)
 def counted() -> Iterator[None]:
-    for kind in (sandbox.Bubblewrap(), sandbox.Unshare()):
+    for kind in (sandbox.Bubblewrap(), sandbox.Namespaces()):
         if sandbox.trial(kind) is None:
             break
     else:
@@ -325,7 +325,7 @@ def test_a_missing_column_ends_the_run() -> None:
 
 
 def test_a_sandbox_that_does_not_start_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Forbidden(sandbox.Unshare):
+    class Forbidden(sandbox.Namespaces):
         def root(self) -> dict[str, Any]:
             return {"shown": {"/x": "/no/such"}, "links": {}, "tmp_bytes": 1}
 
@@ -338,7 +338,7 @@ def test_a_sandbox_that_does_not_start_is_no_wrong_answer(monkeypatch: pytest.Mo
 def test_a_sandbox_that_does_not_start_for_the_code_alone_is_none_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class ForbiddenOnce(sandbox.Unshare):
+    class ForbiddenOnce(sandbox.Namespaces):
         times = 0
 
         def root(self) -> dict[str, Any]:
@@ -352,7 +352,7 @@ def test_a_sandbox_that_does_not_start_for_the_code_alone_is_none_either(
 
 
 def test_a_sandbox_is_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sandbox, "launchers", lambda: ())
     sandbox.launcher.cache_clear()
     with pytest.raises(RewardError, match="unsandboxed = true"):
         score(RIGHT, SQUARE)

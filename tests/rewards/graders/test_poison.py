@@ -71,7 +71,7 @@ def test_hostile_text_scores_zero_and_its_process_goes_on() -> None:
 
 
 def test_a_poisoned_sample_does_not_help_the_next() -> None:
-    if sandbox.trial(sandbox.Bubblewrap()) and sandbox.trial(sandbox.Unshare()):
+    if sandbox.trial(sandbox.Bubblewrap()) and sandbox.trial(sandbox.Namespaces()):
         pytest.skip("no sandbox works here")
     answers = [POISON, "def five(): return 4", "def five(): return 5"]
     texts = [f"```python\n{code}\n```" for code in answers]

@@ -1,7 +1,7 @@
 """Linux system calls that Python 3.11 does not offer, and what the sandbox makes of them.
 
-``build_root`` makes a new root for the calling process, which `unshare` gave its own namespaces.
-There is no /proc, and the host's root is unmounted.
+``build_root`` makes a new root for the calling process, which has its own namespaces
+(`namespaces`). There is no /proc, and the host's root is unmounted.
 
     /            tmpfs, read-only at the end
     shown        paths of the host, bound read-only at the same path or another
@@ -9,31 +9,37 @@ There is no /proc, and the host's root is unmounted.
     /dev         null and urandom
     /tmp         tmpfs of limited size, the only place to write
 
-``apply_limits`` sets the limits of the process itself.
+``apply_limits`` sets the limits of the process itself, and ``are_threads_bounded`` tries whether
+that of threads holds: the kernel exempts the host's root.
 
-``refuse_dangerous_calls`` sets the seccomp filter of system calls. It refuses new processes (also
-against fork bombs: the kernel's own limit does not hold for root), other programs, sockets, mounts,
-namespaces, access to other processes, memory that no limit counts, and rarely used interfaces of
-the kernel. Threads are allowed.
+``refuse_dangerous_calls`` sets the seccomp filter of system calls. It refuses new processes, other
+programs, sockets, mounts, namespaces, access to other processes, memory that no limit counts, and
+rarely used interfaces of the kernel. Threads are allowed where the limit holds, and refused where
+it does not.
 
     load the architecture    another one: kill
     load the number          of x32: refuse
-    clone                    refused unless it makes a thread
+    clone                    refused unless it makes a thread; refused without a limit of threads
     clone3                   "no such call": the C library then uses clone
+    mmap, mremap             refused at a place far from where the kernel puts memory: each page
+                             there takes two more for its page tables, which no limit counts
     each of REFUSED          refused, EPERM
     anything else            allowed
 """
 
 import ctypes
 import errno
+import mmap
 import os
 import platform
 import resource
+import signal
 import struct
 from collections.abc import Mapping
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
+PARENT_DEATH_SIGNAL = 1
 NO_NEW_PRIVILEGES = 38
 DROP_FROM_BOUNDING_SET = 24
 SET_FILTER = 22
@@ -42,7 +48,7 @@ CAPABILITIES_V3 = 0x20080522
 
 READ_ONLY, NO_SETUID, NO_DEVICES = 1, 2, 4
 """Flags of a mount; the first three are also MOUNT_ATTR_*'s."""
-BIND, RECURSIVE, DETACH = 4096, 16384, 2
+BIND, RECURSIVE, PRIVATE, DETACH = 4096, 16384, 1 << 18, 2
 MOUNT_SETATTR = 442  # the same number everywhere
 AT_RECURSIVE = 0x8000
 
@@ -104,10 +110,26 @@ def no_new_privileges() -> None:
     _checked(_LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
 
 
-def drop_capabilities() -> None:
-    """Give up all root privileges in this user namespace, permanently."""
+def unshare(flags: int) -> None:
+    """unshare(2). Raises OSError."""
+    _checked(_LIBC.unshare(ctypes.c_int(flags)), "unshare")
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent ends. Raises OSError."""
+    _checked(_LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "prctl")
+
+
+def drop_privileges(identity: int | None) -> None:
+    """Give up all root privileges in this user namespace, permanently, and become the user and
+    group ``identity``, if there is one. Raises OSError.
+    """
     for capability in range(64):
         _LIBC.prctl(DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)  # EINVAL beyond the kernel's last
+    if identity is not None:
+        os.setgroups([])
+        os.setresgid(identity, identity, identity)
+        os.setresuid(identity, identity, identity)
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
     _checked(_LIBC.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
 
@@ -128,11 +150,14 @@ OLD = "/old-root"
 FILES_IN_TMP = 1024
 
 
-def build_root(shown: Mapping[str, str], links: Mapping[str, str], tmp_bytes: int) -> None:
+def build_root(
+    shown: Mapping[str, str], links: Mapping[str, str], tmp_bytes: int, owner: int = 0
+) -> None:
     """Enter the new root: ``shown`` maps a path inside to the host's, ``links`` a path inside to
-    its target. Raises OSError naming what could not be mounted.
+    its target; ``owner`` may write to /tmp. Raises OSError naming what could not be mounted.
     """
     plain = NO_SETUID | NO_DEVICES
+    mount("", "/", "", RECURSIVE | PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", plain, "size=1m,mode=755")  # noqa: S108  (a place that every host has)
     os.mkdir("/tmp" + OLD)  # noqa: S108
     pivot("/tmp", "/tmp" + OLD)  # noqa: S108
@@ -149,7 +174,7 @@ def build_root(shown: Mapping[str, str], links: Mapping[str, str], tmp_bytes: in
     os.rmdir(OLD)
     remount = 32
     mount("", "/", "", remount | BIND | READ_ONLY | plain)
-    bounds = f"size={tmp_bytes},nr_inodes={FILES_IN_TMP},mode=700"
+    bounds = f"size={tmp_bytes},nr_inodes={FILES_IN_TMP},mode=700,uid={owner},gid={owner}"
     mount("tmpfs", "/tmp", "tmpfs", plain, bounds)  # noqa: S108
     os.chdir("/tmp")  # noqa: S108
 
@@ -164,14 +189,20 @@ def _bind(source: str, target: str) -> None:
     mount(source, target, "", BIND | RECURSIVE)
 
 
+THREADS = 64
+
+
 def apply_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """Lower the limits of address space, CPU time, file size, descriptors and threads."""
+    """Lower the limits of address space, CPU time, file size, descriptors and threads, of which
+    there are at most ``THREADS``, the first included.
+    """
     bounds = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CPU: cpu_seconds,
         resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_NPROC: 64,
+        resource.RLIMIT_NPROC: THREADS,
+        resource.RLIMIT_SIGPENDING: 64,  # also timers
         resource.RLIMIT_CORE: 0,
     }
     for kind, bound in bounds.items():
@@ -181,9 +212,27 @@ def apply_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
         resource.setrlimit(kind, (bound, bound))
 
 
-LOAD, EQUAL, GREATER_EQUAL, BITS_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in struct seccomp_data; the low half of the first argument."""
+def are_threads_bounded() -> bool:
+    """Whether the kernel holds this process to its limit of processes and threads, by trying to
+    fork beyond it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
+    try:
+        child = os.fork()
+    except BlockingIOError:
+        return True
+    finally:
+        resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return False
+
+
+LOAD, EQUAL, GREATER, GREATER_EQUAL, BITS_SET, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 40
+"""Offsets in struct seccomp_data; the low half of an argument, 4 bytes before the high one."""
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 CLONE_THREAD = 0x10000
 X32 = 0x40000000
@@ -191,6 +240,10 @@ X32 = 0x40000000
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3 = 435
+MMAP = {"x86_64": 9, "aarch64": 222}
+MREMAP = {"x86_64": 25, "aarch64": 216}
+TO_A_PLACE = 2 | 4
+"""MREMAP_FIXED, MREMAP_DONTUNMAP."""
 
 REFUSED: dict[str, tuple[int, int]] = {
     # name: number on x86_64, on aarch64 (-1: not there)
@@ -226,6 +279,9 @@ REFUSED: dict[str, tuple[int, int]] = {
     "semget": (64, 190),
     "msgget": (68, 186),
     "mq_open": (240, 180),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
     "keyctl": (250, 219),
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -245,8 +301,10 @@ REFUSED: dict[str, tuple[int, int]] = {
 }
 
 
-def program(machine: str) -> bytes:
-    """The filter for ``machine``. Raises OSError if its call numbers are not known here."""
+def program(machine: str, threads: bool, places: tuple[int, int]) -> bytes:
+    """The filter for ``machine``, which allows ``threads`` or not, and memory at ``places``, the
+    first and the last 4 GiB. Raises OSError if its call numbers are not known here.
+    """
     if machine not in ARCHITECTURES:
         raise OSError(
             errno.ENOSYS, f"no filter of system calls for {machine}; there is one for x86_64, arm64"
@@ -254,6 +312,7 @@ def program(machine: str) -> bytes:
     column = list(ARCHITECTURES).index(machine)
     numbers = sorted(pair[column] for pair in REFUSED.values() if pair[column] >= 0)
     refuse, no_such_call = ERROR | errno.EPERM, ERROR | errno.ENOSYS
+    no_memory, no_thread = ERROR | errno.ENOMEM, ERROR | errno.EAGAIN
     lines = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, ARCHITECTURES[machine]),
@@ -266,8 +325,20 @@ def program(machine: str) -> bytes:
         (EQUAL, 0, 4, CLONE[machine]),
         (LOAD, 0, 0, FIRST_ARGUMENT),
         (BITS_SET, 0, 1, CLONE_THREAD),
-        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, ALLOW if threads else no_thread),
         (RETURN, 0, 0, refuse),
+        (EQUAL, 0, 6, MMAP[machine]),
+        (LOAD, 0, 0, FIRST_ARGUMENT + 4),
+        (EQUAL, 2, 0, 0),  # anywhere
+        (GREATER_EQUAL, 0, 2, places[0]),
+        (GREATER, 1, 0, places[1]),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, no_memory),
+        (EQUAL, 0, 4, MREMAP[machine]),
+        (LOAD, 0, 0, FOURTH_ARGUMENT),
+        (BITS_SET, 0, 1, TO_A_PLACE),
+        (RETURN, 0, 0, no_memory),
+        (RETURN, 0, 0, ALLOW),
     ]
     for number in numbers:
         lines += [(EQUAL, 0, 1, number), (RETURN, 0, 0, refuse)]
@@ -275,7 +346,14 @@ def program(machine: str) -> bytes:
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
-def refuse_dangerous_calls() -> None:
+def refuse_dangerous_calls(threads: bool, memory_bytes: int) -> None:
     """Set the filter permanently. Raises OSError if the kernel has no filters."""
     no_new_privileges()
-    set_filter(program(platform.machine()))
+    set_filter(program(platform.machine(), threads, _places(memory_bytes)))
+
+
+def _places(memory_bytes: int) -> tuple[int, int]:
+    """Where the kernel puts ``memory_bytes`` of memory: from the present end downwards."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        end = ctypes.addressof(ctypes.c_char.from_buffer(page)) >> 32
+    return max(0, end - (memory_bytes >> 32) - 1), end + 1

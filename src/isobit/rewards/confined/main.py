@@ -3,8 +3,9 @@
     argv[1]   descriptor of the job, JSON:
       role       "candidate", "tests", "script" or "probe"
       limits     memory_bytes, cpu_seconds, file_bytes
-      root       null if the root is already made, else shown, links, tmp_bytes
-      privileged whether there are privileges to drop
+      parent     the process that started this one and takes it with it; null if another does so
+      root       null if namespaces and root are already made, else shown, links, tmp_bytes
+      as_nobody  whether the code runs as a user of its own in these namespaces (`namespaces`)
       code, tests, entry_point   as the role needs
       incoming, outgoing         descriptors of the channel between candidate and tests
 
@@ -29,7 +30,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from . import judge, kernel
+from . import judge, kernel, namespaces
 from .wire import Channel, WireError, decode, encode
 
 Job = dict[str, Any]
@@ -43,21 +44,40 @@ def main() -> None:
     descriptor = int(sys.argv[1])
     with open(descriptor, "rb", closefd=False) as file:
         job: Job = json.load(file)
+    if job["parent"] is not None:
+        kernel.die_with_parent()
+        if os.getppid() != job["parent"]:
+            os._exit(1)
     if job["root"] is not None:
-        kernel.build_root(**job["root"])
-    if job["privileged"]:
-        kernel.drop_capabilities()
+        _enter_the_sandbox(job["root"], job["as_nobody"])
     kernel.apply_limits(**job["limits"])
-    kernel.refuse_dangerous_calls()
+    job["threads"] = kernel.are_threads_bounded()
+    kernel.refuse_dangerous_calls(job["threads"], job["limits"]["memory_bytes"])
     os.ftruncate(descriptor, 0)
     os.close(descriptor)
     roles: dict[str, Callable[[Job], None]] = {
         "candidate": _candidate,
         "tests": _tests,
         "script": _script,
-        "probe": lambda _: None,
+        "probe": _probe,
     }
     roles[job["role"]](job)
+
+
+def _enter_the_sandbox(root: dict[str, Any], as_nobody: bool) -> None:
+    """Continue in namespaces and a root of its own, without privileges."""
+    ended = namespaces.enter(as_nobody)
+    identity = namespaces.INSIDE if as_nobody else None
+    kernel.build_root(**root, owner=identity or 0)
+    kernel.drop_privileges(identity)
+    namespaces.stay_bound(ended)
+
+
+def _probe(job: Job) -> None:
+    """Say how many threads a program may have. Raises OSError if the library cannot be read."""
+    with open(os.__file__, "rb") as file:
+        file.read(1)
+    print(kernel.THREADS if job["threads"] else 1)
 
 
 def _silence() -> int:

@@ -19,3 +19,6 @@ REFERENCES: dict[str, bool] = {"exact_match": False, "math_verify": True}
 """The graders that compare with a reference, and whether that is mathematics
 (``isobit.rewards.graders.text.references``).
 """
+
+SANDBOXED = frozenset({"code"})
+"""The graders that run what a model wrote (``isobit.rewards.sandbox``)."""

@@ -28,7 +28,7 @@ from typing import Any
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.confined.main import MEMORY
 from isobit.rewards.graders.text import cell, last_code, visible
-from isobit.rewards.outcome import count
+from isobit.rewards.outcome import count, read_line
 from isobit.rewards.sandbox import (
     Launcher,
     Limits,
@@ -178,12 +178,17 @@ def _passed(output: bytes) -> bool:
     if not output:  # the tests' process reached a limit because of the answer, and was killed
         count("code: tests died")
         return False
-    verdict = json.loads(output)
-    match verdict["verdict"]:
-        case "unusable":
-            raise UnusableTestsError(verdict["message"])
-        case "died":
+    match read_line(output):
+        case {"verdict": "unusable", "message": str(message)}:
+            raise UnusableTestsError(message)
+        case {"verdict": "died"}:
             count("code: process ended")
-        case "memory":
+        case {"verdict": "memory"}:
             count("code: memory limit")
-    return verdict["verdict"] == "passed"
+        case {"verdict": "passed"}:
+            return True
+        case {"verdict": "failed"}:
+            pass
+        case _:
+            raise UnusableTestsError("the tests wrote into the pipe of their verdict")
+    return False
