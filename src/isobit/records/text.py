@@ -41,6 +41,17 @@ CUT: tuple[FinishReason, ...] = ("length", "turns", "time", "failed")
 """What ends a completion before its model has ended it."""
 
 
+THINK = re.compile(r"<think(?:ing)?>|\[THINK\]")
+THOUGHT = re.compile(r"</think(?:ing)?>|\[/THINK\]")
+"""Where a model's thinking begins and ends, which is neither graded nor searched for calls."""
+
+
+def ends_in_thinking(prompt: str) -> bool:
+    """Whether the chat template has begun the thinking at the end of the prompt."""
+    last = prompt[-20:].rstrip()
+    return any(one.end() == len(last) for one in THINK.finditer(last))
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem, rendered and tokenised.
