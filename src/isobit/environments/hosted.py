@@ -9,6 +9,7 @@ The second has a client for a model whose answers are the turns that the engine 
 all messages up to there; those that are new are what it says behind the last turn.
 """
 
+import ast
 import asyncio
 import importlib
 import inspect
@@ -16,6 +17,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from types import MethodType
@@ -271,17 +273,44 @@ def _text_of(value: Any) -> str:
     return str.encode(text, "utf-8", "replace").decode()
 
 
+CLASSIC, TASKSET = "load_environment", "__all__"
+"""What an environment of verifiers 0.2 and 0.3 defines, and a taskset of 0.4."""
+
+
+def defines(place: str, name: str) -> bool:
+    """Whether a file, or an installed package, defines or imports ``name``, without running it."""
+    try:
+        if not place.endswith(".py"):
+            found = find_spec(place.replace("-", "_"))
+            place = (found and found.origin) or ""
+        body = ast.parse(Path(place).read_bytes()).body
+    except (OSError, ValueError, SyntaxError, ImportError, RecursionError):
+        return False
+    named = set[str]()
+    for one in body:
+        match one:
+            case ast.FunctionDef(name=known) | ast.AsyncFunctionDef(name=known):
+                named.add(known)
+            case ast.ImportFrom(names=names):
+                named.update(alias.asname or alias.name for alias in names)
+            case ast.Assign(targets=targets):
+                named.update(target.id for target in targets if isinstance(target, ast.Name))
+    return name in named
+
+
 def load_verifiers(place: str, options: Mapping[str, Any]) -> Any:
     """The environment of an installed package, or of a file with ``load_environment``.  Raises
     ToolError.
     """
     if place.endswith(".py") and not Path(place).is_file():
         raise ToolError(f"there is no file {place} of an environment")
+    is_taskset = defines(place, TASKSET) and not defines(place, CLASSIC)
     try:
         load_environment = importlib.import_module("verifiers").load_environment
     except (ImportError, AttributeError) as error:
+        extra = "verifiers-classic" if defines(place, CLASSIC) else "verifiers"
         raise ToolError(
-            "an environment of verifiers needs the package: pip install 'isobit[verifiers]' "
+            f"an environment of verifiers needs the package: pip install 'isobit[{extra}]' "
             f"({error})"
         ) from error
     try:
@@ -291,6 +320,11 @@ def load_verifiers(place: str, options: Mapping[str, Any]) -> Any:
         return run_file(Path(place), name).load_environment(**options)
     except (Exception, SystemExit) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
+        if is_taskset:
+            what += (
+                "; it is a taskset of verifiers 0.4, and an older one is installed: pip install "
+                "'verifiers>=0.4,<0.5'"
+            )
         raise ToolError(f"the environment {place!r} cannot be loaded: {what}") from error
 
 
