@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
 
+from isobit.environments.given import EnvironmentReward, unpacked_environment
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 from isobit.util.errors import ToolError
 from isobit.util.user_code import describe_missing, run_file
@@ -65,6 +66,8 @@ class Start:
     memory_bytes: int
     most_characters: int
     """Of a result; the rest is cut off."""
+    packed: bytes = b""
+    """The class, where it was given from Python (``isobit.environments.given``)."""
 
 
 def load_class(place: str) -> type:
@@ -128,7 +131,11 @@ class HostedClass:
     """A class whose public methods are tools."""
 
     def __init__(self, start: Start) -> None:
-        self._class, self._start = load_class(start.place), start
+        self._start, self._rewards = start, ()
+        if start.packed:
+            self._class, self._rewards = unpacked_environment(start.packed)
+        else:
+            self._class = load_class(start.place)
         if hasattr(self._class, "_prepare"):
             self._class._prepare(**start.options)
 
@@ -137,21 +144,25 @@ class HostedClass:
         opens = reset is not None and _may_speak(reset)
         rewards = ("reward", "turn_reward")
         gives = {f"has_{name}": hasattr(self._class, f"get_{name}") for name in rewards}
+        gives["has_reward"] |= bool(self._rewards)
         return {"ready": schemas_of(self._class), **gives, "opens": opens}
 
     def open(self) -> "Instance":
-        return Instance(self._class, self._start)
+        return Instance(self._class, self._start, self._rewards)
 
 
 class Instance:
     """An instance of such a class."""
 
-    def __init__(self, cls: type, start: Start) -> None:
-        self._class, self._most = cls, start.most_characters
+    def __init__(self, cls: type, start: Start, rewards: Sequence[EnvironmentReward] = ()) -> None:
+        """``rewards`` are asked in place of ``get_reward``, and added up."""
+        self._class, self._most, self._rewards = cls, start.most_characters, rewards
+        self._columns: Mapping[str, Any] = {}
         self._instance: Any = cls(**start.options)
 
     def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What ``reset`` returns is text for the prompt."""
+        self._columns = columns
         reset = getattr(self._instance, "reset", None)
         said = None if reset is None else _awaited(reset(**_taken(reset, columns)))
         if reset is None or said is None or said == "":
@@ -170,7 +181,17 @@ class Instance:
             answer = {"results": self._results(turn.calls)}
             if hasattr(self._class, "get_turn_reward"):
                 answer |= self._reward("turn_reward", self._instance.get_turn_reward)
-        return answer | (self._reward("reward", self._instance.get_reward) if wants_reward else {})
+        get = self._total if self._rewards else getattr(self._instance, "get_reward", None)
+        return answer | (self._reward("reward", get) if wants_reward and get else {})
+
+    def _total(self) -> Any:
+        lists = {name: [value] for name, value in self._columns.items() if name != "environments"}
+        found = [
+            _awaited(one(environments=[self._instance], **_taken(one, lists)))
+            for one in self._rewards
+        ]
+        values = [value for (value,) in found]
+        return values[0] if len(values) == 1 else sum(values)
 
     def _results(self, calls: Sequence[Call]) -> list[list[str]]:
         """In the order of the calls; of tools that are coroutines, those in a row run at once."""
