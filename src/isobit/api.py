@@ -264,7 +264,7 @@ def _renamed(table: Mapping[str, Any], held: Held) -> Mapping[str, Any]:
         others = {name: one for name, one in table.items() if name != "tools"}
         table = {**others, "environment": {**table.get("environment", {}), "class": tools}}
     reward = table.get("reward")
-    rewards = list(reward) if isinstance(reward, list | tuple) else [reward]
+    rewards: list[Any] = [*reward] if isinstance(reward, list | tuple) else [reward]
     if not (of_objects := [one for one in rewards if takes_environments(one)]):
         return table
     environment = table.get("environment")

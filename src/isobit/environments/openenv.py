@@ -259,8 +259,8 @@ def _tool(listed: Any) -> dict[str, Any]:
             "letters, digits, and signs of '_-./'"
         )
     described = listed.get("description") or ""
-    if not isinstance(described, str) or (problem := _problem(schema)):
-        problem = problem if isinstance(described, str) else "its description is no text"
+    problem = _problem(schema) if isinstance(described, str) else "its description is no text"
+    if problem:
         raise ToolError(f"the tool {name!r} of the OpenEnv server cannot be used: {problem}")
     return {"name": name, "description": described, "parameters": schema}
 
