@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from isobit.config.data import ChatConfig, EnvironmentConfig
 from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
 from isobit.data.continuation import Continuation
-from isobit.data.tool_calls import MalformedCall, Parsed, ToolCall
+from isobit.data.tool_calls import MalformedCall, Parsed, Said, ToolCall
 from isobit.environments.pool import Answer, Environments, Result
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.policy import Policy, random_policy
@@ -435,6 +435,29 @@ def test_long_results_are_cut_to_their_limit() -> None:
         for _, text in behind
     }
     assert results == {"x" * 10 + " [cut]"}
+
+
+def test_each_turn_is_read_as_what_stands_ahead_of_it_has_begun_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prompt of the first turn, and the results of the others."""
+    ahead: list[str] = []
+    read: list[bool] = []
+
+    def begins(text: str) -> bool:
+        ahead.append(text)
+        return len(text) % 2 == 0
+
+    def reading(turn: str, form: str, tools: Sequence[str], is_thinking: bool) -> Said:
+        read.append(is_thinking)
+        return Said(turn, [] if len(turn) == 8 else [ToolCall("add", {})])
+
+    monkeypatch.setattr(episodes, "ends_in_thinking", begins)
+    monkeypatch.setattr(episodes, "read_turn", reading)
+    play(policy_of("fp8"), requests(samples=2)[:1])
+    assert ahead[0] == "<bos>3+8+2+9="
+    assert any("p/0 0 1" in text for text in ahead)
+    assert read == [len(text) % 2 == 0 for text in ahead][: len(read)] and len(set(read)) == 2
 
 
 def test_a_malformed_call_is_answered_without_the_environment(
