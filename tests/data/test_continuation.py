@@ -4,6 +4,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from isobit.config.data import ChatConfig, ToolFormat
 from isobit.data.continuation import Continuation
@@ -97,6 +98,17 @@ def test_a_turn_goes_on_with_what_the_user_says(family: str) -> None:
 def test_a_template_with_another_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="calls of tools in a format that Isobit does not read"):
         tool_format(tokenizer_of("gpt_oss"), ChatConfig())
+
+
+@pytest.mark.parametrize("begins", ["<function={{ c.function.name }}>", "<arg_key>"])
+def test_a_template_with_another_format_inside_of_hermes_tag_is_refused(begins: str) -> None:
+    """Qwen3-Coder's and GLM's."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("qwen3").backend_tokenizer)
+    tokenizer.chat_template = (
+        "{{ tools }}{% for c in messages %}<tool_call>" + begins + "{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match="calls of tools in a format that Isobit does not read"):
+        tool_format(tokenizer, ChatConfig())
 
 
 def test_a_template_that_counts_turns_is_refused() -> None:

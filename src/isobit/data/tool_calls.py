@@ -208,11 +208,17 @@ def _events(form: ToolFormat, tools: tuple[str, ...]) -> re.Pattern[str]:
     )
 
 
+_QUOTES = ("`", "'", '"')
+"""What closes behind a mark that is only named, as in "write `<tool_call>`"."""
+
+
 def _hermes(text: str, place: int) -> tuple[list[Parsed], int]:
     """The call behind a mark, and where it ends; a mark that only is a word of a sentence begins
     none.
     """
     begin = _skip(text, place, "")
+    if text.startswith(_QUOTES, place):
+        return [], place
     if begin < len(text) and text[begin] != "{":
         until = text.find(_TOOL_CALL, begin)
         if text.find(_END_OF_CALL, begin, until if until >= 0 else len(text)) < 0:
@@ -239,6 +245,11 @@ _BARE_CALL = re.compile(
 )
 
 
+_ARGUMENTS = {"parameters", "arguments"}
+_KEYS = _ARGUMENTS | {"name", "type", "id"}
+"""Of a call; an object with others is something else, such as the schema of a tool."""
+
+
 def _bare_calls(text: str, place: int, tools: Collection[str]) -> tuple[list[Parsed], int]:
     """The calls of a turn that is calls and nothing else, without a mark; none of an answer that
     happens to begin with a JSON object.
@@ -249,7 +260,7 @@ def _bare_calls(text: str, place: int, tools: Collection[str]) -> tuple[list[Par
         is_call = named is not None and named[1] in tools
         return ([MalformedCall(problem)] if is_call else []), place + 1
     value = _function_of(value)
-    if not isinstance(value, Mapping) or not {"parameters", "arguments"} & value.keys():
+    if not isinstance(value, Mapping) or not (_ARGUMENTS & value.keys() and value.keys() <= _KEYS):
         return [], end
     if not isinstance(name := value.get("name"), str) or name not in tools:
         return [], end
@@ -416,6 +427,10 @@ def _shown(text: str, place: int) -> str:
     return repr(text[place : place + 20]) if place < len(text) else "the end"
 
 
+_UNREAD = ("<function=", "<arg_key>")
+"""What begins calls inside of Hermes' tag in the formats of Qwen3-Coder and GLM."""
+
+
 def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFormat:
     """The format of the chat template, which is ``plain`` where there is none or it has no tools.
 
@@ -426,6 +441,8 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFor
     known: list[ToolFormat] = [form for form, mark in MARKS.items() if mark in template]
     if '"parameters": ' in template:
         known.append("llama3")
+    if any(one in template for one in _UNREAD):
+        known.clear()
     if not known and template and mentions(tokenizer, "tools"):
         raise ConfigError(
             "the chat template writes calls of tools in a format that Isobit does not read (it "
