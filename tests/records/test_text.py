@@ -37,6 +37,13 @@ def test_arguments_stay_as_they_are_written_and_calls_may_be_flat(arguments: Any
     assert read_prompt([USER, flat], "row")[1] == {key: flat[key] for key in ("role", "tool_calls")}
 
 
+def test_a_call_in_the_older_form_is_a_call() -> None:
+    older = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}}
+    assert read_prompt([USER, older], "row")[1]["tool_calls"] == [
+        {"type": "function", "function": {"name": "f", "arguments": {}}}
+    ]
+
+
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
@@ -50,6 +57,7 @@ def test_arguments_stay_as_they_are_written_and_calls_may_be_flat(arguments: Any
         ({"role": "assistant", "tool_calls": {"name": "f"}}, "expected a list as 'tool_calls'"),
         ({"role": "assistant", "tool_calls": "f()"}, "expected a list as 'tool_calls'"),
         ({"role": "assistant", "tool_calls": [None]}, "tool call 1: expected {'type': 'function'"),
+        ({"role": "assistant", "function_call": "auto"}, "tool call 1: expected {'type'"),
         (called(name=""), "tool call 1: expected {'type': 'function'"),
         (called(name="f", arguments="x=1"), "tool call 1: the arguments of 'f' are a table or its"),
         (called(name="f", arguments=[1]), "tool call 1: the arguments of 'f' are a table or its"),

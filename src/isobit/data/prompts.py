@@ -181,7 +181,7 @@ class Noticed:
                 self.unread_keys.add(key)
 
 
-_READ = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+_READ = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "function_call"})
 """Keys of messages that every chat knows, or that a line of their own is for."""
 _NOTHING = ("", [], {})
 """What a key may have without saying anything."""

@@ -380,6 +380,8 @@ def message_of(item: Any, place: str) -> dict[str, Any]:
             f"{place}: expected a message with 'role' and 'content', found {_shown(item)}"
         )
     fields = {name: value for name, value in item.items() if value is not None}
+    if "function_call" in fields:  # OpenAI's older form
+        fields.setdefault("tool_calls", [{"type": "function", "function": fields["function_call"]}])
     if "tool_calls" in fields:
         fields["tool_calls"] = _read_calls(fields["tool_calls"], place)
     for name in ("content", "tool_calls"):
