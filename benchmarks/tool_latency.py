@@ -47,14 +47,14 @@ from benchmarks.cases import precision_of
 from benchmarks.common import make_parser, run_command, write_json
 from isobit.config.data import ChatConfig, EnvironmentConfig
 from isobit.config.tables import RolloutConfig
-from isobit.data import tool_calls
-from isobit.data.tool_calls import Continuation, ToolCall
+from isobit.data.continuation import Continuation
+from isobit.data.tool_calls import Said, ToolCall
 from isobit.environments.pool import Answer, Environments
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.policy import Policy, random_policy
 from isobit.parallel.world import ALONE
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout import executor
+from isobit.rollout import episodes, executor
 from isobit.rollout.engine import EngineStats, Follow, Handle, Request, SampleEvent
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
@@ -138,16 +138,16 @@ def every_turn_calls(arguments: argparse.Namespace) -> Iterator[list[float]]:
     """A block in which each turn of a random model is a call; the latencies that were asked for."""
     asked: list[float] = []
 
-    def parse(text: str) -> list[ToolCall]:
+    def read(text: str, *_: Any) -> Said:
         asked.append(latency(text, arguments.median, arguments.sigma))
-        return [ToolCall("look_up", {"seconds": asked[-1]})]
+        return Said(text, [ToolCall("look_up", {"seconds": asked[-1]})])
 
-    parsers: dict[str, Any] = tool_calls._PARSERS
-    before, parsers["plain"] = parsers["plain"], parse
+    before = episodes.read_turn
+    episodes.read_turn = read
     try:
         yield asked
     finally:
-        parsers["plain"] = before
+        episodes.read_turn = before
 
 
 def make_requests(config: ModelConfig, arguments: argparse.Namespace) -> list[Request]:

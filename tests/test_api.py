@@ -172,6 +172,87 @@ def test_what_is_no_reward_and_no_data(
     assert not (tmp_path / "a").exists()
 
 
+class Shop:
+    """An environment as a notebook has it."""
+
+    def buy(self, price: int) -> str:
+        """Buy.
+
+        Args:
+            price: What it costs.
+        """
+        return str(price)
+
+
+def goes(number: int) -> int:
+    """A tool.
+
+    Args:
+        number: A number.
+    """
+    return number
+
+
+def of_shops(environments: list[Any], **columns: Any) -> list[float]:
+    return [1.0 for _ in environments]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "reward"),
+    [
+        ({"environment": Shop}, f"{__name__}:Shop", "math_verify"),
+        ({"environment": {"class": Shop, "max_turns": 3}}, f"{__name__}:Shop", "math_verify"),
+        ({"environment": [goes], "reward": "exact_match"}, "python:tools@", "exact_match"),
+        ({"tools": [goes], "environment": {"max_turns": 3}}, "python:tools@", "math_verify"),
+        ({"environment": Shop, "reward": of_shops}, "python:Shop@", "environment"),
+        ({"environment": {"class": Shop}, "reward": [of_shops]}, "python:Shop@", "environment"),
+        ({"environment.class": Shop}, f"{__name__}:Shop", "math_verify"),
+    ],
+)
+def test_environments_and_tools_may_be_objects_of_python(
+    changes: dict[str, Any], name: str, reward: str
+) -> None:
+    recipe = {"model": "starter", "output": "runs/x", "data": DATA}
+    given = {"reward": "math_verify", **changes}
+    configured = [_configured(RunConfig, recipe, given)]
+    if "environment.class" not in changes:  # which is a form of changes alone
+        configured.append(_configured(RunConfig, {**recipe, **given}, {}))
+    for config in configured:
+        with config as made:
+            assert made.environment is not None
+            assert made.environment.place.startswith(name)
+            assert made.reward.function == reward
+
+
+def test_a_reward_of_environments_stands_beside_others() -> None:
+    def of_text(completions: list[str], **columns: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    recipe = {"model": "starter", "output": "runs/x", "data": DATA}
+    both = {"environment": Shop, "reward": [of_shops, of_text]}
+    with _configured(RunConfig, recipe, both) as made:
+        assert [*made.reward.parts] == ["environment", "of_text"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reward_funcs": [of_shops]}, r"reward_funcs is a name of TRL's; here it is reward=\[f"),
+        ({"environment_factory": Shop}, "here it is environment=CLASS"),
+        ({"train_dataset": []}, "here it is data=ROWS"),
+        ({"reward": of_shops}, "'of_shops' takes the objects of episodes: give their class beside"),
+        ({"environment": {"class": Shop()}}, "expected a class whose public methods are the tools"),
+        ({"environment": Shop, "tools": [goes]}, "tools and environment are given"),
+    ],
+)
+def test_objects_that_have_no_place_are_answered_with_theirs(
+    changes: dict[str, Any], told: str
+) -> None:
+    recipe = {"model": "starter", "output": "runs/x", "data": DATA}
+    with pytest.raises(ConfigError, match=told), _configured(RunConfig, recipe, changes):
+        pass
+
+
 def test_one_text_is_one_prompt_and_arguments_are_flat() -> None:
     (one,) = isobit.generate("starter", "3+8+2+9=", max_new_tokens=8)
     (same,) = isobit.generate(

@@ -11,6 +11,10 @@ of it, tables as mappings.  Rewards may be functions and data lists of rows, whi
     data={"train": rows,
           "eval": {"held_out": rows}}
     data={"train": {"rows": rows, "prompt": "question"}}
+    environment=Shop                environment.class = the name of the class, whose public methods
+                                    are the tools (``isobit.environments.given``)
+    environment={"class": Shop, "max_turns": 4}
+    environment=[f, g]              functions as tools; also tools=[f, g], as TRL has it
 
 What is left are settings as a recipe has them, that can be written down, compared and resumed.
 """
@@ -27,6 +31,7 @@ from isobit.config.load import Override, apply_overrides, build, nested_override
 from isobit.config.recipes import GenerationConfig, RunConfig, SftConfig, VerifyConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.data.sources import give_rows
+from isobit.environments.given import give_environment, is_environment, takes_environments
 from isobit.models.folder import model_folder
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.flow_choice import Comparison
@@ -225,13 +230,62 @@ def plain_overrides(changes: Mapping[str, Any], held: Held) -> list[Override]:
 
     Raises ConfigError for several rewards of one name, DataError for what are no rows.
     """
-    nested = nested_overrides(_plain(changes, (), held))
+    nested = nested_overrides(_plain(_renamed(changes, held), (), held))
     return [(parts, _opened(value)) for parts, value in nested]
 
 
 def plain_tables(recipe: Mapping[str, Any], held: Held) -> dict[str, Any]:
     """A recipe's tables, likewise."""
-    return _opened(_plain(recipe, (), held))
+    return _opened(_plain(_renamed(recipe, held), (), held))
+
+
+_IN_PYTHON = {
+    "reward_funcs": "reward=[f, ..]",
+    "reward_func": "reward=f",
+    "environment_factory": "environment=CLASS",
+    "train_dataset": "data=ROWS",
+    "eval_dataset": 'data={"train": ROWS, "eval": {"held_out": ROWS}}',
+}
+"""What TRL's trainer is given as objects, and what has its place here."""
+
+
+def _renamed(table: Mapping[str, Any], held: Held) -> Mapping[str, Any]:
+    """A table with TRL's ``tools`` as the environment, and the environment with those rewards that
+    take its objects.  Raises ConfigError for TRL's other names.
+    """
+    for name, own in _IN_PYTHON.items():
+        if name in table and not isinstance(table[name], str):
+            raise ConfigError(f"{name} is a name of TRL's; here it is {own}")
+    if is_environment(tools := table.get("tools")):
+        if "environment" in table and not _is_table_without_class(table["environment"]):
+            raise ConfigError(
+                "tools and environment are given; make the tools methods of the class"
+            )
+        others = {name: one for name, one in table.items() if name != "tools"}
+        table = {**others, "environment": {**table.get("environment", {}), "class": tools}}
+    reward = table.get("reward")
+    rewards: list[Any] = [*reward] if isinstance(reward, list | tuple) else [reward]
+    if not (of_objects := [one for one in rewards if takes_environments(one)]):
+        return table
+    environment = table.get("environment")
+    given = environment if isinstance(environment, Mapping) else {"class": environment}
+    if not is_environment(given.get("class")):
+        raise ConfigError(
+            f"the reward {getattr(of_objects[0], '__name__', '')!r} takes the objects of episodes: "
+            "give their class beside it, as environment=CLASS; or make it the class's method "
+            'get_reward(self), and reward="environment"'
+        )
+    held.append(give_environment(given["class"], of_objects))
+    others = [one for one in rewards if one not in of_objects]
+    return {
+        **table,
+        "environment": {**given, "class": held[-1].name},
+        "reward": ["environment", *others] if others else "environment",
+    }
+
+
+def _is_table_without_class(value: Any) -> bool:
+    return isinstance(value, Mapping) and "class" not in value
 
 
 def _plain(table: Mapping[str, Any], path: tuple[str, ...], held: Held) -> dict[str, Any]:
@@ -249,6 +303,10 @@ def _plain_value(value: Any, path: tuple[str, ...], held: Held) -> Any:
             return {"function": _named(value, held)}
         case ("reward", "function") | ("reward", "parts", _, "function") if callable(value):
             return _named(value, held)
+        case ("environment",) if is_environment(value):
+            return {"class": _environment_named(value, held)}
+        case ("environment", "class") if not isinstance(value, str | None):
+            return _environment_named(value, held)
         case ("data",) if _are_rows(value):
             return {"train": _rows_table({"rows": value}, "data", held)}
         case (
@@ -300,6 +358,11 @@ def _named(function: Any, held: Held) -> str:
             "of one, or a list of them"
         )
     held.append(give_reward(function))
+    return held[-1].name
+
+
+def _environment_named(value: Any, held: Held) -> str:
+    held.append(give_environment(value))
     return held[-1].name
 
 

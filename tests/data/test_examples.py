@@ -17,7 +17,7 @@ from isobit.data.examples import (
     row_of,
     whole_answer,
 )
-from isobit.data.prompts import prompts_of_rows
+from isobit.data.prompts import Noticed, prompts_of_rows
 from isobit.data.sources import Row
 from isobit.data.tokenizer import decode
 from isobit.records.text import Prompt
@@ -50,8 +50,9 @@ def examples(
     tokenizer: PreTrainedTokenizerFast = build_tokenizer(64)
     tokenizer.chat_template = template
     source = JsonlExamples(path=path, messages=changes.pop("messages", None))
+    noticed = changes.pop("noticed", None)
     config = SftDataConfig(train=source, **changes)
-    return build_examples("train", source, tokenizer, (EOS_ID,), config, context_tokens=64)
+    return build_examples("train", source, tokenizer, (EOS_ID,), config, 64, noticed=noticed)
 
 
 def text(example: Example) -> str:
@@ -134,6 +135,46 @@ def test_an_unusable_row_is_named(
 def test_an_unusable_conversation_is_named(tmp_path: Path, talk: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         examples(tmp_path, [{"talk": talk}], CHAT, messages="talk")
+
+
+MARKED = [
+    *TALK[:2],
+    {"role": "assistant", "content": "3"},
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": "4"},
+]
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        *({key: False} for key in ("loss", "trainable", "train", "training")),
+        *({"weight": 0}, {"weight": 0.0}, {"loss_mask": 0}, {"step_loss_mask": 0}),
+        *({"loss": "false"}, {"weight": 1, "train": False}),
+    ],
+)
+def test_a_turn_that_is_marked_is_not_learnt_but_read(tmp_path: Path, mark: dict[str, Any]) -> None:
+    talk = [{**one, **(mark if one["content"] == "3" else {"weight": 1})} for one in MARKED]
+    noticed = Noticed()
+    (only,) = examples(tmp_path, [{"talk": talk}], CHAT, messages="talk", noticed=noticed)
+    assert only.prompt.id == "train/1" and text(only) == "4"
+    assert only.prompt.text == "<system>Add; <user>1+1=; <assistant>3<eos> <user>2+2=; <assistant>"
+    assert noticed.lines("train") == [
+        "train: 1 answers are marked as not to be learnt: left out",
+        "train: messages of 'system', 'user' are marked as to be learnt, but only answers of the "
+        "assistant are",
+    ]
+
+
+def test_marks_without_an_answer_to_learn_and_other_keys_are_told(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "2", "weight": 0}
+    with pytest.raises(DataError, match="all answers of train are marked as not to be learnt"):
+        examples(tmp_path, [{"prompt": "1+1=", "completion": [answer]}], CHAT)
+    noticed = Noticed()
+    talk = [{**one, "weight": 0.5, "score": 3, "name": "x"} for one in TALK[1:3]]
+    assert len(examples(tmp_path, [{"talk": talk}], CHAT, messages="talk", noticed=noticed)) == 1
+    (line,) = noticed.lines("train")
+    assert line.endswith("neither Isobit nor the chat template reads: 'score', 'weight'")
 
 
 def test_too_long_examples_are_dropped_where_the_recipe_says_so(tmp_path: Path) -> None:
@@ -312,6 +353,13 @@ def test_answers_may_be_text_messages_or_whole_conversations(
     (pair,) = pairs(tmp_path, [row], CHAT_PAIRS)
     assert text_pairs(pair.chosen_ids) == "<user>1+1=<assistant>2"
     assert text_pairs(pair.rejected_ids) == "<user>1+1=<assistant>3"
+
+
+def test_a_pair_with_a_marked_answer_is_left_out(tmp_path: Path) -> None:
+    row = {"prompt": "1+1=", "chosen": [GOOD], "rejected": [BAD]}
+    marked = {**row, "rejected": [{**BAD, "weight": 0}]}
+    (pair,) = pairs(tmp_path, [marked, row], CHAT_PAIRS)
+    assert pair.prompt.id == "train/1"
 
 
 OTHER = {"role": "user", "content": "2+2="}

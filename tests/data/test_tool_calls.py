@@ -1,42 +1,51 @@
-"""Calls of tools in each format, whatever a model writes; and templates that can be continued."""
+"""Calls of tools in each format, whatever a model writes, and however it arrives."""
 
 import json
-from datetime import datetime
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.config.data import ChatConfig, ToolFormat
-from isobit.data.tokenizer import special_token_ids
+from isobit.config.data import ToolFormat
+from isobit.data import tool_calls
 from isobit.data.tool_calls import (
     MOST_CALLS,
-    Continuation,
     MalformedCall,
     Parsed,
+    Said,
     ToolCall,
-    parse_tool_calls,
-    tool_format,
+    TurnReader,
+    names_of,
+    read_turn,
 )
-from isobit.util.errors import ConfigError
-from tests.data.test_chat_templates import FAMILIES, tokenizer_of
+from tests.data.test_chat_templates import tokenizer_of
 
 FORMATS: tuple[ToolFormat, ...] = ("hermes", "llama3", "mistral", "plain")
+MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[add(")
+THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
+TAGS = [tag for both in THOUGHTS for tag in both]
 PIECES = [
-    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *(*MARKS, *TAGS, "[CALL_ID]", "<thi", "</think", "[/TH", "<tool_"),
     *("{", "}", "[", "]", "(", ")", ",", ":", ";", "=", '"', "\\", "\n", " ", "add", "[add("),
     *('{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "parameters": "{}"}', "null"),
     *("NaN", "-Infinity", "1e999", "9" * 5000, "[" * 1500, '{"a":' * 1200, "\ud800", "\0", "é"),
 ]
 """What formats are made of, and what readers of JSON stumble over."""
+WORDS = st.text(max_size=8) | st.sampled_from([*MARKS, *TAGS, "</tool_call>x", '"}'])
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.text(max_size=8),
-    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below),
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | WORDS,
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(WORDS, below, max_size=3),
     max_leaves=8,
 )
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 ARGUMENTS = st.dictionaries(NAMES, JSON, max_size=3)
+CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
+TEXT = st.text() | st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+
+
+def calls_in(text: str, form: ToolFormat, is_thinking: bool = False) -> list[Parsed]:
+    return read_turn(text, form, ["add"], is_thinking).calls
 
 
 def written(calls: list[tuple[str, dict[str, Any]]], form: ToolFormat) -> str:
@@ -57,61 +66,152 @@ def written(calls: list[tuple[str, dict[str, Any]]], form: ToolFormat) -> str:
             return f"[{', '.join(inside)}]"
 
 
+def in_pieces(text: str, sizes: list[int], form: ToolFormat, is_thinking: bool) -> Said:
+    """What a reader says of a turn that arrives in pieces."""
+    reader, told, place = TurnReader(form, ["add"], is_thinking), "", 0
+    for size in [*sizes, len(text)]:
+        told += reader.feed(text[place : place + size])
+        place += size
+    assert text == told + reader.held
+    said = reader.finish()
+    return Said(told + said.text, said.calls)
+
+
 @pytest.mark.parametrize("form", FORMATS)
-@given(text=st.text() | st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
-def test_nothing_that_a_model_writes_raises(form: ToolFormat, text: str) -> None:
-    found = parse_tool_calls(text, form)
-    assert len(found) <= MOST_CALLS + 1
-    for one in found:
+@given(text=TEXT, is_thinking=st.booleans(), sizes=st.lists(st.integers(0, 9), max_size=9))
+def test_nothing_that_a_model_writes_raises_whole_or_in_pieces(
+    form: ToolFormat, text: str, is_thinking: bool, sizes: list[int]
+) -> None:
+    said = read_turn(text, form, ["add"], is_thinking)
+    assert len(said.calls) <= MOST_CALLS + 1
+    assert text.startswith(said.text)
+    for one in said.calls:
         if isinstance(one, MalformedCall):
             assert one.problem
         else:
             assert one.name
             json.dumps([one.arguments, one.positional], allow_nan=False)
+    assert in_pieces(text, sizes, form, is_thinking) == said
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@given(calls=st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=MOST_CALLS))
-def test_calls_are_read_as_they_were_meant(
-    form: ToolFormat, calls: list[tuple[str, dict[str, Any]]]
+@given(calls=CALLS, thought=st.sampled_from(["", *THOUGHTS]), begun=st.booleans(), inside=TEXT)
+def test_calls_are_read_as_they_were_meant_behind_any_thinking(
+    form: ToolFormat,
+    calls: list[tuple[str, dict[str, Any]]],
+    thought: tuple[str, str] | str,
+    begun: bool,
+    inside: str,
 ) -> None:
-    assert parse_tool_calls(written(calls, form), form) == [
-        ToolCall(name, arguments) for name, arguments in calls
-    ]
+    """Whatever the thinking holds, and whoever has begun it."""
+    text, ahead = written(calls, form), ""
+    if thought:
+        draft = written([("draft", {}), *calls], form)
+        ahead = f"{'' if begun else thought[0]}{inside}\n{draft}{thought[1]}"
+    names = ["draft", *(name for name, _ in calls)]
+    said = read_turn(ahead + text, form, names, is_thinking=bool(thought) and begun)
+    assert said == Said(ahead, [ToolCall(name, arguments) for name, arguments in calls])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@given(calls=CALLS, inside=TEXT.filter(lambda text: not any(tag in text for tag in TAGS)))
+def test_nothing_inside_thinking_is_a_call(
+    form: ToolFormat, calls: list[tuple[str, dict[str, Any]]], inside: str
+) -> None:
+    names = [name for name, _ in calls]
+    draft = written([(name, {}) for name in names], form) + inside
+    for text, is_thinking in (
+        (f"<think>{draft}</think> 4", False),
+        (f"{draft}</think> 4", True),
+        (f"{draft}</think> 4", False),  # a template has begun it that nobody was told of
+        (f"It is <think>{draft}", False),
+        (f"[THINK]{draft}", False),
+        (draft, True),
+    ):
+        assert read_turn(text, form, names, is_thinking) == Said(text, [])
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_5", "qwen3", "llama3_1", "mistral_nemo", "mistral_small"]
+)
+def test_what_a_template_writes_is_read_back(family: str) -> None:
+    forms: dict[str, ToolFormat] = {"q": "hermes", "l": "llama3", "m": "mistral"}
+    arguments = {"city": "Zürich </think> <tool_call>", "days": 1}
+    function = {"name": "weather", "arguments": arguments}
+    call = {"type": "function", "id": "call00001", "function": function}
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "How warm is it?"}]
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    tokenizer = tokenizer_of(family)
+    ahead, whole = (
+        str(tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=begins))
+        for some, begins in ((asked, True), ([*asked, turn], False))
+    )
+    text = whole.removeprefix(ahead)
+    for end in ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "</s>"):
+        text = text.partition(end)[0]
+    expected = [ToolCall("weather", arguments)]
+    assert read_turn(text, forms[family[0]], ["weather"], is_thinking=False).calls == expected
 
 
 ADD = ToolCall("add", {"a": 1})
+NONE = ToolCall("add", {})
+WRITTEN = '{"name": "add", "arguments": {"a": 1}}'
 
 
 @pytest.mark.parametrize(
     ("form", "text", "expected"),
     [
-        ("hermes", "Let me see. <tool_call>{\"name\": \"add\", \"arguments\": {\"a\": 1}}", [ADD]),
-        ("hermes", 'I add: {"name": "add", "arguments": {"a": 1}}', []),
+        ("hermes", f"Let me see. <tool_call>{WRITTEN}", [ADD]),
+        ("hermes", f"I add: {WRITTEN}", []),
+        ("hermes", f"<tool_call>{WRITTEN}<tool_call>{WRITTEN}</tool_call>", [ADD, ADD]),
+        ("hermes", f"<tool_call>{WRITTEN}</tool_call> <think>And</think> then", [ADD]),
+        ("hermes", f"<tool_call>{WRITTEN}</tool_call></think>No.", []),
+        ("hermes", "The <tool_call> tag is not needed: 4.", []),
+        ("hermes", "Write `<tool_call>` and `</tool_call>`.", []),
         ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [ADD]),
         ("llama3", '{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}',
          [ADD]),
+        ("llama3", '{"parameters": {"a": 1}, "name": "add"}', [ADD]),
         ("llama3", '{"answer": 3}', []),
+        ("llama3", '{"name": "Copper", "mass": 63}', []),
+        ("llama3", '{"name": "add", "mass": 63}', []),
+        ("llama3", '{"name": "Copper", "parameters": {"mass": 63}}', []),
+        ("llama3", '{"name": "add", "description": "Add.", "parameters": {}}', []),
+        ("llama3", '{"name": "add", "parameters": {"a": 1}} would be a call.', []),
+        ("llama3", '{"name": "Copper", "parameters": {', []),
         ("llama3", "The sum is {1, 2}.", []),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 1}', [ADD, ADD]),
         ("mistral", '[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{"a": 1}', [ADD]),
+        ("mistral", "[TOOL_CALLS]add[ARGS][TOOL_CALLS]add[ARGS]null", [NONE, NONE]),
         ("plain", "so [add(a=1)] and [add( 1 , 2 ), add()]",
-         [ADD, ToolCall("add", {}, (1, 2)), ToolCall("add", {})]),
+         [ADD, ToolCall("add", {}, (1, 2)), NONE]),
         ("plain", "in [0, 1] or [a] or f(2)", []),
-        ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [ADD]),
+        ("plain", "the matrix [f(2), sin(x)]", []),
+        ("hermes", '<tool_call>{"name": "add", "arguments": " {\\"a\\": 1} "}</tool_call>', [ADD]),
+        ("hermes", '<tool_call>{"name": "add", "arguments": null, "parameters": {"a": 1}}', [ADD]),
     ],
 )  # fmt: skip
 def test_other_spellings(form: ToolFormat, text: str, expected: list[Parsed]) -> None:
-    assert parse_tool_calls(text, form) == expected
+    assert calls_in(text, form) == expected
+
+
+@pytest.mark.parametrize("arguments", ['""', '" "', "null", '"null"', "{}", '"{}"', None])
+def test_no_arguments_are_written_in_many_ways(arguments: str | None) -> None:
+    given = "" if arguments is None else f', "arguments": {arguments}'
+    assert calls_in(f'<tool_call>{{"name": "add"{given}}}</tool_call>', "hermes") == [NONE]
 
 
 @pytest.mark.parametrize(
     ("form", "text", "problem"),
     [
         ("hermes", "<tool_call>{'name': 'add'}</tool_call>", "invalid JSON: Expecting property"),
+        ("hermes", "<tool_call>add(1)</tool_call>", "invalid JSON: Expecting value"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '"name" and "arguments"'),
         ("hermes", '<tool_call>{"name": "add"} x</tool_call>', "text behind the JSON object: ' x'"),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "are a JSON object"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{} 1"}</tool_call>', "behind it: ' 1"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}, "parameters": {"a": 2}}',
+         "and not both"),
         ("hermes", "<tool_call>", "invalid JSON"),
         ("llama3", '{"name": "add", "parameters": {"a": NaN}}', "NaN is no number of JSON"),
         ("llama3", "<|python_tag|>add(1)", "invalid JSON"),
@@ -121,115 +221,35 @@ def test_other_spellings(form: ToolFormat, text: str, expected: list[Parsed]) ->
         ("plain", "[add(x)]", "argument 1: invalid JSON"),
         ("plain", "[add(1)", "a call ends with ')]', found the end"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_read_says_why(form: ToolFormat, text: str, problem: str) -> None:
-    (found,) = parse_tool_calls(text, form)
+    (found,) = calls_in(text, form)
     assert isinstance(found, MalformedCall)
     assert problem in found.problem
 
 
 def test_a_turn_with_too_many_calls_is_answered_up_to_the_limit() -> None:
-    *kept, last = parse_tool_calls(written([("add", {})] * 40, "hermes"), "hermes")
-    assert kept == [ToolCall("add", {})] * MOST_CALLS
+    *kept, last = calls_in(written([("add", {})] * 40, "hermes"), "hermes")
+    assert kept == [NONE] * MOST_CALLS
     assert isinstance(last, MalformedCall)
     assert "this one has 40" in last.problem
 
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Add.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-        },
-    }
-]
-ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "</s>", "<|end_of_text|>", "<|endoftext|>"),
-    *("<|end|>", "<end_of_turn>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
-)
-"""Tokens that end a turn in one family or another."""
-FORMAT_OF: dict[str, ToolFormat] = {
-    **dict.fromkeys(("llama3_1", "llama3_2"), "llama3"),
-    **dict.fromkeys(("mistral_nemo", "mistral_small"), "mistral"),
-    **dict.fromkeys(("qwen2_5", "qwen3"), "hermes"),
-}
-REFUSED = {"deepseek_r1_distill", "gpt_oss"}
+def test_a_turn_of_broken_calls_is_read_in_a_time_that_grows_with_its_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error of JSON counts the lines before it."""
+    read, places = tool_calls._json_at, list[int]()
+
+    def counted(text: str, place: int) -> tuple[Any, str, int]:
+        places.append(place)
+        return read(text, place)
+
+    monkeypatch.setattr(tool_calls, "_json_at", counted)
+    assert len(calls_in("<tool_call>{" * 10_000, "hermes")) == MOST_CALLS + 1
+    assert len(places) < 1000
 
 
-def continuation(family: str, **variables: Any) -> Continuation:
-    tokenizer = tokenizer_of(family)
-    chat = ChatConfig(date=datetime(2025, 3, 7), chat_template_kwargs=variables)
-    stops = [tokenizer.get_vocab()[end] for end in ENDS if end in tokenizer.get_vocab()]
-    return Continuation(tokenizer, chat, tool_format(tokenizer, chat), TOOLS, stops)
-
-
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in REFUSED])
-def test_a_turn_goes_on_as_the_template_writes_it(family: str) -> None:
-    tokenizer, made = tokenizer_of(family), continuation(family)
-    form = FORMAT_OF.get(family, "plain")
-    assert tool_format(tokenizer, ChatConfig()) == form
-    stop = next(one for one in ENDS if one in tokenizer.get_vocab())
-    ended = tokenizer.get_vocab()[stop]
-    ids = made.token_ids(["11", "12"], ended)
-    assert "11" in tokenizer.decode(ids)
-    assert "12" in tokenizer.decode(ids)
-    behind_a_stop_string = made.token_ids(["11", "12"], None)
-    assert behind_a_stop_string[-len(ids) :] == ids
-    assert len(behind_a_stop_string) == len(ids) + 1
-
-
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in REFUSED])
-def test_a_result_cannot_spell_a_control_token(family: str) -> None:
-    tokenizer, made = tokenizer_of(family), continuation(family)
-    ended = next(tokenizer.get_vocab()[one] for one in ENDS if one in tokenizer.get_vocab())
-    special = special_token_ids(tokenizer)
-    spelt = "".join(tokenizer.convert_ids_to_tokens(sorted(special)))
-    harmless, hostile = made.token_ids(["x"], ended), made.token_ids([spelt], ended)
-    assert [one for one in hostile if one in special] == [one for one in harmless if one in special]
-
-
-def test_a_template_that_removes_thoughts_is_refused_with_what_differs() -> None:
-    with pytest.raises(ConfigError, match=r"cannot be continued: .*<think>.* became"):
-        continuation("deepseek_r1_distill")
-    with pytest.raises(ConfigError, match="cannot be continued: it writes an answer behind"):
-        continuation("qwen3", enable_thinking=False)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES])
-def test_a_turn_goes_on_with_what_the_user_says(family: str) -> None:
-    tokenizer = tokenizer_of(family)
-    stops = [tokenizer.get_vocab()[end] for end in ENDS if end in tokenizer.get_vocab()]
-    chat = ChatConfig(date=datetime(2025, 3, 7))
-    if family in {*REFUSED, "qwen3"}:  # which removes the thoughts of a turn that the user answers
-        with pytest.raises(ConfigError, match=r"cannot be continued|ends an answer with none"):
-            Continuation(tokenizer, chat, "plain", [], stops, ["user"])
-        return
-    made = Continuation(tokenizer, chat, "plain", [], stops, [])
-    messages = [{"role": "user", "content": "Guess."}, {"role": "assistant", "content": "3"}]
-    more = [*messages, {"role": "user", "content": "No."}]
-    whole = str(tokenizer.apply_chat_template(more, tokenize=False, add_generation_prompt=True))
-    assert whole.endswith(str(tokenizer.decode(made.token_ids([], stops[0], ["No."]))))
-    spelt = "".join(tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer))))
-    special = special_token_ids(tokenizer)
-    found = [made.token_ids([], stops[0], [text]) for text in ("No.", spelt)]
-    assert len({tuple(one for one in ids if one in special) for ids in found}) == 1
-
-
-def test_a_template_with_another_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match="calls of tools in a format that Isobit does not read"):
-        tool_format(tokenizer_of("gpt_oss"), ChatConfig())
-
-
-def test_a_template_that_counts_turns_is_refused() -> None:
-    tokenizer = tokenizer_of("smollm2")
-    template = str(tokenizer.chat_template)
-    tokenizer.chat_template = template.replace(
-        "message['content']", "loop.length ~ message['content']"
-    )
-    try:
-        with pytest.raises(ConfigError, match="cannot be continued"):
-            continuation("smollm2")
-    finally:
-        tokenizer.chat_template = template
+def test_names_are_read_from_either_form_of_a_schema() -> None:
+    schema = {"name": "add", "parameters": {"type": "object"}}
+    assert names_of([schema, {"type": "function", "function": {"name": "sub"}}]) == {"add", "sub"}

@@ -18,6 +18,7 @@ import pytest
 
 from isobit.config.data import EnvironmentConfig
 from isobit.environments.hosted import Call, Turn
+from isobit.environments.openenv import _objection, _observed, _result, _tools
 from isobit.environments.pool import Answer, Environments
 from isobit.util.errors import ToolError
 from tests.environments.servers import Count, Message, Tools, serving
@@ -251,6 +252,57 @@ def test_the_start_says_what_is_wrong() -> None:
         environments(address),
     ):
         pass
+
+
+def tool(name: str = "add", **others: Any) -> Message:
+    return {"name": name, "description": "Add.", "input_schema": {"type": "object"}} | others
+
+
+DEEP: Message = {}
+for _ in range(500):
+    DEEP = {"properties": {"a": DEEP}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "told"),
+    [
+        *(([tool(name)], "a tool with the name") for name in ("", "a\x1b[2J", "<|im_end|>", "a b")),
+        ([tool("a" * 100_000)], "a tool with the name 'aaaa"),
+        ([tool(str(number)) for number in range(20_000)], "lists 20,000 tools; .* at most 256"),
+        ([tool(), tool()], "the tool 'add' more than once"),
+        ([tool(description=5)], "its description is no text"),
+        ([tool(description="a" * (2 << 20))], "have 2,097,.* characters"),
+        ([tool(input_schema={"properties": 5})], "'properties' of its schema is 5"),
+        ([tool(input_schema={"properties": {"a": 5}})], "and not a table of schemas"),
+        ([tool(input_schema={"required": "a"})], "'required' of its schema is 'a'"),
+        ([tool(input_schema={"type": "array"})], "of the type 'array'"),
+        ([tool(input_schema=DEEP)], "more than 64 levels"),
+        ([tool(input_schema=None)], "without a name or schema"),
+    ],
+)
+def test_tools_that_no_model_can_be_told_of_are_refused(tools: list[Any], told: str) -> None:
+    with pytest.raises(ToolError, match=told) as error:
+        _tools(tools)
+    assert str(error.value).replace("\n", "").isprintable() and len(str(error.value)) < 500
+
+
+def test_the_action_of_a_server_is_checked_as_its_tools_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Count, "schema", {"properties": {"by": 5}})
+    refused = pytest.raises(ToolError, match=r"'step' of the OpenEnv server .* table of schemas")
+    with serving(Count) as (address, _, _), refused, environments(address):
+        pass
+
+
+def test_numbers_places_and_parts_of_any_form_are_read_or_refused() -> None:
+    assert _observed({}, {"reward": 10**400}) is None
+    assert _objection({"errors": [{"loc": 5, "msg": "no"}, {"msg": "what"}]}) == "5: no; : what"
+    seen = {
+        "tool_name": "a",
+        "result": {"content": [{"type": "text"}, {"type": "text", "text": 1}]},
+    }
+    assert _result(seen, 99) == ["ok", "\n1"]
 
 
 def test_a_server_of_openenv_core_is_acted_in_as_the_ones_above(tmp_path: Path) -> None:

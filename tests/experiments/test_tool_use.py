@@ -21,8 +21,9 @@ from experiments.tool_use import OverError, Plan
 from isobit.config.data import ChatConfig, JsonlExamples
 from isobit.config.load import load_config, load_recipe
 from isobit.config.recipes import SftConfig
+from isobit.data.continuation import Continuation
 from isobit.data.examples import build_examples
-from isobit.data.tool_calls import Continuation, ToolCall, parse_tool_calls
+from isobit.data.tool_calls import ToolCall, read_turn
 from isobit.environments.shipped import Calculator
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
@@ -79,10 +80,10 @@ def test_transcripts_have_the_tokens_and_the_results_of_an_episode(
     for one in said:
         first = next(found)
         if len(one) == 2:
-            assert parse_tool_calls(one[1], "plain") == []
+            assert read_turn(one[1], "plain", ["multiply"], is_thinking=False).calls == []
             continue
         _, call, result, answer = one
-        (parsed,) = parse_tool_calls(call, "plain")
+        (parsed,) = read_turn(call, "plain", ["multiply"], is_thinking=False).calls
         assert isinstance(parsed, ToolCall) and parsed.name == "multiply"
         assert answer == str(Calculator().multiply(*parsed.positional))
         assert result == f"[{answer}]"

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig, EnvironmentConfig
 from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
-from isobit.data import tool_calls
-from isobit.data.tool_calls import Continuation, MalformedCall, Parsed, ToolCall
+from isobit.data.continuation import Continuation
+from isobit.data.tool_calls import MalformedCall, Parsed, Said, ToolCall
 from isobit.environments.pool import Answer, Environments, Result
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.policy import Policy, random_policy
@@ -24,12 +24,14 @@ from isobit.records.batch import lay_end_to_end
 from isobit.records.sequence import COLUMNS, GIVEN, TokenSequence
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rewards.outcome import Failure
+from isobit.rollout import episodes
 from isobit.rollout.engine import EngineStats, Handle, Request
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
 from isobit.starter import starter_folder
 from isobit.store.reward_record import AnswerRecord
 from tests.environments.servers import Count, serving
+from tests.run import acting
 from tests.tiny import tiny_model
 
 CONTEXT = 256
@@ -119,7 +121,7 @@ def every_turn_is_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(text: str) -> list[Parsed]:
         return [] if len(text) == 8 else [ToolCall("add", {"count": len(text)})]
 
-    monkeypatch.setitem(tool_calls._PARSERS, "plain", parse)
+    monkeypatch.setattr(episodes, "read_turn", acting.reading(parse))
 
 
 Made = tuple[list[list[Completion]], EngineStats, Told]
@@ -184,7 +186,9 @@ def test_what_was_drawn_is_kept_and_what_was_said_is_no_part_of_the_response(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call = ToolCall("add", {})
-    monkeypatch.setitem(tool_calls._PARSERS, "plain", lambda text: [] if len(text) == 4 else [call])
+    monkeypatch.setattr(
+        episodes, "read_turn", acting.reading(lambda text: [] if len(text) == 4 else [call])
+    )
     made, _, told = play(policy_of("fp8"), requests())
     ends = set[str]()
     for group in made:
@@ -433,10 +437,33 @@ def test_long_results_are_cut_to_their_limit() -> None:
     assert results == {"x" * 10 + " [cut]"}
 
 
+def test_each_turn_is_read_as_what_stands_ahead_of_it_has_begun_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prompt of the first turn, and the results of the others."""
+    ahead: list[str] = []
+    read: list[bool] = []
+
+    def begins(text: str) -> bool:
+        ahead.append(text)
+        return len(text) % 2 == 0
+
+    def reading(turn: str, form: str, tools: Sequence[str], is_thinking: bool) -> Said:
+        read.append(is_thinking)
+        return Said(turn, [] if len(turn) == 8 else [ToolCall("add", {})])
+
+    monkeypatch.setattr(episodes, "ends_in_thinking", begins)
+    monkeypatch.setattr(episodes, "read_turn", reading)
+    play(policy_of("fp8"), requests(samples=2)[:1])
+    assert ahead[0] == "<bos>3+8+2+9="
+    assert any("p/0 0 1" in text for text in ahead)
+    assert read == [len(text) % 2 == 0 for text in ahead][: len(read)] and len(set(read)) == 2
+
+
 def test_a_malformed_call_is_answered_without_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(tool_calls._PARSERS, "plain", lambda _: [MalformedCall("no call")])
+    monkeypatch.setattr(episodes, "read_turn", acting.reading(lambda _: [MalformedCall("no call")]))
     made, _, told = play(policy_of("fp8"), requests())
     assert not told.asked
     results = [
@@ -503,7 +530,7 @@ def test_a_server_ends_its_episodes_and_is_not_asked_again_for_what_is_recorded(
     def steps(text: str) -> list[Parsed]:
         return [] if len(text) == 8 else [ToolCall("step", {"by": len(text) % 5})]
 
-    monkeypatch.setitem(tool_calls._PARSERS, "plain", steps)
+    monkeypatch.setattr(episodes, "read_turn", acting.reading(steps))
     policy, wanted = policy_of("fp8"), requests(samples=2, new=100)[::2]
     tools = Tools([], "plain", Continuation(tokenizer(), ChatConfig(), "plain", [], ENDS))
     record = AnswerRecord(lambda _: None)

@@ -16,14 +16,13 @@ from pydantic import ValidationError
 
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig, Preset
-from isobit.data import tool_calls
 from isobit.models.config import Experts
 from isobit.models.folder import read_config
 from isobit.models.policy import Policy, random_policy
 from isobit.models.policy_share import SentWeights
 from isobit.observe.console import silent
 from isobit.records.text import Completion, SamplingParams
-from isobit.rollout import servers
+from isobit.rollout import episodes, servers
 from isobit.rollout.engine import Handle, Request, Sampler, generate
 from isobit.rollout.http_engine import HttpEngine
 from isobit.run.loop import train
@@ -392,7 +391,7 @@ def test_runs_of_other_kinds_leave_the_bytes_of_native_ones(
     """SentWeights that sample behind those that learn; a value head, which is not sent; turns that
     begin with what tools have said.
     """
-    monkeypatch.setitem(tool_calls._PARSERS, "plain", acting.parse)
+    monkeypatch.setattr(episodes, "read_turn", acting.reading(acting.parse))
     with (
         served(config=read_config(tiny_folder)) as one,
         served(config=read_config(tiny_folder)) as two,

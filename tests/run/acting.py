@@ -2,16 +2,22 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from isobit.config.recipes import RunConfig
-from isobit.data import tool_calls
-from isobit.data.tool_calls import Parsed, ToolCall
+from isobit.data.tool_calls import Parsed, Said, ToolCall
 from isobit.environments.pool import Environments
 from isobit.parallel.world import World
+from isobit.rollout import episodes
 from isobit.rollout.episodes import Episodes
 from isobit.run.loop import train_by_ranks
+
+
+def reading(parse: Callable[[str], list[Parsed]]) -> Callable[..., Said]:
+    """``read_turn`` for a random model, whose turns are calls by ``parse``."""
+    return lambda turn, *_: Said(turn, parse(turn))
 
 
 def parse(text: str) -> list[Parsed]:
@@ -40,9 +46,9 @@ def die_at(moment: int, recorded: int, counter: Path) -> None:
             os._exit(77)
         ask(*arguments, **more)
 
-    episodes: Any = Episodes
+    kind: Any = Episodes
     environments: Any = Environments
-    episodes._go_on, environments.ask = dying, asking
+    kind._go_on, environments.ask = dying, asking
 
 
 def _write(file: Path, text: str) -> None:
@@ -52,7 +58,7 @@ def _write(file: Path, text: str) -> None:
 
 def resume(world: World, case: dict[str, Any]) -> None:
     """By each rank, killed where the case says so."""
-    tool_calls._PARSERS["plain"] = parse
+    episodes.read_turn = reading(parse)
     if "dies" in case:
         moment, recorded = case["dies"]
         die_at(moment, recorded, Path(case["counter"]))

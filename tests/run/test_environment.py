@@ -15,9 +15,10 @@ from pyarrow import parquet
 
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig
-from isobit.data import tool_calls
+from isobit.data.tool_calls import ToolCall
 from isobit.environments.pool import Environments
 from isobit.observe.console import silent
+from isobit.rollout import episodes
 from isobit.run.diff import compare
 from isobit.run.evaluate import completion_lines, evaluate_folder, rollout_folder
 from isobit.run.loop import train
@@ -36,7 +37,7 @@ STOPS = list(string.ascii_letters[:40])
 
 @pytest.fixture
 def acting_config(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> MakeConfig:
-    monkeypatch.setitem(tool_calls._PARSERS, "plain", acting.parse)
+    monkeypatch.setattr(episodes, "read_turn", acting.reading(acting.parse))
 
     def make(name: str = "Counter", reward: str = "environment", **sections: Any) -> RunConfig:
         given: dict[str, Any] = {
@@ -70,8 +71,8 @@ def test_a_run_compares_all_turns_and_evaluates_as_eval_does(
     assert {
         line["episode/failed/deadline"] for line in steps if "episode/failed/deadline" in line
     } <= {0}
-    episodes = [line for line in json_lines(config.output / "completions.jsonl") if line["step"]]
-    for line in episodes:
+    played = [line for line in json_lines(config.output / "completions.jsonl") if line["step"]]
+    for line in played:
         told = [one["content"] for one in line["messages"] if one["role"] == "tool"]
         totals = [int(text.removeprefix("total ")) for text in told]
         assert totals == sorted(totals)
@@ -157,10 +158,10 @@ def returns_of(row: dict[str, Any]) -> list[float]:
 def test_a_replay_from_the_record_asks_no_environment(
     acting_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(
-        tool_calls._PARSERS,
-        "plain",
-        lambda text: [tool_calls.ToolCall("now", {})] if len(text) % 3 else [],
+    monkeypatch.setattr(
+        episodes,
+        "read_turn",
+        acting.reading(lambda text: [ToolCall("now", {})] if len(text) % 3 else []),
     )
     config = acting_config("Moody", "isobit.starter.tasks:correct_answer")
     assert train(config, silent()).tokens_differing == 0
@@ -178,9 +179,11 @@ def test_a_run_goes_on_with_tools_that_fail(
     acting_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["hang", "die", "flood", "control", "lie", "write_everywhere", "fail"]
-    calls = [tool_calls.ToolCall(name, {}) for name in names]
+    calls = [ToolCall(name, {}) for name in names]
     turns = iter(range(10**6))
-    monkeypatch.setitem(tool_calls._PARSERS, "plain", lambda _: [calls[next(turns) % len(calls)]])
+    monkeypatch.setattr(
+        episodes, "read_turn", acting.reading(lambda _: [calls[next(turns) % len(calls)]])
+    )
     hostile = {"class": f"{TOOLS}:Hostile", "max_turns": 3, "deadline_s": 1.0}
     config = acting_config(
         environment=hostile, reward="isobit.starter.tasks:correct_answer",

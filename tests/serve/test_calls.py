@@ -40,6 +40,16 @@ def form(calls: ToolFormat | None, **asked: Any) -> ChatForm:
         ("llama3", f"x<|python_tag|>{ADD}", "x", 1),
         ("llama3", '{"answer": 3}', None, 0),
         ("llama3", f"so {ADD}", None, 0),
+        (
+            "hermes",
+            f"<think><tool_call>{ADD}</tool_call></think> Hm <tool_call>{ADD}",
+            f"<think><tool_call>{ADD}</tool_call></think> Hm",
+            1,
+        ),
+        ("hermes", f"[THINK]<tool_call>{ADD}</tool_call>", None, 0),
+        ("hermes", f"<tool_call>{ADD.replace('add', 'sub')}</tool_call>", None, 0),
+        ("llama3", f"<think>{ADD}</think>\n{ADD}", f"<think>{ADD}</think>", 1),
+        ("llama3", '{"name": "Copper", "mass": 63}', None, 0),
         (None, f"<tool_call>{ADD}</tool_call>", None, 0),
     ],
 )
@@ -66,6 +76,26 @@ def test_pieces_say_what_the_whole_says(
         listed = last["delta"].get("tool_calls", [])
         assert listed == [{"index": at, **call} for at, call in enumerate(found)]
         assert last["finish_reason"] == whole["finish_reason"]
+
+
+def test_thinking_that_the_prompt_has_begun_has_no_calls() -> None:
+    draft = f"<tool_call>{ADD}</tool_call>"
+    for text, count in ((draft, 0), (f"{draft}</think>{draft}", 1)):
+        for pieces in ([text], [*text]):
+            made, question = form("hermes"), Question("assistant\n<think>\n", (1,))
+            told = [made.delta(question, Part(0, piece)) for piece in pieces]
+            told.append(made.delta(question, Part(0, finish_reason="stop")))
+            calls = [one for piece in told for one in piece["delta"].get("tool_calls", [])]
+            said = "".join(piece["delta"].get("content", "") for piece in told)
+            assert (len(calls), said) == (count, text[: -len(draft)] if count else text)
+
+
+def test_tools_of_any_form_are_no_error() -> None:
+    for tools in ([{"x": 1}], [{"name": "add"}], [{"function": 5}]):
+        made = form("hermes", tools=tools)
+        part = Part(0, f"<tool_call>{ADD}</tool_call>", finish_reason="stop")
+        named = tools == [{"name": "add"}]
+        assert bool(made.choice(Question("x", (1,)), part)["message"].get("tool_calls")) == named
 
 
 def test_an_answer_that_is_cut_off_has_its_calls_and_says_so() -> None:

@@ -35,6 +35,7 @@ from isobit.data.prompts import (
     ASSISTANT,
     Noticed,
     TooLong,
+    all_unlearnt,
     chat_messages,
     encodable,
     is_templated,
@@ -134,6 +135,40 @@ Turn: TypeAlias = tuple[Row, Answer]
 """A prompt, and the assistant's answer."""
 Answered: TypeAlias = tuple[Row, Answer, Answer]
 """A prompt with the better and the worse answer."""
+_MARKS = ("weight", "loss", "trainable", "train", "training", "loss_mask", "step_loss_mask")
+"""Keys of messages that say whether they are learnt, by 0 and 1, or false and true: OpenAI's,
+LLaMA-Factory's and others', the two of axolotl, verl's, slime's.
+"""
+_VALUES = {"0": False, "1": True, "false": False, "true": True}
+
+
+def _marks(message: Message) -> dict[str, bool]:
+    """The keys that say whether a message is learnt; other values, such as fractions, say
+    something else.
+    """
+    shown = {key: str(message[key]).lower().removesuffix(".0") for key in _MARKS if key in message}
+    return {key: _VALUES[value] for key, value in shown.items() if value in _VALUES}
+
+
+def _without_marks(message: Message) -> Message:
+    marks = _marks(message)
+    return {key: value for key, value in message.items() if key not in marks} if marks else message
+
+
+def _read_marks(
+    row: Row, answers: Sequence[Answer], noticed: Noticed
+) -> tuple[Row, list[Answer], bool]:
+    """A row and answers to it without the keys of ``_MARKS``, and whether they are learnt."""
+    if not isinstance(row.prompt, str):
+        for message in row.prompt:
+            marks = _marks(message)
+            if message["role"] != ASSISTANT and marks and all(marks.values()):
+                noticed.wanted.add(message["role"])
+        row = replace(row, prompt=tuple(map(_without_marks, row.prompt)))
+    is_learnt = all(all(_marks(one).values()) for one in answers if not isinstance(one, str))
+    noticed.unlearnt += not is_learnt
+    plain = [one if isinstance(one, str) else _answer(_without_marks(one)) for one in answers]
+    return row, plain, is_learnt
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +206,12 @@ def build_examples(
     conversation without a turn of the assistant, and, depending on ``too_long``, for an example
     that is longer than ``config.max_tokens`` or the model's context.
     """
-    too_long = too_long or TooLong(config.too_long)
+    too_long, noticed = too_long or TooLong(config.too_long), noticed or Noticed()
     turns = source if isinstance(source, Sequence) else iter_turns(source)
-    rows, completions = zip(*turns, strict=True)
+    read = [_read_marks(row, [answer], noticed) for row, answer in turns]
+    rows = [row for row, *_ in read]
+    completions = [answer for _, (answer,), _ in read]
+    noticed.note_keys([one for one in completions if not isinstance(one, str)], tokenizer)
     prompts = prompts_of_rows(
         name, rows, tokenizer, config, noticed=noticed, continues=False, first=first
     )
@@ -182,7 +220,10 @@ def build_examples(
         for prompt, row, completion in zip(prompts, rows, completions, strict=True)
     ]
     examples = []
-    for prompt, row, tokens in zip(prompts, rows, token_ids(texts, tokenizer), strict=True):
+    ids_of = token_ids(texts, tokenizer)
+    for prompt, (row, _, is_learnt), tokens in zip(prompts, read, ids_of, strict=True):
+        if not is_learnt:
+            continue
         ids = _ended(tokens, tokenizer, stop_token_ids)
         example = Example(prompt, ids)
         problem = length_problem(example.tokens, config, context_tokens)
@@ -191,8 +232,15 @@ def build_examples(
             f"its completion, {problem} it (data.too_long = 'drop' drops all of them)"
         ):
             examples.append(example)
-    too_long.check_left(name, examples)
+    _check_left(name, examples, too_long, noticed)
     return examples
+
+
+def _check_left(name: str, kept: Sequence[Any], too_long: TooLong, noticed: Noticed) -> None:
+    """Raise ``DataError`` if nothing is left of a set that was not built in parts."""
+    too_long.check_left(name, kept)
+    if not kept and noticed.unlearnt and not too_long.in_parts:
+        raise all_unlearnt(name)
 
 
 def iter_turns(source: ExampleSource) -> Iterator[Turn]:
@@ -360,16 +408,22 @@ def build_pairs(
     answers, and, depending on ``too_long``, for a conversation that is longer than
     ``config.max_tokens`` or the model's context.
     """
-    too_long = too_long or TooLong(config.too_long)
-    found = list(source if isinstance(source, Sequence) else iter_answered(source))
+    too_long, noticed = too_long or TooLong(config.too_long), noticed or Noticed()
+    answered = source if isinstance(source, Sequence) else iter_answered(source)
+    found = [_read_marks(row, both, noticed) for row, *both in answered]
     rows = [row for row, *_ in found]
+    answers = [(row, answer) for row, both, _ in found for answer in both]
+    noticed.note_keys([one for _, one in answers if not isinstance(one, str)], tokenizer)
     prompts = prompts_of_rows(
         name, rows, tokenizer, config, noticed=noticed, continues=False, first=first
     )
-    answers = [(row, answer) for row, *both in found for answer in both]
     ids = conversation_ids(answers, tokenizer, config)
     pairs = []
-    for prompt, row, chosen, rejected in zip(prompts, rows, ids[::2], ids[1::2], strict=True):
+    for prompt, (row, _, is_learnt), chosen, rejected in zip(
+        prompts, found, ids[::2], ids[1::2], strict=True
+    ):
+        if not is_learnt:
+            continue
         longest = max(len(chosen), len(rejected))
         problem = length_problem(longest, config, context_tokens)
         if problem is None or too_long.keeps(
@@ -377,7 +431,7 @@ def build_pairs(
             "(data.too_long = 'drop' drops all of them)"
         ):
             pairs.append(Pair(prompt, chosen, rejected))
-    too_long.check_left(name, pairs)
+    _check_left(name, pairs, too_long, noticed)
     return pairs
 
 

@@ -22,6 +22,7 @@ from isobit.data.tokenizer import (
     most_characters,
     quoted,
     quoted_values,
+    reads_key,
     rendered,
     token_ids,
     unmarked,
@@ -123,6 +124,12 @@ class Noticed:
     """Rows with tools, of which the chat template says nothing."""
     unread_calls: int = 0
     """Rows with calls of tools that the chat template does not write."""
+    unread_keys: set[str] = field(default_factory=set)
+    """Keys of messages that are not read."""
+    unlearnt: int = 0
+    """Answers that the data marks as not to be learnt (``isobit.data.examples``)."""
+    wanted: set[str] = field(default_factory=set)
+    """Roles, other than the assistant's, of messages that the data marks as to be learnt."""
 
     def lines(self, name: str) -> list[str]:
         """A line for each, about the set ``name``."""
@@ -149,7 +156,35 @@ class Noticed:
                 f"{name}: {self.unread_calls} of {self.rows} prompts have calls of tools that the "
                 "tokenizer's chat template does not write: the model does not see them"
             )
+        if self.unread_keys:
+            found.append(
+                f"{name}: messages have keys that neither Isobit nor the chat template reads: "
+                f"{', '.join(map(repr, sorted(self.unread_keys)))}"
+            )
+        if self.unlearnt:
+            found.append(
+                f"{name}: {self.unlearnt} answers are marked as not to be learnt: left out"
+            )
+        if self.wanted:
+            roles = ", ".join(map(repr, sorted(self.wanted)))
+            found.append(
+                f"{name}: messages of {roles} are marked as to be learnt, but only answers of the "
+                "assistant are"
+            )
         return found
+
+    def note_keys(self, messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Note the keys of messages that are rendered which nobody reads."""
+        said = (key for one in messages for key, value in one.items() if value not in _NOTHING)
+        for key in set(said) - _READ - self.unread_keys:
+            if not reads_key(tokenizer, key):
+                self.unread_keys.add(key)
+
+
+_READ = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "function_call"})
+"""Keys of messages that every chat knows, or that a line of their own is for."""
+_NOTHING = ("", [], {})
+"""What a key may have without saying anything."""
 
 
 def build_prompts(
@@ -257,6 +292,7 @@ def _notice(
             noticed.quoted_arguments += any(one not in unmarked(text) for one in arguments)
             names = [str(call.get("name")) for one in row.prompt for call in calls_of(one)]
             noticed.unread_calls += any(name not in unmarked(text) for name in names)
+            noticed.note_keys(row.prompt, tokenizer)
 
 
 def drop_evaluated(
@@ -283,6 +319,14 @@ def check_any_left(name: str, kept: Sized, dropped: int, too_long: TooLong | Non
         )
     if too_long is not None:
         replace(too_long, in_parts=False).check_left(name, kept)
+    raise all_unlearnt(name)
+
+
+def all_unlearnt(name: str) -> DataError:
+    return DataError(
+        f"all answers of {name} are marked as not to be learnt; drop the set, or the marks "
+        "(docs/conversations.md)"
+    )
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, continues: bool) -> str:

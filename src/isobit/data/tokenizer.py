@@ -114,6 +114,13 @@ def mentions(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
         return True
 
 
+def reads_key(tokenizer: PreTrainedTokenizerBase, key: str) -> bool:
+    """Whether a chat template may read the key of messages: as an attribute or in quotes."""
+    quoted = (f"'{key}'", f'"{key}"')
+    written = any(one in template for template in _templates(tokenizer) for one in quoted)
+    return written or mentions(tokenizer, key)
+
+
 _TEMPLATES = ("tokenizer_config.json", "*chat_template*", "additional_chat_templates/*")
 
 

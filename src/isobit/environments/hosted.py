@@ -9,6 +9,7 @@ The second has a client for a model whose answers are the turns that the engine 
 all messages up to there; those that are new are what it says behind the last turn.
 """
 
+import ast
 import asyncio
 import importlib
 import inspect
@@ -16,11 +17,13 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
 
+from isobit.environments.given import EnvironmentReward, unpacked_environment
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 from isobit.util.errors import ToolError
 from isobit.util.user_code import describe_missing, run_file
@@ -63,6 +66,8 @@ class Start:
     memory_bytes: int
     most_characters: int
     """Of a result; the rest is cut off."""
+    packed: bytes = b""
+    """The class, where it was given from Python (``isobit.environments.given``)."""
 
 
 def load_class(place: str) -> type:
@@ -126,7 +131,11 @@ class HostedClass:
     """A class whose public methods are tools."""
 
     def __init__(self, start: Start) -> None:
-        self._class, self._start = load_class(start.place), start
+        self._start, self._rewards = start, ()
+        if start.packed:
+            self._class, self._rewards = unpacked_environment(start.packed)
+        else:
+            self._class = load_class(start.place)
         said = self._class._prepare(**start.options) if hasattr(self._class, "_prepare") else None
         self._note = said if isinstance(said, str) else ""
 
@@ -135,21 +144,25 @@ class HostedClass:
         opens = reset is not None and _may_speak(reset)
         rewards = ("reward", "turn_reward")
         gives = {f"has_{name}": hasattr(self._class, f"get_{name}") for name in rewards}
+        gives["has_reward"] |= bool(self._rewards)
         return {"ready": schemas_of(self._class), **gives, "opens": opens, "note": self._note}
 
     def open(self) -> "Instance":
-        return Instance(self._class, self._start)
+        return Instance(self._class, self._start, self._rewards)
 
 
 class Instance:
     """An instance of such a class."""
 
-    def __init__(self, cls: type, start: Start) -> None:
-        self._class, self._most = cls, start.most_characters
+    def __init__(self, cls: type, start: Start, rewards: Sequence[EnvironmentReward] = ()) -> None:
+        """``rewards`` are asked in place of ``get_reward``, and added up."""
+        self._class, self._most, self._rewards = cls, start.most_characters, rewards
+        self._columns: Mapping[str, Any] = {}
         self._instance: Any = cls(**start.options)
 
     def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What ``reset`` returns is text for the prompt."""
+        self._columns = columns
         reset = getattr(self._instance, "reset", None)
         said = None if reset is None else _awaited(reset(**_taken(reset, columns)))
         if reset is None or said is None or said == "":
@@ -168,7 +181,17 @@ class Instance:
             answer = {"results": self._results(turn.calls)}
             if hasattr(self._class, "get_turn_reward"):
                 answer |= self._reward("turn_reward", self._instance.get_turn_reward)
-        return answer | (self._reward("reward", self._instance.get_reward) if wants_reward else {})
+        get = self._total if self._rewards else getattr(self._instance, "get_reward", None)
+        return answer | (self._reward("reward", get) if wants_reward and get else {})
+
+    def _total(self) -> Any:
+        lists = {name: [value] for name, value in self._columns.items() if name != "environments"}
+        found = [
+            _awaited(one(environments=[self._instance], **_taken(one, lists)))
+            for one in self._rewards
+        ]
+        values = [value for (value,) in found]
+        return values[0] if len(values) == 1 else sum(values)
 
     def _results(self, calls: Sequence[Call]) -> list[list[str]]:
         """In the order of the calls; of tools that are coroutines, those in a row run at once."""
@@ -271,17 +294,44 @@ def _text_of(value: Any) -> str:
     return str.encode(text, "utf-8", "replace").decode()
 
 
+CLASSIC, TASKSET = "load_environment", "__all__"
+"""What an environment of verifiers 0.2 and 0.3 defines, and a taskset of 0.4."""
+
+
+def defines(place: str, name: str) -> bool:
+    """Whether a file, or an installed package, defines or imports ``name``, without running it."""
+    try:
+        if not place.endswith(".py"):
+            found = find_spec(place.replace("-", "_"))
+            place = (found and found.origin) or ""
+        body = ast.parse(Path(place).read_bytes()).body
+    except (OSError, ValueError, SyntaxError, ImportError, RecursionError):
+        return False
+    named = set[str]()
+    for one in body:
+        match one:
+            case ast.FunctionDef(name=known) | ast.AsyncFunctionDef(name=known):
+                named.add(known)
+            case ast.ImportFrom(names=names):
+                named.update(alias.asname or alias.name for alias in names)
+            case ast.Assign(targets=targets):
+                named.update(target.id for target in targets if isinstance(target, ast.Name))
+    return name in named
+
+
 def load_verifiers(place: str, options: Mapping[str, Any]) -> Any:
     """The environment of an installed package, or of a file with ``load_environment``.  Raises
     ToolError.
     """
     if place.endswith(".py") and not Path(place).is_file():
         raise ToolError(f"there is no file {place} of an environment")
+    is_taskset = defines(place, TASKSET) and not defines(place, CLASSIC)
     try:
         load_environment = importlib.import_module("verifiers").load_environment
     except (ImportError, AttributeError) as error:
+        extra = "verifiers-classic" if defines(place, CLASSIC) else "verifiers"
         raise ToolError(
-            "an environment of verifiers needs the package: pip install 'isobit[verifiers]' "
+            f"an environment of verifiers needs the package: pip install 'isobit[{extra}]' "
             f"({error})"
         ) from error
     try:
@@ -291,6 +341,11 @@ def load_verifiers(place: str, options: Mapping[str, Any]) -> Any:
         return run_file(Path(place), name).load_environment(**options)
     except (Exception, SystemExit) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
+        if is_taskset:
+            what += (
+                "; it is a taskset of verifiers 0.4, and an older one is installed: pip install "
+                "'verifiers>=0.4,<0.5'"
+            )
         raise ToolError(f"the environment {place!r} cannot be loaded: {what}") from error
 
 

@@ -16,6 +16,7 @@ episode, whose reward is that of its last turn.
 
 import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -26,10 +27,17 @@ from urllib.request import urlopen
 
 from isobit.environments.hosted import Call, Start, Turn, rewarded, told
 from isobit.rewards.outcome import outcome_of
-from isobit.util.errors import ToolError
+from isobit.util.errors import ToolError, shown
 
 _LARGEST_MESSAGE = 64 << 20
 """Bytes of an observation, before it is cut."""
+_MOST_TOOLS = 256
+_LARGEST_TOOLS = 1 << 20
+"""Characters of the schemas of all tools, as JSON."""
+_DEEPEST = 64
+"""Levels of a schema."""
+_NAME = re.compile(r"[\w./-]{1,128}", re.ASCII)
+"""A name of MCP."""
 _PATIENCE = 0.5
 """Of the deadline, for a server that is not there yet or has no session free."""
 _PAUSE_S = 0.2
@@ -107,7 +115,8 @@ class Connection:
             case {"type": "error", "data": {"code": str(code), **rest}}:
                 if code in _OBJECTIONS:
                     raise ObjectionError(_objection(rest))
-                why = f"the server at {self._address} says {code}: {rest.get('message')}"
+                said = f"{shown(code)}: {shown(rest.get('message'))}"
+                why = f"the server at {self._address} says {said}"
                 raise LostEpisodeError(_FAILURES.get(code, "protocol"), why + _advice(code, rest))
         why = f"the server at {self._address} answers {kind} with no observation: {received!r:.200}"
         raise LostEpisodeError("protocol", why)
@@ -125,16 +134,20 @@ def _observed(seen: Mapping[str, Any], rest: Mapping[str, Any]) -> Observed | No
     reward, done = rest.get("reward"), rest.get("done", False)
     if not isinstance(reward, int | float | None) or not isinstance(done, bool):
         return None
-    return Observed(seen, float(reward or 0), done)
+    try:
+        return Observed(seen, float(reward or 0), done)
+    except OverflowError:  # of an integer
+        return None
 
 
 def _objection(data: Mapping[str, Any]) -> str:
     """The message of an error, with what is wrong with an action's fields."""
     errors = data.get("errors")
     wrong = [
-        f"{'.'.join(map(str, one.get('loc') or ()))}: {one.get('msg')}"
+        f"{'.'.join(map(str, place if isinstance(place, list) else [place]))}: {one.get('msg')}"
         for one in (errors if isinstance(errors, list) else ())
         if isinstance(one, dict)
+        for place in [one.get("loc") or []]
     ]
     return "; ".join(wrong) or str(data.get("message"))
 
@@ -190,7 +203,7 @@ class HostedOpenEnv:
             ) from error
         connection.close()
         listed = found.observation.get("tools")
-        return [_tool(one) for one in listed] if isinstance(listed, list) else []
+        return _tools(listed) if isinstance(listed, list) else []
 
     def _step(self) -> dict[str, Any]:
         """The tool of a server that lists none: its action."""
@@ -208,15 +221,67 @@ class HostedOpenEnv:
         described = schema.get("description") or "Act in the environment."
         kept = {name: schema[name] for name in ("required", "$defs") if name in schema}
         parameters = {"type": "object", "properties": properties, **kept}
-        return {"name": "step", "description": described, "parameters": parameters}
+        (found,) = _tools([{"name": "step", "description": described, "input_schema": parameters}])
+        return found
+
+
+def _tools(listed: Sequence[Any]) -> list[dict[str, Any]]:
+    """The tools that a server lists.  Raises ToolError for what no model can be told of."""
+    if len(listed) > _MOST_TOOLS:
+        raise ToolError(
+            f"the OpenEnv server lists {len(listed):,} tools; a model is told of at most "
+            f"{_MOST_TOOLS}"
+        )
+    found = [_tool(one) for one in listed]
+    names = [one["name"] for one in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ToolError(f"the OpenEnv server lists the tool {twice[0]!r} more than once")
+    size = len(json.dumps(found, ensure_ascii=False))
+    if size > _LARGEST_TOOLS:
+        raise ToolError(
+            f"the descriptions and schemas of the OpenEnv server's tools have {size:,} characters; "
+            f"a model is told of at most {_LARGEST_TOOLS:,}"
+        )
+    return found
 
 
 def _tool(listed: Any) -> dict[str, Any]:
     match listed:
         case {"name": str(name), "input_schema": dict(schema)}:
-            described = str(listed.get("description") or "")
-            return {"name": name, "description": described, "parameters": schema}
-    raise ToolError(f"the OpenEnv server lists a tool without a name or schema: {listed!r:.200}")
+            pass
+        case _:
+            raise ToolError(
+                f"the OpenEnv server lists a tool without a name or schema: {listed!r:.200}"
+            )
+    if not _NAME.fullmatch(name):
+        raise ToolError(
+            f"the OpenEnv server lists a tool with the name {name!r:.80}; a name has 1 to 128 "
+            "letters, digits, and signs of '_-./'"
+        )
+    described = listed.get("description") or ""
+    problem = _problem(schema) if isinstance(described, str) else "its description is no text"
+    if problem:
+        raise ToolError(f"the tool {name!r} of the OpenEnv server cannot be used: {problem}")
+    return {"name": name, "description": described, "parameters": schema}
+
+
+def _problem(schema: Mapping[str, Any]) -> str:
+    """What is wrong with the JSON schema of a tool's arguments; empty if nothing is."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if schema.get("type", "object") != "object":
+        return f"its arguments are of the type {schema['type']!r:.40}, and not an object"
+    if not isinstance(properties, dict) or not all(
+        isinstance(one, dict | bool) for one in properties.values()
+    ):
+        return f"'properties' of its schema is {properties!r:.40}, and not a table of schemas"
+    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+        return f"'required' of its schema is {required!r:.40}, and not a list of names"
+    level, depth = [schema], 0
+    while level and depth <= _DEEPEST:
+        inside = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for some in inside for one in some if isinstance(one, dict | list)]
+        depth += 1
+    return f"its schema has more than {_DEEPEST} levels" if level else ""
 
 
 def _opened(start: Start, kind: str, data: Mapping[str, Any]) -> tuple[Connection, Observed]:
@@ -302,7 +367,9 @@ def _result(observation: Mapping[str, Any], most: int) -> list[str]:
             return ["error", message[:most]]
         case {"tool_name": _, "result": {"content": list(parts), **rest}}:
             texts = [
-                one["text"] for one in parts if isinstance(one, dict) and one.get("type") == "text"
+                one.get("text", "")
+                for one in parts
+                if isinstance(one, dict) and one.get("type") == "text"
             ]
             found = told("\n".join(map(str, texts)) if texts else rest.get("data"), most)
             return ["error", found[1]] if rest.get("is_error") is True else found

@@ -20,6 +20,7 @@ from time import monotonic
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
+from isobit.environments.given import packed_environment
 from isobit.environments.hosted import Start, Turn
 from isobit.records.text import Message
 from isobit.rewards.outcome import LARGEST, Failure, frame
@@ -129,6 +130,7 @@ class Environments(Generic[Key]):
             config.deadline_s,
             config.memory_mib << 20,
             most_characters,
+            packed_environment(config.place),
         )
         self._deadline_s, self._at_once = config.deadline_s, config.at_once
         self._is_capped = config.openenv is not None

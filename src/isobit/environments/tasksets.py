@@ -21,7 +21,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from isobit.environments.hosted import Conversation, Start, Turn, load_verifiers, rewarded
+from isobit.environments.hosted import (
+    CLASSIC,
+    Conversation,
+    Start,
+    Turn,
+    defines,
+    load_verifiers,
+    rewarded,
+)
 from isobit.rewards.outcome import outcome_of
 from isobit.util.errors import ToolError
 
@@ -68,6 +76,12 @@ def load_taskset(place: str, options: Mapping[str, Any]) -> Any:
         raise
     except (Exception, SystemExit) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
+        if defines(place, CLASSIC):
+            raise ToolError(
+                f"{place!r} has load_environment, so it is an environment of verifiers 0.2 or 0.3; "
+                "what is installed runs tasksets of 0.4: pip install 'isobit[verifiers-classic]' "
+                f"(verifiers<0.4), or write it as a taskset (docs/environments.md) ({what})"
+            ) from error
         raise ToolError(f"the taskset {place!r} cannot be loaded: {what}") from error
 
 

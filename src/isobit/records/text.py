@@ -41,6 +41,17 @@ CUT: tuple[FinishReason, ...] = ("length", "turns", "time", "failed")
 """What ends a completion before its model has ended it."""
 
 
+THINK = re.compile(r"<think(?:ing)?>|\[THINK\]")
+THOUGHT = re.compile(r"</think(?:ing)?>|\[/THINK\]")
+"""Where a model's thinking begins and ends, which is neither graded nor searched for calls."""
+
+
+def ends_in_thinking(prompt: str) -> bool:
+    """Whether the chat template has begun the thinking at the end of the prompt."""
+    last = prompt[-20:].rstrip()
+    return any(one.end() == len(last) for one in THINK.finditer(last))
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem, rendered and tokenised.
@@ -297,8 +308,8 @@ def read_prompt(value: Any, place: str) -> str | Messages:
     value = written_messages(value) if isinstance(value, str) else _from_sharegpt(_listed(value))
     if isinstance(value, str):
         return value
-    if isinstance(value, Sequence) and value and all(map(_is_message, value)):
-        return tuple(message_of(item, place) for item in value)
+    if isinstance(value, Sequence) and any(map(_has_role, value)):
+        return tuple(message_of(one, f"{place}, message {n}") for n, one in enumerate(value, 1))
     raise DataError(
         f"{place}: expected text or a list of messages with 'role' and 'content', found "
         f"{_shown(value)}"
@@ -323,15 +334,19 @@ _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "
 
 
 def _from_sharegpt(value: Any) -> Any:
-    """Messages of the form ``{"from": "human", "value": ".."}`` in the usual one."""
+    """Messages of the form ``{"from": "human", "value": ".."}`` in the usual one, with other keys
+    as they are.
+    """
     if not isinstance(value, list) or not value:
         return value
     roles = {**_SHAREGPT, "system": "system"}
-    if not all(isinstance(one, Mapping) and one.keys() == {"from", "value"} for one in value):
+    if not all(isinstance(one, Mapping) and one.keys() >= {"from", "value"} for one in value):
         return value
-    if not all(one["from"] in roles for one in value):
+    if not all(one["from"] in roles and not {"role", "content"} & one.keys() for one in value):
         return value
-    return [{"role": roles[one["from"]], "content": one["value"]} for one in value]
+    names = {"from": "role", "value": "content"}
+    plain = ({**one, "from": roles[one["from"]]} for one in value)
+    return [{names.get(key, key): content for key, content in one.items()} for one in plain]
 
 
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{.*["']role["']\s*:""", re.DOTALL)
@@ -348,27 +363,78 @@ def written_messages(text: str) -> str | list[Any]:
             found = read(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        if isinstance(found, list) and found and all(map(_is_message, found)):
+        if isinstance(found, list) and found and all(map(_has_role, found)):
             return found
     return text
 
 
-def message_of(item: Message, place: str) -> dict[str, Any]:
-    """A message with every field that is not null, and its content as one text."""
+def message_of(item: Any, place: str) -> dict[str, Any]:
+    """A message with every field that is not null, its content as one text, and its calls of tools
+    with arguments that are a table or the JSON text of one.  An empty list of parts or calls is
+    left out.
+
+    Raises ``DataError``, naming ``place``, for anything else, and for a message that says nothing.
+    """
+    if not _has_role(item):
+        raise DataError(
+            f"{place}: expected a message with 'role' and 'content', found {_shown(item)}"
+        )
     fields = {name: value for name, value in item.items() if value is not None}
+    if "function_call" in fields:  # OpenAI's older form
+        fields.setdefault("tool_calls", [{"type": "function", "function": fields["function_call"]}])
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _read_calls(fields["tool_calls"], place)
+    for name in ("content", "tool_calls"):
+        if _is_list(fields.get(name)) and not fields[name]:
+            del fields[name]
     if "content" in fields:
-        fields["content"] = message_text(fields["content"], place)
+        content = fields["content"]
+        if not isinstance(content, str) and not _is_parts(content):
+            raise DataError(
+                f"{place}: expected text or a list of parts as 'content', found {_shown(content)}"
+            )
+        fields["content"] = message_text(content, place)
+    elif not any(value for name, value in fields.items() if name != "role"):
+        raise DataError(
+            f"{place}: the message says nothing: it has neither 'content' nor calls of tools, "
+            f"found {_shown(item)}"
+        )
     return fields
 
 
-def _is_message(item: Any) -> bool:
-    """Whether it has a role, and content or something else to say, such as calls of tools."""
-    if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
-        return False
-    content = item.get("content")
-    if content is None:
-        return any(value for name, value in item.items() if name != "role")
-    return isinstance(content, str) or _is_parts(content)
+def _has_role(item: Any) -> bool:
+    return isinstance(item, Mapping) and isinstance(item.get("role"), str)
+
+
+def _read_calls(value: Any, place: str) -> list[dict[str, Any]]:
+    """The calls of tools in a message."""
+    calls = _from_json(value)
+    if calls is None or calls == "":
+        return []
+    if not _is_list(calls):
+        raise DataError(f"{place}: expected a list as 'tool_calls', found {_shown(value)}")
+    return [_read_call(call, f"{place}, tool call {n}") for n, call in enumerate(calls, 1)]
+
+
+def _read_call(call: Any, place: str) -> dict[str, Any]:
+    """A call, whose arguments are {} where they are missing, null or empty text."""
+    is_wrapped = isinstance(call, Mapping) and "function" in call
+    function = call["function"] if is_wrapped else call
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise DataError(
+            f"{place}: expected {{'type': 'function', 'function': {{'name': '..', 'arguments': "
+            f"{{..}}}}}}, found {_shown(call)}"
+        )
+    given = function.get("arguments", function.get("parameters"))
+    read = (_from_json(given) if given.strip() else None) if isinstance(given, str) else given
+    if read is not None and not isinstance(read, Mapping):
+        raise DataError(
+            f"{place}: the arguments of {name!r} are a table or its JSON text, found "
+            f"{_shown(given)}"
+        )
+    made = {**function, "arguments": {} if read is None else given}
+    return {**call, "function": made} if is_wrapped else made
 
 
 def _is_parts(content: Any) -> bool:

@@ -252,9 +252,16 @@ def recognise(
         return VerlReward(function, name, options)
     if {"prompt", "completion"} <= names:
         return IsobitReward(function, name, options)
+    hint = ""
+    if "environments" in names:
+        hint = (
+            "; the objects of episodes are in processes of their own: make it their method "
+            'get_reward(self), with reward.function = "environment", or give it to isobit.train '
+            "with environment=CLASS"
+        )
     raise RewardError(
         f"the reward {name!r} takes ({', '.join(map(str, parameters.values()))}), which is no form "
-        f"of a reward; {FORMS}"
+        f"of a reward; {FORMS}{hint}"
     )
 
 

@@ -161,7 +161,7 @@ _GIVEN: WeakValueDictionary[str, GivenReward] = WeakValueDictionary()
 
 def give_reward(function: Callable[..., Any]) -> GivenReward:
     """The reward with its name for the configuration; the caller must hold it during the run."""
-    place = _place_of(function)
+    place = place_of(function) if isinstance(function, FunctionType) else None
     if place is not None:
         return GivenReward(function, place)
     label = re.sub(r"\W", "", str(getattr(function, "__name__", type(function).__name__)))
@@ -205,10 +205,12 @@ def unpack_reward(name: str, packed: bytes) -> GivenReward:
     return made
 
 
-def _place_of(function: Callable[..., Any]) -> str | None:
-    """``module:function`` if a new process can import this very object by that name."""
+def place_of(function: Callable[..., Any]) -> str | None:
+    """``module:name`` of a function or class if a new process can import this very object by that
+    name.
+    """
     module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
-    if not isinstance(function, FunctionType) or module in (None, "__main__"):
+    if not isinstance(function, FunctionType | type) or module in (None, "__main__"):
         return None
     if getattr(sys.modules.get(module), name, None) is not function:
         return None

@@ -45,21 +45,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import EnvironmentConfig, ToolFormat
+from isobit.data.continuation import Continuation, messages_of
 from isobit.data.tokenizer import most_characters, token_ids
-from isobit.data.tool_calls import (
-    MARKS,
-    Continuation,
-    MalformedCall,
-    Parsed,
-    calls_begin,
-    messages_of,
-    parse_tool_calls,
-)
+from isobit.data.tool_calls import MalformedCall, Parsed, Said, read_turn
 from isobit.environments.hosted import Call, Turn
 from isobit.environments.pool import Answer, Environments, KnownAnswers, Opening, Result
 from isobit.parallel.world import World
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import Completion, Episode, FinishReason
+from isobit.records.text import Completion, Episode, FinishReason, ends_in_thinking
 from isobit.rewards.outcome import Failure
 from isobit.rollout.engine import (
     EngineStats,
@@ -80,6 +73,8 @@ from isobit.util.errors import shown
 _TICK_S = 0.1
 """Of a rollout that only waits for tools."""
 _CUT = " [cut]"
+_TAIL = 20
+"""Tokens ahead of a turn that are looked at for the beginning of thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +87,13 @@ class Tools:
     note: str = ""
     """What the environment says of itself."""
 
+    @property
+    def names(self) -> list[str]:
+        return [schema["function"]["name"] for schema in self.schemas]
+
     def describe(self) -> str:
         """A line for the start of a run."""
-        names = ", ".join(shown(schema["function"]["name"]) for schema in self.schemas) or "none"
+        names = ", ".join(map(shown, self.names)) or "none"
         note = f"; {self.note}" if self.note else ""
         return f"tools: {names}; calls in the format {self.form} (environment.format){note}"
 
@@ -319,13 +318,16 @@ class Episodes:
         turn = cut(decode(self._tokenizer, spoken, special=True), stops)
         episode.text = cut(decode(self._tokenizer, spoken, shown), stops)
         episode.turns.append(turn)
+        ahead = completion.sequence.token_ids[max(0, before - _TAIL) : before].tolist()
+        is_thinking = ends_in_thinking(decode(self._tokenizer, ahead, special=True))
         if self._environments.leads and completion.finish_reason in ("stop", "length"):
-            self._follow(handle, turn, completion.finish_reason == "length")
+            said = self._read(turn, is_thinking) if self._tools.schemas else Said(turn, [])
+            self._follow(handle, said, completion.finish_reason == "length")
             return
         if completion.finish_reason != "stop":
             self._finish(handle, completion.finish_reason)
             return
-        episode.parsed = parse_tool_calls(turn, self._tools.form)
+        episode.parsed = self._read(turn, is_thinking).calls
         if not episode.parsed:
             self._finish(handle, "stop")
         elif len(episode.turns) >= self._config.max_turns:
@@ -338,14 +340,14 @@ class Episodes:
             else:
                 self._answered_at_once.append((handle, Answer()))
 
-    def _follow(self, handle: Handle, turn: str, is_cut: bool) -> None:
+    def _read(self, turn: str, is_thinking: bool) -> Said:
+        return read_turn(turn, self._tools.form, self._tools.names, is_thinking)
+
+    def _follow(self, handle: Handle, said: Said, is_cut: bool) -> None:
         """Tell an environment that leads of a turn, whose calls all can be read or are text."""
-        episode, form = self._open[handle], self._tools.form
-        parsed = parse_tool_calls(turn, form) if self._tools.schemas else []
-        calls = _runnable(parsed)
-        calls = calls if len(calls) == len(parsed) else []
-        cut_at = calls_begin(turn, form, is_start=True) if calls and form in MARKS else None
-        text = episode.text if cut_at is None else turn[:cut_at]
+        episode, calls = self._open[handle], _runnable(said.calls)
+        calls = calls if len(calls) == len(said.calls) else []
+        text = said.text if calls else episode.text
         episode.said.append(Turn(calls, text, is_cut))
         episode.is_over = is_cut or len(episode.turns) >= self._config.max_turns
         episode.finish_reason = "length" if is_cut else "turns" if episode.is_over else "stop"

@@ -12,14 +12,15 @@ that a choice of L tokens is put through about 3 L times altogether.
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import ceil
 from typing import Any, Protocol
 
 from isobit.config.data import ToolFormat
-from isobit.data.tool_calls import ToolCall, calls_begin, parse_tool_calls
+from isobit.data.tool_calls import Parsed, ToolCall, TurnReader, names_of
+from isobit.records.text import ends_in_thinking
 from isobit.rollout.engine import Handle, Request, SampleEvent
 from isobit.rollout.scoring import Scored, Scoring
 from isobit.serve.engine import (
@@ -174,10 +175,9 @@ class ChatForm:
     ) -> None:
         self._asked, self._spelling = asked, spelling
         self._calls: ToolFormat | None = calls if asked.shown_tools else None
-        self._held: dict[int, str] = {}
-        """What has not been told yet of each choice, because it may be part of a call."""
-        self._begun: set[int] = set()
-        """Choices of which some text has been told."""
+        self._tools = names_of(asked.shown_tools or ())
+        self._readers: dict[int, TurnReader] = {}
+        """Of each choice; they hold back what may be part of a call."""
 
     @property
     def reads_calls(self) -> bool:
@@ -218,15 +218,16 @@ class ChatForm:
         """The text of a part that is no call, and at the end of the choice its calls."""
         if self._calls is None:
             return part.text, []
-        text = self._held.pop(part.index, "") + part.text
-        begin = calls_begin(text, self._calls, part.index not in self._begun)
-        if begin:
-            self._begun.add(part.index)
+        if part.index not in self._readers:
+            is_thinking = ends_in_thinking(question.text)
+            self._readers[part.index] = TurnReader(self._calls, self._tools, is_thinking)
+        reader = self._readers[part.index]
+        text = reader.feed(part.text)
         if part.finish_reason is None:
-            self._held[part.index] = text[begin:]
-            return text[:begin], []
-        calls = _tool_calls(text[begin:], self._calls, f"{question.token_ids} {part.index}")
-        return (text[:begin] if calls else text), calls
+            return text, []
+        held, said = reader.held, reader.finish()
+        calls = _tool_calls(said.calls, self._tools, f"{question.token_ids} {part.index}")
+        return text + (said.text if calls else held), calls
 
     def _of_tokens(self, part: Part) -> dict[str, Any]:
         wanted = self._asked.alternatives is not None
@@ -236,16 +237,18 @@ class ChatForm:
         return found
 
 
-def _tool_calls(text: str, form: ToolFormat, answer: str) -> list[dict[str, Any]]:
-    """The calls in OpenAI's form; none where one of them cannot be read, so that all stay text.
+def _tool_calls(
+    found: Sequence[Parsed], tools: Collection[str], answer: str
+) -> list[dict[str, Any]]:
+    """The calls in OpenAI's form; none where one of them cannot be read or names none of the
+    ``tools``, so that all stay text.
 
     Their ids are a function of the ``answer`` that they stand in, because chat templates may write
     them into the next prompt; Mistral's want nine letters or digits.
     """
-    found = parse_tool_calls(text, form)
     calls = list[dict[str, Any]]()
     for place, call in enumerate(found):
-        if not isinstance(call, ToolCall):
+        if not isinstance(call, ToolCall) or call.name not in tools:
             return []
         arguments = json.dumps(call.arguments, ensure_ascii=False)
         calls.append(

@@ -25,7 +25,7 @@ from functools import lru_cache
 from math import isnan
 from typing import Any
 
-from isobit.records.text import Completion, Prompt
+from isobit.records.text import THINK, THOUGHT, Completion, Prompt, ends_in_thinking
 from isobit.rewards.outcome import count
 from isobit.util.errors import RewardError
 
@@ -43,8 +43,6 @@ FENCE = "```"
 PYTHON = frozenset({"python", "python3", "py"})
 RULES = ("boxed", "marked", "last_number")
 """Values of the option ``answer``."""
-THINK = re.compile(r"<think(?:ing)?>|\[THINK\]")
-THOUGHT = re.compile(r"</think(?:ing)?>|\[/THINK\]")
 
 
 class UnusableReferenceError(Exception):
@@ -287,18 +285,12 @@ def visible(prompt: Prompt, completion: Completion, grader: str, read_thinking: 
         return text
     ends = list(THOUGHT.finditer(text))
     opened = THINK.search(text, ends[-1].end() if ends else 0)
-    begun = opened is not None or (not ends and _ends_in_thinking(prompt.text))
+    begun = opened is not None or (not ends and ends_in_thinking(prompt.text))
     shown = text[ends[-1].end() if ends else 0 : None if opened is None else opened.start()]
     if begun and (opened is None or not shown.strip()):
         count(f"{grader}: unfinished thinking")
         return ""
     return shown
-
-
-def _ends_in_thinking(prompt: str) -> bool:
-    """Whether the chat template has begun the thinking at the end of the prompt."""
-    last = prompt[-20:].rstrip()
-    return any(last.endswith(tag) for tag in ("<think>", "<thinking>", "[THINK]"))
 
 
 def is_prose(text: str, accepted: tuple[str, ...]) -> bool:

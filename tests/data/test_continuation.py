@@ -1,0 +1,124 @@
+"""Templates that can be continued behind a turn, in tokens, and those that cannot."""
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from isobit.config.data import ChatConfig, ToolFormat
+from isobit.data.continuation import Continuation
+from isobit.data.tokenizer import special_token_ids
+from isobit.data.tool_calls import tool_format
+from isobit.util.errors import ConfigError
+from tests.data.test_chat_templates import FAMILIES, tokenizer_of
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "</s>", "<|end_of_text|>", "<|endoftext|>"),
+    *("<|end|>", "<end_of_turn>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+)
+"""Tokens that end a turn in one family or another."""
+FORMAT_OF: dict[str, ToolFormat] = {
+    **dict.fromkeys(("llama3_1", "llama3_2"), "llama3"),
+    **dict.fromkeys(("mistral_nemo", "mistral_small"), "mistral"),
+    **dict.fromkeys(("qwen2_5", "qwen3"), "hermes"),
+}
+REFUSED = {"deepseek_r1_distill", "gpt_oss"}
+
+
+def continuation(family: str, **variables: Any) -> Continuation:
+    tokenizer = tokenizer_of(family)
+    chat = ChatConfig(date=datetime(2025, 3, 7), chat_template_kwargs=variables)
+    stops = [tokenizer.get_vocab()[end] for end in ENDS if end in tokenizer.get_vocab()]
+    return Continuation(tokenizer, chat, tool_format(tokenizer, chat), TOOLS, stops)
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in REFUSED])
+def test_a_turn_goes_on_as_the_template_writes_it(family: str) -> None:
+    tokenizer, made = tokenizer_of(family), continuation(family)
+    form = FORMAT_OF.get(family, "plain")
+    assert tool_format(tokenizer, ChatConfig()) == form
+    stop = next(one for one in ENDS if one in tokenizer.get_vocab())
+    ended = tokenizer.get_vocab()[stop]
+    ids = made.token_ids(["11", "12"], ended)
+    assert "11" in tokenizer.decode(ids)
+    assert "12" in tokenizer.decode(ids)
+    behind_a_stop_string = made.token_ids(["11", "12"], None)
+    assert behind_a_stop_string[-len(ids) :] == ids
+    assert len(behind_a_stop_string) == len(ids) + 1
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in REFUSED])
+def test_a_result_cannot_spell_a_control_token(family: str) -> None:
+    tokenizer, made = tokenizer_of(family), continuation(family)
+    ended = next(tokenizer.get_vocab()[one] for one in ENDS if one in tokenizer.get_vocab())
+    special = special_token_ids(tokenizer)
+    spelt = "".join(tokenizer.convert_ids_to_tokens(sorted(special)))
+    harmless, hostile = made.token_ids(["x"], ended), made.token_ids([spelt], ended)
+    assert [one for one in hostile if one in special] == [one for one in harmless if one in special]
+
+
+def test_a_template_that_removes_thoughts_is_refused_with_what_differs() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be continued: .*<think>.* became"):
+        continuation("deepseek_r1_distill")
+    with pytest.raises(ConfigError, match="cannot be continued: it writes an answer behind"):
+        continuation("qwen3", enable_thinking=False)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_a_turn_goes_on_with_what_the_user_says(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    stops = [tokenizer.get_vocab()[end] for end in ENDS if end in tokenizer.get_vocab()]
+    chat = ChatConfig(date=datetime(2025, 3, 7))
+    if family in {*REFUSED, "qwen3"}:  # which removes the thoughts of a turn that the user answers
+        with pytest.raises(ConfigError, match=r"cannot be continued|ends an answer with none"):
+            Continuation(tokenizer, chat, "plain", [], stops, ["user"])
+        return
+    made = Continuation(tokenizer, chat, "plain", [], stops, [])
+    messages = [{"role": "user", "content": "Guess."}, {"role": "assistant", "content": "3"}]
+    more = [*messages, {"role": "user", "content": "No."}]
+    whole = str(tokenizer.apply_chat_template(more, tokenize=False, add_generation_prompt=True))
+    assert whole.endswith(str(tokenizer.decode(made.token_ids([], stops[0], ["No."]))))
+    spelt = "".join(tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer))))
+    special = special_token_ids(tokenizer)
+    found = [made.token_ids([], stops[0], [text]) for text in ("No.", spelt)]
+    assert len({tuple(one for one in ids if one in special) for ids in found}) == 1
+
+
+def test_a_template_with_another_format_is_refused() -> None:
+    with pytest.raises(ConfigError, match="calls of tools in a format that Isobit does not read"):
+        tool_format(tokenizer_of("gpt_oss"), ChatConfig())
+
+
+@pytest.mark.parametrize("begins", ["<function={{ c.function.name }}>", "<arg_key>"])
+def test_a_template_with_another_format_inside_of_hermes_tag_is_refused(begins: str) -> None:
+    """Qwen3-Coder's and GLM's."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("qwen3").backend_tokenizer)
+    tokenizer.chat_template = (
+        "{{ tools }}{% for c in messages %}<tool_call>" + begins + "{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match="calls of tools in a format that Isobit does not read"):
+        tool_format(tokenizer, ChatConfig())
+
+
+def test_a_template_that_counts_turns_is_refused() -> None:
+    tokenizer = tokenizer_of("smollm2")
+    template = str(tokenizer.chat_template)
+    tokenizer.chat_template = template.replace(
+        "message['content']", "loop.length ~ message['content']"
+    )
+    try:
+        with pytest.raises(ConfigError, match="cannot be continued"):
+            continuation("smollm2")
+    finally:
+        tokenizer.chat_template = template
