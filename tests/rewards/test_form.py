@@ -278,5 +278,5 @@ def test_one_completion_can_be_graded_by_a_call() -> None:
     one = recognise(lambda solution_str, ground_truth: solution_str == ground_truth, "f")
     (right, wrong) = completions("22", "21")
     assert (one(PROMPT, right), one(PROMPT, wrong)) == (1.0, 0.0)
-    with pytest.raises(RewardError, match="failed: the reward returned NoneType"):
+    with pytest.raises(RewardError, match="failed: the reward returned None"):
         recognise(lambda prompt, completion: None, "f")(PROMPT, right)

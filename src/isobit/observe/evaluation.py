@@ -94,15 +94,17 @@ def mean_interval(scores: Sequence[float]) -> Interval | None:
 
 
 def reward_metrics(groups: Sequence[Group]) -> Metrics:
-    """Mean and standard deviation of the rewards that did not fail, and of each part by name;
-    empty where all failed.
+    """Mean and standard deviation of the rewards that did not fail, and of each part by name, with
+    the number of completions that it graded; without a mean where there is none.
     """
     names = groups[0].reward_parts if groups else ()
     columns = {f"reward/{name}": [group.reward_parts[name] for group in groups] for name in names}
     columns["reward"] = [group.rewards for group in groups]
     metrics: Metrics = {}
     for name, column in columns.items():
-        if rewards := [reward for group in column for reward in group if reward is not None]:
+        rewards = [reward for group in column for reward in group if reward is not None]
+        metrics |= {f"{name}/graded": len(rewards)} if name != "reward" else {}
+        if rewards:
             metrics |= {f"{name}/mean": fmean(rewards), f"{name}/std": pstdev(rewards)}
     return metrics
 

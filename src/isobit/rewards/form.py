@@ -154,8 +154,6 @@ class TrlReward(Reward):
         if isinstance(values, Failure):
             values = [values] * len(completions)
         for index, value in enumerate(values):
-            if value is None:
-                value = Failure("no reward", "the reward returned None, so it does not apply")
             yield index, value if isinstance(value, Failure) else outcome_of(value)
 
     def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:

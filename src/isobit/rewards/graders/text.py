@@ -26,7 +26,7 @@ from math import isnan
 from typing import Any
 
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.outcome import count
+from isobit.rewards.outcome import NO_REWARD, count
 from isobit.util.errors import RewardError
 
 OPENING, CLOSING = "<answer>", "</answer>"
@@ -469,14 +469,16 @@ def format_score(prompt: Prompt, completion: Completion, pattern: str = THINK_AN
     return float(any(expression.fullmatch(one) is not None for one in texts))
 
 
-def environment_reward(prompt: Prompt, completion: Completion) -> float:
+def environment_reward(prompt: Prompt, completion: Completion) -> float | None:
     """What ``get_reward`` of the environment gave the episode; 0 where its class has only
-    ``get_turn_reward``.
+    ``get_turn_reward``, and None where it gave None.
     """
     episode = completion.episode
     has_turn_rewards = completion.sequence.turn_rewards is not None
     if episode is not None and episode.reward is None and not episode.failure and has_turn_rewards:
         return 0.0
+    if episode is not None and episode.failure == NO_REWARD:
+        return None
     if episode is None or episode.reward is None:
         why = "there is no environment" if episode is None else episode.failure or "no get_reward"
         raise ValueError(f"the environment gave no reward: {why}")
