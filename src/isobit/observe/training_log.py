@@ -26,6 +26,7 @@ from isobit.memory.turns import PhaseMemory
 from isobit.observe.console import Console, TimeLeft
 from isobit.observe.metrics import MetricsWriter, open_trackers
 from isobit.records.metrics import Metrics
+from isobit.records.rounding import are_level
 from isobit.records.text import Completion, Group, json_line
 from isobit.store.directory import RunDirectory, completions_file, positions, write_json
 from isobit.store.manifest import TrainingRun
@@ -318,10 +319,10 @@ def describe_change(step: int, change: BudgetChange) -> str:
 
 def best_and_worst(rewards: Sequence[float | None]) -> list[int]:
     """The places of the first completion with the highest reward and of the first with the lowest,
-    in their order; the first alone where no two valid rewards differ.
+    in their order; the first alone where no two valid rewards differ but for rounding.
     """
     valid = {place: reward for place, reward in enumerate(rewards) if reward is not None}
-    if len(set(valid.values())) < 2:
+    if are_level(valid.values()):
         return [0]
     return sorted((max(valid, key=valid.__getitem__), min(valid, key=valid.__getitem__)))
 

@@ -50,6 +50,7 @@ from isobit.observe.run_files import (
     last_figures,
     record_of,
 )
+from isobit.records.rounding import are_level
 from isobit.util.errors import IsobitError
 
 HEADERS = {
@@ -309,7 +310,7 @@ class Viewer:
         answers = [_answers(side, *wanted[0]) if wanted else {} for side in sides]
         both = [prompt for prompt in answers[0] if prompt in answers[1]]
         both = [one for one in both if not any(math.isnan(side[one][0]) for side in answers)]
-        gaps = [answers[1][prompt][0] - answers[0][prompt][0] for prompt in both]
+        gaps = [_gap(*(side[prompt][0] for side in answers)) for prompt in both]
         return {
             "common": [{"step": step, "source": source} for step, source in common[-1000:]],
             "step": wanted[0][0] if wanted else None,
@@ -322,6 +323,7 @@ class Viewer:
                 {
                     "prompt_id": prompt,
                     "rewards": [side[prompt][0] for side in answers],
+                    "difference": gap,
                     "places": [side[prompt][1] for side in answers],
                     "prompt": _cut(sides[0].read(answers[0][prompt][1]).get("prompt")),
                     "texts": [
@@ -329,7 +331,7 @@ class Viewer:
                         for side, found in zip(sides, answers, strict=True)
                     ],
                 }
-                for prompt in both[:MOST_PAIRS]
+                for prompt, gap in zip(both[:MOST_PAIRS], gaps, strict=False)
             ],
         }
 
@@ -482,6 +484,10 @@ def _group(found: Completions, place: int) -> list[dict[str, Any]]:
     while last + 1 < len(index) and key(last + 1) == key(place) and last - place < MOST_OF_GROUP:
         last += 1
     return [{"place": one, "reward": index.rewards[one]} for one in range(first, last + 1)]
+
+
+def _gap(first: float, second: float) -> float:
+    return 0.0 if are_level((first, second)) else second - first
 
 
 def _answers(found: Completions, step: int, source: str) -> dict[str, tuple[float, int]]:

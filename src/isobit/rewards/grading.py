@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from isobit.config.data import WHOLE, RewardConfig
+from isobit.records.rounding import rounded_sum
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.form import Reward
 from isobit.rewards.given import RewardFunction, load_reward
@@ -176,14 +177,14 @@ def _outcome(reward: RewardFunction, prompt: Prompt, completion: Completion) -> 
 
 def _weighted(weights: Weights, parts: Mapping[str, Outcome]) -> Outcome:
     """The sum over the parts that apply, a failure where one failed or none applies."""
-    total, applies = 0.0, False
+    terms = list[float]()
     for name, weight in weights.items():
         outcome = parts[name]
         if not isinstance(outcome, Failure):
-            total, applies = total + weight * outcome, True
+            terms.append(weight * outcome)
         elif outcome.kind != NO_REWARD:
             return outcome
-    return outcome_of(total) if applies else _nothing_applies(parts)
+    return outcome_of(rounded_sum(terms)) if terms else _nothing_applies(parts)
 
 
 def _nothing_applies(parts: Mapping[str, Outcome]) -> Failure:
