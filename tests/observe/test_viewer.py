@@ -291,7 +291,7 @@ def test_kept_completions_show_their_turns_as_messages(runs: Path, tmp_path: Pat
             {"role": "tool", "content": "total 3"},
             {"role": "tool", "content": EVIL},
             {"role": "assistant", "content": "3"},
-            {"role": "user", "content": "And\nthen? ?"},
+            {"role": "user", "content": "And\nthen? \ud800"},
             {"role": "assistant", "content": "Bye"},
         ],
         None,

@@ -19,7 +19,6 @@ continues there; wandb ignores the metrics of steps that are repeated after a ki
 the last value of a step.
 """
 
-import json
 import math
 import os
 import re
@@ -36,10 +35,10 @@ from uuid import uuid4
 
 from isobit.config.tables import TrackerName, TrackingConfig
 from isobit.records.metrics import Metrics
-from isobit.records.text import json_line
 from isobit.store.directory import EVENTS_SUFFIX
 from isobit.util.errors import ConfigError
 from isobit.util.files import LineFile
+from isobit.util.strict_json import json_line, json_text
 
 Row = Mapping[str, Any]
 COLUMNS = ("prompt", "completion", "reward", "answer", "finish_reason", "tokens")
@@ -363,7 +362,7 @@ class MlflowTracker(Tracker):
     def table(self, step: int, source: str, rows: Sequence[Sequence[Any]]) -> None:
         content = {"columns": list(COLUMNS), "data": _plain(rows)}  # as its log_table writes
         place = f"completions/{_mlflow_name(source)}/step_{step:06}.json"
-        self._library.log_text(json.dumps(content, ensure_ascii=False), place)
+        self._library.log_text(json_text(content), place)
 
     def close(self, failed: bool) -> None:
         self._library.end_run("FAILED" if failed else "FINISHED")

@@ -6,7 +6,6 @@ Of several processes each keeps the log, and rank 0 writes it.  A checkpoint hol
 last lines on the console and ``summary.json`` are both made.
 """
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -27,13 +26,14 @@ from isobit.observe.console import Console, TimeLeft
 from isobit.observe.metrics import MetricsWriter, open_trackers
 from isobit.records.metrics import Metrics
 from isobit.records.rounding import are_level
-from isobit.records.text import Completion, Group, json_line
+from isobit.records.text import Completion, Group
 from isobit.store.directory import RunDirectory, completions_file, positions, write_json
 from isobit.store.manifest import TrainingRun
 from isobit.store.resume import Start
 from isobit.store.state import write_change
 from isobit.training.trainer import BudgetChange
 from isobit.util.files import LineFile, disk_errors, sync
+from isobit.util.strict_json import json_line, json_text
 from isobit.util.terminal import Clock
 
 
@@ -392,7 +392,7 @@ def completion_rows(step: int, source: str, groups: Sequence[Group]) -> Iterator
                 "advantages": _differing_advantages(group, completion),
                 "messages": None
                 if completion.episode is None
-                else json.dumps(completion.episode.messages),
+                else json_text(completion.episode.messages, ascii=True),
                 "turn_rewards": completion.sequence.rewards_of_turns,
             }
 

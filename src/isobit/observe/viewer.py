@@ -25,7 +25,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -52,6 +52,7 @@ from isobit.observe.run_files import (
 )
 from isobit.records.rounding import are_level
 from isobit.util.errors import IsobitError
+from isobit.util.strict_json import json_text
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -140,7 +141,7 @@ class Viewer:
 
         def answer(request: Request) -> Response:
             with self._lock:
-                return JSONResponse(_sendable(made(request.query_params)), headers=HEADERS)
+                return _json(made(request.query_params))
 
         return answer
 
@@ -356,18 +357,11 @@ def _failed(request: Request, error: Exception) -> Response:
         status, text = error.status_code, error.detail
     elif isinstance(error, OSError):
         status, text = 404, f"a file of the run cannot be read: {error.strerror or error}"
-    return JSONResponse({"error": text}, status, HEADERS)
+    return _json({"error": text}, status)
 
 
-def _sendable(value: Any) -> Any:
-    """As JSON in UTF-8 can hold it: None for what is not finite, ? for half of a character."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_sendable(str(key)): _sendable(one) for key, one in value.items()}
-    return [_sendable(one) for one in value] if isinstance(value, list | tuple) else value
+def _json(content: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(json_text(content, default=str), status, HEADERS, "application/json")
 
 
 def _number(asked: QueryParams, name: str, kind: type[int] | type[float]) -> Any:

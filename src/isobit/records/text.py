@@ -2,9 +2,6 @@
 why some of these teach nothing.
 
 Imports no torch: rewards and data import nothing else of the records.
-
-A record as a line of a JSONL file, in UTF-8: text as it stands, but half of a surrogate pair,
-which JSON can hold and UTF-8 cannot, as an escape.
 """
 
 import ast
@@ -18,22 +15,6 @@ import numpy as np
 
 from isobit.records.sequence import TokenSequence
 from isobit.util.errors import DataError
-
-
-def json_line(record: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    """The record with a line end; ``default`` is asked for what JSON does not know."""
-    try:
-        return _dumped(record, default, ensure_ascii=False)
-    except UnicodeEncodeError:
-        return _dumped(record, default, ensure_ascii=True)
-
-
-def _dumped(
-    record: Mapping[str, Any], default: Callable[[Any], Any] | None, ensure_ascii: bool
-) -> bytes:
-    text = json.dumps(record, ensure_ascii=ensure_ascii, default=default)
-    return f"{text}\n".encode()
-
 
 FinishReason = Literal["stop", "length", "aborted", "turns", "time", "failed"]
 """The last three end episodes (``isobit.rollout.episodes``)."""

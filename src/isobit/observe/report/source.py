@@ -22,6 +22,7 @@ from isobit.observe.report.chart import MINUS, number_text
 from isobit.records.rounding import are_level, settled
 from isobit.store.directory import RunDirectory, is_held
 from isobit.util.errors import ConfigError
+from isobit.util.strict_json import json_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ def flatten(entry: Mapping[str, Any], above: str = "") -> Iterator[Row]:
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{path}.")
         elif value is not None or above:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = value if isinstance(value, str) else json_text(value)
             more = len(text) - _MOST_CHARACTERS
             yield path, text if more <= 0 else f"{text[:_MOST_CHARACTERS]} [{more} more characters]"
 
