@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,28 @@ def test_trls_form_gets_a_begun_answer_as_a_part_of_the_answer() -> None:
 
     begun = (*CHAT, {"role": "assistant", "content": "It is "})
     assert grade(reward, "22", prompt=Prompt("train/0", "..", (1,), ROW, begun)) == [1.0]
+
+
+def test_forms_of_other_frameworks_see_the_stop_string_that_ended_an_answer() -> None:
+    (stopped,) = (replace(one, stop_string="</answer>") for one in completions("<answer>22"))
+    told: list[Any] = []
+
+    def trls(completions: list[Any]) -> list[float]:
+        told.append(completions)
+        return [1.0]
+
+    def verls(solution_str: str) -> float:
+        told.append(solution_str)
+        return 1.0
+
+    whole = "<answer>22</answer>"
+    for function, prompt in (
+        (trls, PROMPT),
+        (verls, PROMPT),
+        (trls, replace(PROMPT, content=CHAT)),
+    ):
+        assert recognise(function, "mine.py:f")(prompt, stopped) == 1.0
+    assert told == [[whole], whole, [[{"role": "assistant", "content": whole}]]]
 
 
 def test_trls_none_and_lists_that_do_not_fit() -> None:

@@ -80,6 +80,13 @@ class Completion:
     finish_reason: FinishReason
     episode: "Episode | None" = None
     """With an environment: what happened between the turns, of which ``text`` is the last."""
+    stop_string: str = ""
+    """The stop string that ended the answer, where one did."""
+
+    @property
+    def whole_text(self) -> str:
+        """``text`` with the stop string that it is cut before: all that the model wrote."""
+        return self.text + self.stop_string
 
     @property
     def is_cut(self) -> bool:
@@ -128,7 +135,9 @@ class Episode:
     """A completion of several turns, in which a model has called tools."""
 
     turns: tuple[str, ...]
-    """What the model wrote, with special tokens, but for those that ended a turn."""
+    """What the model wrote, with special tokens and stop strings, but for the tokens that ended a
+    turn.
+    """
     results: tuple[tuple[tuple[str, str], ...], ...]
     """Behind each turn, for each call its kind (``ResultKind``) and what the model was told."""
     failure: str = ""

@@ -108,6 +108,7 @@ class _Open:
     finish_reason: FinishReason = "stop"
     """Of the last turn; once the environment is asked for its reward, of the episode."""
     text: str = ""
+    stop_string: str = ""
     turns: list[str] = field(default_factory=list)
     parsed: list[Parsed] = field(default_factory=list)
     """Of the last turn."""
@@ -312,8 +313,8 @@ class Episodes:
         ids = completion.sequence.token_ids[before:].tolist()
         spoken = ids[:-1] if ids and ids[-1] in sampling.stop_token_ids else ids
         stops, shown = sampling.stop_strings, sampling.special_tokens
-        turn = cut(decode(self._tokenizer, spoken, special=True), stops)
-        episode.text = cut(decode(self._tokenizer, spoken, shown), stops)
+        turn = "".join(cut(decode(self._tokenizer, spoken, special=True), stops))
+        episode.text, episode.stop_string = cut(decode(self._tokenizer, spoken, shown), stops)
         episode.turns.append(turn)
         if self._environments.leads and completion.finish_reason in ("stop", "length"):
             self._follow(handle, turn, completion.finish_reason == "length")
@@ -478,7 +479,8 @@ class Episodes:
         sequence = episode.sequence
         if self._environments.has_turn_reward:
             sequence = sequence.with_turn_rewards(episode.turn_rewards)
-        made = Completion(sequence, episode.text, episode.finish_reason, record)
+        ended = episode.text, episode.finish_reason, record, episode.stop_string
+        made = Completion(sequence, *ended)
         self._ended.append(SampleEvent(handle, completion=made))
 
 

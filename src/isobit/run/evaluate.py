@@ -427,6 +427,7 @@ def completion_lines(group: Group) -> Iterator[bytes]:
             "prompt": group.prompt.text,
             "completion": completion.text,
             "finish_reason": completion.finish_reason,
+            **({"stop_string": completion.stop_string} if completion.stop_string else {}),
             "token_ids": completion.token_ids,
             "log_probs": completion.log_probs,
             "columns": dict(group.prompt.row),

@@ -269,13 +269,24 @@ def answer_of(
             f"{', '.join(map(repr, RULES))}"
         )
     text = visible(prompt, completion, grader, read_thinking)
-    found = marked_answer(text)
+    found = marked_answer(closed(text, completion))
     if found is None and answer != "boxed":
         found = worded_answer(text)
     if found is None and answer == "last_number":
         numbers = LAST_NUMBER.findall(text)
         found = numbers[-1] if numbers else None
     return (text, False) if found is None else (found, True)
+
+
+def closed(text: str, completion: Completion) -> str:
+    """What is seen of a completion with the stop string that ended it, for marks that it may
+    close, as ``</answer>`` does.
+    """
+    return text and text + _stop_string(completion)
+
+
+def _stop_string(completion: Completion) -> str:
+    return getattr(completion, "stop_string", "")  # a stand-in has a text alone
 
 
 def visible(prompt: Prompt, completion: Completion, grader: str, read_thinking: bool) -> str:
@@ -429,13 +440,18 @@ def exact_match(
 
 
 def regex_score(prompt: Prompt, completion: Completion, pattern: str, full: bool = False) -> float:
-    """1.0 if ``pattern`` is found in the completion, with ``full`` if it matches all of it. Raises
-    ``RewardError`` for an invalid regular expression.
+    """1.0 if ``pattern`` is found in the completion, with ``full`` if it matches all of it, with or
+    without the stop string that ended it. Raises ``RewardError`` for an invalid regular expression.
     """
     del prompt  # every grader gets one
     expression = compiled(pattern)
-    found = (expression.fullmatch if full else expression.search)(completion.text)
-    return float(found is not None)
+    found = expression.fullmatch if full else expression.search
+    return float(any(found(one) is not None for one in _with_and_without_stop(completion)))
+
+
+def _with_and_without_stop(completion: Completion) -> tuple[str, ...]:
+    stop = _stop_string(completion)
+    return (completion.text + stop, completion.text) if stop else (completion.text,)
 
 
 @lru_cache(maxsize=64)
@@ -460,13 +476,13 @@ THINK_AND_ANSWER = (
 def format_score(prompt: Prompt, completion: Completion, pattern: str = THINK_AND_ANSWER) -> float:
     """1.0 if all of the completion matches ``pattern``, in which a dot matches any character. A tag
     that the prompt ends with, such as the ``<think>`` of a chat template's generation prompt, is
-    its beginning: the completion may match with it or by itself. Raises ``RewardError`` for an
-    invalid regular expression.
+    its beginning, and the stop string that ended the completion is its end: the completion may
+    match with them or by itself. Raises ``RewardError`` for an invalid regular expression.
     """
-    expression, text = compiled(pattern), completion.text
+    expression, texts = compiled(pattern), _with_and_without_stop(completion)
     opened = _OPENED.search(prompt.text[-_LONGEST_TAG:])
-    texts = (text,) if opened is None else (opened[0] + text, text)
-    return float(any(expression.fullmatch(one) is not None for one in texts))
+    begun = () if opened is None else tuple(opened[0] + text for text in texts)
+    return float(any(expression.fullmatch(one) is not None for one in (*begun, *texts)))
 
 
 def environment_reward(prompt: Prompt, completion: Completion) -> float | None:
