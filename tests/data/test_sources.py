@@ -78,6 +78,7 @@ def test_messages_are_a_prompt(tmp_path: Path) -> None:
         (b"{'prompt': 'a'}", "line 2, column 2: not JSON .single quotes"),
         (b'{"prompt": "a"} // b', "line 2, column 17: not JSON .a comment"),
         (b'{"prompts": "a", "n": 1}', "line 2: no column 'prompt'; .* did you mean 'prompts'"),
+        (b'{"messages": []}', "columns are 'messages'; .* data.train.messages = .messages."),
         (b'{"prompt": null}', "line 2, column 'prompt': expected text .* found NoneType"),
         (b'{"prompt": [{"role": "user"}]}', "line 2, column 'prompt': expected text or a list"),
         (b'{"prompt": []}', "line 2, column 'prompt': expected text or a list of messages"),

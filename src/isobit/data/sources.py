@@ -279,10 +279,17 @@ def _row(record: Mapping[str, Any], source: ColumnsData, place: str) -> Row:
     )
 
 
+_CONVERSATIONS = (
+    "; whole conversations are named by the key messages of the source, as in data.train.messages "
+    '= "messages" (isobit sft), and as prompts by prompt = "messages"'
+)
+
+
 def _check_column(column: str, record: Mapping[str, Any], place: str) -> None:
     if column not in record:
         near = get_close_matches(column, record, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = _CONVERSATIONS if column == "prompt" and "messages" in record else hint
         raise DataError(
             f"{place}: no column {column!r}; the columns are "
             f"{', '.join(map(repr, record)) or 'none'}{hint}"
