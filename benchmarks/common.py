@@ -27,6 +27,7 @@ from isobit.models.decoder import decoder_shape
 from isobit.models.layers import Weights
 from isobit.precision.flow import build_flow
 from isobit.util.errors import IsobitError
+from isobit.util.strict_json import json_text
 
 
 def measure_card() -> dict[str, Any]:
@@ -66,7 +67,7 @@ def card_row() -> dict[str, Any]:
 
 def printed(row: "Row") -> "Row":
     """Print a row as JSON, and return it."""
-    print(json.dumps(row), flush=True)
+    print(json_text(row), flush=True)
     return row
 
 
@@ -132,8 +133,8 @@ class RowWriter:
 
     def write(self, **row: Any) -> None:
         with self._path.open("a") as file:
-            file.write(json.dumps(self._common | row) + "\n")
-        print(json.dumps(self._short | row), flush=True)
+            file.write(json_text(self._common | row) + "\n")
+        print(json_text(self._short | row), flush=True)
 
 
 def read_rows(directory: Path) -> list[Row]:
@@ -168,7 +169,7 @@ def write_json(out: Path | None, result: object) -> None:
     """Write a result where a command was given a file for it."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2) + "\n")
+        out.write_text(json_text(result, indent=2) + "\n")
 
 
 def card_memory_gib() -> float:

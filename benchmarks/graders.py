@@ -12,7 +12,6 @@ percentages, units and words.  Half of them are wrong.
 """
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from isobit.config.data import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders
+from isobit.util.strict_json import json_text
 
 SAMPLES = 16
 """Completions of each prompt."""
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     for name, (function, answers) in rewards.items():
         config = RewardConfig(function=function, workers=options.workers)
-        print(json.dumps({"reward": name, **measure(config, answers, options.seconds)}), flush=True)
+        print(json_text({"reward": name, **measure(config, answers, options.seconds)}), flush=True)
 
 
 def measure(

@@ -61,6 +61,7 @@ from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
+from isobit.util.strict_json import json_text
 from isobit.util.terminal import Clock
 
 RESULTS = Path(__file__).with_name("results")
@@ -190,7 +191,7 @@ def write_speed() -> None:
     rows = speed_rows()
     for more in ([], whole_steps()):  # the second are estimated from the first
         rows += more
-        lines = ",\n".join(json.dumps(row) for row in rows)
+        lines = ",\n".join(json_text(row) for row in rows)
         SPEED_ROWS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 

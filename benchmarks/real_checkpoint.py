@@ -42,6 +42,7 @@ from isobit.models.scorer import Scorer
 from isobit.records.batch import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.util.errors import ConfigError
+from isobit.util.strict_json import json_text
 
 
 def make_commands() -> Commands:
@@ -81,7 +82,7 @@ def write_result(out: Path, name: str, result: dict[str, Any]) -> None:
         else platform.processor() or platform.machine(),
     }
     out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result | {"versions": versions})
+    text = json_text(result | {"versions": versions})
     (out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     print(text)
 

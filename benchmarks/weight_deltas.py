@@ -21,7 +21,6 @@ it is of.
 """
 
 import argparse
-import json
 import socket
 import threading
 from collections import Counter, defaultdict
@@ -49,6 +48,7 @@ from isobit.models.policy_share import (
 )
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import Int8Rows, QuantTensor
+from isobit.util.strict_json import json_text
 
 PAGE = 4096
 EVERY_S, TOGETHER, COUNTED = 5.0, 4 << 30, 1 << 26
@@ -229,7 +229,7 @@ def main() -> None:
         if perf_counter() - told_at > EVERY_S:
             told_at = perf_counter()
             write_json(arguments.out, printed(row))
-    print(json.dumps(row, indent=2))
+    print(json_text(row, indent=2))
     write_json(arguments.out, row)
 
 

@@ -45,6 +45,7 @@ from isobit.models.folder import describe_model
 from isobit.models.safetensors import SHARD_BYTES
 from isobit.records.text import Completion, Prompt
 from isobit.store.directory import whole_lines
+from isobit.util.strict_json import json_text
 
 STEP = (
     *("time/rollout_s", "time/training_s", "tokens_per_s/rollout", "tokens_per_s/training"),
@@ -258,7 +259,7 @@ def main(given: Sequence[str] | None = None) -> None:
     printed(row)
     if options.out is not None:
         with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json_text(row) + "\n")
 
 
 _ENDS = 25
@@ -301,7 +302,7 @@ def _keeper(out: Path | None) -> Callable[[dict[str, Any]], None]:
     def keep(step: dict[str, Any]) -> None:
         if out is not None:
             with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(step) + "\n")
+                file.write(json_text(step) + "\n")
         if step["step"] % _SHOWN == 0:
             printed(step)
 

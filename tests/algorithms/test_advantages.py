@@ -11,7 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.algorithms.advantages import STD_EPSILON, group_advantages, overlong_punishment
+from isobit.algorithms.advantages import (
+    STD_EPSILON,
+    group_advantages,
+    leave_one_out_advantages,
+    overlong_punishment,
+    whiten,
+)
+from isobit.algorithms.family import _above
 
 FLOAT32_TENTH = float(torch.tensor(0.1))
 rewards = st.lists(st.one_of(st.none(), st.floats(-10, 10, width=32)), max_size=12)
@@ -49,9 +56,13 @@ def test_fewer_than_two_valid_rewards_are_excluded(group: list[float | None]) ->
     assert group_advantages(group, True) == [None] * len(group)
 
 
-def test_rewards_that_differ_by_rounding_stay_small() -> None:
-    advantages = group_advantages([0.3, 0.1 + 0.2], True)
-    assert all(advantage is not None and abs(advantage) < 1e-9 for advantage in advantages)
+@pytest.mark.parametrize("normalise", [True, False])
+def test_rewards_that_differ_by_rounding_give_exactly_zero(normalise: bool) -> None:
+    rewards = [0.3, 0.1 * 3, None, 0.1 + 0.2]
+    assert group_advantages(rewards, normalise) == [0.0, 0.0, None, 0.0]
+    assert leave_one_out_advantages(rewards) == [0.0, 0.0, None, 0.0]
+    assert whiten([rewards[:2], rewards[3:]]) == [(0.0, 0.0), (0.0,)]
+    assert _above([0.3, 1.0, None], 0.1 * 3) == [0.0, 1.0 - 0.1 * 3, None]
 
 
 @given(rewards, st.booleans())

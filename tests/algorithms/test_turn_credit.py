@@ -229,6 +229,8 @@ def test_a_group_is_level_where_all_returns_are_equal() -> None:
     assert is_level(group)
     assert is_level(group, 1.0)
     assert not is_level(group, 0.5)
+    (group,) = groups_of([[([(1, 0.1, 0.0), (1, 0.2, 0.0)], 0.0), (shorter, 0.3)]])
+    assert is_level(group) and not is_level(group, 1.0), "0.2 from the second turn on"
     early: list[Turn] = [(1, 1.0, 0.0), (1, 0.0, 0.0)]
     (group,) = groups_of([[(early, 0.0), (shorter, 1.0)]])
     assert is_level(group)

@@ -1,5 +1,6 @@
 """``isobit serve`` before it serves, and with a run; ``isobit chat``."""
 
+import io
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from isobit.cli import serve
 from isobit.cli.main import main
+from isobit.cli.rollout import _lines_said
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import RolloutConfig
 from isobit.models.folder import load_model
@@ -107,6 +109,29 @@ def test_a_followed_run_is_served_as_its_newest_checkpoint(
             assert choice["logprobs"]["token_logprobs"] == list(completion.log_probs)
         version = 2 if arguments else 1
         assert made["system_fingerprint"] == f"{config.precision.preset}-{version}"
+
+
+def test_lines_of_a_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = b"hi\n\xe8\x83\n\n/help\n/etc/passwd?\r\n\xf0\x9f\x99\x82\n /exit \nmore\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(said), encoding="utf-8"))
+    assert list(_lines_said()) == ["hi", "/etc/passwd?", "\U0001f642"]
+    told = capsys.readouterr().err
+    assert told.count("not UTF-8") == 1 and told.count("Ctrl-D or /exit") == 1
+
+
+def test_ctrl_c_at_the_prompt_ends_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = iter([KeyboardInterrupt(), "hi", EOFError()])
+
+    def read(_: str) -> str:
+        found = next(given)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    monkeypatch.setattr("builtins.input", read)
+    assert list(_lines_said()) == ["hi"]
 
 
 def test_chat(

@@ -73,7 +73,12 @@ def test_messages_are_a_prompt(tmp_path: Path) -> None:
         (b'{"prompt": "a"', "line 2, column 15: not JSON"),
         (b'{"prompt": "\xff"}', "line 2: byte 13 of the line is not UTF-8"),
         (b'["prompt"]', "line 2: expected a JSON object, found list"),
+        (b'{"prompt": "a",}', "line 2, column 16: not JSON .a comma before '}'"),
+        (b'{"prompt": "a"},', "line 2, column 16: not JSON .a comma behind the object"),
+        (b"{'prompt': 'a'}", "line 2, column 2: not JSON .single quotes"),
+        (b'{"prompt": "a"} // b', "line 2, column 17: not JSON .a comment"),
         (b'{"prompts": "a", "n": 1}', "line 2: no column 'prompt'; .* did you mean 'prompts'"),
+        (b'{"messages": []}', "columns are 'messages'; .* data.train.messages = .messages."),
         (b'{"prompt": null}', "line 2, column 'prompt': expected text .* found NoneType"),
         (b'{"prompt": [{"role": "user"}]}', "line 2, column 'prompt': expected text or a list"),
         (b'{"prompt": []}', "line 2, column 'prompt': expected text or a list of messages"),
@@ -96,6 +101,59 @@ def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.undo()
     with pytest.raises(DataError, match=r"line 1: longer than 67,108,864 bytes"):
         load_rows(JsonlData(path=Path("/dev/zero")))
+
+
+ARRAY = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf\r\n  "])
+def test_a_file_that_is_one_array_is_read(tmp_path: Path, indent: int | None, begin: bytes) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(begin + json.dumps(ARRAY, indent=indent).encode())
+    rows = load_rows(JsonlData(path=path))
+    assert [(row.prompt, row.columns["answer"]) for row in rows] == [("1+1=", "2"), ("2+2=", "4")]
+    assert rows[1].place.endswith("rows.json, element 2")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"prompt": "a"}, 5]', "rows.json, element 2: expected a JSON object, found int"),
+        (b'[{"prompt": "a"},\n]', "line 2, column 1: not JSON .a comma before ']'"),
+        (b'[{"prompt": "a"}\n', "line 2, column 1: not JSON"),
+        (b'["a"]\n{"prompt": "a"}', "expected one JSON array, or one object a line"),
+        ('[{"prompt": "a"}]'.encode("utf-16"), "is UTF-16; save the file as UTF-8"),
+        (b"[]", "has no rows"),
+    ],
+)
+def test_an_array_that_is_wrong_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_rows(JsonlData(path=path))
+
+
+def test_reading_takes_time_that_grows_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search of all keys for each took minutes; a file of blank lines came to no end."""
+    keys = ", ".join(f'"k{one}": 1' for one in range(50_001))
+    source = write_jsonl(tmp_path / "keys.jsonl", [f'{{{keys}, "k50000": 1}}'.encode()])
+    with pytest.raises(DataError, match="the key 'k50000' is there twice"):
+        load_rows(source)
+    monkeypatch.setattr("isobit.data.readers.MOST_BLANK", 1000)
+    for path, kind in ((tmp_path / "a.jsonl", JsonlData), (tmp_path / "a.csv", CsvData)):
+        path.write_bytes(gzip.compress(b"prompt\n" * (kind is CsvData) + b"\n" * 2000))
+        with pytest.raises(DataError, match="only blank lines for 1,000 lines"):
+            load_rows(kind(path=path))
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../tasks.py", "a/../../x.jsonl"])
+def test_the_packages_files_are_not_the_way_to_others(name: str) -> None:
+    for kind in (JsonlData, CsvData):
+        with pytest.raises(DataError, match=r"names a file of the package: .*held_out\.jsonl"):
+            load_rows(kind(path=Path(f"starter:{name}")))
 
 
 def test_the_starters_problems_go_by_name() -> None:
@@ -302,6 +360,25 @@ def test_csv_values_are_text_as_it_stands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "content",
+    [
+        b"prompt\tanswer\n1,5\t2\n",
+        b"prompt;answer\r\n1,5;2\r\n",
+        b'\xef\xbb\xbf"prompt"\t"answer"\n"1,5"\t2\n',
+        b'prompt,answer\n"1,5",2\n',
+    ],
+)
+def test_columns_of_a_table_are_parted_as_its_first_line_is(tmp_path: Path, content: bytes) -> None:
+    ((prompt, columns, _),) = csv_rows(tmp_path, content)
+    assert (prompt, columns) == ("1,5", {"answer": "2"})
+
+
+def test_a_field_of_csv_may_be_as_long_as_a_line_of_jsonl(tmp_path: Path) -> None:
+    ((_, columns, _),) = csv_rows(tmp_path, b"prompt,tests\na," + b"x" * 200_000 + b"\n")
+    assert columns == {"tests": "x" * 200_000}
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"prompt,answer\na,b,c\n", "line 2: not one value for each of the 2 columns"),
@@ -312,6 +389,7 @@ def test_csv_values_are_text_as_it_stands(tmp_path: Path) -> None:
         (b"prompt\n\xff\n", "not UTF-8"),
         (b"", "has no rows"),
         (b"promt\na\n", "line 2: no column 'prompt'; .* did you mean 'promt'"),
+        ("prompt\ta\n".encode("utf-16"), "not UTF-8"),
     ],
 )
 def test_csv_that_is_wrong(tmp_path: Path, content: bytes, message: str) -> None:
@@ -488,9 +566,10 @@ def test_compressed_files_are_recognised_by_their_bytes(
         (gzip.compress(b'{"prompt": "a"}\n' * 999)[:-20], "is a damaged compressed file"),
         (b"\x1f\x8b" + b"\0" * 30, "is a damaged compressed file"),
         (lzma.compress(b'{"prompt": "a"}\n')[:-9], "is a damaged compressed file"),
+        (b"BZh9" + b"\0" * 30, "is a damaged compressed file .Invalid data"),
         (b"\x28\xb5\x2f\xfd" + b"\0" * 30, "is compressed with Zstandard; decompress it"),
     ],
-    ids=["cut gz", "no gz", "cut xz", "zst"],
+    ids=["cut gz", "no gz", "cut xz", "no bz2", "zst"],
 )
 def test_damaged_and_other_compressions_are_named(
     content: bytes, message: str, tmp_path: Path

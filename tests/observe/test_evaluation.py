@@ -18,6 +18,7 @@ from isobit.observe.evaluation import (
     mean_interval,
     pass_at_k,
     result_of,
+    reward_metrics,
     wilson_interval,
 )
 from isobit.records.sequence import TokenSequence
@@ -141,6 +142,14 @@ def test_pass_at_k_takes_powers_of_two_and_needs_full_reward() -> None:
     result = result_of([group([1.0, 0.5, 0.0, 0.0]), group([0.99] * 4)], samples=4)
     assert result.pass_at == pytest.approx({1: 0.125, 2: 0.25, 4: 0.5})
     assert result_of([group([1.0])], samples=1).pass_at == {}
+
+
+def test_a_reward_that_is_1_but_for_rounding_is_right() -> None:
+    added_up = sum([0.1] * 10)
+    found = result_of([group([added_up, 0.1 + 0.2 - 0.3, None])], 3)
+    assert added_up < 1.0 and found.is_accuracy
+    assert (found.accuracy, found.pass_at[2]) == (0.5, 1.0)
+    assert reward_metrics([group([0.3, 0.1 * 3])])["reward/std"] == 0.0
 
 
 def test_pass_at_k_leaves_out_problems_with_too_few_graded_samples() -> None:

@@ -5,11 +5,14 @@ Weights & Biases through a module that stands in for its package.
 
 import json
 import math
+import posixpath
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import TrackingConfig
 from isobit.observe.evaluation import length_metrics, reward_metrics
-from isobit.observe.metrics import COLUMNS, MetricsWriter, open_trackers
+from isobit.observe.metrics import COLUMNS, MetricsWriter, MlflowTracker, open_trackers
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.run.loop import train
@@ -275,6 +278,26 @@ def test_a_service_that_fails_is_told_of_once_and_ends_nothing(tmp_path: Path) -
     assert len(said) == 2 and "mlflow" in said[0] and "ConnectionError: no route" in said[0]
     assert "failed 3 times" in said[1]
     assert len(files[0].read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("eval/math/pass@2", "eval/math/pass_at_2"),
+        ("eval/math/accuracy", "eval/math/accuracy"),
+        ("reward/no_reward/mean", "reward/no_reward/mean"),
+        ("episode/failed/KeyError('a')", "episode/failed/KeyError__a__"),
+        ("eval/../pass@1", "eval/_/pass_at_1"),
+        ("eval//high", "eval/_/high"),
+        ("eval/a+b, c/low", "eval/a_b_ c/low"),
+    ],
+)
+def test_mlflow_takes_the_names_of_metrics(name: str, taken: str) -> None:
+    tracker = object.__new__(MlflowTracker)
+    tracker._library = MagicMock()
+    tracker.write(3, {name: 0.5})
+    tracker._library.log_metrics.assert_called_once_with({taken: 0.5}, step=3)
+    assert re.fullmatch(r"[/\w.\- :]*", taken) and posixpath.normpath(taken) == taken
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "swanlab"])

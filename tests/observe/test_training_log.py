@@ -12,6 +12,7 @@ from isobit.observe.training_log import best_and_worst
         ([0.5, 1.0, 0.0], [1, 2]),
         ([None, 0.0, 1.0], [1, 2]),
         ([0.5, 0.5], [0]),
+        ([0.3, 0.1 * 3], [0]),
         ([None, 0.5], [0]),
         ([None, None], [0]),
         ([1.0], [0]),

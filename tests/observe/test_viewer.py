@@ -291,7 +291,7 @@ def test_kept_completions_show_their_turns_as_messages(runs: Path, tmp_path: Pat
             {"role": "tool", "content": "total 3"},
             {"role": "tool", "content": EVIL},
             {"role": "assistant", "content": "3"},
-            {"role": "user", "content": "And\nthen? ?"},
+            {"role": "user", "content": "And\nthen? \ud800"},
             {"role": "assistant", "content": "Bye"},
         ],
         None,
@@ -310,7 +310,7 @@ def test_runs_are_paired_step_by_step_and_prompt_by_prompt(served: Served, runs:
     rewards = [number_text(line["reward/mean"]) for line in steps]  # twice as much in the other
     assert cells == ["1", rewards[0], "2", rewards[1]]
     found = served.api("pairs", run=["real", "other"], step=2, source="held_out")
-    gaps = [row["rewards"][1] - row["rewards"][0] for row in found["rows"]]
+    gaps = [row["difference"] for row in found["rows"]]
     assert found["count"] == len(gaps) == 3 and sorted(gaps) == [0.0, 0.0, 2.0]
     assert found["mean"] == pytest.approx(sum(gaps) / len(gaps))
 

@@ -31,7 +31,8 @@ def groups() -> list[Group]:
     routed = {"routings": np.array([0, 0, -(1 << 62), 5, (1 << 62) + 1])}
     turns = replace(TURNS, turn_rewards=np.array([0, 0.1, 0, 0, 0, np.nan]))
     empty = Completion(TokenSequence.of_answer((5, 6), ()), "", "aborted")
-    first = [completion("ä🙂\n", "stop", **cut), completion("", "length", **routed), empty]
+    stopped = replace(completion("ä🙂\n", "stop", **cut), stop_string="</answer>")
+    first = [stopped, completion("", "length", **routed), empty]
     parts = {"format": [1.0, None, 0.1], "answer": [0.0, 1 / 3, None]}
     return [
         Group(PROMPTS["a/1"], 3, first, [1.0, None, 0.1], parts),

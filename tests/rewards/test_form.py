@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,28 @@ def test_trls_form_gets_a_begun_answer_as_a_part_of_the_answer() -> None:
 
     begun = (*CHAT, {"role": "assistant", "content": "It is "})
     assert grade(reward, "22", prompt=Prompt("train/0", "..", (1,), ROW, begun)) == [1.0]
+
+
+def test_forms_of_other_frameworks_see_the_stop_string_that_ended_an_answer() -> None:
+    (stopped,) = (replace(one, stop_string="</answer>") for one in completions("<answer>22"))
+    told: list[Any] = []
+
+    def trls(completions: list[Any]) -> list[float]:
+        told.append(completions)
+        return [1.0]
+
+    def verls(solution_str: str) -> float:
+        told.append(solution_str)
+        return 1.0
+
+    whole = "<answer>22</answer>"
+    for function, prompt in (
+        (trls, PROMPT),
+        (verls, PROMPT),
+        (trls, replace(PROMPT, content=CHAT)),
+    ):
+        assert recognise(function, "mine.py:f")(prompt, stopped) == 1.0
+    assert told == [[whole], whole, [[{"role": "assistant", "content": whole}]]]
 
 
 def test_trls_none_and_lists_that_do_not_fit() -> None:
@@ -278,5 +301,5 @@ def test_one_completion_can_be_graded_by_a_call() -> None:
     one = recognise(lambda solution_str, ground_truth: solution_str == ground_truth, "f")
     (right, wrong) = completions("22", "21")
     assert (one(PROMPT, right), one(PROMPT, wrong)) == (1.0, 0.0)
-    with pytest.raises(RewardError, match="failed: the reward returned NoneType"):
+    with pytest.raises(RewardError, match="failed: the reward returned None"):
         recognise(lambda prompt, completion: None, "f")(PROMPT, right)

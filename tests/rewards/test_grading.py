@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from isobit.config.data import RewardConfig
+from isobit.observe.evaluation import reward_metrics
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import grading
 from isobit.rewards.given import RewardFunction
-from isobit.rewards.grading import KIND, Graders, grade
+from isobit.rewards.grading import KIND, Graders, Tally, grade
+from isobit.rewards.outcome import Failure, failure_of, outcome_of
 from isobit.util.errors import RewardError
 
 REWARDS = """
@@ -92,10 +94,34 @@ def test_several_rewards_are_added_up_by_weight(rewards: str, in_process: bool) 
     assert groups[0].rewards == [10.0 + 4.0 - 4.0, 2.0 - 2.0, None]
     assert groups[1].reward_parts["judge"] == [None, 4.0, 20.0]
     assert groups[1].reward_parts["vowels"] == [0.0, None, 5.0]
-    assert groups[1].rewards == [None, None, 10.0 - 10.0]
-    assert (stats.graded, stats.failed) == (3, 3)
-    assert stats.failures == {"ValueError": 1, "not finite": 1, "no reward": 1}
+    assert groups[1].rewards == [None, 2.0 - 2.0, 10.0 - 10.0], "vowels does not apply to '?'"
+    assert (stats.graded, stats.failed) == (4, 2)
+    assert stats.failures == {"ValueError": 1, "not finite": 1}
     assert stats.first_error == "prompt train/0, sample 2, length: ValueError: no"
+
+
+def outcomes_of(**parts: list[float | Failure]) -> tuple[Group, Tally]:
+    """A group of three completions that parts of weight 2 graded so."""
+    graded, tally = group("a", "b", "c"), Tally()
+    tally.fill(graded, dict.fromkeys(parts, 2.0), parts)
+    return graded, tally
+
+
+def test_a_part_that_does_not_apply_is_left_out_of_the_sum() -> None:
+    nothing, broken = outcome_of(None), failure_of(ValueError("no"))
+    assert isinstance(nothing, Failure) and outcome_of({"score": None}) == nothing
+    graded, tally = outcomes_of(math=[1.0, nothing, nothing], code=[nothing, -3.0, nothing])
+    assert graded.rewards == [2.0, -6.0, None]
+    assert graded.reward_parts == {"math": [1.0, None, None], "code": [None, -3.0, None]}
+    assert (tally.failed, tally.failures) == (1, {"no reward": 1})
+    assert "each of the parts math, code returned None" in str(tally.first_error)
+    assert reward_metrics([graded])["reward/math/mean"] == 1.0
+    assert reward_metrics([graded])["reward/code/graded"] == 1
+    graded, tally = outcomes_of(math=[broken, nothing, 1.0], code=[nothing, 0.0, nothing])
+    assert graded.rewards == [None, 0.0, 2.0], "a failure is none of what does not apply"
+    assert tally.failures == {"ValueError": 1}
+    graded, tally = outcomes_of(only=[nothing, 0.0, nothing])
+    assert graded.rewards == [None, 0.0, None] and tally.failures == {"no reward": 2}
 
 
 def test_the_lines_say_what_was_recognised_and_who_calls_it(rewards: str) -> None:
@@ -268,7 +294,7 @@ def test_every_kind_of_number_is_a_float(value: Any) -> None:
         (10**400, "not finite"),
         (1e30, "too large"),
         (-1.7e308, "too large"),
-        (None, "not a number"),
+        (None, "no reward"),
         ("1.0", "not a number"),
         ([1.0], "not a number"),
         (1j, "not a number"),

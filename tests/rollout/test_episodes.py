@@ -473,6 +473,23 @@ def test_a_malformed_call_is_answered_without_the_environment(
     assert set(results) == {(("malformed", "error: no call"),)}
 
 
+def test_a_stop_string_that_ends_a_call_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+
+    def parse(text: str) -> list[Parsed]:
+        seen.append(text)
+        return []
+
+    monkeypatch.setitem(tool_calls._PARSERS, "plain", parse)
+    free, _, _ = play(policy_of("fp8"), requests(8))
+    stops = tuple({one.text[-1:] for group in free for one in group} - {""})
+    made, _, _ = play(policy_of("fp8"), requests(8, stop_strings=stops))
+    ended = [one for group in made for one in group if one.stop_string]
+    assert ended and all(one.stop_string in stops for one in ended)
+    assert all(one.episode is not None and one.episode.turns[-1] in seen for one in ended)
+    assert all(one.episode.turns[-1].endswith(stops) for one in ended if one.episode)
+
+
 def test_turns_have_their_rewards_at_their_last_tokens_and_nan_where_one_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -239,9 +239,10 @@ def test_a_stop_string_is_seen_although_its_last_token_begins_another_character(
 
 
 def test_text_is_cut_before_the_earliest_stop_string():
-    assert cut("one two three", ["three", "two"]) == "one "
-    assert cut("one two", ["four"]) == "one two"
-    assert cut("one two", []) == "one two"
+    assert cut("one two three", ["three", "two"]) == ("one ", "two")
+    assert cut("one </answer>", ["</", "</answer>", "</a"]) == ("one ", "</answer>")
+    assert cut("one two", ["four"]) == ("one two", "")
+    assert cut("one two", []) == ("one two", "")
 
 
 def one_sample(stop_strings: tuple[str, ...], **sampling: Any) -> Completion:
@@ -266,6 +267,8 @@ def test_the_engine_stops_at_a_stop_string_and_keeps_the_tokens_that_completed_i
     end = free.text.index(stop)
     assert stopped.finish_reason == "stop"
     assert stopped.text == free.text[:end]
+    assert stopped.stop_string == stop and stopped.whole_text == free.text[: end + length]
+    assert free.stop_string == ""
     assert stopped.token_ids == free.token_ids[: end + length]
     assert stopped.log_probs == free.log_probs[: end + length]
 

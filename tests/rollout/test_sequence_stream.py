@@ -31,7 +31,7 @@ def told_and_final(
     end = first_stop(tokenizer, token_ids, stops, special) or len(token_ids)
     answer = GrowingAnswer(tokenizer, stops, special)
     pieces = [answer.feed([token_id]) for token_id in token_ids[: max(0, end - 1)]]
-    final = cut(decode(tokenizer, token_ids[:end], special), stops)
+    final, _ = cut(decode(tokenizer, token_ids[:end], special), stops)
     return [*pieces, answer.rest(final)], final
 
 

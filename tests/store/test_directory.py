@@ -125,9 +125,11 @@ def test_a_file_and_a_place_below_a_file_are_refused(tmp_path: Path) -> None:
 def test_json_replaces_the_old_file_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_json(path, {"a": 1})
-    with pytest.raises(ValueError, match="Out of range float"):
-        write_json(path, {"a": float("nan")})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
+    write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": None}
     write_json(path, {"a": "é"})
     assert path.read_text(encoding="utf-8") == '{\n  "a": "é"\n}\n'
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]

@@ -46,6 +46,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from isobit.algorithms.objective import Columns
+from isobit.records.rounding import are_level
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 
@@ -58,13 +59,14 @@ def group_advantages(rewards: Sequence[float | None], normalise_by_std: bool) ->
 
     A reward of None is excluded: it takes no part in mean and deviation, and its advantage is None.
     A single valid reward has nothing to be compared with: with fewer than two, all advantages are
-    None.  If all valid rewards are equal the advantages are exactly 0; computed from the formula,
-    rounding would leave a remainder (eight times 0.1 in float32: 0.007).
+    None.  If all valid rewards are equal but for rounding (``isobit.records.rounding``) the
+    advantages are exactly 0; computed from the formula, a remainder would be left (eight times 0.1
+    in float32: 0.007).
     """
     valid = [reward for reward in rewards if reward is not None]
     if len(valid) < 2:
         return [None] * len(rewards)
-    if min(valid) == max(valid):
+    if are_level(valid):
         return [None if reward is None else 0.0 for reward in rewards]
     mean = fmean(valid)
     scale = 1.0
@@ -87,10 +89,10 @@ def leave_one_out_advantages(rewards: Sequence[float | None]) -> list[float | No
 
 def whiten(values: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
     """The values of all completions together centred and divided by their standard deviation; exact
-    zeros where all are equal.  Sums are rounded once, so that their order does not matter.
+    zeros where all are equal but for rounding.  Sums are rounded once: their order does not matter.
     """
     flat = [value for one in values for value in one]
-    if not flat or min(flat) == max(flat):
+    if are_level(flat):
         return [(0.0,) * len(one) for one in values]
     mean = math.fsum(flat) / len(flat)
     scale = _deviation([value - mean for value in flat])
@@ -195,14 +197,15 @@ def turn_credit(
 
 def is_level(group: Group, gamma: float | None = None) -> bool:
     """Whether no two of its completions with a reward have different returns, or with ``gamma``
-    different ones from any turn on, before penalties: then the group teaches nothing.
+    different ones from any turn on, before penalties and but for rounding: then the group teaches
+    nothing.
     """
     plain = _without(group, "kl_penalties")
     whole = [None if one is None else [one] for one in penalised(plain)]
     returns = whole if gamma is None else _returns_of(plain, gamma)
     found = [one for one in returns if one is not None]
     last = max(map(len, found), default=0)
-    return all(len({_at(one, turn) for one in found}) == 1 for turn in range(last))
+    return all(are_level(one[min(turn, len(one) - 1)] for one in found) for turn in range(last))
 
 
 def _returns_of(group: Group, gamma: float) -> list[list[float] | None]:

@@ -149,6 +149,7 @@ from isobit.config.algorithm import (
     TisCorrection,
 )
 from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.rounding import are_level
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 
@@ -288,7 +289,11 @@ class ReMax(ClippedPolicyGradient):
 
 
 def _above(rewards: Sequence[float | None], baseline: float | None) -> list[float | None]:
-    return [None if r is None or baseline is None else r - baseline for r in rewards]
+    """Each reward less the baseline; exactly 0 where they are equal but for rounding."""
+    return [
+        None if r is None or baseline is None else 0.0 if are_level((r, baseline)) else r - baseline
+        for r in rewards
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 FOLDER`` compares precision flows on the same prompts.
 """
 
-import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from isobit.cli.arguments import (
 )
 from isobit.cli.main import obey_as_rank, start_ranks, starting
 from isobit.util.errors import ConfigError
+from isobit.util.strict_json import json_text
 
 if TYPE_CHECKING:
     from isobit.parallel.world import World
@@ -55,7 +55,7 @@ def evaluate_reward_model(arguments: Sequence[str]) -> int:
 
     result = summarise(list(_written(score_rows(options.folder, config), options.out)))
     if options.json:
-        print(json.dumps(asdict(result), indent=2))
+        print(json_text(asdict(result), indent=2))
     else:
         print(f"{config.precision.name}: {describe(result)}")
     return 0
@@ -69,7 +69,7 @@ def _written(rows: "Iterable[ScoredRow]", out: Path | None) -> "Iterator[ScoredR
     with out.open("x", encoding="utf-8", buffering=1) as file:
         for one in rows:
             line = {name: value for name, value in asdict(one).items() if value is not None}
-            file.write(json.dumps(line) + "\n")
+            file.write(json_text(line) + "\n")
             yield one
 
 
@@ -165,7 +165,7 @@ def _eval(arguments: Sequence[str], world: "World | None") -> int:
     if world is not None and world.rank > 0:
         return 0
     if options.json:
-        print(json.dumps({name: one.figures() for name, one in results.items()}, indent=2))
+        print(json_text({name: one.figures() for name, one in results.items()}, indent=2))
     else:
         Console().line(
             "\n".join(
@@ -298,7 +298,7 @@ def run_flows(arguments: Sequence[str]) -> int:
             console=Console(terminal_on("stderr")),
         )
     if options.json:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json_text(found.as_json(), indent=2))
     else:
         Console().lines(describe_comparison(found))
     return 0

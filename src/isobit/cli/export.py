@@ -3,7 +3,6 @@ model folder, ``isobit report`` writes the metrics of runs as an HTML page, ``is
 the schema or the keys of the recipes.
 """
 
-import json
 import re
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from isobit.cli.arguments import (
 )
 from isobit.cli.main import starting
 from isobit.util.errors import ConfigError, shown
+from isobit.util.strict_json import json_text
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -302,7 +302,7 @@ def run_inspect(arguments: Sequence[str]) -> int:
         path = write_inspection(found, options.out)
         written = f"{path} ({path.stat().st_size / 1000:,.0f} kB)"
     if options.json:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json_text(found.as_json(), indent=2))
     else:
         console.lines([*describe_inspection(found), *(["", written] if written else [])])
     return 0
@@ -402,5 +402,5 @@ def run_schema(arguments: Sequence[str]) -> int:
     if options.markdown:
         print(configuration_page(), end="")
     else:
-        print(json.dumps(json_schema(RECIPES[options.command]), indent=2))
+        print(json_text(json_schema(RECIPES[options.command]), indent=2))
     return 0

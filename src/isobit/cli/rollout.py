@@ -2,6 +2,8 @@
 ``isobit chat MODEL``: a conversation in the terminal, with the same engine.
 """
 
+import io
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -195,31 +197,55 @@ def run_chat(arguments: Sequence[str]) -> int:
     settings = served_settings(options, overrides, max_sequences=1, **limits)
     set_threads(options)
     with starting():
-        from isobit.models.folder import load_sampling_model
+        from isobit.data.tokenizer import load_tokenizer
+        from isobit.models.folder import load_sampling_model, model_folder
         from isobit.rollout.native import NativeEngine
-    model = load_sampling_model(options.model, settings.precision, settings.device)
-    if not model.tokenizer.chat_template:
+    if not load_tokenizer(model_folder(options.model)).chat_template:  # before weights are loaded
         raise ConfigError(
             f"{options.model} has no chat template, so it knows no turns; `isobit rollout MODEL "
             "--prompt TEXT` completes a text"
         )
+    model = load_sampling_model(options.model, settings.precision, settings.device)
     engine = NativeEngine(model.policy, settings.rollout, model.tokenizer, options.seed)
+    say(f"{options.model} in {settings.precision.name}; {_HELP}")
     _converse(model, engine, settings, options.system)
     return 0
 
 
-def _converse(
-    model: "SamplingModel", engine: "NativeEngine", settings: "ServeConfig", system: str | None
-) -> None:
-    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+_HELP = "Ctrl-C ends an answer, Ctrl-D or /exit the conversation, /help says this again"
+
+
+def _lines_said() -> "Iterator[str]":
+    """The lines of standard input, until it or the user ends the conversation. Bytes that are no
+    UTF-8, as half of a character is, cost their line alone.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             text = input("> ")
         except EOFError:
             print()
             return
-        if not text.strip():
+        except KeyboardInterrupt:  # there is no answer that it could end
+            print()
+            say(_HELP)
             continue
+        if any("\udc80" <= one <= "\udcff" for one in text):
+            say("the line holds bytes that are not UTF-8 and was left out; write it again")
+        elif text.strip() in ("/exit", "/quit"):
+            return
+        elif text.strip() == "/help":
+            say(_HELP)
+        elif text.strip():
+            yield text
+
+
+def _converse(
+    model: "SamplingModel", engine: "NativeEngine", settings: "ServeConfig", system: str | None
+) -> None:
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    for text in _lines_said():
         messages.append({"role": "user", "content": text})
         try:
             answer = _say_answer(engine, _turn(messages, model, settings))

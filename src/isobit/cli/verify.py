@@ -10,7 +10,6 @@ failed, 2 it could not be done.
                                           first differ
 """
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from isobit.cli.arguments import (
 from isobit.cli.main import compare_as_rank, start_ranks, starting
 from isobit.config.base import MAX_PROCESSES
 from isobit.util.errors import ConfigError, IsobitError
+from isobit.util.strict_json import json_text
 
 if TYPE_CHECKING:
     from isobit.config.recipes import VerifyConfig
@@ -55,7 +55,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
         else examine(options.directory, _announce, _print_finding)
     )
     if options.json:
-        print(json.dumps(result.as_json(), indent=2))
+        print(json_text(result.as_json(), indent=2))
         return result.exit_code
     print(
         f"\n{result.count('pass')} passed, {result.count('warn')} warnings, {result.count('fail')} "
@@ -160,7 +160,7 @@ class _NotProvedError(IsobitError):
 
 def _show(options: Namespace, result: "VerifyResult") -> None:
     if options.json:
-        print(json.dumps(result.as_json(), indent=2))
+        print(json_text(result.as_json(), indent=2))
     else:
         _print_result(result)
 
@@ -206,7 +206,7 @@ def _bisect(options: Namespace, settings: "VerifyConfig") -> int:
     check = Path(options.folder), settings.precision, VerifyOptions(**_sizes(options))
     if options.json:
         result = bisect(*check, device=settings.device)
-        print(json.dumps(result.as_json(), indent=2))
+        print(json_text(result.as_json(), indent=2))
         return result.exit_code
     result = bisect(*check, _print_scenario, _print_trace, settings.device)
     _print_result(result.verified)

@@ -13,10 +13,11 @@ import lzma
 import subprocess
 import sys
 import zlib
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -28,30 +29,81 @@ if TYPE_CHECKING:
 
 LONGEST_LINE = 1 << 26
 """Bytes; a device or a binary file without line ends would fill the memory."""
+LONGEST_ARRAY = 1 << 30
+"""Bytes of a file that is one JSON array, which is read at once."""
+MOST_BLANK = 1_000_000
+"""Blank lines without a row between them: a small compressed file can hold any number."""
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of ``path`` with their line numbers from 1; blank lines are skipped, a byte order
-    mark is allowed.
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of ``path`` with their places, as ``line 3``; blank lines are skipped, a byte
+    order mark is allowed. A file that is one JSON array gives its objects, as ``element 3``.
 
-    Raises ``DataError`` for a file that cannot be read, bytes that are not UTF-8, and a line that
-    is not one JSON object without repeated keys.
+    Raises ``DataError`` for a file that cannot be read, bytes that are not UTF-8, and a line or an
+    element that is not one JSON object without repeated keys.
     """
     try:
-        with _opened(path) as lines:
-            for number in count(1):
-                line = lines.readline(LONGEST_LINE + 1)
-                if not line:
+        with _opened(path) as file:
+            begun = False
+            for number, line in _lines(file, path):
+                place = f"line {number}"
+                if not begun and line.lstrip().startswith(b"["):
+                    yield from _elements(line, file, path)
                     return
-                if len(line) > LONGEST_LINE:
-                    raise DataError(f"{path}, line {number}: longer than {LONGEST_LINE:,} bytes")
-                if line.strip():
-                    yield number, _object(line, f"{path}, line {number}")
+                yield place, _object(line, f"{path}, {place}")
+                begun = True
     except _DAMAGED as error:
         raise _damaged(path, error) from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"cannot read {path}: {reason}; expected a JSONL file") from error
+        raise _unreadable(path, error, "JSONL") from error
+
+
+def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers. Raises DataError for one that is too long,
+    for too many blank ones, and for another encoding's byte order mark.
+    """
+    blank = 0
+    for number in count(1):
+        line = file.readline(LONGEST_LINE + 1)
+        if not line:
+            return
+        if number == 1 and line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            raise DataError(f"{path} is UTF-16; save the file as UTF-8")
+        line = line.removeprefix(BOM_UTF8) if number == 1 else line
+        if len(line) > LONGEST_LINE:
+            raise DataError(f"{path}, line {number}: longer than {LONGEST_LINE:,} bytes")
+        if line.strip():
+            yield number, line
+            blank = 0
+            continue
+        blank += 1 + len(line) // 1024
+        if blank > MOST_BLANK:
+            raise DataError(f"{path}, line {number}: only blank lines for {MOST_BLANK:,} lines")
+
+
+def _elements(begin: bytes, file: IO[bytes], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSON array that begins with ``begin`` and goes on in the file."""
+    content = begin + file.read(LONGEST_ARRAY)
+    if len(content) > LONGEST_ARRAY:
+        raise DataError(
+            f"{path} is one JSON array of more than {LONGEST_ARRAY:,} bytes; write one object a "
+            "line (JSONL)"
+        )
+    values = _parsed(content, str(path), "expected one JSON array, or one object a line")
+    for number, value in enumerate(values, 1):
+        place = f"element {number}"
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{path}, {place}: expected a JSON object, found {type(value).__name__}"
+            )
+        yield place, value
+
+
+def _unreadable(path: Path, error: OSError | ValueError, kind: str) -> DataError:
+    if isinstance(error, OSError) and error.errno is None:  # as bz2 says of damage
+        return _damaged(path, error)
+    reason = error.strerror if isinstance(error, OSError) else error
+    return DataError(f"cannot read {path}: {reason}; expected a {kind} file")
 
 
 _COMPRESSED: Mapping[bytes, Callable[[Path], Any]] = {
@@ -118,21 +170,30 @@ class _TwiceError(Exception):
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
+        seen = set[str]()
+        raise _TwiceError(next(key for key, _ in pairs if key in seen or seen.add(key)))
     return made
 
 
 def _object(line: bytes, place: str) -> dict[str, Any]:
+    value = _parsed(line.rstrip(b"\r\n"), place, "expected one object a line")
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _parsed(content: bytes, place: str, expected: str) -> Any:
+    """The JSON of bytes in UTF-8. Raises DataError, naming ``place`` and what was ``expected``."""
     try:
-        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object_of)
+        return json.loads(content.decode(), object_pairs_hook=_object_of)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{place}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8"
         ) from error
     except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise DataError(
-            f"{place}, column {error.colno}: not JSON ({error.msg}); expected one object a line"
+            f"{place}, {where}column {error.colno}: not JSON ({_why(error)}); {expected}"
         ) from error
     except _TwiceError as error:
         raise DataError(f"{place}: the key {error.args[0]!r} is there twice") from None
@@ -140,9 +201,20 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
         raise DataError(f"{place}: nested too deeply") from error
     except ValueError as error:  # Python converts no integer of more than some thousand digits
         raise DataError(f"{place}: a number has too many digits; write it as text") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{place}: expected a JSON object, found {type(value).__name__}")
-    return value
+
+
+def _why(error: json.JSONDecodeError) -> str:
+    """What Python says, or the usual slips of files that were written by hand, by name."""
+    before, behind = error.doc[: error.pos].rstrip()[-1:], error.doc[error.pos :].lstrip()[:2]
+    if behind[:1] in ("}", "]") and before == ",":
+        return f"a comma before {behind[0]!r}, which JSON does not have; remove it"
+    if error.msg == "Extra data" and behind[:1] == ",":
+        return "a comma behind the object, as in an array; remove it"
+    if behind[:1] == "'":
+        return "single quotes, as Python prints a dict; JSON has double ones"
+    if behind in ("//", "/*"):
+        return "a comment, which JSON does not have; remove it"
+    return error.msg
 
 
 _ROWS_AT_ONCE = 1024
@@ -150,18 +222,24 @@ _BEYOND = "\0 beyond"
 """The key of values after the last column."""
 
 
-def read_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of ``path`` as text, with the numbers of their last lines.
+def read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of ``path`` as text, with their last lines, as ``line 3``. Columns are parted by
+    commas, or by tabs or semicolons where the first line has these and no comma.
 
     Raises ``DataError`` for a file that cannot be read or is not UTF-8, for missing or repeated
     column names, and for a row with fewer or more values than columns.
     """
+    csv.field_size_limit(LONGEST_LINE)  # Python's own is 131,072 characters
     try:
         with (
             _opened(path) as content,
             io.TextIOWrapper(cast(Any, content), encoding="utf-8-sig", newline="") as file,
         ):
-            rows = csv.DictReader(file, restkey=_BEYOND, strict=True)
+            lines = _csv_lines(file, path)
+            first = next(lines, "")
+            rows = csv.DictReader(
+                chain([first], lines), restkey=_BEYOND, strict=True, delimiter=_delimiter(first)
+            )
             names = list(rows.fieldnames or ())
             if "" in names or len(set(names)) < len(names):
                 raise DataError(
@@ -173,15 +251,36 @@ def read_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                         f"{path}, line {rows.line_num}: not one value for each of the "
                         f"{len(names)} columns; quote text with commas or line breaks"
                     )
-                yield rows.line_num, row
+                yield f"line {rows.line_num}", row
     except _DAMAGED as error:
         raise _damaged(path, error) from error
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; expected a CSV file") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8; save the file as UTF-8") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise _unreadable(path, error, "CSV") from error
     except csv.Error as error:
         raise DataError(f"{path}: not CSV: {error}; JSONL holds any text") from error
+
+
+def _csv_lines(file: IO[str], path: Path) -> Iterator[str]:
+    """All lines, which are pieces of fields. Raises DataError for one that is too long, and for too
+    many blank ones.
+    """
+    blank = 0
+    for number in count(1):
+        line = file.readline(LONGEST_LINE + 1)
+        if not line:
+            return
+        if len(line) > LONGEST_LINE:
+            raise DataError(f"{path}, line {number}: longer than {LONGEST_LINE:,} characters")
+        blank = 0 if line.strip() else blank + 1 + len(line) // 1024
+        if blank > MOST_BLANK:
+            raise DataError(f"{path}, line {number}: only blank lines for {MOST_BLANK:,} lines")
+        yield line
+
+
+def _delimiter(first: str) -> str:
+    return next((one for one in ",\t;" if one in first), ",")
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import islice
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
@@ -200,11 +201,9 @@ class _Ahead(Generic[_Source, _Item]):
 def _records(source: ColumnsData) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if isinstance(source, JsonlData | CsvData):
         for path in source_files(source.path):
-            shipped = str(path).startswith(_SHIPPED)
-            file = starter_folder() / str(path).removeprefix(_SHIPPED) if shipped else path
-            lines = read_csv(path) if isinstance(source, CsvData) else read_jsonl(file)
-            for line, record in lines:
-                yield f"{path}, line {line}", record
+            read = read_csv if isinstance(source, CsvData) else read_jsonl
+            for place, record in read(_file_of(path)):
+                yield f"{path}, {place}", record
         return
     if isinstance(source, ParquetData):
         for path in source_files(source.path):
@@ -214,6 +213,20 @@ def _records(source: ColumnsData) -> Iterator[tuple[str, Mapping[str, Any]]]:
     name, rows = _named(source)
     for index, record in enumerate(rows):
         yield f"{name}, row {index}", record
+
+
+def _file_of(path: Path) -> Path:
+    """The file of a path, which may be one of the package's own. Raises DataError for a name that
+    leads out of their folder.
+    """
+    if not str(path).startswith(_SHIPPED):
+        return path
+    folder = starter_folder()
+    file = folder / str(path).removeprefix(_SHIPPED)
+    if not file.absolute().is_relative_to(folder.absolute()) or ".." in file.parts:
+        names = ", ".join(sorted(one.name for one in folder.glob("*.jsonl")))
+        raise DataError(f"{path}: {_SHIPPED} names a file of the package: {names}")
+    return file
 
 
 def _named(source: ColumnsData) -> tuple[str, Iterator[Mapping[str, Any]]]:
@@ -266,10 +279,17 @@ def _row(record: Mapping[str, Any], source: ColumnsData, place: str) -> Row:
     )
 
 
+_CONVERSATIONS = (
+    "; whole conversations are named by the key messages of the source, as in data.train.messages "
+    '= "messages" (isobit sft), and as prompts by prompt = "messages"'
+)
+
+
 def _check_column(column: str, record: Mapping[str, Any], place: str) -> None:
     if column not in record:
         near = get_close_matches(column, record, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = _CONVERSATIONS if column == "prompt" and "messages" in record else hint
         raise DataError(
             f"{place}: no column {column!r}; the columns are "
             f"{', '.join(map(repr, record)) or 'none'}{hint}"

@@ -35,6 +35,7 @@ from isobit.parallel.world import raised_on_all
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import DTYPES, QuantTensor
 from isobit.util.errors import MismatchError, ModelError
+from isobit.util.strict_json import json_text
 
 if TYPE_CHECKING:
     from isobit.models.policy import Policy
@@ -437,7 +438,7 @@ def write_adapters(
 ) -> None:
     """PEFT's folder, of ``peft_tensors``, for adapters of the model folder ``base``."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(adapter_config(lora, base), indent=2)
+    text = json_text(adapter_config(lora, base), indent=2)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     write_tensors(folder / WEIGHTS_FILE, tensors, tensors.__getitem__, {"format": "pt"})
 

@@ -41,6 +41,7 @@ import torch
 from isobit.kernels.backend import backend_of
 from isobit.kernels.noise import Rows
 from isobit.util.errors import ModelError, shown
+from isobit.util.strict_json import json_text
 
 LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 _SIZES = {
@@ -427,7 +428,7 @@ def write_shards(
                 name: file for file, names in sorted(shards.items()) for name in sorted(names)
             },
         }
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / INDEX_FILE).write_text(json_text(index, indent=2) + "\n", encoding="utf-8")
     return digests
 
 

@@ -63,6 +63,7 @@ from isobit.precision.quant_tensor import (
     rotation_size,
 )
 from isobit.util.errors import ConfigError
+from isobit.util.strict_json import json_text
 from isobit.util.terminal import say
 
 
@@ -461,4 +462,4 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json_text(content, indent=2) + "\n", encoding="utf-8")

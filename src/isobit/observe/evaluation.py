@@ -34,6 +34,7 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.data.tokenizer import special_token_ids
 from isobit.records.metrics import Metrics
+from isobit.records.rounding import are_level, settled
 from isobit.records.text import CUT, Completion, Group
 
 Interval = tuple[float, float]
@@ -94,16 +95,19 @@ def mean_interval(scores: Sequence[float]) -> Interval | None:
 
 
 def reward_metrics(groups: Sequence[Group]) -> Metrics:
-    """Mean and standard deviation of the rewards that did not fail, and of each part by name;
-    empty where all failed.
+    """Mean and standard deviation of the rewards that did not fail, and of each part by name, with
+    the number of completions that it graded; without a mean where there is none.
     """
     names = groups[0].reward_parts if groups else ()
     columns = {f"reward/{name}": [group.reward_parts[name] for group in groups] for name in names}
     columns["reward"] = [group.rewards for group in groups]
     metrics: Metrics = {}
     for name, column in columns.items():
-        if rewards := [reward for group in column for reward in group if reward is not None]:
-            metrics |= {f"{name}/mean": fmean(rewards), f"{name}/std": pstdev(rewards)}
+        rewards = [reward for group in column for reward in group if reward is not None]
+        metrics |= {f"{name}/graded": len(rewards)} if name != "reward" else {}
+        if rewards:
+            std = 0.0 if are_level(rewards) else pstdev(rewards)
+            metrics |= {f"{name}/mean": fmean(rewards), f"{name}/std": std}
     return metrics
 
 
@@ -167,7 +171,7 @@ def _turn_rewards(completions: Sequence[Completion]) -> Metrics:
 
 
 RIGHT = 1.0
-"""The reward from which a sample counts as right."""
+"""The reward from which a sample counts as right; 0.1 * 10 added up counts as 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +243,10 @@ def result_of(
     """The figures of graded groups of ``samples`` completions each; at least one of them has a
     reward. ``counts`` are the graders'.
     """
-    graded = [[reward for reward in group.rewards if reward is not None] for group in groups]
+    graded = [
+        [settled(reward, 0.0, RIGHT) for reward in group.rewards if reward is not None]
+        for group in groups
+    ]
     scores = [fmean(rewards) for rewards in graded if rewards]
     lengths = length_metrics(groups)
     is_accuracy = all(reward in (0.0, 1.0) for rewards in graded for reward in rewards)

@@ -19,7 +19,6 @@ continues there; wandb ignores the metrics of steps that are repeated after a ki
 the last value of a step.
 """
 
-import json
 import math
 import os
 import re
@@ -36,10 +35,10 @@ from uuid import uuid4
 
 from isobit.config.tables import TrackerName, TrackingConfig
 from isobit.records.metrics import Metrics
-from isobit.records.text import json_line
 from isobit.store.directory import EVENTS_SUFFIX
 from isobit.util.errors import ConfigError
 from isobit.util.files import LineFile
+from isobit.util.strict_json import json_line, json_text
 
 Row = Mapping[str, Any]
 COLUMNS = ("prompt", "completion", "reward", "answer", "finish_reason", "tokens")
@@ -357,12 +356,13 @@ class MlflowTracker(Tracker):
                 self._library.log_params(dict(flat[first : first + 100]))
 
     def write(self, step: int, metrics: Metrics) -> None:
-        self._library.log_metrics(metrics, step=step)
+        named = {_mlflow_name(name): value for name, value in metrics.items()}
+        self._library.log_metrics(named, step=step)
 
     def table(self, step: int, source: str, rows: Sequence[Sequence[Any]]) -> None:
         content = {"columns": list(COLUMNS), "data": _plain(rows)}  # as its log_table writes
-        place = f"completions/{source}/step_{step:06}.json"
-        self._library.log_text(json.dumps(content, ensure_ascii=False), place)
+        place = f"completions/{_mlflow_name(source)}/step_{step:06}.json"
+        self._library.log_text(json_text(content), place)
 
     def close(self, failed: bool) -> None:
         self._library.end_run("FAILED" if failed else "FINISHED")
@@ -371,6 +371,14 @@ class MlflowTracker(Tracker):
 TRACKERS: dict[TrackerName, type[Tracker]] = {
     kind.service: kind for kind in (Tracker, MlflowTracker, TrackioTracker, SwanLabTracker)
 }
+
+
+def _mlflow_name(name: str) -> str:
+    """A metric's name as MLflow takes it, which refuses a whole batch for one name that is no path
+    of letters, digits, spaces and ``_-.:``: ``pass_at_2`` for ``pass@2``.
+    """
+    text = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+    return "/".join(one if one.strip(".") else "_" for one in text.split("/"))[:250]
 
 
 def _plain(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:

@@ -6,7 +6,6 @@ Of several processes each keeps the log, and rank 0 writes it.  A checkpoint hol
 last lines on the console and ``summary.json`` are both made.
 """
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -26,13 +25,15 @@ from isobit.memory.turns import PhaseMemory
 from isobit.observe.console import Console, TimeLeft
 from isobit.observe.metrics import MetricsWriter, open_trackers
 from isobit.records.metrics import Metrics
-from isobit.records.text import Completion, Group, json_line
+from isobit.records.rounding import are_level
+from isobit.records.text import Completion, Group
 from isobit.store.directory import RunDirectory, completions_file, positions, write_json
 from isobit.store.manifest import TrainingRun
 from isobit.store.resume import Start
 from isobit.store.state import write_change
 from isobit.training.trainer import BudgetChange
 from isobit.util.files import LineFile, disk_errors, sync
+from isobit.util.strict_json import json_line, json_text
 from isobit.util.terminal import Clock
 
 
@@ -318,10 +319,10 @@ def describe_change(step: int, change: BudgetChange) -> str:
 
 def best_and_worst(rewards: Sequence[float | None]) -> list[int]:
     """The places of the first completion with the highest reward and of the first with the lowest,
-    in their order; the first alone where no two valid rewards differ.
+    in their order; the first alone where no two valid rewards differ but for rounding.
     """
     valid = {place: reward for place, reward in enumerate(rewards) if reward is not None}
-    if len(set(valid.values())) < 2:
+    if are_level(valid.values()):
         return [0]
     return sorted((max(valid, key=valid.__getitem__), min(valid, key=valid.__getitem__)))
 
@@ -391,7 +392,7 @@ def completion_rows(step: int, source: str, groups: Sequence[Group]) -> Iterator
                 "advantages": _differing_advantages(group, completion),
                 "messages": None
                 if completion.episode is None
-                else json.dumps(completion.episode.messages),
+                else json_text(completion.episode.messages, ascii=True),
                 "turn_rewards": completion.sequence.rewards_of_turns,
             }
 

@@ -25,7 +25,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -50,7 +50,9 @@ from isobit.observe.run_files import (
     last_figures,
     record_of,
 )
+from isobit.records.rounding import are_level
 from isobit.util.errors import IsobitError
+from isobit.util.strict_json import json_text
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -139,7 +141,7 @@ class Viewer:
 
         def answer(request: Request) -> Response:
             with self._lock:
-                return JSONResponse(_sendable(made(request.query_params)), headers=HEADERS)
+                return _json(made(request.query_params))
 
         return answer
 
@@ -309,7 +311,7 @@ class Viewer:
         answers = [_answers(side, *wanted[0]) if wanted else {} for side in sides]
         both = [prompt for prompt in answers[0] if prompt in answers[1]]
         both = [one for one in both if not any(math.isnan(side[one][0]) for side in answers)]
-        gaps = [answers[1][prompt][0] - answers[0][prompt][0] for prompt in both]
+        gaps = [_gap(*(side[prompt][0] for side in answers)) for prompt in both]
         return {
             "common": [{"step": step, "source": source} for step, source in common[-1000:]],
             "step": wanted[0][0] if wanted else None,
@@ -322,6 +324,7 @@ class Viewer:
                 {
                     "prompt_id": prompt,
                     "rewards": [side[prompt][0] for side in answers],
+                    "difference": gap,
                     "places": [side[prompt][1] for side in answers],
                     "prompt": _cut(sides[0].read(answers[0][prompt][1]).get("prompt")),
                     "texts": [
@@ -329,7 +332,7 @@ class Viewer:
                         for side, found in zip(sides, answers, strict=True)
                     ],
                 }
-                for prompt in both[:MOST_PAIRS]
+                for prompt, gap in zip(both[:MOST_PAIRS], gaps, strict=False)
             ],
         }
 
@@ -354,18 +357,11 @@ def _failed(request: Request, error: Exception) -> Response:
         status, text = error.status_code, error.detail
     elif isinstance(error, OSError):
         status, text = 404, f"a file of the run cannot be read: {error.strerror or error}"
-    return JSONResponse({"error": text}, status, HEADERS)
+    return _json({"error": text}, status)
 
 
-def _sendable(value: Any) -> Any:
-    """As JSON in UTF-8 can hold it: None for what is not finite, ? for half of a character."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_sendable(str(key)): _sendable(one) for key, one in value.items()}
-    return [_sendable(one) for one in value] if isinstance(value, list | tuple) else value
+def _json(content: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(json_text(content, default=str), status, HEADERS, "application/json")
 
 
 def _number(asked: QueryParams, name: str, kind: type[int] | type[float]) -> Any:
@@ -482,6 +478,10 @@ def _group(found: Completions, place: int) -> list[dict[str, Any]]:
     while last + 1 < len(index) and key(last + 1) == key(place) and last - place < MOST_OF_GROUP:
         last += 1
     return [{"place": one, "reward": index.rewards[one]} for one in range(first, last + 1)]
+
+
+def _gap(first: float, second: float) -> float:
+    return 0.0 if are_level((first, second)) else second - first
 
 
 def _answers(found: Completions, step: int, source: str) -> dict[str, tuple[float, int]]:

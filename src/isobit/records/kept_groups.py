@@ -118,11 +118,13 @@ def _mask(length: int, spans: NDArray[np.int64]) -> NDArray[np.bool_]:
 def completions_value(completions: Sequence[Completion]) -> dict[str, Any]:
     """Completions as ``isobit.parallel.world`` takes them, none of them judged."""
     episodes = [one.episode for one in completions]
+    stops = [one.stop_string for one in completions]
     return {
         "texts": [one.text for one in completions],
         "finish_reasons": [one.finish_reason for one in completions],
         "sequences": joined([one.sequence for one in completions]),
         **({"episodes": [one and asdict(one) for one in episodes]} if any(episodes) else {}),
+        **({"stop_strings": stops} if any(stops) else {}),
     }
 
 
@@ -132,7 +134,8 @@ def completions_of(value: Mapping[str, Any], fresh: bool = True) -> list[Complet
     """
     sequences = parted(value["sequences"], fresh)
     episodes = [Episode.of(one) for one in value.get("episodes", [None] * len(sequences))]
-    rows = zip(sequences, value["texts"], value["finish_reasons"], episodes, strict=True)
+    stops = value.get("stop_strings", [""] * len(sequences))
+    rows = zip(sequences, value["texts"], value["finish_reasons"], episodes, stops, strict=True)
     return [Completion(*row) for row in rows]
 
 

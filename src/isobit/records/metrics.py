@@ -116,6 +116,8 @@ TABLE: Mapping[str, tuple[Metric, ...]] = {
                "one that rises alone is being exploited", chart="Reward NAME"),
         Metric("reward/NAME/std", "reward", "its standard deviation",
                "times its weight, none dwarfs the others"),
+        Metric("reward/NAME/graded", "completions",
+               "those that the part gave a number", "not 0", "sum"),
         Metric("reward/failed", "completions",
                "those whose reward raised, timed out, ended its process or was not finite",
                "0; above `reward.max_failed_fraction` the run stops", "sum"),

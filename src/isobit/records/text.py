@@ -2,9 +2,6 @@
 why some of these teach nothing.
 
 Imports no torch: rewards and data import nothing else of the records.
-
-A record as a line of a JSONL file, in UTF-8: text as it stands, but half of a surrogate pair,
-which JSON can hold and UTF-8 cannot, as an escape.
 """
 
 import ast
@@ -18,22 +15,6 @@ import numpy as np
 
 from isobit.records.sequence import TokenSequence
 from isobit.util.errors import DataError
-
-
-def json_line(record: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    """The record with a line end; ``default`` is asked for what JSON does not know."""
-    try:
-        return _dumped(record, default, ensure_ascii=False)
-    except UnicodeEncodeError:
-        return _dumped(record, default, ensure_ascii=True)
-
-
-def _dumped(
-    record: Mapping[str, Any], default: Callable[[Any], Any] | None, ensure_ascii: bool
-) -> bytes:
-    text = json.dumps(record, ensure_ascii=ensure_ascii, default=default)
-    return f"{text}\n".encode()
-
 
 FinishReason = Literal["stop", "length", "aborted", "turns", "time", "failed"]
 """The last three end episodes (``isobit.rollout.episodes``)."""
@@ -110,6 +91,13 @@ class Completion:
     finish_reason: FinishReason
     episode: "Episode | None" = None
     """With an environment: what happened between the turns, of which ``text`` is the last."""
+    stop_string: str = ""
+    """The stop string that ended the answer, where one did."""
+
+    @property
+    def whole_text(self) -> str:
+        """``text`` with the stop string that it is cut before: all that the model wrote."""
+        return self.text + self.stop_string
 
     @property
     def is_cut(self) -> bool:
@@ -158,7 +146,9 @@ class Episode:
     """A completion of several turns, in which a model has called tools."""
 
     turns: tuple[str, ...]
-    """What the model wrote, with special tokens, but for those that ended a turn."""
+    """What the model wrote, with special tokens and stop strings, but for the tokens that ended a
+    turn.
+    """
     results: tuple[tuple[tuple[str, str], ...], ...]
     """Behind each turn, for each call its kind (``ResultKind``) and what the model was told."""
     failure: str = ""

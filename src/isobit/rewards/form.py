@@ -165,13 +165,11 @@ class TrlReward(Reward):
         if isinstance(values, Failure):
             values = [values] * len(completions)
         for index, value in enumerate(values):
-            if value is None:
-                value = Failure("no reward", "the reward returned None, so it does not apply")
             yield index, value if isinstance(value, Failure) else outcome_of(value)
 
     def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
         content = prompt.text if prompt.content is None else prompt.content
-        texts: list[Any] = [completion.text for completion in completions]
+        texts: list[Any] = [completion.whole_text for completion in completions]
         if not isinstance(content, str):
             asked, begun = without_beginning(content)  # TRL gives it as a part of the answer
             content = [dict(message) for message in asked]
@@ -197,7 +195,7 @@ class TrlReward(Reward):
 
 def _messages_of(completion: Completion, begun: str) -> list[dict[str, str]]:
     """An answer as TRL gives it: with the beginning that the prompt has, and all its turns."""
-    said = [{"role": "assistant", "content": completion.text}]
+    said = [{"role": "assistant", "content": completion.whole_text}]
     if completion.episode is not None:
         said = completion.episode.messages
     return [{**said[0], "content": begun + said[0]["content"]}, *said[1:]]
@@ -210,7 +208,7 @@ class VerlReward(Reward):
     given = (*_VERL_ANSWERS, "data_source", "ground_truth", "extra_info")
 
     def _arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
-        text = completions[0].text
+        text = completions[0].whole_text
         values: dict[str, Any] = {name: text for name in _VERL_ANSWERS if name in self._named}
         if self._takes("ground_truth"):
             values |= self._ground_truth(prompt)

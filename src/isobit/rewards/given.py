@@ -223,7 +223,7 @@ def place_of(function: Callable[..., Any]) -> str | None:
     return f"{module}:{name}" if is_found else None
 
 
-RewardFunction: TypeAlias = Callable[[Prompt, Completion], float]
+RewardFunction: TypeAlias = Callable[[Prompt, Completion], float | None]
 
 _NO_MEMORY = ("annot allocate memory", "failed to map segment")
 """Parts of the system's and the dynamic loader's messages."""

@@ -10,8 +10,9 @@
 completions and parts, however long each took. ``collect`` is ``fill`` and ``stats``: several ranks
 each fill some of the groups, and count all of them.
 
-    reward = sum over the parts of weight * part's reward
+    reward = sum of weight * part's reward over the parts that apply to the completion
 
+A part that returns None does not apply; where none applies, the reward fails.
 A failed reward is ``None``, which excludes the completion from its group, and never 0, which would
 teach the policy that the answer was wrong. Failures are counted by kind, and too many stop the run.
 
@@ -29,12 +30,21 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from isobit.config.data import WHOLE, RewardConfig
+from isobit.records.rounding import rounded_sum
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.form import Reward
 from isobit.rewards.given import RewardFunction, load_reward
 from isobit.rewards.graders import REFERENCES
 from isobit.rewards.graders.text import UnusableReferenceError, references
-from isobit.rewards.outcome import Failure, Outcome, bounded, failure_of, outcome_of, take
+from isobit.rewards.outcome import (
+    NO_REWARD,
+    Failure,
+    Outcome,
+    bounded,
+    failure_of,
+    outcome_of,
+    take,
+)
 from isobit.rewards.pool import Inside, Pool, Task, Watch
 from isobit.util.errors import RewardError
 
@@ -98,13 +108,12 @@ class Tally:
         for index in range(len(group.completions)):
             parts = {name: outcomes[name][index] for name in weights}
             for name, outcome in parts.items():
-                if isinstance(outcome, Failure):
+                if isinstance(outcome, Failure) and outcome.kind != NO_REWARD:
                     self._count(outcome, group, index, f", {name}" if several else "")
                 if several:
                     group.reward_parts[name].append(_number_of(outcome))
             reward = _weighted(weights, parts)
-            all_numbers = not any(isinstance(one, Failure) for one in parts.values())
-            if isinstance(reward, Failure) and all_numbers:
+            if isinstance(reward, Failure) and reward not in parts.values():
                 self._count(reward, group, index, "")
             group.rewards.append(_number_of(reward))
             self.completions += 1
@@ -167,13 +176,20 @@ def _outcome(reward: RewardFunction, prompt: Prompt, completion: Completion) -> 
 
 
 def _weighted(weights: Weights, parts: Mapping[str, Outcome]) -> Outcome:
-    total = 0.0
+    """The sum over the parts that apply, a failure where one failed or none applies."""
+    terms = list[float]()
     for name, weight in weights.items():
         outcome = parts[name]
-        if isinstance(outcome, Failure):
+        if not isinstance(outcome, Failure):
+            terms.append(weight * outcome)
+        elif outcome.kind != NO_REWARD:
             return outcome
-        total += weight * outcome
-    return outcome_of(total)
+    return outcome_of(rounded_sum(terms)) if terms else _nothing_applies(parts)
+
+
+def _nothing_applies(parts: Mapping[str, Outcome]) -> Failure:
+    which = "the reward" if len(parts) == 1 else f"each of the parts {', '.join(parts)}"
+    return Failure(NO_REWARD, f"{which} returned None, so none applies to the completion")
 
 
 def _number_of(outcome: Outcome) -> float | None:

@@ -2,7 +2,8 @@
 unusual answers; the messages of grading processes; and deadlines.
 
 A reward may return a number of Python, numpy or torch, or, as in verl, a dict with the number as
-``score``.
+``score``. None instead of the number says that the reward does not apply to the completion
+(``NO_REWARD``): of several parts the others make its reward, and alone it is a failure.
 
 A grader calls ``count`` for an answer that is wrong in an unusual way, such as code that ran too
 long, and its caller calls ``take`` after each grading. A user's reward may count anything, so
@@ -43,6 +44,10 @@ from isobit.util.user_code import hidden
 
 LARGEST = 1e18
 """The largest reward: sums of squares of such numbers are still finite in FP32."""
+
+
+NO_REWARD = "no reward"
+"""The kind of a reward that does not apply to a completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,8 @@ def _number_or_failure(value: Any) -> Outcome:
                 "not a number", f"the reward returned a dict with {keys:.200}, expected 'score'"
             )
         value = value["score"]
+    if value is None:
+        return Failure(NO_REWARD, "the reward returned None, so it does not apply")
     if not isinstance(value, Real) and getattr(value, "shape", None) == ():
         value = value.item()
     if not isinstance(value, Real):

@@ -111,6 +111,7 @@ class _Open:
     finish_reason: FinishReason = "stop"
     """Of the last turn; once the environment is asked for its reward, of the episode."""
     text: str = ""
+    stop_string: str = ""
     turns: list[str] = field(default_factory=list)
     parsed: list[Parsed] = field(default_factory=list)
     """Of the last turn."""
@@ -315,8 +316,8 @@ class Episodes:
         ids = completion.sequence.token_ids[before:].tolist()
         spoken = ids[:-1] if ids and ids[-1] in sampling.stop_token_ids else ids
         stops, shown = sampling.stop_strings, sampling.special_tokens
-        turn = cut(decode(self._tokenizer, spoken, special=True), stops)
-        episode.text = cut(decode(self._tokenizer, spoken, shown), stops)
+        turn = "".join(cut(decode(self._tokenizer, spoken, special=True), stops))
+        episode.text, episode.stop_string = cut(decode(self._tokenizer, spoken, shown), stops)
         episode.turns.append(turn)
         ahead = completion.sequence.token_ids[max(0, before - _TAIL) : before].tolist()
         is_thinking = ends_in_thinking(decode(self._tokenizer, ahead, special=True))
@@ -484,7 +485,8 @@ class Episodes:
         sequence = episode.sequence
         if self._environments.has_turn_reward:
             sequence = sequence.with_turn_rewards(episode.turn_rewards)
-        made = Completion(sequence, episode.text, episode.finish_reason, record)
+        ended = episode.text, episode.finish_reason, record, episode.stop_string
+        made = Completion(sequence, *ended)
         self._ended.append(SampleEvent(handle, completion=made))
 
 

@@ -55,10 +55,15 @@ def decode(
     return text
 
 
-def cut(text: str, stop_strings: Sequence[str]) -> str:
-    """``text`` before the first place where any of ``stop_strings`` begins."""
-    places = [place for place in map(text.find, stop_strings) if place >= 0]
-    return text[: min(places)] if places else text
+def cut(text: str, stop_strings: Sequence[str]) -> tuple[str, str]:
+    """``text`` before the first place where any of ``stop_strings`` begins, and the longest of
+    those that begin there; all of it and nothing where none does.
+    """
+    found = [(place, stop) for stop in stop_strings if (place := text.find(stop)) >= 0]
+    if not found:
+        return text, ""
+    first = min(place for place, _ in found)
+    return text[:first], max((stop for place, stop in found if place == first), key=len)
 
 
 class GrowingText:
@@ -378,5 +383,5 @@ class Sample(CachedTokens):
         stopped = token_ids and token_ids[-1] in self._stop_token_ids
         spoken = token_ids[:-1] if stopped else token_ids
         shown = decode(tokenizer, spoken, sampling.special_tokens) if tokenizer else ""
-        text = cut(shown, sampling.stop_strings)
-        return Completion(sequence, text, self.finish_reason)
+        text, stop = cut(shown, sampling.stop_strings)
+        return Completion(sequence, text, self.finish_reason, stop_string=stop)

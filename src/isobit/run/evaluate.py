@@ -42,7 +42,7 @@ from isobit.models.folder import DescribedModel, SamplingModel, load_sampling_mo
 from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.evaluation import EvalResult, describe_hidden, result_of
 from isobit.parallel.world import ALONE, World
-from isobit.records.text import Completion, Group, Prompt, json_line
+from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders, GradeStats, Grading, check_references
 from isobit.rollout.engine import (
     EngineStats,
@@ -58,6 +58,7 @@ from isobit.rollout.shared import generate_shared
 from isobit.run.data import evaluation_limit, rendering_notes, with_date, with_date_of
 from isobit.run.frozen_models import ModelRewards
 from isobit.util.errors import ConfigError
+from isobit.util.strict_json import json_line
 from isobit.util.terminal import say
 
 OnProgress = Callable[[Progress], None]
@@ -427,6 +428,7 @@ def completion_lines(group: Group) -> Iterator[bytes]:
             "prompt": group.prompt.text,
             "completion": completion.text,
             "finish_reason": completion.finish_reason,
+            **({"stop_string": completion.stop_string} if completion.stop_string else {}),
             "token_ids": completion.token_ids,
             "log_probs": completion.log_probs,
             "columns": dict(group.prompt.row),

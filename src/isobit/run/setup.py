@@ -434,8 +434,16 @@ def describe_text(
     return [
         *([left_out] if drawn < rows else []),
         f'rewards read completions {seen} special tokens (rollout.special_tokens = "{shown}")',
+        *([_STOPS] if sampling.stop_strings else []),
         *describe_end_of_turn(tokenizer, config.data.chat, sampling.stop_token_ids),
     ]
+
+
+_STOPS = (
+    "rewards: completion.text ends before the one of rollout.stop_strings that ended it, which is "
+    "completion.stop_string; marks that it closes count for graders, and functions in TRL's and "
+    "verl's form are given both"
+)
 
 
 def extra_bytes(config: RunConfig, model: ModelConfig) -> int:

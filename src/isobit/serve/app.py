@@ -12,7 +12,6 @@ go wrong is answered in OpenAI's form with a sentence.
 
 import asyncio
 import hmac
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -54,6 +53,7 @@ from isobit.serve.protocol import (
 from isobit.serve.weights import Handler, Sent, WeightUpdates
 from isobit.serve.work import ChatForm, CompletionForm, Form, Gate, Work, as_api_error
 from isobit.util.errors import ConfigError, DataError, IsobitError, RequestError
+from isobit.util.strict_json import json_text
 
 LARGEST_BODY = 16 << 20
 """Bytes."""
@@ -480,7 +480,7 @@ def _refusal(error: ApiError) -> Response:
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:
-    text = json.dumps(content, allow_nan=False)  # in ASCII, which can hold what a client echoes
+    text = json_text(content, ascii=True)  # in ASCII, which can hold what a client echoes
     return Response(text, status, media_type="application/json")
 
 

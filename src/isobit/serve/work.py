@@ -43,6 +43,7 @@ from isobit.serve.protocol import (
     Usage,
 )
 from isobit.util.errors import DataError, IsobitError, RequestError
+from isobit.util.strict_json import json_text
 
 LONGEST_RETRY_S = 60
 
@@ -489,7 +490,7 @@ class Work:
 
 
 def _event(content: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(content, allow_nan=False)}\n\n"
+    return f"data: {json_text(content, ascii=True)}\n\n"
 
 
 def as_api_error(error: ApiError | IsobitError) -> ApiError:

@@ -38,6 +38,7 @@ from typing import Any
 
 from isobit.util.errors import CheckpointError, ConfigError, StorageError
 from isobit.util.files import sync
+from isobit.util.strict_json import json_text
 
 LOCK_FILE = ".lock"
 _BEFORE_A_RUN = {LOCK_FILE, ".run.json.partial"}
@@ -146,7 +147,7 @@ def is_empty(root: Path) -> bool:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file atomically."""
-    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json_text(content, indent=2) + "\n"
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)  # a killed process's; of a link only the link goes
     with partial.open("x", encoding="utf-8") as file:
@@ -273,7 +274,7 @@ def locked(directory: Path) -> Iterator[None]:
                 "wait for it or stop it, or name another directory (--output PATH)"
             ) from None
         file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+        file.write(json_text({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
         file.flush()
         _held.add(descriptor)
         try:

@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 from isobit.records.text import Group
 from isobit.rewards.grading import GradeStats, Grading
 from isobit.util.files import LineFile
+from isobit.util.strict_json import json_line
 
 Say = Callable[[str], None]
 _IDENTITY = ("weights_version", "prompts", "completions")  # what identifies a grading
@@ -155,7 +156,7 @@ class RewardRecord(LineRecord):
             "first_error": stats.first_error,
             **({"counts": stats.counts} if stats.counts else {}),
         }
-        self._add((json.dumps(content, allow_nan=False) + "\n").encode())
+        self._add(json_line(content, ascii=True))
         return stats
 
 
@@ -222,7 +223,7 @@ class AnswerRecord(LineRecord):
     def end(self, answers: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """The rollout's line is repeated, or new."""
         found = sorted(answers, key=lambda one: list(one[0]))
-        line = (json.dumps({**self._identity, "answers": found}) + "\n").encode()
+        line = json_line({**self._identity, "answers": found}, ascii=True)
         self.append([line])
 
     def _look_up(self, identity: dict[str, Any]) -> dict[str, Any] | None:

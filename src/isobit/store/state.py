@@ -47,13 +47,14 @@ from isobit.models.safetensors import Slice, TensorFile, added_up, checksum, che
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.world import run_on_all
 from isobit.records.kept_groups import group_digests
-from isobit.records.text import Group, json_line
+from isobit.records.text import Group
 from isobit.store.checkpoint import Checkpoint, Snapshot
 from isobit.store.directory import RunDirectory, read_lines, whole_lines
 from isobit.store.manifest import TrainingRun
 from isobit.training.trainer import BudgetChange
 from isobit.util.errors import CheckpointError
 from isobit.util.files import LineFile
+from isobit.util.strict_json import json_line
 
 _STEP, _SCALE = "step", "_scale"
 
@@ -325,7 +326,7 @@ def write_change(path: Path, step: int, change: BudgetChange) -> None:
     """Add a line and sync it.  Raises OSError and StorageError, and then leaves no part of it."""
     file = LineFile(path)
     try:
-        file.write((json.dumps({"step": step, **asdict(change)}) + "\n").encode(), lasting=True)
+        file.write(json_line({"step": step, **asdict(change)}), lasting=True)
     finally:
         file.close()
 

@@ -49,6 +49,7 @@ from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World, map_on_all
 from isobit.records.batch import TokenScores, first_fit_decreasing, lay_end_to_end, responses
+from isobit.records.rounding import are_level
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group
 from isobit.training.trainer import Trainer
@@ -244,14 +245,15 @@ class Judge:
 
     def _why_no_advantage(self, judged: Group) -> str:
         turns = (one.sequence.turn_rewards for one in judged.completions)
-        is_zero = not any(judged.rewards) and not any(
+        is_zero = are_level([0.0, *(one for one in judged.rewards if one)]) and not any(
             one is not None and one.any() for one in turns
         )
         if self.algorithm.needs_greedy:
             return "zero" if is_zero else "as_greedy"
         if not self.is_level(judged):
             return "no_advantage"
-        if any(len({*part} - {None}) > 1 for part in judged.reward_parts.values()):
+        parts = judged.reward_parts.values()
+        if any(not are_level(one for one in part if one is not None) for part in parts):
             return "cancelled"
         return "zero" if is_zero else "level"
 

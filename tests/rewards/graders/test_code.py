@@ -79,6 +79,9 @@ def test_right_and_wrong_functions(row: dict[str, Any]) -> None:
 def test_right_and_wrong_programs(row: dict[str, Any]) -> None:
     assert score("print(int(input()) ** 2)", row) == 1.0
     assert score("if __name__ == '__main__':\n    print(int(input()) ** 2)", row) == 1.0
+    for end in ("exit()", "quit()", "exit(0)", "import sys; sys.exit(0)", "raise SystemExit"):
+        assert score(f"print(int(input()) ** 2)\n{end}", row) == 1.0
+    assert score("print(int(input()) ** 2)\nexit(3)", row) == 0.0
     assert score("print(int(input()) * 2)", row) == 0.0
     assert score("print(4)", row) == 0.0
     assert score("print(int(input()) ** 2)\nraise ValueError", row) == 0.0

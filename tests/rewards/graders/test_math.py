@@ -23,6 +23,34 @@ from isobit.util.errors import RewardError
 
 
 @pytest.mark.parametrize(
+    ("gold", "text", "expected"),
+    [
+        (r"\frac{1}{3}", r"0.\overline{3}", 1.0),
+        ("-1/6", r"-0.1\overline{6}", 1.0),
+        ("3", r"0.\overline{3}", 0.0),
+        (r"\emptyset", r"\varnothing", 1.0),
+        ("5\u5143", "5", 1.0),
+        ("5", "5\\text{\u5143}", 1.0),
+        ("5", "5\u4e07", 0.0),
+        ("5", "5\u00b2", 0.0),
+        ("5", "5\u03c0", 0.0),
+        ("12", "=12", 1.0),
+        ("1000", "1 000", 1.0),
+        ("1000", "1 00", 0.0),
+        ("101", "101_2", 0.0),
+        ("101_2", "101", 0.0),
+        ("101_2", "101_{2}", 1.0),
+        ("5", "101_2", 1.0),
+        ("x_1", "x_{1}", 1.0),
+    ],
+)
+def test_notations_of_one_number(gold: str, text: str, expected: float) -> None:
+    prompt = Prompt("train/0", "", (1,), {"answer": gold})
+    made = Completion(TokenSequence.of_answer((1,), (2,)), f"\\boxed{{{text}}}", "stop")
+    assert grader.score(prompt, made) == expected
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "5",

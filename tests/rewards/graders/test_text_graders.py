@@ -42,6 +42,34 @@ def test_exact_match(text: str, options: dict[str, Any], expected: float) -> Non
     assert text_module.exact_match(PROMPT, completion(text), **options) == expected
 
 
+THOUGHT = "<think>8+2</think><answer>Rom"
+
+
+@pytest.mark.parametrize(
+    ("grader", "text", "stop", "options", "expected"),
+    [
+        ("format", THOUGHT, "</answer>", {}, 1.0),
+        ("format", THOUGHT, "", {}, 0.0),
+        ("format", f"{THOUGHT}</answer>", "Question:", {}, 1.0),
+        ("exact_match", THOUGHT, "</answer>", {}, 1.0),
+        ("exact_match", THOUGHT, "\nQuestion:", {}, 0.0),
+        ("exact_match", "Rom", "Question:", {}, 1.0),
+        ("exact_match", r"so \boxed{Rom", "}", {}, 1.0),
+        ("exact_match", "<think>Rom", "</think>", {}, 0.0),
+        ("regex", "a", "b", {"pattern": "ab", "full": True}, 1.0),
+        ("regex", "a", "b", {"pattern": "a", "full": True}, 1.0),
+        ("regex", "a", "b", {"pattern": "c"}, 0.0),
+        ("math_verify", "<answer>Rom", "</answer>", {}, 1.0),
+    ],
+)
+def test_a_stop_string_closes_a_mark(
+    grader: str, text: str, stop: str, options: dict[str, Any], expected: float
+) -> None:
+    module, _, name = GRADERS[grader].partition(":")
+    stopped = replace(completion(text), stop_string=stop)
+    assert getattr(import_module(module), name)(PROMPT, stopped, **options) == expected
+
+
 def test_exact_match_without_its_column() -> None:
     with pytest.raises(RewardError, match="exact_match needs the column 'gold'"):
         text_module.exact_match(PROMPT, completion("Rom"), column="gold")

@@ -19,8 +19,10 @@ from typing import Any, TypeVar
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import precision_name
 from isobit.observe.report.chart import MINUS, number_text
+from isobit.records.rounding import are_level, settled
 from isobit.store.directory import RunDirectory, is_held
 from isobit.util.errors import ConfigError
+from isobit.util.strict_json import json_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ def flatten(entry: Mapping[str, Any], above: str = "") -> Iterator[Row]:
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{path}.")
         elif value is not None or above:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = value if isinstance(value, str) else json_text(value)
             more = len(text) - _MOST_CHARACTERS
             yield path, text if more <= 0 else f"{text[:_MOST_CHARACTERS]} [{more} more characters]"
 
@@ -426,7 +428,7 @@ def _answer(line: Line, most_tokens: int) -> Answer:
     if isinstance(texts, list) and isinstance(log_probs, list):
         tokens = tuple(map(_token, texts[:most_tokens], log_probs))
     reward, length = line.get("reward"), line.get("tokens")
-    number = reward if isinstance(reward, int | float) else 0.0  # a failed reward is bad
+    number = settled(reward, 0.0, 1.0) if isinstance(reward, int | float) else 0.0  # failed: bad
     return Answer(
         step=line["step"],
         reward=_reward(line),
@@ -446,8 +448,9 @@ def _above(reward: Any, of_group: Any) -> str:
     valid = [one for one in of_group if isinstance(one, int | float)]
     if len(valid) < 2:
         return ""
-    above = reward - fmean(valid)
-    if above == 0:
+    mean = fmean(valid)
+    above = reward - mean
+    if are_level((reward, mean)):
         return "level with its group's mean"
     return f"{'+' if above > 0 else ''}{number_text(above)} to its group's mean"
 

@@ -271,7 +271,7 @@ async function viewPairs(values) {
     el("p.soft", {}, `${runs[0]} is the first run, ${runs[1]} the second. A reward is the mean of the prompt's group at that step; the text is the group's first answer.`),
     el("div.controls", {}, field("Completions", source), field("Set and step", select)), el("p.card", {}, result),
     el("div.card.below", {}, el("table.list", {}, el("thead", {}, el("tr", {}, head.map((one) => el(`th${one === "difference" ? ".num" : ""}`, { scope: "col" }, one)))),
-      el("tbody", {}, said.rows.map((row) => el("tr", {}, el("td.mono", { "data-label": "prompt" }, row.prompt), answer(row, 0), answer(row, 1), cell("difference", signed(row.rewards[1] - row.rewards[0]), ".num")))))));
+      el("tbody", {}, said.rows.map((row) => el("tr", {}, el("td.mono", { "data-label": "prompt" }, row.prompt), answer(row, 0), answer(row, 1), cell("difference", signed(row.difference), ".num")))))));
 }
 
 // --- Completions --------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ async function viewCompletion(values) {
   const mean = valid.length ? valid.reduce((sum, one) => sum + one, 0) / valid.length : null;
   const probs = (said.log_probs || []).filter((one) => typeof one === "number");
   const facts = [["step", number(said.step)], ["set", said.source], ["prompt id", said.prompt_id], ["reward", said.reward === null ? "failed" : number(said.reward)],
-    ...parts.map(([name, value]) => [`reward part ${name}`, value === null ? "failed" : number(value)]),
+    ...parts.map(([name, value]) => [`reward part ${name}`, value !== null ? number(value) : said.reward === null ? "failed" : "does not apply"]),
     ["mean of its group", mean === null ? null : `${number(mean)} (${said.group_rewards.length} completions)`],
     ["advantage", typeof said.advantage === "number" ? signed(said.advantage) : said.advantage === null && said.source === "train" ? "none: not learnt from" : null],
     ["ended by", said.finish_reason], ["tokens", number(said.tokens)],

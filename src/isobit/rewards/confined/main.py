@@ -23,6 +23,7 @@ come out of it, which the process of the tests compares (``judge``).
 An object is a name that the code defines, or the number of an object that was sent before.
 """
 
+import builtins
 import json
 import os
 import sys
@@ -128,6 +129,8 @@ def load(code: str, name: str) -> Loaded:
     """Run ``code`` as a module called ``name`` and return its names. Raises what it raises."""
     module = ModuleType(name)
     sys.modules[name] = module  # where dataclasses and pickle look up a class's module
+    for end in ("exit", "quit"):  # Python's own come from site
+        setattr(builtins, end, sys.exit)
     exec(compile(code, f"<{name}>", "exec"), module.__dict__)  # noqa: S102  (this is the sandbox)
     return module.__dict__
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.confined.main import MEMORY
-from isobit.rewards.graders.text import cell, last_code, visible
+from isobit.rewards.graders.text import cell, closed, last_code, visible
 from isobit.rewards.outcome import count, read_line
 from isobit.rewards.sandbox import (
     Launcher,
@@ -68,7 +68,7 @@ def score(
     given = _read(cell(prompt, column, "code"))
     started_by = launcher(unsandboxed)
     limits = Limits(seconds, memory_mib << 20)
-    code = last_code(visible(prompt, completion, "code", read_thinking))
+    code = last_code(closed(visible(prompt, completion, "code", read_thinking), completion))
     if code is None or len(code) > MOST_CODE:
         count("code: no block" if code is None else "code: too long")
         return 0.0

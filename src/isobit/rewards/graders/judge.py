@@ -29,6 +29,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.graders.text import cell
 from isobit.util.errors import RewardError
+from isobit.util.strict_json import json_text
 
 LARGEST_ANSWER = 4 << 20
 """Bytes of a response."""
@@ -71,7 +72,7 @@ class Judge:
         if path is not None and re.search(pattern, said):
             path.parent.mkdir(parents=True, exist_ok=True)
             partial_path = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}")
-            partial_path.write_text(json.dumps({"asked": body, "answer": said}))
+            partial_path.write_text(json_text({"asked": body, "answer": said}))
             partial_path.replace(path)
         return said
 

@@ -291,6 +291,17 @@ NUMBER = re.compile(
 THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:,\d{3}){1,10}(?:\.\d{1,60})?", re.ASCII)
 DECIMAL_COMMA = re.compile(r"[+-]?\d{1,60},\d{1,60}", re.ASCII)
 CHOICE = re.compile(r"\(?([A-J])(?:\)?\s?[.):]\s.{0,300}|\)|[.:])?", re.DOTALL)
+IN_BASE = re.compile(r"(\d[0-9A-F]{0,60})_\{?(\d{1,2})\}?", re.ASCII)
+SPACED_THOUSANDS = re.compile(r"(?<![\d ])\d{1,3}(?: \d{3}){1,10}(?![\d ])", re.ASCII)
+COUNTER = re.compile(
+    r"\A([+-]?\d[\d,.]{0,60})(?:\\text\{)?"
+    "(?:(?![\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u767e\u5343\u4e07\u4ebf"
+    "\u842c\u5104\u5146\u534a\u5206])[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]){1,4}\\}?\\Z"
+)
+"""A number with a unit of Chinese, Japanese or Korean, as yuan, but no numeral such as 10,000."""
+REPEATING = re.compile(
+    r"([+-]?)(\d{1,30})\.(\d{0,30})\\(?:overline|bar|dot)\{(\d{1,30})\}", re.ASCII
+)
 BRACKETS = re.compile(r"([(\[])[^()\[\]]*([)\]])")
 EQUATION = re.compile(r"\A[A-Za-z]=")
 FORMS = (
@@ -345,6 +356,8 @@ def _by_digits(gold: str, answer: str) -> bool | None:
     gold_text, text = _tidy(gold), _tidy(answer)
     if gold_text == text:
         return True
+    if IN_BASE.fullmatch(gold_text) or IN_BASE.fullmatch(text):
+        return (known := _in_base(gold_text)) is not None and known == _in_base(text)
     chosen, choice = CHOICE.fullmatch(gold.strip()), CHOICE.fullmatch(answer)
     if chosen and choice:
         return chosen[1] == choice[1]
@@ -374,11 +387,26 @@ def _tidy(text: str) -> str:
     text = words[1] if words else text
     text = SPACED_DIGITS.sub("\0", text.replace("{,}", ","))
     text = LAYOUT.sub("", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
-    return text.removesuffix(".").replace("\0", " ")
+    text = text.removesuffix(".").removeprefix("=").replace("\0", " ")
+    text = SPACED_THOUSANDS.sub(lambda found: found[0].replace(" ", ""), text)
+    return COUNTER.sub(r"\1", text.replace(r"\varnothing", r"\emptyset"))
+
+
+def _in_base(text: str) -> int | None:
+    """The value of digits with their base, as in ``101_2``, or without; None for anything else."""
+    found = IN_BASE.fullmatch(text) or re.fullmatch(r"(\d{1,60})(\Z)", text, re.ASCII)
+    if found is None:
+        return None
+    try:
+        return int(found[1], int(found[2] or 10))
+    except ValueError:  # a digit or a base that there is not
+        return None
 
 
 def _number(text: str) -> tuple[Fraction, bool] | None:
     """The value of a plain number and whether it is a decimal; None for anything else."""
+    if (repeating := REPEATING.fullmatch(text)) is not None:
+        return _repeating(*repeating.groups()), False
     match = NUMBER.fullmatch(text.replace(",", "") if THOUSANDS.fullmatch(text) else text)
     if match is None:
         return None
@@ -388,6 +416,13 @@ def _number(text: str) -> tuple[Fraction, bool] | None:
         return None
     value = Fraction(above) / Fraction(below)
     return (-value if sign == "-" else value), decimal is not None
+
+
+def _repeating(sign: str, whole: str, begin: str, period: str) -> Fraction:
+    r"""0.1\overline{6} is (16 - 1) / 90."""
+    digits = int(whole + begin + period) - int(whole + begin)
+    value = Fraction(digits, (10 ** len(period) - 1) * 10 ** len(begin))
+    return -value if sign == "-" else value
 
 
 def _by_library(

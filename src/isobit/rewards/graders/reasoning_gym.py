@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobit.data.readers import TASK_COLUMN, create_task
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.graders.text import last_tagged, visible
+from isobit.rewards.graders.text import closed, last_tagged, visible
 from isobit.rewards.outcome import DeadlineError, count, deadline
 from isobit.util.errors import RewardError
 
@@ -85,7 +85,7 @@ def score(
     entry = {name: value for name, value in prompt.row.items() if name != TASK_COLUMN}
     task = _task(json.dumps(identity, sort_keys=True))
     text = visible(prompt, completion, "reasoning_gym", read_thinking)
-    tagged = last_tagged(text)
+    tagged = last_tagged(closed(text, completion))
     answer = (text if tagged is None else tagged).strip()
     if tagged is None and not answer and completion.text.strip():
         return 0.0  # all was thinking; some scorers pay for an empty answer

@@ -26,7 +26,7 @@ from math import isnan
 from typing import Any
 
 from isobit.records.text import THINK, THOUGHT, Completion, Prompt, ends_in_thinking
-from isobit.rewards.outcome import count
+from isobit.rewards.outcome import NO_REWARD, count
 from isobit.util.errors import RewardError
 
 OPENING, CLOSING = "<answer>", "</answer>"
@@ -267,13 +267,24 @@ def answer_of(
             f"{', '.join(map(repr, RULES))}"
         )
     text = visible(prompt, completion, grader, read_thinking)
-    found = marked_answer(text)
+    found = marked_answer(closed(text, completion))
     if found is None and answer != "boxed":
         found = worded_answer(text)
     if found is None and answer == "last_number":
         numbers = LAST_NUMBER.findall(text)
         found = numbers[-1] if numbers else None
     return (text, False) if found is None else (found, True)
+
+
+def closed(text: str, completion: Completion) -> str:
+    """What is seen of a completion with the stop string that ended it, for marks that it may
+    close, as ``</answer>`` does.
+    """
+    return text and text + _stop_string(completion)
+
+
+def _stop_string(completion: Completion) -> str:
+    return getattr(completion, "stop_string", "")  # a stand-in has a text alone
 
 
 def visible(prompt: Prompt, completion: Completion, grader: str, read_thinking: bool) -> str:
@@ -421,13 +432,18 @@ def exact_match(
 
 
 def regex_score(prompt: Prompt, completion: Completion, pattern: str, full: bool = False) -> float:
-    """1.0 if ``pattern`` is found in the completion, with ``full`` if it matches all of it. Raises
-    ``RewardError`` for an invalid regular expression.
+    """1.0 if ``pattern`` is found in the completion, with ``full`` if it matches all of it, with or
+    without the stop string that ended it. Raises ``RewardError`` for an invalid regular expression.
     """
     del prompt  # every grader gets one
     expression = compiled(pattern)
-    found = (expression.fullmatch if full else expression.search)(completion.text)
-    return float(found is not None)
+    found = expression.fullmatch if full else expression.search
+    return float(any(found(one) is not None for one in _with_and_without_stop(completion)))
+
+
+def _with_and_without_stop(completion: Completion) -> tuple[str, ...]:
+    stop = _stop_string(completion)
+    return (completion.text + stop, completion.text) if stop else (completion.text,)
 
 
 @lru_cache(maxsize=64)
@@ -452,23 +468,25 @@ THINK_AND_ANSWER = (
 def format_score(prompt: Prompt, completion: Completion, pattern: str = THINK_AND_ANSWER) -> float:
     """1.0 if all of the completion matches ``pattern``, in which a dot matches any character. A tag
     that the prompt ends with, such as the ``<think>`` of a chat template's generation prompt, is
-    its beginning: the completion may match with it or by itself. Raises ``RewardError`` for an
-    invalid regular expression.
+    its beginning, and the stop string that ended the completion is its end: the completion may
+    match with them or by itself. Raises ``RewardError`` for an invalid regular expression.
     """
-    expression, text = compiled(pattern), completion.text
+    expression, texts = compiled(pattern), _with_and_without_stop(completion)
     opened = _OPENED.search(prompt.text[-_LONGEST_TAG:])
-    texts = (text,) if opened is None else (opened[0] + text, text)
-    return float(any(expression.fullmatch(one) is not None for one in texts))
+    begun = () if opened is None else tuple(opened[0] + text for text in texts)
+    return float(any(expression.fullmatch(one) is not None for one in (*begun, *texts)))
 
 
-def environment_reward(prompt: Prompt, completion: Completion) -> float:
+def environment_reward(prompt: Prompt, completion: Completion) -> float | None:
     """What ``get_reward`` of the environment gave the episode; 0 where its class has only
-    ``get_turn_reward``.
+    ``get_turn_reward``, and None where it gave None.
     """
     episode = completion.episode
     has_turn_rewards = completion.sequence.turn_rewards is not None
     if episode is not None and episode.reward is None and not episode.failure and has_turn_rewards:
         return 0.0
+    if episode is not None and episode.failure == NO_REWARD:
+        return None
     if episode is None or episode.reward is None:
         why = "there is no environment" if episode is None else episode.failure or "no get_reward"
         raise ValueError(f"the environment gave no reward: {why}")
