@@ -480,7 +480,7 @@ def test_a_stop_string_that_ends_a_call_is_a_part_of_it(monkeypatch: pytest.Monk
         seen.append(text)
         return []
 
-    monkeypatch.setitem(tool_calls._PARSERS, "plain", parse)
+    monkeypatch.setattr(episodes, "read_turn", acting.reading(parse))
     free, _, _ = play(policy_of("fp8"), requests(8))
     stops = tuple({one.text[-1:] for group in free for one in group} - {""})
     made, _, _ = play(policy_of("fp8"), requests(8, stop_strings=stops))

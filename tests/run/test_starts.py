@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from isobit.config.recipes import RunConfig
-from isobit.data import tool_calls
 from isobit.data.tool_calls import ToolCall
 from isobit.environments.pool import Environments
 from isobit.models.folder import read_config
 from isobit.observe.console import silent
+from isobit.rollout import episodes
 from isobit.run.diff import diff
 from isobit.run.loop import train
 from isobit.run.redo import replay
@@ -100,7 +100,7 @@ def run(
     output, sections = tmp_path_factory.mktemp("starts") / "run", KINDS[request.param]
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setitem(tool_calls._PARSERS, "plain", acting.parse)
+        patch.setattr(episodes, "read_turn", acting.reading(acting.parse))
         if request.param == "http":
             server = stack.enter_context(served(config=read_config(tiny_folder)))
             sections = {"rollout": {"engine": "http", "servers": [server]}}
@@ -168,7 +168,7 @@ def test_what_does_not_repeat_is_taken_from_the_record(
     """Of a run of adapters, whose first step has another version of the weights than its first
     evaluation.
     """
-    monkeypatch.setitem(tool_calls._PARSERS, "plain", lambda text: [ToolCall("now", {})])
+    monkeypatch.setattr(episodes, "read_turn", acting.reading(lambda _: [ToolCall("now", {})]))
     reward = {"function": "tests.run.test_starts:never_twice"}
     sections = {**LORA, "reward": reward, "training": {"steps": 2}, "evaluation": {"every": 0}}
     if kind == "environment":
