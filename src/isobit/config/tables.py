@@ -29,12 +29,18 @@ class AsyncConfig(Strict):
     """
 
 
-class CheckConfig(Strict):
-    """What a run does after a mismatch of log-probabilities, and after steps without a signal."""
+OnMismatch = Literal["warn", "stop", "ignore"]
+ON_MISMATCH = get_args(OnMismatch)
+"""What a run can do about a mismatch."""
 
-    on_mismatch: Literal["warn", "stop", "ignore"] = "warn"
-    """When the log-probabilities mismatch: warn prints a line once a step, stop ends the run. The
-    metrics count differing tokens in any case.
+
+class CheckConfig(Strict):
+    """What a run does about a mismatch of log-probabilities, and after steps without a signal."""
+
+    on_mismatch: Literal["auto"] | OnMismatch = "auto"
+    """When the log-probabilities mismatch: stop ends the run before the update that would learn
+    from them, warn prints a line once a step and goes on; auto stops in an exact flow and warns in
+    others. The metrics count differing tokens in any case.
     """
     max_mean_diff: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """Nats. In an exact flow any differing token is a mismatch; in other flows a mean absolute
