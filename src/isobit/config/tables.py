@@ -362,7 +362,10 @@ class RunRolloutConfig(RolloutConfig):
     weights_folder: HomePath | None = None
     """Through which vLLM's servers get weights: a folder that they have under the same path."""
     servers_timeout_s: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
-    """How long a run waits while no server answers; then it ends, and can be resumed."""
+    """How long a run waits while no server draws a token of its samples, whether one answers or
+    not; then it ends, and can be resumed. A server that draws nothing for as long while others do
+    is left out for a while.
+    """
 
     @property
     def is_exact(self) -> bool:
