@@ -61,6 +61,7 @@ from isobit.run.setup import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.store.reward_record import SentAnswers, SentRecord
 from isobit.store.state import StepDigests, state_digest
 from isobit.training.step import Findings, StepMetrics
+from isobit.training.token_count import check_sampled
 from isobit.util.errors import MismatchError
 
 
@@ -182,6 +183,7 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
         begun.get(place) or Group(asked[place].prompt, asked[place].visit, completions)
         for place, completions in enumerate(made)
     ]
+    check_sampled(groups, stats.generated_tokens)
     with run.clock("grading"), run.console.busy("grading"):
         grades = run.grading(groups, homes)
     for group, alone in zip(groups[:count], groups[count:], strict=False):

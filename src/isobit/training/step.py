@@ -51,6 +51,7 @@ from isobit.training.calibration import Calibration
 from isobit.training.comparison import ComparedTokens, Comparison, UpdateMetrics
 from isobit.training.judge import Judge, sequences_learnt_from, teacher_metrics, teaches
 from isobit.training.replay_buffer import ReplayBuffer
+from isobit.training.token_count import check_learnt
 from isobit.training.trainer import FORWARD, Repeat, Trainer
 from isobit.util.errors import ConfigError
 
@@ -147,12 +148,13 @@ class Learner:
         counted from 1.
 
         A part that has nothing to learn from (``has_signal``) makes no update, or with
-        ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what ``inspect``,
-        ``Trainer.update`` and ``within_memory`` raise.
+        ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what ``check_learnt``,
+        ``inspect``, ``Trainer.update`` and ``within_memory`` raise.
         """
         version = self.trainer.policy.version
         fresh, replayed = judged[: len(groups)], sequences_learnt_from(judged[len(groups) :])
         parts = self._parts(fresh, replayed)
+        check_learnt(fresh, parts)
         compared = self._recomputed(parts)
         if self.judge.recomputes:
             inspect(Findings(compared.comparison(), compared.mismatch()))
