@@ -185,6 +185,18 @@ def check_state(
     return [_told(action, check, problem, _MEMORY)]
 
 
+def check_noise(check: CheckConfig, problem: str | None) -> list[str]:
+    """A line to print about samples of an exact flow that were drawn again and are others.  Raises
+    MismatchError as ``check_step`` does.
+    """
+    action = action_of(check, exact=True)
+    return [] if problem is None or action == "ignore" else [_told(action, check, problem, _NOISE)]
+
+
+_NOISE = (
+    "a server takes noise of other samples, or samples otherwise than the run asks: compare "
+    "`isobit --version` on all machines, and take out of rollout.servers what is not known"
+)
 _MEMORY = (
     "a memory has lost bits, or something else writes there: run `isobit doctor` here, and go on "
     "from the last checkpoint (--resume), on another machine if it comes again"

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from isobit.config.tables import RolloutConfig
 from isobit.memory.cache_size import pages_for
@@ -226,17 +228,18 @@ def drawn_by(samples: Sequence[TokenSequence], version: int) -> list[TokenSequen
     """The samples with tokens that the weights of a version drew, up to the last such token; only
     those are in the loss mask.
     """
-    found: list[TokenSequence] = []
-    for sample in samples:
-        mask = sample.loss_mask & (sample.weights_versions == version)
-        if mask.any():
-            end = int(mask.nonzero()[0][-1]) + 1
-            columns = {
-                name: None if (whole := getattr(sample, name)) is None else whole[:end].copy()
-                for name in ("token_ids", *COLUMN)
-            }
-            found.append(replace(sample, loss_mask=mask[:end].copy(), drawn=None, **columns))
-    return found
+    masks = [one.loss_mask & (one.weights_versions == version) for one in samples]
+    return [up_to(one, mask) for one, mask in zip(samples, masks, strict=True) if mask.any()]
+
+
+def up_to(sample: TokenSequence, mask: NDArray[np.bool_]) -> TokenSequence:
+    """A sample up to the last token of a mask, which is its loss mask then."""
+    end = int(mask.nonzero()[0][-1]) + 1
+    columns = {
+        name: None if (whole := getattr(sample, name)) is None else whole[:end].copy()
+        for name in ("token_ids", *COLUMN)
+    }
+    return replace(sample, loss_mask=mask[:end].copy(), drawn=None, **columns)
 
 
 def packings(

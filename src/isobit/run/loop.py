@@ -184,6 +184,7 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
         for place, completions in enumerate(made)
     ]
     check_sampled(groups, stats.generated_tokens)
+    run.check_noise(asked, made)
     with run.clock("grading"), run.console.busy("grading"):
         grades = run.grading(groups, homes)
     for group, alone in zip(groups[:count], groups[count:], strict=False):
