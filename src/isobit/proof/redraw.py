@@ -3,8 +3,8 @@
 A token depends on the tokens before it, the weights, the settings and the key of its sample's
 noise.  A server that takes the noise of another sample records the right log-probability of every
 token, so that no comparison of log-probabilities shows it; but the run is then not the one that its
-seed names.  In an exact flow the logits of a whole sample come out of one packed forward, so that all of
-its tokens can be drawn again at once, without a KV cache:
+seed names.  In an exact flow the logits of a whole sample come out of one packed forward, so that
+all of its tokens can be drawn again at once, without a KV cache:
 
     logits of the sample's tokens + its key, their positions  -->  the same tokens
 

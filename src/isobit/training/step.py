@@ -32,7 +32,7 @@ momentum of earlier updates: by the rewards of other prompts, seen long ago.  A 
 losses (``isobit.training.comparison``) say nothing of rewards and are no signal.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TypeVar
@@ -164,10 +164,6 @@ class Learner:
             for part, signal in zip(parts, signals, strict=True)
         ]
         learnt = sequences_learnt_from(fresh)
-        own = {id(one) for one in learnt}  # what is replayed is in the parts, too
-        tokens_learnt = sum(
-            one.response_length for part in compress(parts, taken) for one in part if id(one) in own
-        )
         updates, repeat = self._update(parts, taken, step, inspect)
         if self.replay is not None:
             self.replay.keep(fresh, self.trainer.policy.version)
@@ -196,7 +192,7 @@ class Learner:
             mismatch=mismatch,
             samples=len(learnt),
             excluded_samples=sum(len(group.completions) for group in groups) - len(learnt),
-            tokens_learnt=tokens_learnt,
+            tokens_learnt=_tokens_of(learnt, compress(parts, taken)),
             tokens=self.trainer.config.epochs
             * sum(one.length for part in compress(parts, taken) for one in part),
             untaught=untaught,
@@ -326,6 +322,12 @@ def _packed(
     """
     lengths = [sequence.length for sequence in sequences]
     return within_memory(trainer, lengths, lambda tokens: compute(pack(sequences, tokens)))
+
+
+def _tokens_of(learnt: Sequence[TokenSequence], parts: Iterable[Sequence[TokenSequence]]) -> int:
+    """The response tokens of the sequences that are in the parts, where replayed ones are, too."""
+    own = {id(one) for one in learnt}
+    return sum(one.response_length for part in parts for one in part if id(one) in own)
 
 
 def _staleness(parts: Sequence[Sequence[TokenSequence]], version: int) -> float:
