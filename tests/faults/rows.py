@@ -246,7 +246,7 @@ ROWS: dict[int, Row] = {
             "run/test_lag.py::test_a_run_that_samples_with_the_newest_weights_is_found",
             "run/test_lag.py::test_what_is_compared_after_the_weights_moved_differs",
             "proof/test_check.py::"
-            "test_a_run_told_to_stop_ends_after_the_step_and_keeps_its_figures_and_weights",
+            "test_an_exact_run_ends_before_it_learns_and_keeps_its_figures_and_weights",
         ),
     ),
     20: Row(

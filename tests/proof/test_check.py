@@ -3,9 +3,11 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,13 +19,17 @@ from isobit.kernels.spec import head
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from isobit.proof.doctor_findings import check_state, check_step
 from isobit.records.metrics import Metrics
+from isobit.run import loop
 from isobit.run.loop import train
+from isobit.run.pending import GradedBatch
+from isobit.run.setup import RlRun
 from isobit.store.state import StateDigest
 from isobit.training.comparison import Comparison, mismatch
-from isobit.training.step import StepMetrics
+from isobit.training.step import Findings
 from isobit.training.trainer import Repeat
 from isobit.util.errors import MismatchError
 from tests.sites import shape_of_layers
+from tests.tiny import json_lines
 
 MakeConfig = Callable[..., RunConfig]
 Action = Literal["warn", "stop", "ignore"]
@@ -40,22 +46,24 @@ def flow(precision: Preset | PrecisionConfig) -> PrecisionFlow:
 
 def step(
     comparison: Comparison, apart: Metrics | None = None, repeat: Repeat | None = None
-) -> StepMetrics:
+) -> Findings:
     """What a step found."""
-    return StepMetrics({}, (), comparison, apart or {}, 8, 0, 8, True, repeat)
+    return Findings(comparison, apart or {}, repeat)
 
 
 LEFT = StateDigest("0" * 16, "1" * 16, "2" * 16)
 
 
 def test_a_state_that_is_not_what_was_left_is_named() -> None:
-    assert check_state(CheckConfig(), LEFT, LEFT) == []
+    assert check_state(CheckConfig(), LEFT, LEFT, True) == []
     changed = replace(LEFT, masters="3" * 16, moments="4" * 16)
-    (line,) = check_state(CheckConfig(), LEFT, changed)
-    assert line.startswith("masters and moments in memory are not what the last update left; a")
-    assert check_state(CheckConfig(on_mismatch="ignore"), LEFT, changed) == []
-    with pytest.raises(MismatchError, match="masters and moments in memory"):
-        check_state(CheckConfig(on_mismatch="stop"), LEFT, changed)
+    for check, exact in ((CheckConfig(on_mismatch="warn"), True), (CheckConfig(), False)):
+        (line,) = check_state(check, LEFT, changed, exact)
+        assert line.startswith("masters and moments in memory are not what the last update left; a")
+    assert check_state(CheckConfig(on_mismatch="ignore"), LEFT, changed, True) == []
+    for check, exact in ((CheckConfig(on_mismatch="stop"), False), (CheckConfig(), True)):
+        with pytest.raises(MismatchError, match="masters and moments in memory"):
+            check_state(check, LEFT, changed, exact)
 
 
 @pytest.fixture
@@ -84,7 +92,7 @@ def test_nothing_is_said_of_a_step_without_a_difference(action: Action) -> None:
 
 
 def test_one_differing_token_of_an_exact_flow_warns_and_names_the_command() -> None:
-    (line,) = check_step(CheckConfig(), flow("bf16"), step(PARTED), MODEL)
+    (line,) = check_step(CheckConfig(on_mismatch="warn"), flow("bf16"), step(PARTED), MODEL)
     assert "3 of 8 log-probabilities differ" in line
     assert "isobit verify runs/a/model --precision bf16 --bisect" in line
     assert check_step(CheckConfig(on_mismatch="ignore"), flow("bf16"), step(PARTED), MODEL) == []
@@ -99,6 +107,15 @@ def test_a_flow_of_two_functions_is_held_to_its_mean_difference(
     assert all(
         "0.1 nats on average, more than check.max_mean_diff = 0.05" in line for line in found
     )
+
+
+def test_by_default_an_exact_flow_stops_and_others_warn() -> None:
+    with pytest.raises(MismatchError, match='is "stop", as by default in an exact flow'):
+        check_step(CheckConfig(), flow("bf16"), step(PARTED), MODEL)
+    far = step(PARTED, {"mismatch/ratio_min": 1.0, "mismatch/ratio_max": 200.0})
+    for ours, one_function in ((flow("fp8-rollout"), True), (flow("bf16"), False)):
+        (line,) = check_step(CheckConfig(), ours, far, MODEL, one_function)
+        assert "beyond check.max_ratio" in line
 
 
 def test_stop_raises_whatever_the_flow() -> None:
@@ -116,7 +133,7 @@ def test_stop_raises_whatever_the_flow() -> None:
 
 def test_the_advice_is_of_the_flow_with_its_options() -> None:
     ours = flow(PrecisionConfig(preset="fp8", attention="int8"))
-    (line,) = check_step(CheckConfig(), ours, step(PARTED), MODEL)
+    (line,) = check_step(CheckConfig(on_mismatch="warn"), ours, step(PARTED), MODEL)
     table = """'{preset = "fp8", attention = "int8"}'"""  # as a shell takes it
     assert f"isobit verify runs/a/model --precision {table} --bisect" in line
 
@@ -125,7 +142,7 @@ def test_the_advice_is_of_the_flow_with_its_options() -> None:
 def test_a_run_that_warns_goes_on_and_counts(
     make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = make_config(data={"eval": {}})
+    config = make_config(data={"eval": {}}, check={"on_mismatch": "warn"})
     assert train(config).tokens_differing > 0
     printed = capsys.readouterr().out
     assert printed.count("in a flow where none should") == config.training.steps, "once a step"
@@ -133,10 +150,15 @@ def test_a_run_that_warns_goes_on_and_counts(
 
 
 @pytest.mark.usefixtures("planted")
-def test_a_run_told_to_stop_ends_after_the_step_and_keeps_its_figures_and_weights(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("old", ["auto", "recomputed"])
+def test_an_exact_run_ends_before_it_learns_and_keeps_its_figures_and_weights(
+    old: str,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = make_config(data={"eval": {}}, check={"on_mismatch": "stop"})
+    config = make_config(data={"eval": {}}, training={"old_log_probs": old})
     recipe = tmp_path / "run.toml"
     recipe.write_text(dump_config(config), encoding="utf-8")
     assert main(["train", str(recipe)]) == MismatchError.exit_code == 3
@@ -149,12 +171,90 @@ def test_a_run_told_to_stop_ends_after_the_step_and_keeps_its_figures_and_weight
         for text in (config.output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     assert line["step"] == 1 and line["log_prob_diff/tokens_differing"] > 0
-    assert (config.output / "model" / "model.safetensors").exists()
+    assert json_lines(config.output / "completions.jsonl")
+    left, begun = (
+        folder / "model.safetensors" for folder in (config.output / "model", tiny_folder)
+    )
+    assert left.read_bytes() == begun.read_bytes()
 
 
-def test_an_exact_run_told_to_stop_runs_to_its_end(make_config: MakeConfig) -> None:
-    config = make_config(data={"eval": {}}, check={"on_mismatch": "stop"})
-    assert train(config).tokens_differing == 0
+def damaged_batch(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One log-probability of the batch that is sampled after so many others is another."""
+    whole, made = loop.collect, count(1)
+
+    def collect(run: RlRun) -> GradedBatch:
+        batch = whole(run)
+        if next(made) != number:
+            return batch
+        (first, *others), *rest = [[*group.completions] for group in batch.groups]
+        log_probs = list(first.log_probs)
+        log_probs[0] = np.nextafter(np.float32(log_probs[0]), np.float32(-np.inf))
+        damaged = replace(first, sequence=first.sequence.with_columns(log_probs=log_probs))
+        groups = [
+            replace(group, completions=completions)
+            for group, completions in zip(batch.groups, [[damaged, *others], *rest], strict=True)
+        ]
+        return replace(batch, groups=groups)
+
+    monkeypatch.setattr(loop, "collect", collect)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_fault_that_does_not_come_again_leaves_no_trace(
+    lag: int, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The checkpoint behind the last good step is usable, also where the bad batch would wait."""
+    sections = {"data": {"eval": {}}, "training": {"steps": 4}, "async": {"lag": lag}}
+    whole = make_config(**sections, output=tmp_path / "whole")
+    assert train(whole).tokens_differing == 0
+    config = make_config(**sections)
+    with monkeypatch.context() as patch:
+        damaged_batch(3, patch)
+        with pytest.raises(MismatchError, match=r"1 of \d+ log-probabilities differ"):
+            train(config)
+    ending = json.loads((config.output / "ending.json").read_text(encoding="utf-8"))
+    assert ending["checkpoint"] == 2 - lag, "batch 3 is sampled in step 3, or ahead in step 2"
+    train(config, resume=True)
+    for name in ("model/model.safetensors", "digests.jsonl", "completions.jsonl"):
+        assert (config.output / name).read_bytes() == (whole.output / name).read_bytes()
+
+
+@pytest.mark.usefixtures("planted")
+def test_a_run_that_has_warned_goes_on_so_where_the_recipe_leaves_it_open(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Earlier versions recorded their default, which was to warn."""
+    begun = {"data": {"eval": {}}, "check": {"on_mismatch": "warn"}}
+    train(make_config(**begun, training={"steps": 1}))
+    for steps in (2, 3):
+        train(make_config(data={"eval": {}}, training={"steps": steps}), resume=True)
+        assert 'check.on_mismatch is "warn", as the run has recorded' in capsys.readouterr().out
+    with pytest.raises(MismatchError):
+        train(
+            make_config(**begun | {"check": {"on_mismatch": "stop"}}, training={"steps": 4}),
+            resume=True,
+        )
+
+
+@pytest.mark.usefixtures("planted")
+@pytest.mark.parametrize("check", [{}, {"on_mismatch": "stop"}])
+def test_a_flow_of_two_functions_goes_on(check: dict[str, str], make_config: MakeConfig) -> None:
+    config = make_config(data={"eval": {}}, precision="fp8-rollout", check=check)
+    assert train(config).tokens_differing > 0
+
+
+def test_a_micro_batch_that_does_not_repeat_stops_the_run_before_it_learns(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
+) -> None:
+    found = Repeat(26, ("norm.weight",))
+    monkeypatch.setattr("isobit.training.trainer.compare_passes", lambda _: found)
+    config = make_config(data={"eval": {}}, check={"repeat_every": 1})
+    with pytest.raises(MismatchError, match="computed twice"):
+        train(config)
+    left, begun = (
+        folder / "model.safetensors" for folder in (config.output / "model", tiny_folder)
+    )
+    assert left.read_bytes() == begun.read_bytes()
 
 
 def test_a_ratio_that_is_far_out_is_told_of_in_any_flow() -> None:
@@ -162,10 +262,10 @@ def test_a_ratio_that_is_far_out_is_told_of_in_any_flow() -> None:
     trained = torch.tensor([0.0, 4.95])
     far = step(EQUAL, mismatch(torch.zeros(2), trained))
     for preset in ("bf16", "fp8-rollout"):
-        (line,) = check_step(CheckConfig(), flow(preset), far, MODEL)
+        (line,) = check_step(CheckConfig(on_mismatch="warn"), flow(preset), far, MODEL)
         assert "reach from 1 to 141, beyond check.max_ratio = 100" in line
     below = step(EQUAL, mismatch(trained, torch.zeros(2)))
-    assert len(check_step(CheckConfig(), flow("bf16"), below, MODEL)) == 1
+    assert len(check_step(CheckConfig(on_mismatch="warn"), flow("bf16"), below, MODEL)) == 1
     assert check_step(CheckConfig(max_ratio=200), flow("bf16"), far, MODEL) == []
     assert check_step(CheckConfig(max_ratio=None), flow("bf16"), far, MODEL) == []
     with pytest.raises(MismatchError, match="probability ratios"):

@@ -2,7 +2,7 @@
 a kernel changed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,13 @@ from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.operands import Routing
 from isobit.kernels.spec import attention, experts, head, paged_attention
 from isobit.kernels.spec.backend import SpecBackend
+from isobit.memory.cache_size import PageAllocator
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.policy import random_policy
+from isobit.proof import verify as verify_module
+from isobit.proof.scenarios import drawn_by, other_weights
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
+from isobit.records.sequence import TokenSequence
 from isobit.rollout import executor
 from isobit.rollout.runner import ForwardBatch, PolicyRunner
 from isobit.rollout.scheduler import Plan
@@ -172,3 +176,61 @@ def test_noise_keyed_by_the_row_in_the_batch(
 @pytest.mark.parametrize("preset", ["bf16", "fp8-linear", "fp8-rollout", "int8", "fp32"])
 def test_completions_are_the_same_in_every_batch(tiny_folder: Path, preset: Preset) -> None:
     assert check(tiny_folder, preset).redrawn == (30, 0)
+
+
+@pytest.fixture
+def only_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scenario in which K and V are parked while other weights are published."""
+    every = verify_module.engine_scenarios
+    monkeypatch.setattr(
+        verify_module,
+        "engine_scenarios",
+        lambda workload: tuple(one for one in every(workload) if one.publishes),
+    )
+
+
+@pytest.mark.usefixtures("only_turns")
+def test_what_is_parked_survives_a_publication(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = VerifyOptions(prompts=5, samples=2, max_new_tokens=8)
+    precision = PrecisionConfig(preset="fp8")
+    whole = verify(tiny_folder, precision, few)
+    (scenario,) = whole.scenarios
+    assert whole.exit_code == 0 and scenario.stats.weight_changes and scenario.stats.kept_tokens
+    drop = PageAllocator.drop_parked
+
+    def keep_all(self: PageAllocator, names: Iterable[Hashable] | None = None) -> None:
+        if names is not None:
+            drop(self, names)
+
+    monkeypatch.setattr(PageAllocator, "drop_parked", keep_all)
+    found = verify(tiny_folder, precision, few)
+    assert found.exit_code == 1 and found.comparison.tokens_differing > 0
+    monkeypatch.setattr(PageAllocator, "drop_parked", drop)
+
+    def notice_alone(self: executor.Works) -> None:
+        self._version = self.runner.version
+
+    monkeypatch.setattr(executor.Works, "notice_weights", notice_alone)
+    assert verify(tiny_folder, precision, few).exit_code == 1
+
+
+def test_other_weights_are_published_and_taken_back() -> None:
+    policy = random_policy(MIXTURE, "fp8", seed=1, trainable=False)
+    before, version = policy.checksum(), policy.version
+    with other_weights(policy):
+        assert policy.checksum() != before and policy.version == version + 1
+    assert policy.checksum() == before and policy.version == version + 2
+
+
+def test_tokens_are_parted_by_the_weights_that_drew_them() -> None:
+    versions = [1, 1, 2, 2]
+    whole = TokenSequence.of_answer(
+        (7,), (1, 2, 9, 3, 4), [-1.0, -2.0, -3.0, -4.0], versions, given=[(3, 4)]
+    )
+    (first,), (second,) = drawn_by([whole], 1), drawn_by([whole], 2)
+    assert first.token_ids.tolist() == [7, 1, 2] and second.token_ids.tolist() == [7, 1, 2, 9, 3, 4]
+    assert first.of_response(first.log_probs).tolist() == [-1.0, -2.0]
+    assert second.of_response(second.log_probs).tolist() == [-3.0, -4.0]
+    assert drawn_by([whole], 3) == []

@@ -28,7 +28,7 @@ def test_an_answer_fills_the_columns_behind_its_prompt() -> None:
 
 
 def test_the_table_declares_every_column_of_a_sequence_and_of_a_batch() -> None:
-    beside = {"token_ids", "loss_mask", "temperature", "fresh"}
+    beside = {"token_ids", "loss_mask", "temperature", "fresh", "drawn"}
     assert {one.name for one in COLUMNS} == {one.name for one in fields(TokenSequence)} - beside
     packed = {one.packed for one in COLUMNS if one.packed is not None}
     rows = {"token_ids", "positions", "lengths", "rows", "targets", "sequence"}

@@ -1,8 +1,10 @@
 """Servers in threads of the test's process, and engines that ask them."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,44 @@ def listening(config: uvicorn.Config) -> Iterator[str]:
         yield f"http://127.0.0.1:{runner.servers[0].sockets[0].getsockname()[1]}"
     finally:
         runner.should_exit = True
+        running.join()
+
+
+@contextmanager
+def altered(address: str, change: Callable[[str, int, bytes], tuple[int, bytes]]) -> Iterator[str]:
+    """The address of a proxy of a server that answers what ``change`` makes of path, status and
+    body.
+    """
+
+    class Proxy(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            size = int(self.headers.get("Content-Length", 0))
+            connection = HTTPConnection(address.removeprefix("http://"))
+            connection.request(self.command, self.path, self.rfile.read(size), dict(self.headers))
+            response = connection.getresponse()
+            status, body = change(self.path, response.status, response.read())
+            connection.close()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST  # noqa: N815
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    proxy.daemon_threads = True
+    running = threading.Thread(target=proxy.serve_forever, args=(0.05,))
+    running.start()
+    try:
+        yield f"http://127.0.0.1:{proxy.server_port}"
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
         running.join()
 
 

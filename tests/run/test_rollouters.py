@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,7 @@ def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
         ("learning", 0, (loop, "learn")),
         ("signal", 1, (Graders, "fill")),
         ("weights", 1, (Published, "gather")),
+        ("batch", 1, (loop, "compared")),
     ):
         config, raised = config_of({**case, "output": name}), "nothing"
         with pytest.MonkeyPatch.context() as patch:
@@ -214,6 +216,8 @@ def _failing(work: Callable[..., Any], name: str) -> Callable[..., Any]:
         if name == "signal" and number == 6:
             os.kill(os.getpid(), signal.SIGTERM)
         made = work(*arguments, **options)
+        if name == "batch" and number == 4:
+            return replace(made, comparison=replace(made.comparison, tokens_differing=1))
         if name == "weights" and number == 3:
             arguments[0].sides["rollout"].plain["norm.weight"].view(torch.uint8)[5] ^= 1
         return made
@@ -232,12 +236,14 @@ def test_an_error_of_one_part_ends_the_other_and_the_run_goes_on(tmp_path: Path)
         "learning": "KeyError",
         "signal": "Interrupted",
         "weights": "MismatchError",
+        "batch": "MismatchError",
     }
     assert {name: raised for name, (raised, *_) in rollouter.items()} == {
         "reward": "RewardError",
         "learning": "PeerError",
         "signal": "Interrupted",
         "weights": "MismatchError",
+        "batch": "PeerError",
     }
     assert trainer["signal"][-1] == "step_000003", "what stood between two steps is saved"
     expected = left_by(tmp_path / "one")

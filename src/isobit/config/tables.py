@@ -29,12 +29,18 @@ class AsyncConfig(Strict):
     """
 
 
-class CheckConfig(Strict):
-    """What a run does after a mismatch of log-probabilities, and after steps without a signal."""
+OnMismatch = Literal["warn", "stop", "ignore"]
+ON_MISMATCH = get_args(OnMismatch)
+"""What a run can do about a mismatch."""
 
-    on_mismatch: Literal["warn", "stop", "ignore"] = "warn"
-    """When the log-probabilities mismatch: warn prints a line once a step, stop ends the run. The
-    metrics count differing tokens in any case.
+
+class CheckConfig(Strict):
+    """What a run does about a mismatch of log-probabilities, and after steps without a signal."""
+
+    on_mismatch: Literal["auto"] | OnMismatch = "auto"
+    """When the log-probabilities mismatch: stop ends the run before the update that would learn
+    from them, warn prints a line once a step and goes on; auto stops in an exact flow and warns in
+    others. The metrics count differing tokens in any case.
     """
     max_mean_diff: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """Nats. In an exact flow any differing token is a mismatch; in other flows a mean absolute
@@ -356,7 +362,10 @@ class RunRolloutConfig(RolloutConfig):
     weights_folder: HomePath | None = None
     """Through which vLLM's servers get weights: a folder that they have under the same path."""
     servers_timeout_s: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
-    """How long a run waits while no server answers; then it ends, and can be resumed."""
+    """How long a run waits while no server draws a token of its samples, whether one answers or
+    not; then it ends, and can be resumed. A server that draws nothing for as long while others do
+    is left out for a while.
+    """
 
     @property
     def is_exact(self) -> bool:

@@ -233,10 +233,13 @@ def trace_scenario(
         assert compared is not None
     found, parting = compared.difference, None
     if found is not None:
-        extremes = Extremes(found.site, found.differing[:TOKENS_MEASURED])
-        keeps = extremes, extremes
+        tokens = found.differing[:TOKENS_MEASURED]
+        extremes = [Extremes(found.site, tokens) for _ in range(scenario.weights)]
+        keeps = [(one, one) for one in extremes]
         samples, *_ = sample_and_score(scenario, workload, scorer, seed, keeps)
-        parting = Parting(found, _first_place(found, samples, workload), extremes.max_abs_diff)
+        apart = [one.max_abs_diff for one in extremes if one.max_abs_diff is not None]
+        place = _first_place(found, samples, workload)
+        parting = Parting(found, place, max(apart, default=None))
     return Traced(scenario.name, compared.sites, compared.rows, parting)
 
 

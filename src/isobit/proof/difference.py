@@ -112,7 +112,8 @@ class TokenObserver:
     """An ``Observer`` that puts a key beside every row."""
 
     def __init__(self, keep: Keep) -> None:
-        self._keep = keep
+        self.keep = keep
+        """Receives what is seen from now on."""
         self._keys, self._head_keys = _NONE, _NONE
         self._seen: dict[str, int] = {}
 
@@ -130,7 +131,7 @@ class TokenObserver:
         first = self._seen.get(name, 0)
         self._seen[name] = last = first + values.shape[0]
         keys = self._head_keys if name in HEAD_SITES else self._keys
-        self._keep(name, keys[first:last], values.cpu(), None if scales is None else scales.cpu())
+        self.keep(name, keys[first:last], values.cpu(), None if scales is None else scales.cpu())
 
 
 class ObservedRunner(PolicyRunner):

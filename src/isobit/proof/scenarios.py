@@ -4,10 +4,12 @@ them, and the packings in which the training forward scores the same tokens agai
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from isobit.config.tables import RolloutConfig
 from isobit.memory.cache_size import pages_for
@@ -15,7 +17,7 @@ from isobit.models.policy import SIDES, Policy
 from isobit.models.policy_share import PolicyShare
 from isobit.precision.quant_tensor import Side
 from isobit.records.batch import PackedBatch, pack
-from isobit.records.sequence import TokenSequence
+from isobit.records.sequence import COLUMN, TokenSequence
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Request
 
@@ -38,6 +40,15 @@ class Scenario:
     """Each completion is drawn in so many turns at most: up to ``RESULT_TOKENS`` of a result stand
     behind each but the last, as in episodes with tools.
     """
+    publishes: bool = False
+    """Whether other weights are published behind half of the turns, while K and V of the samples
+    are parked (``other_weights``).
+    """
+
+    @property
+    def weights(self) -> int:
+        """How many weights draw, one after the other."""
+        return 2 if self.publishes else 1
 
     @property
     def draws(self) -> tuple[float | bool, ...]:
@@ -155,8 +166,9 @@ def engine_scenarios(workload: Workload) -> tuple[Scenario, ...]:
         Scenario(
             "turns with results",
             RolloutConfig(max_new_tokens=limit),
-            ("kept_tokens",),
+            ("kept_tokens", "weight_changes"),
             turns=4,
+            publishes=True,
         ),
     )
 
@@ -181,6 +193,53 @@ def tied_routers(*policies: Policy | PolicyShare) -> Iterator[None]:
     finally:
         for plain, name, router in reversed(changed):
             plain[name] = router
+
+
+@contextmanager
+def other_weights(*policies: Policy | PolicyShare) -> Iterator[None]:
+    """A block in which others are published: every norm's are 1.25 times as large, so that K and V
+    of every layer are others.  Written in place and counted, as by a publication.
+    """
+    held = {
+        id(plain[name]): plain[name]
+        for policy in policies
+        for side in (SIDES if isinstance(policy, Policy) else ("rollout",))
+        for plain in [policy.weights(side).plain]
+        for name in plain
+        if name.endswith("norm.weight")
+    }
+    before = [(norm, norm.detach().clone()) for norm in held.values()]
+
+    def publish(factor: float) -> None:
+        with torch.no_grad():
+            for norm, values in before:
+                norm.copy_(values * factor)
+        for policy in policies:
+            policy.version += 1
+
+    publish(1.25)
+    try:
+        yield
+    finally:
+        publish(1.0)
+
+
+def drawn_by(samples: Sequence[TokenSequence], version: int) -> list[TokenSequence]:
+    """The samples with tokens that the weights of a version drew, up to the last such token; only
+    those are in the loss mask.
+    """
+    masks = [one.loss_mask & (one.weights_versions == version) for one in samples]
+    return [up_to(one, mask) for one, mask in zip(samples, masks, strict=True) if mask.any()]
+
+
+def up_to(sample: TokenSequence, mask: NDArray[np.bool_]) -> TokenSequence:
+    """A sample up to the last token of a mask, which is its loss mask then."""
+    end = int(mask.nonzero()[0][-1]) + 1
+    columns = {
+        name: None if (whole := getattr(sample, name)) is None else whole[:end].copy()
+        for name in ("token_ids", *COLUMN)
+    }
+    return replace(sample, loss_mask=mask[:end].copy(), drawn=None, **columns)
 
 
 def packings(

@@ -3,7 +3,8 @@
 The native engine completes random prompts in several scenarios.  Together they contain everything
 that must not change a bit: preemption, prompts cut into chunks, groups that share pages, few
 sequences at once, greedy and truncated sampling, temperatures other than 1, and turns with results
-of tools between them (random tokens, so that no environment is needed).  Prompts are random
+of tools between them (random tokens, so that no environment is needed), behind which other weights
+are published while K and V are parked.  Prompts are random
 tokens of the model's vocabulary, so any model folder can be checked.  Their lengths lie around the
 bounds of a KV page, where pages are shared, copied and added, and completions end at ragged
 lengths.
@@ -27,6 +28,7 @@ are different functions, differences must appear: this shows that the check is a
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +57,9 @@ from isobit.proof.scenarios import (
     Scenario,
     Workload,
     build_workload,
+    drawn_by,
     engine_scenarios,
+    other_weights,
     packings,
     tied_routers,
 )
@@ -285,13 +289,19 @@ def random_workload(policy: Policy, options: VerifyOptions) -> Workload:
 
 
 def generate_samples(
-    engine: RolloutEngine, requests: Sequence[Request], results: "Results"
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    results: "Results",
+    publish: Callable[[], Any] | None = None,
 ) -> tuple[list[TokenSequence], EngineStats]:
     """What the engine generates, as samples to train on, in the order of the requests, and what it
-    did.  ``results`` stand behind the turns that end with a stop token.
+    did.  ``results`` stand behind the turns that end with a stop token; ``publish`` is called
+    behind half of the turns.
     """
     completions, stats = generate(engine, requests), engine.stats
     while half_done := results.behind(requests, completions):
+        if publish is not None and results.is_half:
+            publish()
         engine.admit(requests, half_done)
         while engine.num_live:
             for event in engine.step():
@@ -311,10 +321,16 @@ class Results:
     """Random tokens in the place of what tools say, for so many ``turns``."""
 
     def __init__(self, turns: int, workload: Workload, context: int, seed: int) -> None:
-        self._left, self._workload, self._context = turns - 1, workload, context
+        self._turns, self._left = turns, turns - 1
+        self._workload, self._context = workload, context
         self._random = Random(seed)  # noqa: S311 (no secret)
         self.places: dict[Handle, int] = {}
         """The place of each handle's request."""
+
+    @property
+    def is_half(self) -> bool:
+        """Whether half of the turns have results behind them."""
+        return self._turns - 1 - self._left == self._turns // 2
 
     def behind(
         self, requests: Sequence[Request], completions: Sequence[Sequence[Completion]]
@@ -347,16 +363,37 @@ def run_scenario(
     compare the result of every operation too.  Raises RanksDifferError if ranks that sample
     together have drawn different tokens.
     """
-    keeps = (Checksums(), Checksums()) if observes else None
+    keeps = [(Checksums(), Checksums()) for _ in range(scenario.weights)] if observes else None
     sampled = sample_and_score(scenario, workload, scorer, seed, keeps, make_packings, shared)
     samples, stats, comparisons = sampled
     missing = tuple(name for name in scenario.must_happen if getattr(stats, name) == 0)
     if scenario.turns > 1 and not any(map(_has_results, samples)):
         missing += ("turns",)
-    operations = None if keeps is None else compared_operations(*keeps, samples)
+    operations = None if keeps is None else _operations(keeps, samples)
     drawn = tuple(sample.token_ids.tobytes() for sample in samples)
     return ScenarioResult(
         scenario.name, stats, comparisons, missing, operations, scenario.draws, drawn
+    )
+
+
+def _operations(
+    keeps: Sequence[tuple[Checksums, Checksums]], samples: Sequence[TokenSequence]
+) -> Operations:
+    """The operations of the first weights under which any differ, or of all weights."""
+    if len(keeps) == 1:
+        return compared_operations(*keeps[0], samples)
+    found = [
+        compared_operations(*pair, drawn_by(samples, version))
+        for pair, version in zip(keeps, _versions(samples), strict=False)
+    ]
+    parted = next((one for one in found if one.difference is not None), found[0])
+    return replace(parted, rows=sum(one.rows for one in found))
+
+
+def _versions(samples: Sequence[TokenSequence]) -> list[int]:
+    """Those of the weights that drew any token."""
+    return sorted(
+        {int(one) for sample in samples for one in sample.of_response(sample.weights_versions)}
     )
 
 
@@ -365,39 +402,54 @@ def sample_and_score(
     workload: Workload,
     scorer: Scorer,
     seed: int,
-    keeps: tuple[Keep, Keep] | None,
+    keeps: Sequence[tuple[Keep, Keep]] | None,
     make_packings: Packings = packings,
     shared: PolicyShare | None = None,
 ) -> tuple[list[TokenSequence], EngineStats, dict[str, Comparison]]:
     """Both sides of a scenario: its samples, in the order of prompts and their completions, what
     the engine did, and the comparison in every packing.  ``keeps`` receive every operation of
-    rollout and of training.
+    rollout and of training, a pair for each of ``Scenario.weights``.
     """
     if scenario.ties_routers:
         plain = replace(scenario, ties_routers=False)
         with tied_routers(scorer.policy, *([shared] if shared else [])):
             return sample_and_score(plain, workload, scorer, seed, keeps, make_packings, shared)
     _calibrate(scorer.policy, workload, shared)
+    observer = TokenObserver(keeps[0][0]) if keeps else None
     engine = NativeEngine(
         shared or scorer.policy,
         scenario.rollout,
         tokenizer=None,
         seed=seed,
-        make_runner=partial(ObservedRunner, observer=TokenObserver(keeps[0])) if keeps else None,
+        make_runner=partial(ObservedRunner, observer=observer) if observer else None,
     )
     results = Results(scenario.turns, workload, scorer.policy.config.max_positions, seed)
-    samples, stats = generate_samples(engine, workload.requests(scenario), results)
-    if shared is not None:
-        _check_alike(samples, shared.tensor_parallel.world)
+    requests, comparisons = workload.requests(scenario), dict[str, Comparison]()
 
-    def compared(batch: PackedBatch) -> Comparison:
-        scores = observed_scores(scorer, batch, *keeps) if keeps else scorer.score(batch)
-        return Comparison.of_batch(batch, scores)
+    def compare(drawn: list[TokenSequence], which: int) -> None:
+        pair = keeps[which] if keeps else None
+        for name, batches in make_packings(drawn, seed) if drawn else ():
+            for batch in batches:
+                scores = observed_scores(scorer, batch, *pair) if pair else scorer.score(batch)
+                found = comparisons.get(name, Comparison())
+                comparisons[name] = found + Comparison.of_batch(batch, scores)
 
-    comparisons = {
-        name: sum(map(compared, batches), Comparison())
-        for name, batches in make_packings(samples, seed)
-    }
+    with ExitStack() as others:
+
+        def publish() -> None:
+            others.enter_context(other_weights(scorer.policy, *([shared] if shared else [])))
+            if observer is not None and keeps is not None:
+                observer.keep = keeps[1][0]
+
+        samples, stats = generate_samples(
+            engine, requests, results, publish if scenario.publishes else None
+        )
+        if shared is not None:
+            _check_alike(samples, shared.tensor_parallel.world)
+        versions = _versions(samples)
+        for version in versions[1:]:  # while the others are published
+            compare(drawn_by(samples, version), 1)
+    compare(drawn_by(samples, versions[0]) if len(versions) > 1 else samples, 0)
     return samples, stats, comparisons
 
 

@@ -25,6 +25,7 @@ from isobit.records.sequence import COLUMNS, RECORDED, Column, TokenSequence
 from isobit.records.text import Completion, Episode, Group, Prompt
 
 SENT = [column for column in COLUMNS if column.sent]
+_UNCOUNTED = -1
 
 
 def joined(sequences: Sequence[TokenSequence]) -> dict[str, torch.Tensor]:
@@ -41,6 +42,9 @@ def joined(sequences: Sequence[TokenSequence]) -> dict[str, torch.Tensor]:
         "spans": _end_to_end(spans, np.int64).view(-1, 2),
         "token_ids": _end_to_end([one.token_ids for one in sequences], np.int32),
         "temperatures": torch.tensor([one.temperature for one in sequences], dtype=torch.float64),
+        "drawn": torch.tensor(
+            [_UNCOUNTED if one.drawn is None else one.drawn for one in sequences], dtype=torch.int64
+        ),
     }
     for column in SENT:
         arrays = [getattr(one, column.name) for one in sequences]
@@ -59,6 +63,8 @@ def parted(tensors: Mapping[str, torch.Tensor], fresh: bool) -> list[TokenSequen
     """
     spans = [part.numpy() for part in tensors["spans"].split(tensors["span_counts"].tolist())]
     lengths = tensors["lengths"].tolist()
+    # earlier versions kept no counts
+    drawn = tensors["drawn"].tolist() if "drawn" in tensors else [_UNCOUNTED] * len(lengths)
     masks = [_mask(length, part) for length, part in zip(lengths, spans, strict=True)]
     columns = {column.name: _columns(tensors, column, masks) for column in SENT}
     return [
@@ -68,6 +74,7 @@ def parted(tensors: Mapping[str, torch.Tensor], fresh: bool) -> list[TokenSequen
             advantages=np.zeros(len(mask), np.float32),
             temperature=temperature,
             fresh=fresh,
+            drawn=None if drawn[index] == _UNCOUNTED else drawn[index],
             **{name: arrays[index] for name, arrays in columns.items()},
         )
         for index, (token_ids, mask, temperature) in enumerate(

@@ -155,6 +155,10 @@ class TokenSequence:
     """Whether a step begins to learn from the sequence with the weights that drew it; False for
     what is replayed, or was sampled ahead.
     """
+    drawn: int | None = None
+    """How many tokens were drawn for it, as whoever drew them has counted, whatever the mask says
+    (``isobit.training.token_count``); None where nobody did.
+    """
 
     def __post_init__(self) -> None:
         for name, dtype, column in self._arrays():
@@ -184,6 +188,7 @@ class TokenSequence:
         weights_versions: Sequence[int] | None = None,
         temperature: float = 1.0,
         given: Sequence[tuple[int, int]] = (),
+        drawn: int | None = None,
         **more: Sequence[float] | None,
     ) -> Self:
         """A prompt and one answer to learn from, with an entry for each token of the answer in the
@@ -204,6 +209,7 @@ class TokenSequence:
             np.array((*prompt_ids, *answer_ids), np.int32),
             mask,
             temperature=temperature,
+            drawn=drawn,
             **_spread_all(entries, mask),
         )
 

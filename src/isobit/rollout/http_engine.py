@@ -25,11 +25,12 @@ import isobit
 from isobit.config.tables import RunRolloutConfig
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction, SentWeights, function_of
+from isobit.rollout.answers import Drawn, UnavailableError
 from isobit.rollout.books import SampleBooks
 from isobit.rollout.engine import Handle, Limits
 from isobit.rollout.sequence import Sample
-from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, UnavailableError, Weights
-from isobit.util.errors import ConfigError, ServerError
+from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, Weights
+from isobit.util.errors import ConfigError, ServerError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,6 +83,9 @@ class HttpEngine(SampleBooks):
     Raises ConfigError for a server that computes something else, and where none answers.
     """
 
+    tells_routings = True
+    """Whether servers say which experts a token had."""
+
     def __init__(
         self,
         policy: Policy,
@@ -91,8 +95,10 @@ class HttpEngine(SampleBooks):
         seed: int,
         bits: Mapping[str, str],
     ) -> None:
-        self._policy, self._patience_s, self._board = policy, config.servers_timeout_s, Board()
+        self._policy, self._patience_s = policy, config.servers_timeout_s
+        self._board = Board(self._patience_s, policy.config.num_drawn)
         self._servers = self._reach(config.servers, key, bits)
+        self._loads = {server: Load() for server in self._servers}
         notes = self._check_servers()
         sizes = [one.sizes for one in self._servers if one.sizes]
         limits = Limits(
@@ -107,7 +113,6 @@ class HttpEngine(SampleBooks):
         self._there: dict[int, tuple[Sample, Server]] = {}
         """Those that a server has, by the numbers that they have there."""
         self._number_of: dict[Handle, int] = {}
-        self._loads = {server: Load() for server in self._servers}
         self._numbered = 0
         self._weights: Weights | None = None
         self._heard_at = monotonic()
@@ -178,17 +183,28 @@ class HttpEngine(SampleBooks):
         return notes
 
     def _problems(self) -> str:
-        return "; ".join(f"{one.url}: {one.problem or 'no answer'}" for one in self._servers)
+        def state(server: Server) -> str:
+            if not server.is_up:
+                return server.problem or "no answer"
+            if samples := self._loads[server].samples:
+                return (
+                    f"it answers, and has drawn nothing of {samples} samples; it may be paused, "
+                    "or others have its places"
+                )
+            return "it answers, and has no places for samples"
+
+        return "; ".join(f"{one.url}: {state(one)}" for one in self._servers)
 
     def _draw(self) -> None:
         """Hand out what waits, and hear what servers have drawn.
 
-        Raises ServerError where no server has answered for ``rollout.servers_timeout_s``, and
-        MismatchError where a server has other weights than it was sent.
+        Raises ServerError where no server has drawn a token for ``rollout.servers_timeout_s``,
+        whether they answer or not, and MismatchError where a server has other weights than it was
+        sent.
         """
         self._update()
         self._hand_out()
-        self._hear()
+        self._hear(draws=True)
 
     def _update(self) -> None:
         """Have all servers that answer hold the newest weights, with no sample there meanwhile."""
@@ -270,7 +286,8 @@ class HttpEngine(SampleBooks):
         }
         return Asked(tuple(first.tokens), numbers, [one.key for one in samples], asked)
 
-    def _hear(self) -> None:
+    def _hear(self, draws: bool = False) -> None:
+        """Take in the servers' news; ``draws`` says whether those that are up should draw."""
         for news in self._board.take(_TICK_S):
             if news.error is not None:
                 raise news.error
@@ -281,38 +298,57 @@ class HttpEngine(SampleBooks):
                 self._accept(told)
         with self._board.changed:
             is_up = any(one.is_up for one in self._servers)
-        if not is_up and monotonic() - self._heard_at > self._patience_s:
+        if (draws or not is_up) and monotonic() - self._heard_at > self._patience_s:
+            state = "though some answer" if is_up else "and none is up"
             raise ServerError(
                 f"no server has drawn a token for {self._patience_s:g} s "
-                f"(rollout.servers_timeout_s), and none is up ({self._problems()}); start them "
+                f"(rollout.servers_timeout_s), {state} ({self._problems()}); start them "
                 "again, and go on with --resume"
             )
 
-    def _accept(self, told: Mapping[str, Any]) -> None:
-        """Append what a server drew for one sample, up to what ends it here."""
-        if (found := self._there.get(told["number"])) is None:
+    def _accept(self, told: Drawn) -> None:
+        """Append what a server drew for one sample, up to what ends it here.  Raises ServerError
+        for columns that the sample needs and has not, and for an end that is none.
+        """
+        if (found := self._there.get(told.number)) is None:
             return  # aborted, or with another server
-        (sample, server), self._heard_at = found, monotonic()
+        sample, server = found
         assert self._weights is not None
-        truncated = told.get("truncated_log_probs", ())
-        routings = told.get("routings", ())
-        for at, token in enumerate(told["token_ids"]):
+        self._check_columns(sample, server, told)
+        if told.token_ids:
+            self._heard_at = monotonic()
+        truncated, routings = told.truncated_log_probs, told.routings
+        for at, token in enumerate(told.token_ids):
             version = self._weights.version
-            self._append(sample, token, told["log_probs"][at], version, server.url)
+            self._append(sample, token, told.log_probs[at], version, server.url)
             sample.routings += routings[at : at + 1]
             sample.truncated_log_probs += truncated[at : at + 1]
             if sample.finish_reason is not None:
                 break
-        reason = told.get("finish_reason")
+        reason = told.finish_reason
         if sample.finish_reason is not None:
             if reason is not None:
-                self._forget(told["number"])
+                self._forget(told.number)
             self._end(sample)
         elif reason is not None:
             raise ServerError(
                 f"{server.url} ended a sample of prompt {sample.handle.prompt_id!r} after "
-                f"{len(sample.log_probs)} tokens for the reason {reason!r}, which ends none here"
+                f"{len(sample.log_probs)} tokens for the reason {shown(repr(reason))}, which ends "
+                "none here"
             )
+
+    def _check_columns(self, sample: Sample, server: Server, told: Drawn) -> None:
+        truncates = sample.prompt.request.sampling.truncates
+        routes = self.tells_routings and self._policy.config.experts is not None
+        for is_needed, column, what in (
+            (truncates, told.truncated_log_probs, "truncated_log_probs, which its filters ask for"),
+            (routes, told.routings, "routings, which a mixture of experts has"),
+        ):
+            if is_needed and len(column) != len(told.token_ids):
+                raise ServerError(
+                    f"{server.url} has drawn tokens for prompt {sample.handle.prompt_id!r} without "
+                    f"{what}; take it out of rollout.servers and go on with --resume"
+                )
 
     def _forget(self, number: int) -> None:
         """A server does not have a sample any more; it waits, unless it has ended."""

@@ -238,6 +238,7 @@ class Sample(CachedTokens):
     __slots__ = (
         "_stop_token_ids",
         "_stop_watch",
+        "drawn",
         "finish_reason",
         "given",
         "handle",
@@ -271,6 +272,8 @@ class Sample(CachedTokens):
         self.on_device = False
         self.given: list[tuple[int, int]] = []
         """Spans of tokens that tools have said between turns."""
+        self.drawn = 0
+        """Tokens that were drawn for it, here and before, counted one by one."""
         self.log_probs: list[float] = []
         self.truncated_log_probs: list[float] = []
         self.routings: list[int] = []
@@ -338,6 +341,7 @@ class Sample(CachedTokens):
         experts at the row that it was drawn from.
         """
         self.tokens.append(token_id)
+        self.drawn += 1
         self.log_probs.append(log_prob)
         self.weights_versions.append(weights_version)
         if routing is not None:
@@ -356,6 +360,7 @@ class Sample(CachedTokens):
         begin, sequence = len(self.prompt.tokens), half_done.sequence
         self.tokens.extend(sequence.token_ids[begin:].tolist())
         self.given = sequence.given_from(begin)
+        self.drawn = sequence.response_length if sequence.drawn is None else sequence.drawn
         self.log_probs.extend(half_done.log_probs)
         self.weights_versions.extend(half_done.weights_versions)
         self.truncated_log_probs.extend(half_done.truncated_log_probs or ())
@@ -376,6 +381,7 @@ class Sample(CachedTokens):
             self.weights_versions,
             sampling.log_prob_temperature,
             self.given,
+            self.drawn,
             # without a filter some may have been kept of other samples
             truncated_log_probs=self.truncated_log_probs if sampling.truncates else None,
             routings=self.routings or None,

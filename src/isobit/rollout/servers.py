@@ -6,9 +6,11 @@
                                        step                      --->  /isobit/step
     News               <------------   what was drawn, who is lost
 
-A server is up once it computes what the run does and holds the run's weights.  One that does not
-answer, or answers with 503, is down: the samples that it had are lost to it, and it is asked again
-after 1, 2, 4, .. 30 s.  When it answers it gets the weights anew, from what it still holds.
+A server is up once it computes what the run does and holds the run's weights.  It is down where it
+does not answer, answers with a fault of its own (500, 503) or with what is no answer of such a
+server (``isobit.rollout.answers``), or where it answers and has drawn nothing of its samples for
+``rollout.servers_timeout_s``.  The samples that it had are lost to it, and it is asked again after
+1, 2, 4, .. 30 s.  When it answers it gets the weights anew, from what it still holds.
 """
 
 import json
@@ -23,6 +25,16 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from isobit.models.policy_share import SentWeights
+from isobit.rollout.answers import (
+    MOST_ANSWERED,
+    AnswerError,
+    Described,
+    Drawn,
+    Published,
+    Step,
+    UnavailableError,
+    read_answer,
+)
 from isobit.util.errors import ConfigError, IsobitError, MismatchError, ServerError, shown
 
 PROTOCOL = 1
@@ -60,10 +72,6 @@ class Weights(Protocol):
         ...
 
 
-class UnavailableError(Exception):
-    """A server that does not answer, or not now."""
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """Samples of a server that start from the same tokens, by the engine's numbers."""
@@ -88,7 +96,7 @@ class Asked:
 class News:
     """What a server has told, or has become."""
 
-    samples: Sequence[Mapping[str, Any]] = ()
+    samples: Sequence[Drawn] = ()
     lost: Collection[int] = ()
     """Numbers of samples that it will not go on with."""
     note: str | None = None
@@ -102,6 +110,10 @@ class Board:
     ``Server``.
     """
 
+    patience_s: float
+    """``rollout.servers_timeout_s``."""
+    num_tokens: int
+    """Those that can be drawn are the first so many."""
     changed: threading.Condition = field(default_factory=threading.Condition)
     news: list[News] = field(default_factory=list)
     is_closed: bool = False
@@ -149,6 +161,8 @@ class Server:
         self._held: str | None = None
         self._live: set[int] = set()
         self._is_full = False
+        self._told_at = 0.0
+        """When it last had nothing to draw, or told of a token."""
         self._client, self._session = token_hex(8), 0
         self._connection: HTTPConnection | None = None
         self._used_at = 0.0
@@ -159,15 +173,13 @@ class Server:
         """
         found = self._get()
         for name, other in _SAME.items():
-            if found.get(name) != self._expected[name]:
-                where = difference(found.get(name), self._expected[name])
+            if (has := getattr(found, name)) != self._expected[name]:
+                where = difference(has, self._expected[name])
                 raise ConfigError(
                     f"{self.url} (rollout.servers) has {other}: {where}; start it with the same "
                     "model, --precision and version as the run, on the same kind of device"
                 )
-        names = ("pages", "page_tokens", "places", "running")
-        self.sizes = {name: int(found[name]) for name in names}
-        self._held = found["weights"]
+        self.sizes, self._held = found.sizes, found.weights
 
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"server {self.url}", daemon=True).start()
@@ -235,6 +247,8 @@ class Server:
         if not is_up:
             self._begin(weights)
             return True
+        if not self._live:
+            self._told_at = time.monotonic()
         numbers = {number for one in asks for number in one.numbers}
         self._live |= numbers
         self._live -= set(drops)
@@ -244,11 +258,25 @@ class Server:
             with board.changed:
                 self._asks[:0] = asks
             time.sleep(FULL_S)
-            answer = self._step(weights, [], drops) or {"samples": ()}
-        ended = [one["number"] for one in answer["samples"] if one.get("finish_reason")]
-        self._live -= set(ended)
-        board.post(News(samples=answer["samples"]))
+            self._live -= numbers
+            answer = self._step(weights, [], drops) or Step(samples=())
+        answer.check_tokens(board.num_tokens)
+        self._live -= {one.number for one in answer.samples if one.finish_reason}
+        board.post(News(samples=answer.samples))
+        self._check_told(answer)
         return True
+
+    def _check_told(self, answer: Step) -> None:
+        """Raise UnavailableError where nothing was drawn for too long, though it answers."""
+        now = time.monotonic()
+        if not self._live or any(one.token_ids for one in answer.samples):
+            self._told_at = now
+        elif now - self._told_at > self._board.patience_s:
+            raise UnavailableError(
+                f"it answers, and has drawn no token of {len(self._live)} samples for "
+                f"{self._board.patience_s:g} s (rollout.servers_timeout_s): it may be paused, or "
+                "the address lead elsewhere"
+            )
 
     def _take_asks(self) -> list[Asked]:
         """As many as a body holds; of a server that had no places for them, one."""
@@ -272,9 +300,7 @@ class Server:
         self._board.post(News(note=f"{self.url} samples" if self.problem else None))
         self.problem = ""
 
-    def _step(
-        self, weights: Weights, asks: Sequence[Asked], drops: Sequence[int]
-    ) -> Mapping[str, Any] | None:
+    def _step(self, weights: Weights, asks: Sequence[Asked], drops: Sequence[int]) -> Step | None:
         """The answer; None where the places do not suffice for what is asked."""
         body = {
             "client": self._client,
@@ -288,7 +314,7 @@ class Server:
         if status == 409:
             self._held = None
             raise UnavailableError(sentence_of(found))
-        return None if status == 429 else json.loads(found)
+        return None if status == 429 else read_answer(Step, found, "/isobit/step")
 
     def _push(self, weights: Weights) -> None:
         """Send an update, and all weights where it does not lead to the right digest."""
@@ -306,11 +332,11 @@ class Server:
                 self._request("POST", "/isobit/weights/part", file, is_json=False)
             body = json.dumps({"sha256": weights.digest}).encode()
             _, found = self._request("POST", "/isobit/weights/publish", [body], seconds=PUBLISH_S)
-            answer = json.loads(found)
+            answer = read_answer(Published, found, "/isobit/weights/publish")
             self.pushed.append((start is None, size, time.perf_counter() - begun))
-            if answer["sha256"] != weights.digest:
+            if answer.sha256 != weights.digest:
                 continue
-            if answer["published"] != weights.published:
+            if answer.published != weights.published:
                 raise MismatchError(
                     f"{self.url} was sent the weights of version {weights.version} and quantised "
                     "them to other bytes than the trainer has: a folder in FP8 is sampled as it "
@@ -338,7 +364,7 @@ class Server:
 
     # HTTP
 
-    def _get(self) -> Mapping[str, Any]:
+    def _get(self) -> Described:
         status, found = self._request("GET", "/isobit/engine", [], ok=(200, 401, 404))
         if status == 401:
             raise ConfigError(
@@ -350,11 +376,13 @@ class Server:
                 f"{self.url} (rollout.servers) takes no weights of a run: start it as `isobit "
                 "serve MODEL --api-key env:NAME --allow-weight-updates DIR`"
             )
-        with suppress(ValueError):
-            value = json.loads(found)
-            if isinstance(value, dict):
-                return value
-        raise ConfigError(f"{self.url} (rollout.servers) is no server of Isobit; name its address")
+        try:
+            return read_answer(Described, found, "/isobit/engine")
+        except AnswerError as error:
+            raise ConfigError(
+                f"{self.url} (rollout.servers) is no server of Isobit, or of another version: "
+                f"{error}; name the address of one"
+            ) from None
 
     def _request(
         self,
@@ -365,8 +393,8 @@ class Server:
         is_json: bool = True,
         seconds: float = ANSWER_S,
     ) -> tuple[int, bytes]:
-        """Status and body. Raises UnavailableError where the server is not there, or busy ending,
-        and ServerError for what it refuses.
+        """Status and body. Raises UnavailableError where the server is not there, is busy ending
+        or has a fault, AnswerError for an endless answer, and ServerError for what it refuses.
         """
         headers = {
             "Content-Type": "application/json" if is_json else "application/octet-stream",
@@ -377,16 +405,19 @@ class Server:
             connection = self._connected(seconds)
             connection.request(method, path, iter(pieces), headers)
             response = connection.getresponse()
-            status, found = response.status, response.read()
+            status, found = response.status, response.read(MOST_ANSWERED + 1)
         except (OSError, HTTPException) as error:
             self._close()
             raise UnavailableError(shown(str(error) or type(error).__name__)) from None
         self._used_at = time.monotonic()
+        if len(found) > MOST_ANSWERED:
+            self._close()
+            raise AnswerError(f"its answer to {path} is longer than {MOST_ANSWERED >> 20} MiB")
         if status in ok:
             return status, found
         sentence = sentence_of(found)
-        if status in (408, 499, 502, 503, 504):
-            raise UnavailableError(sentence)
+        if status >= 500 or status in (408, 499):
+            raise UnavailableError(f"{path} answers with {status}: {sentence}")
         raise ServerError(f"{self.url}{path} answers with {status}: {sentence}")
 
     @property
@@ -420,7 +451,7 @@ def connect(url: str) -> HTTPConnection:
 
 def sentence_of(found: bytes) -> str:
     """Of an answer's error."""
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         return shown(json.loads(found)["error"]["message"])
     return shown(found[:200].decode(errors="replace"))
 

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,23 @@ from isobit.config.tables import RunRolloutConfig
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction, digest_of
 from isobit.models.saving import published_tensors, quantised_sites, whole_blocks
+from isobit.rollout.answers import (
+    MOST_ANSWERED,
+    Answer,
+    AnswerError,
+    Choice,
+    Drawn,
+    Event,
+    Models,
+    Paused,
+    Rpc,
+    Scales,
+    Step,
+    UnavailableError,
+    Updated,
+    WorkerDescribed,
+    read_answer,
+)
 from isobit.rollout.engine import Handle, Request
 from isobit.rollout.http_engine import MIB, HttpEngine
 from isobit.rollout.sequence import Sample
@@ -42,7 +59,6 @@ from isobit.rollout.servers import (
     Asked,
     News,
     Server,
-    UnavailableError,
     Weights,
     connect,
     difference,
@@ -114,7 +130,8 @@ class WeightsFile:
 
 
 class VllmServers(HttpEngine):
-    """Draws samples with servers of vLLM, on copies of the weights (``RolloutEngine``).
+    """Draws samples with servers of vLLM, on copies of the weights (``RolloutEngine``), which say
+    nothing of experts.
 
     Args:
         policy: its published rollout side is what servers load.
@@ -126,6 +143,8 @@ class VllmServers(HttpEngine):
     Raises ConfigError for a policy that vLLM does not compute, for a server that computes something
     else, and where none answers.
     """
+
+    tells_routings = False
 
     def __init__(
         self,
@@ -261,7 +280,7 @@ class Stream:
     def _run(self) -> None:
         try:
             self._read()
-        except (OSError, HTTPException, ValueError, KeyError) as error:
+        except (OSError, HTTPException) as error:
             self._fail(UnavailableError(shown(str(error) or type(error).__name__)))
         except (UnavailableError, ServerError) as error:
             self._fail(error)
@@ -287,32 +306,63 @@ class Stream:
         for event in _events(response):
             if self._is_closed:
                 return
-            if "error" in event:
-                raise UnavailableError(shown(str(event["error"].get("message", event["error"]))))
-            for choice in event["choices"]:
+            if (error := event.error) is not None:
+                said = error.get("message", error) if isinstance(error, Mapping) else error
+                raise UnavailableError(shown(str(said)))
+            for choice in event.choices:
                 self._note(choice)
         if self._unended and not self._is_closed:
             raise UnavailableError("the answer to /v1/completions ended before its samples")
 
-    def _note(self, choice: Mapping[str, Any]) -> None:
-        tokens, reason = choice.get("token_ids") or [], choice.get("finish_reason")
-        values = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    def _note(self, choice: Choice) -> None:
+        tokens, reason = choice.token_ids or (), choice.finish_reason
+        values = () if choice.logprobs is None else choice.logprobs.token_logprobs or ()
         if len(values) != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens came with {len(values)} log-probabilities")
+            raise AnswerError(f"{len(tokens)} tokens came with {len(values)} log-probabilities")
         if reason == "abort":
             raise UnavailableError("it has ended a sample before its time: others paused it")
-        number = self._order[choice["index"]]
+        if choice.index >= len(self._order):
+            raise AnswerError(
+                f"it tells of sample {choice.index} of a request for {len(self._order)}"
+            )
+        number = self._order[choice.index]
         if reason is not None:
             self._unended.discard(number)
         log_probs = [float("-inf") if one == _MINUS_INFINITY else one for one in values]
         self._told.put(Told(number, tokens, log_probs, reason))
 
 
-def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Of a stream of server-sent events."""
-    for line in response:
+def _events(response: HTTPResponse) -> Iterator[Event]:
+    """Of a stream of server-sent events.  Raises AnswerError."""
+    while line := response.readline(MOST_ANSWERED + 1):
+        if len(line) > MOST_ANSWERED:
+            raise AnswerError(f"an event of its stream is longer than {MOST_ANSWERED >> 20} MiB")
         if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-            yield json.loads(data)
+            yield read_answer(Event, data, "/v1/completions")
+
+
+def _drawn(found: Iterable[Mapping[str, Any]]) -> Step:
+    """What was told of samples, as a step of another server has it."""
+    columns = ("token_ids", "log_probs")
+    made = [{**one, **{name: tuple(one[name]) for name in columns}} for one in found]
+    return Step(samples=tuple(Drawn(**one) for one in made))
+
+
+def _scales_of(answer: Scales) -> Any:
+    """Three numbers a layer.  Raises AnswerError."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(answer.scales)
+        if isinstance(found, list) and all(_is_triple(one) for one in found):
+            return found
+    raise AnswerError("its scales cannot be read; expected three numbers a layer")
+
+
+def _is_triple(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) == 3
+        and all(isinstance(one, (int, float)) for one in values)
+    )
 
 
 class VllmServer(Server):
@@ -329,19 +379,23 @@ class VllmServer(Server):
 
     def check(self) -> None:
         """As ``Server.check``; a server that was left paused gets its weights again."""
-        found = self._call("isobit_describe")
+        try:
+            found = self._call(WorkerDescribed, "isobit_describe")
+            is_paused = self._read(Paused, "/is_paused").is_paused
+            self._name = self._read(Models, "/v1/models").data[0].id
+        except AnswerError as error:
+            raise ConfigError(
+                f"{self.url} (rollout.servers) is no server of vLLM with Isobit's worker: {error}; "
+                f"start it as `{self._start_command}`"
+            ) from None
         for name, other in _SAME.items():
-            if found[name] != self._expected[name]:
-                where = difference(found[name], self._expected[name])
+            if (has := getattr(found, name)) != self._expected[name]:
+                where = difference(has, self._expected[name])
                 raise ConfigError(
                     f"{self.url} (rollout.servers) has {other}: {name} {where}; start it as "
                     f"`{self._start_command}`"
                 )
-        names = ("context", "pages", "page_tokens", "running")
-        # one more than run at once would wait for its first token without a sign of life
-        self.sizes = {name: int(found[name]) for name in names} | {"places": found["running"]}
-        self._held = None if self._get("/is_paused")["is_paused"] else found["weights"]
-        self._name = self._get("/v1/models")["data"][0]["id"]
+        self.sizes, self._held = found.sizes, None if is_paused else found.weights
 
     # In the thread.
 
@@ -360,9 +414,7 @@ class VllmServer(Server):
             stream.close()
         self._streams = []
 
-    def _step(
-        self, weights: Weights, asks: Sequence[Asked], drops: Sequence[int]
-    ) -> Mapping[str, Any] | None:
+    def _step(self, weights: Weights, asks: Sequence[Asked], drops: Sequence[int]) -> Step | None:
         """What streams have told since the last step; those without live samples are closed."""
         for stream in [one for one in self._streams if not one.numbers & self._live]:
             stream.close()
@@ -374,7 +426,7 @@ class VllmServer(Server):
         found: dict[int, dict[str, Any]] = {}
         for told in self._take() if self._live else ():
             if told.error is not None:
-                self._board.post(News(samples=list(found.values())))
+                self._board.post(News(samples=_drawn(found.values()).samples))
                 raise told.error
             if told.number not in self._live:
                 continue
@@ -384,9 +436,9 @@ class VllmServer(Server):
             one["log_probs"] += told.log_probs
         if found and self._scales_due:
             self._scales_due = False
-            line = check_scales(json.loads(self._call("isobit_scales")["scales"]))
+            line = check_scales(_scales_of(self._call(Scales, "isobit_scales")))
             self._board.post(News(note=f"{self.url} has {line}"))
-        return {"samples": list(found.values())}
+        return _drawn(found.values())
 
     def _take(self) -> Iterator[Told]:
         with suppress(Empty):
@@ -425,29 +477,33 @@ class VllmServer(Server):
         self._held = None
         self._post("/pause?mode=abort")
         try:
-            answer = self._call("isobit_update", [weights.order], seconds=PUBLISH_S)
+            answer = self._call(Updated, "isobit_update", [weights.order], seconds=PUBLISH_S)
             self._post("/reset_prefix_cache")
         finally:
             self._post("/resume")
-        if "problem" in answer:
+        if answer.problem is not None:
             raise ServerError(
-                f"{self.url} cannot load {weights.path}: {shown(answer['problem'])}; "
+                f"{self.url} cannot load {weights.path}: {shown(answer.problem)}; "
                 "rollout.weights_folder must be a folder that servers have under the same path"
             )
-        if answer["digest"] != weights.digest:
+        if answer.digest != weights.digest:
             raise MismatchError(
                 f"{self.url} has read other bytes from {weights.path} than were written: digest "
-                f"{answer['digest'][:12]}, expected {weights.digest[:12]}; the disk or a memory is "
-                "faulty; take the server out of rollout.servers and go on with --resume"
+                f"{shown(answer.digest[:12])}, expected {weights.digest[:12]}; the disk or a "
+                "memory is faulty; take the server out of rollout.servers and go on with --resume"
             )
-        if "differs" in answer:
-            raise MismatchError(f"{self.url}: {shown(answer['differs'])}")
+        if answer.differs is not None:
+            raise MismatchError(f"{self.url}: {shown(answer.differs)}")
         seconds = time.perf_counter() - begun
         self.pushed.append((True, weights.nbytes, seconds))
-        self._held, self._scales_due = weights.digest, answer["makes_scales"]
+        self._held, self._scales_due = weights.digest, answer.makes_scales
 
-    def _call(self, method: str, args: Sequence[str] = (), seconds: float = 120.0) -> Any:
-        """What a method of its worker answers.  Raises ConfigError where it has none."""
+    def _call(
+        self, kind: type[Answer], method: str, args: Sequence[str] = (), seconds: float = 120.0
+    ) -> Answer:
+        """What a method of its worker answers.  Raises ConfigError where it has none, and
+        AnswerError.
+        """
         body = json.dumps({"method": method, "args": list(args)}).encode()
         ok = (200, 401, 404, 500)
         status, found = self._request("POST", "/collective_rpc", [body], ok, seconds=seconds)
@@ -463,16 +519,17 @@ class VllmServer(Server):
                 f"{self.url} (rollout.servers) {lacks[status]}; start it as "
                 f"`{self._start_command}` ({sentence_of(found)})"
             )
-        return json.loads(found)["results"][0]
+        result = read_answer(Rpc, found, "/collective_rpc").results[0]
+        return read_answer(kind, json.dumps(result).encode(), method)
 
-    def _get(self, path: str = "/v1/models") -> Any:
+    def _read(self, kind: type[Answer], path: str) -> Answer:
         status, found = self._request("GET", path, [], ok=(200, 401))
         if status == 401:
             raise ConfigError(
                 f"{self.url} (rollout.servers) refuses the key: set rollout.server_key to the "
                 'variable that holds it, as "env:NAME"'
             )
-        return json.loads(found)
+        return read_answer(kind, found, path)
 
     def _post(self, path: str) -> None:
         self._request("POST", path, [b"{}"])

@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.base import MAX_STEPS
 from isobit.config.data import ENVIRONMENTS, WHOLE, ChatConfig, DataSource
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
-from isobit.config.tables import EvaluationConfig, RolloutConfig
+from isobit.config.tables import ON_MISMATCH, EvaluationConfig, RolloutConfig
 from isobit.data.prompts import (
     Noticed,
     TooLong,
@@ -284,13 +284,44 @@ def with_date_of_run(
     return with_date_of(config, config.model, world, known, weights)
 
 
+def with_check_of_run(
+    config: RunConfig,
+    resume: bool,
+    world: World = ALONE,
+    say: Callable[[str], None] = lambda _: None,
+) -> RunConfig:
+    """A recipe that does at a mismatch what its run did so far, where it is resumed and the recipe
+    leaves that open: runs of earlier versions warned by default, and go on so.
+    """
+    if not resume or config.check.on_mismatch != "auto":
+        return config
+    saved = broadcast(world, lambda: _saved(RunDirectory(config.output), "check", "on_mismatch"))
+    if saved not in ON_MISMATCH:
+        return config
+    say(f'check.on_mismatch is "{saved}", as the run has recorded; set it to have another')
+    check = config.check.model_copy(update={"on_mismatch": saved})
+    return config.model_copy(update={"check": check})
+
+
 def _saved_date(directory: RunDirectory) -> datetime | None:
-    """Of the run's manifest, or where that is lost, of its newest checkpoint's."""
+    saved = _saved(directory, "data", "date")
+    with suppress(ValueError, TypeError):
+        return _date(saved)
+    return None
+
+
+def _saved(directory: RunDirectory, *keys: str) -> Any:
+    """A setting in the run's manifest, or where that is lost, in its newest checkpoint's; None
+    where neither has it.
+    """
     checkpoints = folders_by_step(directory.checkpoints)
     newest_first = [checkpoints[step] / MANIFEST for step in sorted(checkpoints, reverse=True)]
     for path in (directory.manifest, *newest_first):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            return _date(json.loads(path.read_text(encoding="utf-8"))["config"]["data"]["date"])
+            value = json.loads(path.read_text(encoding="utf-8"))["config"]
+            for key in keys:
+                value = value[key]
+            return value
     return None
 
 

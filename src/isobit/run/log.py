@@ -32,7 +32,7 @@ from isobit.observe.evaluation import (
 )
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
-from isobit.proof.doctor_findings import check_state, check_step
+from isobit.proof.doctor_findings import action_of, check_state, check_step
 from isobit.records.metrics import METRICS, Metrics, listed
 from isobit.records.text import Group, describe_untaught
 from isobit.rewards.grading import GradeStats
@@ -41,7 +41,8 @@ from isobit.run.pending import COMPARED, GradedBatch
 from isobit.store.resume import Start
 from isobit.store.state import StateDigest, StepDigests, state_digest
 from isobit.training.comparison import Comparison
-from isobit.training.step import StepMetrics
+from isobit.training.judge import sequences_learnt_from
+from isobit.training.step import Findings, StepMetrics
 from isobit.util.errors import MismatchError, NoSignalError
 from isobit.util.files import LineFile
 from isobit.util.terminal import Clock
@@ -219,6 +220,8 @@ class RlLog(TrainingLog[EvalResult]):
         self._run = run
         self._comparison = Comparison()
         self._watch = SignalWatch(run.config.check)
+        self._warnings: list[str] = []
+        """Of the step, until its line has been printed."""
         self._untaught: Counter[str] = Counter()
         self._has_noted_hidden = False
         self._digests: LineFile | None = None
@@ -234,11 +237,12 @@ class RlLog(TrainingLog[EvalResult]):
         last update left; all ranks together, in the trainer's turn.  Raises MismatchError where
         the run is to stop at that: then they are written nowhere.
         """
-        check = self._run.config.check
-        if self._left is None or not check.state or check.on_mismatch == "ignore":
+        check, exact = self._run.config.check, self._run.exact
+        if self._left is None or not check.state or action_of(check, exact) == "ignore":
             return
         try:
-            self._console.notes(check_state(check, self._left, state_digest(self._run)))
+            stands = state_digest(self._run)
+            self._console.notes(check_state(check, self._left, stands, exact))
         except MismatchError:
             self._run.trainer.is_whole = False
             raise
@@ -306,20 +310,51 @@ class RlLog(TrainingLog[EvalResult]):
         self._has_noted_hidden = note is not None
         self._console.notes([] if note is None else [note])
 
-    def check_step(self, trained: StepMetrics) -> None:
-        """Print what is wrong with a step: steps without signal, differing log-probabilities.
-        Raises NoSignalError or MismatchError where the run is to stop at that.
+    def inspect(self, found: Findings) -> None:
+        """Look at what a step has found before it learns; warnings are printed behind its line.
+        Raises MismatchError where the run is to stop at that.
         """
-        self._console.notes(self._watch.notes())
-        self._console.notes(
-            check_step(
-                self._run.config.check,
-                self._run.model.policy.flow,
-                trained,
-                self.directory.model,
-                one_function=self._run.config.rollout.is_exact,
-            )
+        self._warnings += check_step(
+            self._run.config.check,
+            self._run.model.policy.flow,
+            found,
+            self.directory.model,
+            one_function=self._run.config.rollout.is_exact,
         )
+
+    def inspect_ahead(self, found: Findings) -> None:
+        """Raise MismatchError where the run is to stop at what a batch has that was sampled ahead;
+        a warning comes with the step that learns from it.
+        """
+        if action_of(self._run.config.check, self._run.exact) == "stop":
+            self.inspect(found)
+
+    def stopped(
+        self, step: int, collected: GradedBatch, judged: Sequence[Group], found: Findings
+    ) -> None:
+        """Write what is known of a step that was stopped before its update: a line of metrics with
+        the comparison, and its completions.  A resumed run does the step again, without them.
+        """
+        fresh = sequences_learnt_from(judged[: len(collected.groups)])
+        learnt = sum(one.response_length for one in fresh)
+        figures = {
+            **reward_metrics(collected.groups),
+            **length_metrics(collected.groups),
+            **episode_metrics(collected.groups),
+            **found.comparison.metrics(learnt),
+            **found.mismatch,
+        }
+        self._add_metrics(step, listed(figures, "train"))
+        self._add_completions(step, {"train": _with_advantages(collected.groups, judged)})
+        self._write()
+
+    def check_step(self) -> None:
+        """Print what is wrong with a step: steps without signal, differing log-probabilities.
+        Raises NoSignalError where the run is to stop at that.
+        """
+        warnings, self._warnings = self._warnings, []
+        self._console.notes(self._watch.notes())
+        self._console.notes(warnings)
 
     @property
     def _phases_of_step(self) -> tuple[str, ...]:

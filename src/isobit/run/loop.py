@@ -45,7 +45,7 @@ from isobit.records.kept_groups import completions_value, groups_value
 from isobit.records.text import Completion, Group
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import EngineStats, Progress, Request
-from isobit.run.data import settled, with_date_of_run
+from isobit.run.data import settled, with_check_of_run, with_date_of_run
 from isobit.run.grading import Interruption
 from isobit.run.log import RlSummary
 from isobit.run.pending import (
@@ -60,7 +60,9 @@ from isobit.run.run import begin_run, check_recipes, open_graders, start_run
 from isobit.run.setup import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.store.reward_record import SentAnswers, SentRecord
 from isobit.store.state import StepDigests, state_digest
-from isobit.training.step import StepMetrics
+from isobit.training.step import Findings, StepMetrics
+from isobit.training.token_count import check_sampled
+from isobit.util.errors import MismatchError
 
 
 def train(
@@ -110,7 +112,7 @@ def take_step(run: RlRun, step: int) -> StepDigests:
     run.log.step(step, batch, run.pending.take_engine(), trained, digests, judged)
     run.log.note_hidden(batch.groups)
     run.end_step(step)
-    run.log.check_step(trained)
+    run.log.check_step()
     run.evaluate_if_due(step)
     run.save_if_due(step)
     return digests
@@ -179,6 +181,8 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
         begun.get(place) or Group(asked[place].prompt, asked[place].visit, completions)
         for place, completions in enumerate(made)
     ]
+    check_sampled(groups, stats.generated_tokens)
+    run.check_noise(asked, made)
     with run.clock("grading"), run.console.busy("grading"):
         grades = run.grading(groups, homes)
     for group, alone in zip(groups[:count], groups[count:], strict=False):
@@ -204,9 +208,12 @@ def _baseline(greedy: Group) -> float | None:
 
 def next_batch(run: RlRun) -> GradedBatch:
     """The batch whose turn it is.  What has just been sampled ahead is compared with the trainer's
-    forward first: both have the same weights only until the first update.
+    forward first: both have the same weights only until the first update.  Raises MismatchError
+    where the run is to stop at what was found, so that no checkpoint holds such a batch.
     """
     run.pending.compare(run.trainer)
+    for found in run.pending.findings():
+        run.log.inspect_ahead(found)
     return run.pending.front()
 
 
@@ -219,9 +226,20 @@ def judge(run: RlRun, batch: GradedBatch) -> list[Group]:
 
 def learn(run: RlRun, batch: GradedBatch, judged: Sequence[Group], step: int) -> StepMetrics:
     """Pack, forward, loss, backward, AdamW and publish, for each update of the step.  -> What was
-    done with the batch.
+    done with the batch.  Raises MismatchError, before any weight changes, where the run is to stop
+    at what was found.
     """
-    trained = run.learner.update(batch.groups, judged, step)
+
+    def inspect(found: Findings) -> None:
+        try:
+            run.log.inspect(found)
+        except MismatchError:
+            run.log.stopped(step, batch, judged, found)
+            raise
+
+    if batch.comparison is not None:
+        inspect(batch.findings)
+    trained = run.learner.update(batch.groups, judged, step, inspect)
     run.pending.drop_front()
     if run.reference is not None:
         run.reference.refresh_if_due(step)
@@ -243,6 +261,7 @@ def open_run(
     if config.cluster.rollouters and rollouters is None:
         check_parts(config, ALONE)
     console = console or (Console() if world.rank == 0 else silent())
+    config = with_check_of_run(config, resume, world, console.line)
     config, data = settled(with_date_of_run(config, resume, world), read_rl, console.line)
     shape = source_config(config.model, lora=config.lora)
     extra = extra_bytes(config, shape)
@@ -293,7 +312,9 @@ def receive_batch(run: RlRun) -> GradedBatch:
         run.clock.add(name, seconds)
     run.sampler.restore(value["sampler"])
     run.given.append(value["given"])
-    return replace(run.pending.batch_of(value["batch"]), engine=EngineStats(**value["engine"]))
+    batch = run.pending.batch_of(value["batch"])
+    run.log.inspect_ahead(batch.findings)
+    return replace(batch, engine=EngineStats(**value["engine"]))
 
 
 def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:

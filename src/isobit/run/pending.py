@@ -79,6 +79,7 @@ from isobit.store.manifest import environment
 from isobit.store.reward_record import AnswerRecord
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.judge import scores_by_policy, with_old_columns
+from isobit.training.step import Findings
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError, ConfigError, Interrupted
 
@@ -100,6 +101,11 @@ class GradedBatch:
     """
     mismatch: Metrics = field(default_factory=dict)
     """Of the same tokens."""
+
+    @property
+    def findings(self) -> Findings:
+        """What its comparison has found; nothing where it was not compared."""
+        return Findings(self.comparison or Comparison(), self.mismatch)
 
     def __add__(self, other: "GradedBatch") -> "GradedBatch":
         """Both batches as one that is neither refilled nor compared."""
@@ -157,6 +163,10 @@ class Pending:
                 batch if batch.comparison is not None else compared(batch, trainer)
                 for batch in self._waiting
             )
+
+    def findings(self) -> list[Findings]:
+        """What the comparison of each batch has found, from the front on."""
+        return [batch.findings for batch in self._waiting]
 
     def front(self) -> GradedBatch:
         """The batch that it is time to learn from."""

@@ -31,6 +31,8 @@ from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
+from isobit.proof.doctor_findings import check_noise
+from isobit.proof.redraw import redraw_some
 from isobit.records.batch import pack
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout.engine import EngineStats, Handle, Progress, Request
@@ -116,6 +118,8 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         if config.replay.fraction > 0:
             self.replay = ReplayBuffer(config.replay, config.seed)
         self.calibration = build_calibration(config, plan.algorithm, self.trainer)
+        self._redrawn = 0
+        """The version of the weights whose samples were last drawn again."""
         self.exact = is_one_function(self.engine.function, self.trainer.function)
         """Whether what the engine records and what the trainer computes are one function."""
         extras = {
@@ -224,6 +228,20 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         found = self._episodes.generate(self.world, version, requests, progress, complete)
         self._write_answers()
         return found
+
+    def check_noise(self, requests: Sequence[Request], made: Sequence[list[Completion]]) -> None:
+        """Draw a few of the samples that servers have drawn again, in the first rollout by each
+        version of the weights.  Raises MismatchError where the run is to stop at others.
+        """
+        policy = self.model.policy
+        if self.config.rollout.engine != "http" or not self.exact:
+            return
+        if self._redrawn == policy.version:
+            return
+        self._redrawn = policy.version
+        with self.turns.training(self.clock):
+            problem = redraw_some(policy, requests, made, self.config.seed)
+        self.console.notes(check_noise(self.config.check, problem))
 
     @contextmanager
     def acting(self, start: Start) -> Iterator[None]:

@@ -277,13 +277,11 @@ class UpdateTotals:
         self.z += float(scores.z.double().sum())
         self.load = scores.load if self.load is None else self.load + scores.load
 
-    def metrics(
-        self, norm: float, rate: float, changed: float, skipped: str | None
-    ) -> UpdateMetrics:
+    def metrics(self, norm: float, rate: float, changed: float) -> Metrics:
         """The metrics of the update, with the gradient norm, the learning rate and the share of
         published bytes that changed.
         """
-        metrics: Metrics = {
+        return {
             "loss": self.loss,
             "grad_norm": norm,
             "learning_rate": rate,
@@ -292,8 +290,6 @@ class UpdateTotals:
             **of_update(self.totals, self.tokens),
             **self._router_metrics(),
         }
-        comparison, mismatch = self.compared.comparison(), self.compared.mismatch()
-        return UpdateMetrics(metrics, self.tokens, comparison, mismatch, skipped)
 
     def _router_metrics(self) -> Metrics:
         if self.load is None:

@@ -14,7 +14,8 @@ Only the first update of a batch is on-policy: with more than one, every later p
 with weights that have moved since it was sampled, which is what the ratio and its clip are for.
 For the same reason recorded and trained log-probabilities are compared before any weight has
 changed, and not for what is replayed: over the first part that is learnt from where they are
-exact, over the whole batch where they are recomputed.  A batch that was sampled by older weights is
+exact, over the whole batch where they are recomputed.  Whoever asks for it is told before the first
+update (``Findings``), and can still prevent it.  A batch that was sampled by older weights is
 compared when it is sampled instead (``isobit.run.pending``).
 
 Whether an update has anything to learn from.
@@ -31,7 +32,7 @@ momentum of earlier updates: by the rewards of other prompts, seen long ago.  A 
 losses (``isobit.training.comparison``) say nothing of rewards and are no signal.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TypeVar
@@ -50,6 +51,7 @@ from isobit.training.calibration import Calibration
 from isobit.training.comparison import ComparedTokens, Comparison, UpdateMetrics
 from isobit.training.judge import Judge, sequences_learnt_from, teacher_metrics, teaches
 from isobit.training.replay_buffer import ReplayBuffer
+from isobit.training.token_count import check_learnt
 from isobit.training.trainer import FORWARD, Repeat, Trainer
 from isobit.util.errors import ConfigError
 
@@ -66,6 +68,21 @@ def has_signal(sequences: Sequence[TokenSequence], algorithm: Algorithm) -> bool
 
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the forwards of a step have found before its first update."""
+
+    comparison: Comparison = field(default_factory=Comparison)
+    mismatch: Metrics = field(default_factory=dict)
+    """Of the tokens compared; empty where none were."""
+    repeat: Repeat | None = None
+    """Of a micro-batch, where that was due."""
+
+
+Inspect = Callable[[Findings], None]
+"""Called before a step's first update with what was found; where it raises, no weight changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,29 +137,34 @@ class Learner:
         fresh = sum(len(group.completions) for group in groups)
         return self.judge.judged(groups, self.replay.draw(fresh, self.trainer.policy.version))
 
-    def update(self, groups: Sequence[Group], judged: Sequence[Group], step: int) -> StepMetrics:
+    def update(
+        self,
+        groups: Sequence[Group],
+        judged: Sequence[Group],
+        step: int,
+        inspect: Inspect = lambda found: None,
+    ) -> StepMetrics:
         """Learn from what ``judge_groups`` made of the graded groups of step number ``step``,
         counted from 1.
 
         A part that has nothing to learn from (``has_signal``) makes no update, or with
-        ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what
-        ``Trainer.update`` and ``within_memory`` raise.
+        ``training.without_signal`` = "take" one by AdamW's momentum.  Raises what ``check_learnt``,
+        ``inspect``, ``Trainer.update`` and ``within_memory`` raise.
         """
         version = self.trainer.policy.version
         fresh, replayed = judged[: len(groups)], sequences_learnt_from(judged[len(groups) :])
         parts = self._parts(fresh, replayed)
+        check_learnt(fresh, parts)
         compared = self._recomputed(parts)
+        if self.judge.recomputes:
+            inspect(Findings(compared.comparison(), compared.mismatch()))
         signals = [has_signal(part, self.judge.algorithm) for part in parts]
         taken = [
             bool(part) and (signal or self.trainer.config.without_signal == "take")
             for part, signal in zip(parts, signals, strict=True)
         ]
         learnt = sequences_learnt_from(fresh)
-        own = {id(one) for one in learnt}  # what is replayed is in the parts, too
-        tokens_learnt = sum(
-            one.response_length for part in compress(parts, taken) for one in part if id(one) in own
-        )
-        updates, repeat = self._update(parts, taken, step)
+        updates, repeat = self._update(parts, taken, step, inspect)
         if self.replay is not None:
             self.replay.keep(fresh, self.trainer.policy.version)
         if not self.judge.recomputes and updates:
@@ -170,7 +192,7 @@ class Learner:
             mismatch=mismatch,
             samples=len(learnt),
             excluded_samples=sum(len(group.completions) for group in groups) - len(learnt),
-            tokens_learnt=tokens_learnt,
+            tokens_learnt=_tokens_of(learnt, compress(parts, taken)),
             tokens=self.trainer.config.epochs
             * sum(one.length for part in compress(parts, taken) for one in part),
             untaught=untaught,
@@ -208,7 +230,11 @@ class Learner:
         return compared
 
     def _update(
-        self, parts: Sequence[Sequence[TokenSequence]], taken: Sequence[bool], step: int
+        self,
+        parts: Sequence[Sequence[TokenSequence]],
+        taken: Sequence[bool],
+        step: int,
+        inspect: Inspect,
     ) -> tuple[list[UpdateMetrics], Repeat | None]:
         """All updates of the step: on the parts that are taken; and what came of repeating a
         micro-batch of the first, where that is due.
@@ -228,7 +254,8 @@ class Learner:
             compare = not self.judge.recomputes and not updates
             if self.repeat_every and step % self.repeat_every == 0 and not updates:
                 repeat = _repeat(trainer, sequences, algorithm, step // self.repeat_every)
-            updates.append(_update(trainer, sequences, algorithm, compare))
+                inspect(Findings(repeat=repeat))
+            updates.append(_update(trainer, sequences, algorithm, compare, inspect))
         return updates, repeat
 
 
@@ -262,10 +289,20 @@ def _check_parts(num_groups: int, config: TrainingConfig) -> None:
 
 
 def _update(
-    trainer: Trainer, sequences: Sequence[TokenSequence], algorithm: Algorithm, compare: bool
+    trainer: Trainer,
+    sequences: Sequence[TokenSequence],
+    algorithm: Algorithm,
+    compare: bool,
+    inspect: Inspect,
 ) -> UpdateMetrics:
     """One update."""
-    return _packed(trainer, sequences, lambda batches: trainer.update(batches, algorithm, compare))
+
+    def found(comparison: Comparison, mismatch: Metrics) -> None:
+        inspect(Findings(comparison, mismatch))
+
+    return _packed(
+        trainer, sequences, lambda batches: trainer.update(batches, algorithm, compare, found)
+    )
 
 
 def _repeat(
@@ -285,6 +322,12 @@ def _packed(
     """
     lengths = [sequence.length for sequence in sequences]
     return within_memory(trainer, lengths, lambda tokens: compute(pack(sequences, tokens)))
+
+
+def _tokens_of(learnt: Sequence[TokenSequence], parts: Iterable[Sequence[TokenSequence]]) -> int:
+    """The response tokens of the sequences that are in the parts, where replayed ones are, too."""
+    own = {id(one) for one in learnt}
+    return sum(one.response_length for part in parts for one in part if id(one) in own)
 
 
 def _staleness(parts: Sequence[Sequence[TokenSequence]], version: int) -> float:

@@ -65,7 +65,9 @@ from isobit.models.scorer import ScoredPass, Scorer, Teacher
 from isobit.parallel.gradient_sum import SlotSum
 from isobit.parallel.world import World, raised_on_all, run_and_gather, run_on_all
 from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.metrics import Metrics
 from isobit.training.comparison import (
+    Comparison,
     UpdateMetrics,
     UpdateTotals,
     microbatch_figures,
@@ -371,13 +373,14 @@ class Trainer:
         batches: Sequence[PackedBatch],
         objective: Objective,
         compare: bool = False,
+        inspect: Callable[[Comparison, Metrics], None] | None = None,
     ) -> UpdateMetrics:
         """One update over all micro-batches together, by all ranks together.
 
         ``compare`` counts recorded log-probabilities that differ from this forward's, but for what
-        is replayed.  Raises
-        NonFiniteError if a log-probability is not finite, or if too many updates in a row had to be
-        skipped.
+        is replayed; ``inspect`` is called with that comparison and the mismatch before a weight
+        changes, and none does where it raises.  Raises NonFiniteError if a log-probability is not
+        finite, or if too many updates in a row had to be skipped.
         """
         assert batches, "an update needs at least one micro-batch"
         rate = learning_rate(self.updates, self.config, self.total_updates)
@@ -385,6 +388,9 @@ class Trainer:
         try:
             with self.timing("backward"):
                 norm, problem = self._gradients(batches, objective, totals)
+            comparison, mismatch = totals.compared.comparison(), totals.compared.mismatch()
+            if compare and inspect is not None:
+                inspect(comparison, mismatch)
             if problem is None:
                 with self.timing("optimiser"):
                     self._step(norm, rate)
@@ -395,7 +401,9 @@ class Trainer:
                 self.policy.kv_scales.forget_learnt()
         self.updates += 1
         self._count_skip(problem)
-        return totals.metrics(norm, rate, 0.0 if problem else self.policy.change.share, problem)
+        changed = 0.0 if problem else self.policy.change.share
+        metrics = totals.metrics(norm, rate, changed)
+        return UpdateMetrics(metrics, totals.tokens, comparison, mismatch, problem)
 
     def pass_over(self) -> None:
         """Leave out an update that has nothing to learn from: only the schedule goes on."""
