@@ -226,6 +226,12 @@ def test_an_error_says_what_was_expected_and_what_to_do(recipe, added, expected)
     assert expected in refusal(recipe(MINIMAL + added))
 
 
+def test_a_value_for_nothing_is_left_out(recipe):
+    message = refusal(recipe(MINIMAL), "--lora.rank", "null")
+    assert message.endswith("lora.rank: should be a whole number; leave the key out for no value")
+    assert load_config(recipe(MINIMAL), ["data.shuffle=False"]).data.shuffle is False
+
+
 def test_a_precision_and_an_algorithm_are_chosen_by_name(recipe):
     assert load_config(recipe('precision = "bf16"\n' + MINIMAL)).precision.preset == "bf16"
     assert load_config(recipe(MINIMAL)).algorithm == GrpoConfig()
@@ -253,6 +259,10 @@ def test_corrections_are_a_list_of_tables(recipe):
         (b"steps = = 3", "not valid TOML"),
         (b"a = 1\na = 2", "not valid TOML"),
         (b"\xff\xfe", "not a text file in UTF-8"),
+        (
+            b"seed = 1\na.b = False",
+            "not valid TOML: Invalid value (at line 2, column 7). False is not TOML: write true or",
+        ),
     ],
 )
 def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path, content, expected):
@@ -295,6 +305,9 @@ def test_the_three_ways_to_write_an_override_are_equal():
         ("-1", -1),
         ("1e-4", 1e-4),
         ("true", True),
+        ("True", True),
+        ("False", False),
+        ("None", "None"),
         ("fp8-linear", "fp8-linear"),
         ("runs/a b", "runs/a b"),
         ('"5"', "5"),

@@ -130,7 +130,7 @@ def _obey(
 
 
 def _config_of_run(command: str, directory: Path, overrides: Sequence[str]) -> "Recipe":
-    from isobit.config.load import apply_overrides, build, parse_overrides
+    from isobit.config.load import build_with
     from isobit.config.recipes import RECIPES
 
     path = directory / "run.json"
@@ -143,8 +143,8 @@ def _config_of_run(command: str, directory: Path, overrides: Sequence[str]) -> "
         ) from None
     if saved.get("data", {}).get("epochs") is not None:
         saved["training"].pop("steps", None)  # follows from it
-    values = apply_overrides({**saved, "output": str(directory)}, parse_overrides(overrides))
-    return build(RECIPES[command], values, str(path))
+    values = {**saved, "output": str(directory)}
+    return build_with(RECIPES[command], values, overrides, str(path))
 
 
 def _card(options: Namespace) -> "Card | None":
