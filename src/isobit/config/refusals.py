@@ -118,9 +118,9 @@ def _explain_value(detail: ErrorDetails, model: type[BaseModel], path: str) -> s
             near = did_you_mean(str(context["tag"]), choices(model, detail["loc"]))
             return f"{path}.{key}: should be {tags}, but it is {context['tag']!r}{near}"
     message = _IN_WORDS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
-    if detail["input"] in ("None", "null", "~"):
-        return f"{path}: {message.removeprefix('input ')}; leave the key out for no value"
     found = repr(detail["input"])
+    if found in ("'None'", "'null'", "'~'"):
+        return f"{path}: {message.removeprefix('input ')}; leave the key out for no value"
     if len(found) > _LONGEST_VALUE:
         found = f"{found[: _LONGEST_VALUE - 3]}..."
     return f"{path}: {message.removeprefix('input ')}, but it is {found}"
