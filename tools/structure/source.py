@@ -1,6 +1,6 @@
 """Figures that are read from the text of the tree and of the pages, without running anything.
 
-- **Modules** are the Python files of the package without ``__init__.py``.
+- **Modules** are the Python files of the package without ``__init__.py`` and ``__main__.py``.
 - **Sizes** of modules and functions are lines as they stand in the file.  Modules of ``kernels/``
   may be of any size, and functions there too, since a Triton kernel cannot be cut.
 - **Prose** is what people read: the pages of the repository, without tables, code, HTML comments
@@ -38,7 +38,7 @@ class Source:
 
     @property
     def is_module(self) -> bool:
-        return not self.path.endswith("__init__.py")
+        return not self.path.endswith(("__init__.py", "__main__.py"))
 
 
 def read_tree(tree: Path) -> list[Source]:

@@ -38,12 +38,12 @@ _HELP = {
     "train": (
         "Train a policy as a TOML recipe says, and leave it with all figures in the output "
         "directory of the recipe.",
-        "recipes/quickstart.toml",
+        "my.toml; `isobit recipe quickstart > my.toml` writes one",
     ),
     "sft": (
         "Fine-tune a model on prompts and completions as a TOML recipe says, in the same precision "
         "flows as `isobit train`.",
-        "recipes/fine_tune.toml",
+        "my.toml; `isobit recipe fine_tune > my.toml` writes one",
     ),
 }
 """Description and example of each command."""

@@ -24,6 +24,7 @@ from isobit.config.base import Strict
 from isobit.config.foreign import foreign_answer
 from isobit.config.recipes import RunConfig, all_keys
 from isobit.config.refusals import config_error, listed_error, refused_lines
+from isobit.config.shipped import how_to_get
 from isobit.util.errors import ConfigError
 
 LARGEST_FILE = 1 << 20
@@ -37,9 +38,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: no such file; name a TOML file, for example recipes/quickstart.toml"
-        ) from None
+        raise ConfigError(f"{path}: no such file; {how_to_get(path)}") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
@@ -84,7 +83,7 @@ def _other_format(path: Path, text: str) -> str:
     return (
         f". This looks like {found}; a recipe is TOML, in which `training: {{steps: 5}}` is a line "
         "`[training]` and below it `steps = 5`; docs/configuration.md has all keys, and "
-        "recipes/quickstart.toml is an example"
+        "`isobit recipe quickstart` prints an example"
     )
 
 
