@@ -210,6 +210,24 @@ def test_all_flags_of_another_framework_are_answered_at_once() -> None:
 
 def test_a_second_value_of_a_key_of_ours_is_refused() -> None:
     assert "'0.27' is not an override" in refused(["--algorithm.clip_low", "0.2", "0.27"])
+    words = ["--reward.options.strict", "--reward.options.names", "a", "b"]
+    message = refused([*words, "--algorithm", "--corrections"])  # below a table of anything
+    for line in (
+        "--reward.options.strict has no value",
+        "'b' is not an override",
+        "--algorithm has no value",
+        "--corrections has no value",
+    ):
+        assert line in message, message
+
+
+def test_the_keys_of_a_table_are_listed_once() -> None:
+    message = refused(
+        ["--qqq", "1", "--zzz", "2", "--data.zzz", "3", "--data.qqq", "4", "--lr", "5"]
+    )
+    assert message.count("; a run has algorithm, async, ") == 1
+    assert message.count("; data has chat, ") == 1
+    assert "zzz: unknown key\n" in message and "lr: unknown key" in message.splitlines()[-1]
 
 
 def test_a_list_of_answers_is_not_cut_and_says_each_reason_once() -> None:
@@ -231,6 +249,8 @@ def test_a_list_of_answers_is_not_cut_and_says_each_reason_once() -> None:
         "trainer.model.lora.ranks",
         "inner.config.trainer.logger",
         "settings.num_generations",
+        "n",
+        "eps",
         "x.data.train_files",
         "outer.ref.model",
     ],
@@ -264,6 +284,8 @@ def test_every_key_of_a_published_recipe_is_answered(form: str) -> None:
         ("logger.gpu_monitoring.flush_interval", "leave it out (NeMo RL: logger.gpu_monitoring)"),
         ("inference.vllm.tool_call_parser", "use environment.format (prime-rl: inference.vllm.to"),
         ("inference.vllm.safetensors_load_strategy", "use rollout.engine_options (prime-rl: infe"),
+        ("trl.beta", "use algorithm.kl_coefficient (TRL: beta)"),
+        ("kl_loss_coef", "use algorithm.kl_coefficient (verl: actor.kl_loss_coef)"),
         ("ckpt", "use checkpoint.every (prime-rl: ckpt)"),
         ("ckpt.keep_last", "use checkpoint.keep_last (prime-rl: ckpt.keep_last)"),
         ("optim.lr_warmup_steps", "use training.warmup_updates (verl: optim.lr_warmup_steps)"),

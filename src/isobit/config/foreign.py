@@ -6,6 +6,7 @@ command line or a YAML file left out (``optim.lr`` for ``actor.optim.lr``), as f
 one thing; what may stand before it is one of our own tables (``training.warmup_steps``).
 """
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,10 +72,10 @@ class Answer:
 
 @dataclass(slots=True)
 class Reasons:
-    """Writes answers of one list, in which a reason that was given is not given again."""
+    """Writes answers of one list, in which what was said at length is not said again."""
 
     given: dict[str, str] = field(default_factory=dict[str, str])
-    """The key beside which each stands."""
+    """The key beside which each stands, or the text itself."""
 
     def line(self, path: str, answer: Answer | None) -> str:
         if answer is None:
@@ -82,6 +83,9 @@ class Reasons:
         first = self.given.setdefault(answer.reason, path) if answer.reason else path
         said = answer if first == path else f"{answer.what}: as for {first}"
         return f"{path}: unknown key; {said}"
+
+    def once(self, text: str) -> str:
+        return text if self.given.setdefault(text, text) is text else ""
 
 
 @cache
@@ -143,11 +147,13 @@ def _ends(name: str) -> Iterator[str]:
 
 def foreign_answer(path: str, model: type[BaseModel]) -> Answer | None:
     """What to use for a key of another framework in a recipe of ``model``; None if none has it."""
-    path = path.replace("-", "_").replace("[]", "")
+    first, _, rest = path.replace("-", "_").replace("[]", "").partition(".")
+    path = rest if rest and first in FRAMEWORKS else f"{first}.{rest}".rstrip(".")
     bare = path.removeprefix(_PREFIX)
     inside = _without_our_tables(bare, model)
     for one in dict.fromkeys((path, bare, *inside)):
-        for known in (_names(False), _names(True), _endings()):
+        is_word = one == bare and not re.search("[._]", one)  # `n` alone could be anyone's
+        for known in (_names(False), _names(True), {} if is_word else _endings()):
             if (found := known.get(one)) and not _is_namesake(path, one, found[1]):
                 return found[1].answer(found[0], model)
     while "." in bare:

@@ -155,14 +155,8 @@ class Words:
 
     overrides: list[Override] = field(default_factory=list["Override"])
     faults: list[str] = field(default_factory=list[str])
-
-
-def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """The overrides of a command line, in order. Raises ConfigError for words that are none."""
-    words = read_words(arguments, RunConfig)
-    if words.faults:
-        raise listed_error(words.faults, _COMMAND_LINE)
-    return words.overrides
+    doubtful: list[str] = field(default_factory=list[str])
+    """Faults of flags that are overrides all the same, for the schema to refuse."""
 
 
 def read_words(arguments: Sequence[str], model: type[BaseModel]) -> Words:
@@ -176,21 +170,23 @@ def read_words(arguments: Sequence[str], model: type[BaseModel]) -> Words:
     while rest:
         word = rest.pop(0)
         key, equals, text = word.removeprefix("--").partition("=")
+        key = key.lstrip("+")  # Hydra's, for a key that its schema lacks
         if not equals and not word.startswith("--"):
             read.faults.append(
                 f"{word!r} is not an override; write --KEY VALUE or KEY=VALUE, for example "
-                "--training.steps 5"
+                "--training.steps 5, and a list as '[1, 2]'"
             )
             continue
-        values = [text] if equals else _values_of(key, rest, model)
-        key = key.lstrip("+")  # Hydra's, for a key that its schema lacks
-        parts = tuple(key.split("."))
+        parts, is_ours = tuple(key.split(".")), _is_ours(key, model)
+        values = [text] if equals else _values_after(rest, several=not is_ours)
         fault = _fault_of(word, parts)
-        if not fault and not values and _is_ours(parts, model):
-            fault = f"--{key} has no value; write --{key} VALUE"
-        if fault:
-            read.faults.append(fault)
+        number = f"{len(values)} values" if values else "no value"
+        loose = "" if len(values) == 1 else f"--{key} has {number}; write --{key} VALUE"
+        if fault or (loose and is_ours):
+            read.faults.append(fault or loose)
             continue
+        if loose:
+            read.doubtful.append(loose)
         found = [read_value(key, one) for one in values] or [True]
         read.overrides.append((parts, found[0] if len(found) == 1 else found))
     return read
@@ -204,10 +200,9 @@ def _fault_of(word: str, parts: tuple[str, ...]) -> str:
     return ""
 
 
-def _values_of(key: str, rest: list[str], model: type[BaseModel]) -> list[str]:
-    """Take the values of a flag from the words after it: one, or all of a flag that is not ours."""
+def _values_after(rest: list[str], several: bool) -> list[str]:
+    """Take the value of a flag from the words after it, or all of ``several``."""
     values: list[str] = []
-    several = not _is_ours(tuple(key.split(".")), model)
     while rest and not rest[0].startswith("--") and (several or not values):
         if values and "=" in rest[0]:
             break
@@ -215,12 +210,15 @@ def _values_of(key: str, rest: list[str], model: type[BaseModel]) -> list[str]:
     return values
 
 
-def _is_ours(parts: tuple[str, ...], model: type[BaseModel]) -> bool:
-    """Whether it is a key of the schema, or a table of it, whatever stands for NAME."""
+def _is_ours(key: str, model: type[BaseModel]) -> bool:
+    """Whether it is a key of the schema, a table of it, or below a key that takes any table."""
+    parts = key.split(".")
     return any(
-        len(known) >= len(parts)
+        (len(known) >= len(parts) or "table" in kind)
         and all(name in ("NAME", part) for name, part in zip(known, parts, strict=False))
-        for known in (key.path.replace("[]", "").split(".") for key in all_keys(model))
+        for known, kind in (
+            (one.path.replace("[]", "").split("."), one.kind) for one in all_keys(model)
+        )
     )
 
 
@@ -323,8 +321,8 @@ def build_with(
         built = model.model_validate(tables)
     except ValidationError as error:
         raise listed_error([*words.faults, *refused_lines(error, model)], source) from None
-    if words.faults:
-        raise listed_error(words.faults, _COMMAND_LINE)
+    if words.faults or words.doubtful:
+        raise listed_error([*words.faults, *words.doubtful], _COMMAND_LINE)
     return built
 
 

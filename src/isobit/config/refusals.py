@@ -61,7 +61,8 @@ def refused_lines(error: ValidationError, model: type[BaseModel]) -> list[str]:
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """``; did you mean X?``, or nothing where no candidate is near."""
-    near = get_close_matches(word, list(candidates), n=1)
+    cutoff = 0.6 if len(word) > 2 else 0.75  # two letters of four are no likeness
+    near = get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -83,7 +84,8 @@ def _explain(detail: ErrorDetails, model: type[BaseModel], reasons: Reasons) -> 
     table, _, name = path.rpartition(".")
     misspelt = bool(table) and not exact and bool(did_you_mean(name, siblings))
     if (ours is not None and ours.users) or misspelt or not any(answers.values()):
-        return [f"{path}: unknown key{_suggest(path, siblings, model)}"]
+        hint = _suggest(path, siblings, model) or reasons.once(_listing(table, siblings))
+        return [f"{path}: unknown key{hint}"]
     return [reasons.line(leaf, answer) for leaf, answer in answers.items()]
 
 
@@ -129,7 +131,7 @@ def _explain_value(detail: ErrorDetails, model: type[BaseModel], path: str) -> s
 def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
     """The kinds that have the key, if another kind of the table has it; else the list of the table
     that takes the name as a value; else a near key of the same table or of one around it; else the
-    key of that name in another table; else the keys of the table.
+    key of that name in another table; else nothing.
     """
     dashes = "--" if "-" in path else ""  # a flag of a command line
     table, _, name = path.replace("-", "_").rpartition(".")
@@ -154,4 +156,8 @@ def _suggest(path: str, siblings: list[str], model: type[BaseModel]) -> str:
     elsewhere = [key.path for key in all_keys(model) if key.path.rpartition(".")[2] == name]
     if elsewhere:
         return f"; did you mean {dashes}{elsewhere[0]}?"
+    return ""
+
+
+def _listing(table: str, siblings: Sequence[str]) -> str:
     return f"; {table or 'a run'} has {', '.join(siblings)}" if siblings else ""
