@@ -80,7 +80,7 @@ def packages(sources: list[Source]) -> dict[str, tuple[int, int]]:
     """Package -> its modules and their lines, those of ``__init__.py`` included."""
     found: dict[str, tuple[int, int]] = {}
     for source in sources:
-        if source.package != "__init__":
+        if source.package not in ("__init__", "__main__"):
             modules, lines = found.get(source.package, (0, 0))
             found[source.package] = modules + source.is_module, lines + len(source.lines)
     return found

@@ -247,7 +247,7 @@ class Viewer:
         """
         runs = [self._run(name) for name in names]
         of_kept = choice == "1" or (not choice and all(map(_keeps_all, runs)))
-        found = [run.kept if of_kept else run.samples for run in runs]
+        found: list[Completions] = [run.kept if of_kept else run.samples for run in runs]
         for one in found:
             one.look()
         return found
