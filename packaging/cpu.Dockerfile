@@ -12,6 +12,7 @@ RUN apt-get update \
 WORKDIR /build
 COPY LICENSE README.md constraints.txt pyproject.toml ./
 COPY src src
+COPY recipes recipes
 RUN python -m venv /opt/isobit \
     && /opt/isobit/bin/pip install --no-cache-dir --constraint constraints.txt \
         --extra-index-url https://download.pytorch.org/whl/cpu .

@@ -12,6 +12,7 @@ RUN apt-get update \
 WORKDIR /build
 COPY LICENSE README.md constraints-hopper.txt pyproject.toml ./
 COPY src src
+COPY recipes recipes
 RUN python3 -m venv /opt/isobit \
     && /opt/isobit/bin/pip install --no-cache-dir --constraint constraints-hopper.txt '.[hopper]'
 

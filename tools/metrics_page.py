@@ -1,5 +1,5 @@
 """The tables of ``docs/metrics.md``, from the table of metrics (``isobit.records.metrics``), and of
-``docs/coming_from.md``, from the names of other frameworks (``isobit.config.load``).
+``docs/coming_from.md``, from the names of other frameworks (``isobit.config.foreign``).
 
     python -m tools.metrics_page     # write them again, between their markers (make schema)
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from isobit.config.load import FRAMEWORKS, ForeignRow, foreign_rows
+from isobit.config.foreign import FRAMEWORKS, ForeignRow, foreign_rows
 from isobit.records.metrics import TABLE, Metric
 
 DOCS = Path(__file__).parents[1] / "docs"

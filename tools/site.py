@@ -29,6 +29,8 @@ ADDED = {
 """Path in the repository -> path on the site, whose home is README.md."""
 ORIGINS = {uri: path for path, uri in ADDED.items()}
 ASSETS = ("iframe-worker.js", "site.css")
+SEARCHED = {"field_reports.md": {"exclude": True}, "CHANGELOG.md": {"boost": 0.5}}
+"""How the search takes pages that name everything and explain nothing."""
 LINK = re.compile(r"(?P<image>!?)\[(?P<words>[^\]]+)\]\((?P<target>[^)\s]+)\)")
 FRONT_MATTER = re.compile(r"\A---\n.*?^---\n", re.DOTALL | re.MULTILINE)
 
@@ -145,6 +147,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith("reference/"):
         return markdown
+    if uri in SEARCHED:
+        page.meta["search"] = SEARCHED[uri]
     there = set(files.src_uris)
     return LINK.sub(lambda link: turned(link, uri, there), FRONT_MATTER.sub("", markdown))
 

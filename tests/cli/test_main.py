@@ -1,5 +1,6 @@
 import json
 import os
+import runpy
 import subprocess
 import sys
 
@@ -60,6 +61,13 @@ def test_help_names_every_command(capsys):
 def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
+    assert capsys.readouterr().out == f"isobit {isobit.__version__}\n"
+
+
+def test_the_package_runs_as_a_module(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["isobit", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("isobit", run_name="__main__")
     assert capsys.readouterr().out == f"isobit {isobit.__version__}\n"
 
 

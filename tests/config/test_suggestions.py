@@ -4,6 +4,8 @@ added.
 
 import re
 import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from isobit.algorithms.registry import ALGORITHMS
 from isobit.config.base import Strict
-from isobit.config.load import build, config_error, foreign_rows, parse_overrides
+from isobit.config.foreign import foreign_answer, foreign_rows
+from isobit.config.load import build, build_with
 from isobit.config.recipes import (
     RECIPES,
     GenerationConfig,
@@ -20,8 +23,14 @@ from isobit.config.recipes import (
     all_keys,
     fields_by_key,
 )
+from isobit.config.refusals import config_error
 from isobit.util.errors import ConfigError
 
+MINIMAL: Mapping[str, Any] = {"output": "x", "data": {"train": {"type": "jsonl", "path": "x"}}}
+FOREIGN: Mapping[str, list[str]] = tomllib.loads(
+    Path(__file__).with_name("foreign_recipes.toml").read_text(encoding="utf-8")
+)
+"""Names of keys in published recipes of other frameworks."""
 CHOICES = {
     "data": (
         "type",
@@ -96,8 +105,8 @@ def test_every_name_of_another_framework_is_answered() -> None:
             for name in names:
                 prefixes = ["", "actor_rollout_ref."] if framework == "verl" else [""]
                 for prefix in prefixes:
-                    message = answered(f"{prefix}{name} = 1")
-                    found = row.key or f"{name}): {row.say}"
+                    message = answered(f"{prefix}{name.replace('*', 'any')} = 1")
+                    found = row.key or f"{name.removesuffix('.*')}): {row.say}"
                     taken = f"{prefix}{name}".partition(".")[0] in RunConfig.model_fields
                     assert found in message or taken, message
 
@@ -171,13 +180,143 @@ def test_a_name_without_a_key_of_this_command_says_of_which() -> None:
     assert "use training.samples_per_prompt (isobit train) (TRL: num_generations)" in message
 
 
-def test_a_flag_of_another_framework_without_a_value_is_answered() -> None:
-    with pytest.raises(ConfigError, match=r"--use_vllm has no value; use rollout\.engine \(TRL"):
-        parse_overrides(["--use_vllm"])
-    with pytest.raises(
-        ConfigError, match=r"--training.steps has no value; write --training.steps V"
+def refused(words: Sequence[str], values: Mapping[str, Any] = MINIMAL) -> str:
+    with pytest.raises(ConfigError) as error:
+        build_with(RunConfig, values, words, "my.toml")
+    return str(error.value)
+
+
+def test_all_flags_of_another_framework_are_answered_at_once() -> None:
+    """Those without a value and those with two, with all keys of the file that are wrong."""
+    words = (
+        "odd --use_vllm --training.steps --colocate_all_models --eps_clip_low_high 0.2 0.27 "
+        "--actor.eps_clip_low_high 0.2 0.27 +trainer.val_before_train=False --num_episodes 3"
+    )
+    message = refused(words.split(), {**MINIMAL, "training": {"stepz": 1}})
+    assert message.startswith("my.toml: 9 settings cannot be used\n"), message
+    for line in (
+        "--training.steps has no value; write --training.steps VALUE",
+        "use_vllm: unknown key; use rollout.engine (TRL: use_vllm): the native",
+        "colocate_all_models: unknown key; use cluster.rollouters (OpenRLHF: col",
+        "eps_clip_low_high: unknown key; use algorithm.clip_high (OpenRLHF: eps_clip_low_high): "
+        "OpenRLHF's pair is algorithm.clip_low and algorithm.clip_high",
+        "actor.eps_clip_low_high: unknown key; use algorithm.clip_high (OpenRLHF: actor.eps_clip_",
+        "trainer.val_before_train: unknown key; leave it out (verl",
+        "num_episodes: unknown key; use data.epochs (OpenRLHF",
+        "training.stepz: unknown key; did you mean training.steps?",
     ):
-        parse_overrides(["--training.steps"])
+        assert line in message, message
+
+
+def test_a_second_value_of_a_key_of_ours_is_refused() -> None:
+    assert "'0.27' is not an override" in refused(["--algorithm.clip_low", "0.2", "0.27"])
+    words = ["--reward.options.strict", "--reward.options.names", "a", "b"]
+    message = refused([*words, "--algorithm", "--corrections"])  # below a table of anything
+    for line in (
+        "--reward.options.strict has no value",
+        "'b' is not an override",
+        "--algorithm has no value",
+        "--corrections has no value",
+    ):
+        assert line in message, message
+
+
+def test_the_keys_of_a_table_are_listed_once() -> None:
+    message = refused(
+        ["--qqq", "1", "--zzz", "2", "--data.zzz", "3", "--data.qqq", "4", "--lr", "5"]
+    )
+    assert message.count("; a run has algorithm, async, ") == 1
+    assert message.count("; data has chat, ") == 1
+    assert "zzz: unknown key\n" in message and "lr: unknown key" in message.splitlines()[-1]
+
+
+def test_a_list_of_answers_is_not_cut_and_says_each_reason_once() -> None:
+    names = [name for rows in foreign_rows().values() for row in rows for name in row.all_names()]
+    words = [f"--{name.removesuffix('.*')}=1" for name in names if "." not in name]
+    message = refused(words)
+    assert len(words) > 150 and len(message) > 10_000 and "left out]" not in message
+    lines = message.splitlines()
+    reasons = [line.partition("): ")[2] for line in lines if "): as for" not in line]
+    long = [reason for reason in reasons if len(reason) > 20]
+    assert len(long) > 40 and len(long) == len(set(long))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "actor_rollout_ref.model.use_shn",
+        "myframework.optim.lr",
+        "trainer.model.lora.ranks",
+        "inner.config.trainer.logger",
+        "settings.num_generations",
+        "n",
+        "eps",
+        "x.data.train_files",
+        "outer.ref.model",
+    ],
+)
+def test_nothing_is_said_of_the_end_of_a_strangers_key(path: str) -> None:
+    assert foreign_answer(path, RunConfig) is None
+
+
+@pytest.mark.parametrize("form", sorted(FOREIGN))
+def test_every_key_of_a_published_recipe_is_answered(form: str) -> None:
+    keys = FOREIGN[form]
+    lines = dict(
+        line.strip().split(": ", 1) for line in refused([f"--{key}=x" for key in keys]).splitlines()
+    )
+    for key in keys:
+        said = lines.get(key, "should be: a key of ours")
+        assert re.search(r"use |not here|leave it out|did you mean|only .* have|should be", said), (
+            key
+        )
+    assert len(keys) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("actor_rollout_ref.model.use_shm", "leave it out (verl: model.use_shm)"),
+        ("actor_rollout_ref.rollout.load_format", "leave it out (verl: rollout.load_format)"),
+        ("checkpointing.keep_top_k", "use checkpoint.keep_best (NeMo RL: checkpointing.keep_top_k"),
+        ("trainer.optim.lr", "use training.learning_rate (prime-rl: trainer.optim.lr)"),
+        ("trainer.model.lora.rank", "use lora.rank (prime-rl: trainer.model.lora.rank)"),
+        ("logger.gpu_monitoring.flush_interval", "leave it out (NeMo RL: logger.gpu_monitoring)"),
+        ("inference.vllm.tool_call_parser", "use environment.format (prime-rl: inference.vllm.to"),
+        ("inference.vllm.safetensors_load_strategy", "use rollout.engine_options (prime-rl: infe"),
+        ("trl.beta", "use algorithm.kl_coefficient (TRL: beta)"),
+        ("kl_loss_coef", "use algorithm.kl_coefficient (verl: actor.kl_loss_coef)"),
+        ("ckpt", "use checkpoint.every (prime-rl: ckpt)"),
+        ("ckpt.keep_last", "use checkpoint.keep_last (prime-rl: ckpt.keep_last)"),
+        ("optim.lr_warmup_steps", "use training.warmup_updates (verl: optim.lr_warmup_steps)"),
+        ("actor.megatron.seed", "not here (verl: actor.megatron): training is data-parallel"),
+    ],
+)
+def test_a_name_is_matched_whole_or_by_its_table(name: str, answer: str) -> None:
+    assert str(foreign_answer(name, RunConfig)).startswith(answer)
+
+
+def test_a_table_in_the_place_of_a_key_of_ours_is_answered_by_its_keys() -> None:
+    message = answered('model = { name = "a", lora = { rank = 8 } }')
+    assert "model.name: unknown key; use model (prime-rl: model.name)" in message
+    assert "model.lora.rank: unknown key; use lora.rank (verl and prime-rl: model.lora." in message
+    assert "should be text" not in message
+    message = answered("[data.train]\ndataset_name = 'a'\nsplit_validation_size = 0.05")
+    assert "data.train.dataset_name: unknown key; use data.train.path (NeMo RL: data.tr" in message
+    assert "data.train.split_validation_size: unknown key; not here (NeMo RL: data.train" in message
+    message = answered('model = { nom = "a" }')
+    assert "model: should be text, but it is {'nom': 'a'}" in message
+    message = refused(["--model.name", "x"], {**MINIMAL, "model": "starter"})
+    assert "model.name cannot be set: model is 'starter', not a table; use model (pri" in message
+
+
+def test_each_key_of_a_list_of_tables_is_answered_once() -> None:
+    message = answered(
+        "[[orchestrator.train.source]]\nname = 'a'\n[[orchestrator.train.source]]\nname = 'b'\n"
+        "ratio = 2.0"
+    )
+    assert message.count("orchestrator.train.source[].name: unknown key; use environment.ver") == 1
+    assert "orchestrator.train.source[].ratio: unknown key; use data.train.weights" in message
 
 
 def test_a_flag_with_dashes_is_answered_with_the_key_as_a_flag() -> None:

@@ -14,7 +14,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 IMAGES = sorted((ROOT / "packaging").glob("*.Dockerfile"))
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
@@ -145,6 +146,10 @@ def test_an_image_is_built_from_what_there_is(image: Path) -> None:
     assert {name for name in copied if not (ROOT / name).exists()} == set()
     assert copied <= allowed, "what .dockerignore leaves out cannot be copied"
     assert {"README.md", *PROJECT["license-files"], "pyproject.toml", "src"} <= copied
+    built = next(place for place, (_, rest) in enumerate(parts) if "pip install" in rest)
+    sources = " ".join(rest for word, rest in parts[:built] if word == "COPY").split()
+    forced = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert {"src", *forced} <= set(sources), "what the wheel is built from"
     script = " ".join(rest for word, rest in parts if word == "RUN")
     (constraints,) = re.findall(r"--constraint (\S+)", script)
     assert constraints in copied

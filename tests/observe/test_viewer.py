@@ -20,6 +20,7 @@ from isobit.algorithms.advantages import group_advantages
 from isobit.config.recipes import RunConfig
 from isobit.observe.console import silent
 from isobit.observe.report.chart import number_text
+from isobit.observe.run_files import TableCompletions
 from isobit.observe.training_log import write_completions
 from isobit.observe.viewer import HEADERS, Viewer
 from isobit.records.sequence import TokenSequence
@@ -217,7 +218,7 @@ def test_every_kept_completion_has_its_tokens_parts_and_advantage(
     served: Served, runs: Path
 ) -> None:
     logged = json_lines(runs / "real" / "completions.jsonl")
-    listed = served.api("completions", run="real", order="oldest")
+    listed = served.api("completions", run="real", kept=0, order="oldest")
     assert [row["completion"] for row in listed["rows"]] == [one["completion"] for one in logged]
     kept = served.api("completions", run="real", kept=1, source="train", order="oldest")
     assert len(kept["rows"]) == 2 * 2 * 3 and kept["total"] == kept["kept"] == 12 + 3 * 2
@@ -239,6 +240,35 @@ def test_every_kept_completion_has_its_tokens_parts_and_advantage(
     assert same >= 4
     sampled = served.api("completion", run="real", place=listed["rows"][3]["place"])
     assert any("advantage is not recorded here" in one for one in sampled["missing"])
+
+
+def test_what_a_run_keeps_whole_is_shown_first(runs: Path, tmp_path: Path) -> None:
+    for name, keeps in (("all", "all"), ("some", 2), ("none", "all")):
+        shutil.copytree(runs / "real", tmp_path / name, ignore=shutil.ignore_patterns("model"))
+        record = json.loads((tmp_path / name / "run.json").read_text())
+        record["config"]["tracking"]["completions"] = keeps
+        (tmp_path / name / "run.json").write_text(json.dumps(record))
+    shutil.rmtree(tmp_path / "none" / "completions")
+    with serving(tmp_path) as served:
+        shown = {one: served.api("completions", run=one) for one in ("all", "some", "none")}
+        assert [one["of_kept"] for one in shown.values()] == [True, False, False]
+        assert shown["all"]["total"] == shown["all"]["kept"] == 18
+        assert shown["some"]["kept"] == 18 != shown["some"]["total"]
+        assert not served.api("completions", run="all", kept=0)["of_kept"]
+        assert served.api("completions", run="some", kept=1)["of_kept"]
+        place = shown["some"]["rows"][0]["place"]
+        plain = served.api("completion", run="all", place=place)
+        assert plain == served.api("completion", run="all", kept=0, place=place)
+        assert served.api("pairs", run=["all", "all"])["of_kept"]
+        assert not served.api("pairs", run=["all", "some"])["of_kept"]
+
+
+def test_the_kept_are_counted_when_all_of_their_files_are_read(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TableCompletions, "progress", property(lambda self: 0.5))
+    assert served.api("completions", run="real", kept=0)["kept"] is None
+    assert served.api("completions", run="real", kept=1)["progress"] == 0.5
 
 
 def test_tokens_of_turns_have_their_own_advantages_and_turns_their_rewards(
@@ -373,7 +403,7 @@ def test_the_page_in_chromium_wide_and_narrow_light_and_dark(runs: Path, tmp_pat
             "#/completions?run=real&kept=1": "document.querySelectorAll('tbody tr').length === 18",
             f"#/completion?run=other&place={last}": "document.querySelectorAll('.turn').length",
             "#/compare?run=real&run=other&paired=1": "document.querySelector('.compared')",
-            "#/pairs?run=real&run=other": "document.querySelector('tbody tr')",
+            "#/pairs?run=real&run=other&kept=0": "document.querySelector('tbody tr')",
         }
         for view, condition in views.items():
             page.open(home + view)
@@ -404,6 +434,19 @@ def test_the_page_in_chromium_wide_and_narrow_light_and_dark(runs: Path, tmp_pat
         for scheme in ("light", "dark"):
             page.look_like(390, 900, scheme)
             check_looks(page, served.port)
+
+        page.open(home)  # without an answer each view says that it loads, and no empty table
+        page.run("window.fetch = () => new Promise(() => {})")
+        for view in ("run?run=real", "completions?run=real", "compare?run=real&run=other"):
+            page.run(f"location.hash = '#/{view}'")
+            page.wait("document.body.innerText.includes('Loading\u2026')")
+            assert not page.run(
+                "[...document.querySelectorAll('button')].some((one) => "
+                "one.offsetWidth && one.innerText === 'Further completions')"
+            )
+        page.open(home + "#/completions?run=real")
+        page.wait("document.querySelectorAll('tbody tr').length === 18")
+        assert page.run("[...document.querySelectorAll('select')].at(-1).value") == "1"
 
         page.open(home + "#/completions?run=real&kept=1")
         page.wait("document.querySelector('tbody tr')")

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -67,6 +68,24 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
     assert config["theme"]["font"] is False
     page = '<a href="x" class="md-source" data-md-component="source">'
     assert site.on_post_page(page, None, None) == '<a href="x" class="md-source">'
+
+
+def test_pages_of_links_do_not_stand_before_those_that_explain() -> None:
+    for uri, search in (("field_reports.md", {"exclude": True}), ("tutorial.md", None)):
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
+        site.on_page_markdown("# Title\n", page, None, SimpleNamespace(src_uris=[]))
+        assert page.meta.get("search") == search
+    assert all((ROOT / "docs" / uri).is_file() or (ROOT / uri).is_file() for uri in site.SEARCHED)
+
+
+def test_code_is_coloured_and_its_lines_are_not_cut() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert {"pymdownx.highlight": {"default_lang": "bash"}} in config["markdown_extensions"]
+    style = (ROOT / "packaging" / "site.css").read_text(encoding="utf-8")
+    assert re.search(r"pre > code \{\s+white-space: pre-wrap;", style)
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    commands = [line for line in tutorial.splitlines() if line.startswith("    isobit ")]
+    assert len(commands) > 15 and max(map(len, commands)) <= 80
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Figures that are read from the text of the tree and of the pages, without running anything.
 
-- **Modules** are the Python files of the package without ``__init__.py``.
+- **Modules** are the Python files of the package without ``__init__.py`` and ``__main__.py``.
 - **Sizes** of modules and functions are lines as they stand in the file.  Modules of ``kernels/``
   may be of any size, and functions there too, since a Triton kernel cannot be cut.
 - **Prose** is what people read: the pages of the repository, without tables, code, HTML comments
@@ -38,7 +38,7 @@ class Source:
 
     @property
     def is_module(self) -> bool:
-        return not self.path.endswith("__init__.py")
+        return not self.path.endswith(("__init__.py", "__main__.py"))
 
 
 def read_tree(tree: Path) -> list[Source]:
@@ -80,7 +80,7 @@ def packages(sources: list[Source]) -> dict[str, tuple[int, int]]:
     """Package -> its modules and their lines, those of ``__init__.py`` included."""
     found: dict[str, tuple[int, int]] = {}
     for source in sources:
-        if source.package != "__init__":
+        if source.package not in ("__init__", "__main__"):
             modules, lines = found.get(source.package, (0, 0))
             found[source.package] = modules + source.is_module, lines + len(source.lines)
     return found

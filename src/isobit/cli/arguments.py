@@ -234,9 +234,9 @@ def settings_from(
     model: type[Settings], values: Mapping[str, Any], overrides: Sequence[str]
 ) -> Settings:
     """The settings of a command: ``values``, under the dotted overrides. Raises ConfigError."""
-    from isobit.config.load import apply_overrides, build, parse_overrides
+    from isobit.config.load import build_with
 
-    return build(model, apply_overrides(values, parse_overrides(overrides)), "command line")
+    return build_with(model, values, overrides, "command line")
 
 
 def check_new(path: Path) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "train": "train a policy with reinforcement learning, as a TOML recipe says",
     "sft": "fine-tune a model on prompts and completions, as a TOML recipe says",
+    "recipe": "print a recipe that comes with Isobit, with its data and reward, or list them all",
     "rollout": "complete prompts with a model folder",
     "eval": "measure a model folder on a dataset with a reward",
     "flows": "compare precision flows of a model on the same prompts, and recommend one",
@@ -59,6 +60,9 @@ _ELSEWHERE = {
     "convert": "RUN/model is a Hugging Face folder, and `isobit export` writes others",
     "generate": "use `isobit rollout FOLDER --prompt TEXT`",
     "evaluate": "use `isobit eval FOLDER --data WHAT`",
+    "recipes": "use `isobit recipe`",
+    "init": "use `isobit recipe NAME > my.toml`",
+    "fetch": "use `isobit recipe NAME --out FOLDER`",
 }
 """Commands of other tools, and what to do here."""
 _FILES = {

@@ -38,12 +38,12 @@ _HELP = {
     "train": (
         "Train a policy as a TOML recipe says, and leave it with all figures in the output "
         "directory of the recipe.",
-        "recipes/quickstart.toml",
+        "my.toml; `isobit recipe quickstart > my.toml` writes one",
     ),
     "sft": (
         "Fine-tune a model on prompts and completions as a TOML recipe says, in the same precision "
         "flows as `isobit train`.",
-        "recipes/fine_tune.toml",
+        "my.toml; `isobit recipe fine_tune > my.toml` writes one",
     ),
 }
 """Description and example of each command."""
@@ -130,7 +130,7 @@ def _obey(
 
 
 def _config_of_run(command: str, directory: Path, overrides: Sequence[str]) -> "Recipe":
-    from isobit.config.load import apply_overrides, build, parse_overrides
+    from isobit.config.load import build_with
     from isobit.config.recipes import RECIPES
 
     path = directory / "run.json"
@@ -143,8 +143,8 @@ def _config_of_run(command: str, directory: Path, overrides: Sequence[str]) -> "
         ) from None
     if saved.get("data", {}).get("epochs") is not None:
         saved["training"].pop("steps", None)  # follows from it
-    values = apply_overrides({**saved, "output": str(directory)}, parse_overrides(overrides))
-    return build(RECIPES[command], values, str(path))
+    values = {**saved, "output": str(directory)}
+    return build_with(RECIPES[command], values, overrides, str(path))
 
 
 def _card(options: Namespace) -> "Card | None":

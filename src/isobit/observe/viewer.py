@@ -243,17 +243,23 @@ class Viewer:
         ends = {"first": min(steps, default=0), "last": max(steps, default=0)}
         return {**answer, **ends, "html": page(records, shown)}
 
-    def _completions(self, asked: QueryParams, name: str) -> Completions:
-        run = self._run(name)
-        found = run.kept if asked.get("kept") == "1" else run.samples
-        found.look()
+    def _completions(self, names: Sequence[str], choice: str) -> list[Completions]:
+        """Those of each run that were kept (``1``) or the samples (``0``); without a choice those
+        that were kept, if all of the runs keep all.
+        """
+        runs = [self._run(name) for name in names]
+        of_kept = choice == "1" or (not choice and all(map(_keeps_all, runs)))
+        found: list[Completions] = [run.kept if of_kept else run.samples for run in runs]
+        for one in found:
+            one.look()
         return found
 
     def completions(self, asked: QueryParams) -> dict[str, Any]:
         """A page of a run's completions that fit the filters."""
         run = self._run(asked.get("run", ""))
-        found = self._completions(asked, asked["run"])
-        run.kept.look()
+        (found,) = self._completions([asked["run"]], asked.get("kept", ""))
+        if found is not run.kept:
+            run.kept.look()
         forward, count = asked.get("order") == "oldest", len(found.index)
         at = _number(asked, "at", int)
         first = (0 if forward else count - 1) if at is None else at
@@ -262,7 +268,8 @@ class Viewer:
             "rows": [_short(place, content) for place, content in rows],
             "next": further,
             "total": count,
-            "kept": len(run.kept.index),
+            "of_kept": found is run.kept,
+            "kept": len(run.kept.index) if run.kept.progress == 1 else None,
             "progress": found.progress,
             "sources": found.index.sources(),
             "running": run.record().is_running,
@@ -271,7 +278,7 @@ class Viewer:
     def completion(self, asked: QueryParams) -> dict[str, Any]:
         """Everything about one completion, and the others of its group."""
         name, place = asked.get("run", ""), _number(asked, "place", int)
-        found = self._completions(asked, name)
+        (found,) = self._completions([name], asked.get("kept", "0"))
         looks = 0
         while place is not None and place >= len(found.index) and found.progress < 1:
             found.look()
@@ -297,7 +304,7 @@ class Viewer:
         names = asked.getlist("run")
         if len(names) != 2:
             raise HTTPException(400, "two runs make pairs")
-        sides = [self._completions(asked, name) for name in names]
+        sides = self._completions(names, asked.get("kept", ""))
         known = [
             {
                 (side.index.steps[place], side.index.source(place))
@@ -316,6 +323,7 @@ class Viewer:
             "common": [{"step": step, "source": source} for step, source in common[-1000:]],
             "step": wanted[0][0] if wanted else None,
             "source": wanted[0][1] if wanted else None,
+            "of_kept": sides[0] is self._run(names[0]).kept,
             "count": len(gaps),
             "progress": min(side.progress for side in sides),
             "mean": fmean(gaps) if gaps else None,
@@ -335,6 +343,15 @@ class Viewer:
                 for prompt, gap in zip(both[:MOST_PAIRS], gaps, strict=False)
             ],
         }
+
+
+def _keeps_all(run: WatchedRun) -> bool:
+    """Whether the run's recipe keeps all completions, and there are some."""
+    run.kept.look()
+    return (
+        run.record().setting("config", "tracking", "completions") == "all"
+        and len(run.kept.index) > 0
+    )
 
 
 def _asset(name: str) -> Callable[[Request], Response]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from isobit.config.load import apply_overrides, build, parse_overrides
+from isobit.config.load import build, build_with
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import CheckConfig, CheckpointConfig, TrackingConfig
 from isobit.observe.console import silent
@@ -181,7 +181,7 @@ def _config(
     path = str(directory.manifest)
     values = {**manifest["config"], "output": str(directory.root), "cluster": {}}
     before = build(RunConfig, values, path)
-    config = build(RunConfig, apply_overrides(values, parse_overrides(overrides)), path)
+    config = build_with(RunConfig, values, overrides, path)
     saved, now = before.model_dump(mode="json"), config.model_dump(mode="json")
     check_compatible(saved, now, config.training.steps, doing=REPLAYING)
     return config

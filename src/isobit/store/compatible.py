@@ -115,7 +115,7 @@ def check_compatible(
             *_table(refused),
             "set them back" + doing.settings.format(names=",".join(refused)),
         ]
-        raise ConfigError("\n".join(lines))
+        raise ConfigError(*lines)
     return changed
 
 
@@ -139,7 +139,7 @@ def check_inputs(
             *([_BITS] if any(is_allowed(name, ["bits"]) for name in refused) else []),
             "put it back" + doing.inputs.format(names=",".join(refused)),
         ]
-        raise ConfigError("\n".join(lines))
+        raise ConfigError(*lines)
     return changed
 
 

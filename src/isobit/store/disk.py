@@ -323,7 +323,7 @@ def newest_usable(directory: RunDirectory, say: Say, world: World = ALONE) -> Ch
             f"put back a good copy, or remove {directory.checkpoints} to begin again at step 1 "
             "with --resume",
         ]
-        raise raised_on_all(CheckpointError("\n".join(lines)))
+        raise raised_on_all(CheckpointError(*lines))
     return None
 
 

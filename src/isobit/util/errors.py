@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from isobit.util.terminal import gib
 
 _LONGEST = 4000
-"""Characters of a message."""
+"""Characters of a message, and of each line of a list below it."""
 _LONGEST_NAME = 200
 """Characters of a name in a message."""
 
@@ -26,18 +26,27 @@ def escaped(text: str) -> str:
 class IsobitError(Exception):
     """Base of every error caused by input, configuration or data rather than by a fault in Isobit.
 
-    Its text may quote untrusted files: unprintable characters, which could drive a terminal, are
-    escaped, and the middle of a very long text is left out.
+    ``lines`` is a list that belongs to the message ``text``, a line for each thing that is wrong:
+    however many there are, all are shown. A text may quote untrusted files: unprintable characters,
+    which could drive a terminal, are escaped, and the middle of a very long one is left out.
     """
 
     exit_code = 2
 
+    def __init__(self, text: object = "", *lines: str) -> None:
+        super().__init__(text, *lines)
+        self.lines = lines
+
     def __str__(self) -> str:
-        text = escaped(super().__str__())
-        more = len(text) - _LONGEST
-        if more <= 0:
-            return text
-        return f"{text[: _LONGEST // 2]} [{more:,} characters left out] {text[-_LONGEST // 2 :]}"
+        return "\n".join(_bounded(str(text)) for text in self.args)
+
+
+def _bounded(text: str) -> str:
+    text = escaped(text)
+    more = len(text) - _LONGEST
+    if more <= 0:
+        return text
+    return f"{text[: _LONGEST // 2]} [{more:,} characters left out] {text[-_LONGEST // 2 :]}"
 
 
 class OutOfMemoryError(IsobitError):

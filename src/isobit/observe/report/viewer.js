@@ -96,6 +96,10 @@ function poll(look) {
   return again();
 }
 
+function loading() {
+  return el("p.soft.loading", { role: "status" }, "Loading\u2026");
+}
+
 function field(label, input, kind = "") {
   return el(`label${kind}`, {}, label, input);
 }
@@ -111,7 +115,7 @@ function viewRuns() {
   const filter = el("input", { type: "search", placeholder: "name, model or precision", oninput: () => draw() });
   const compare = el("button.chief", { type: "button", disabled: true, onclick: () => { location.hash = address("compare", { run: [...chosen] }); } }, "Compare");
   const body = el("tbody");
-  const note = el("p.soft");
+  const note = loading();
   const head = ["compare", "run", "state", "model", "precision", "last figure", "evaluations", "started"];
   let found = { runs: [], roots: [], total: 0 };
   show("Runs", [], el("h1", {}, "Runs"), note,
@@ -222,7 +226,7 @@ function live(name, values, holder) {
 
 function viewRun(values) {
   const run = values.get("run");
-  const holder = el("div");
+  const holder = el("div", {}, loading());
   const go = (from, to) => { location.hash = address("run", { run, from, to }); };
   show(run, [[run]], el("h1", {}, run), tabs(run, "run"), range(values, go), holder);
   return live("run", { run, from: values.get("from"), to: values.get("to") }, holder);
@@ -233,7 +237,7 @@ function viewRun(values) {
 function viewCompare(values) {
   const runs = values.getAll("run");
   const paired = values.get("paired") === "1";
-  const holder = el("div");
+  const holder = el("div", {}, loading());
   const kept = { run: runs, from: values.get("from"), to: values.get("to") };
   const go = (from, to) => { location.hash = address("compare", { run: runs, paired: paired ? 1 : "", from, to }); };
   const choices = [["", "Overlay"], [1, "Paired: difference to the first"]].map(([value, text]) =>
@@ -247,19 +251,20 @@ function viewCompare(values) {
 
 async function viewPairs(values) {
   const runs = values.getAll("run");
-  const kept = values.get("kept") || "";
   const mine = visit;
+  let kept = values.get("kept") || "";
   let said;
   do {
     said = await ask("pairs", { run: runs, step: values.get("step"), source: values.get("source"), kept });
     if (mine !== visit) return;
+    kept = said.of_kept ? "1" : "0";
     say(said.progress < 1 ? `${Math.floor(100 * said.progress)}% read` : "", false);
   } while (said.progress < 1);
   const key = (one) => `${one.source} step ${one.step}`;
   const select = el("select", { onchange: (event) => { const one = said.common[event.target.selectedIndex]; location.hash = address("pairs", { run: runs, kept, step: one.step, source: one.source }); } },
     said.common.map((one) => el("option", { selected: one.step === said.step && one.source === said.source }, key(one))));
   const source = el("select", { onchange: (event) => { location.hash = address("pairs", { run: runs, kept: event.target.value }); } },
-    [["", "samples (completions.jsonl)"], ["1", "kept (completions/)"]].map(([value, text]) => el("option", { value, selected: value === kept }, text)));
+    WHICH.map(([value, text]) => el("option", { value, selected: value === kept }, text)));
   const bounds = said.error === null ? "" : ` (95%: ${signed(said.mean - 1.96 * said.error)} to ${signed(said.mean + 1.96 * said.error)}, normal approximation)`;
   const result = said.count
     ? `${said.count} prompts were answered by both; the mean reward of the second minus that of the first is ${signed(said.mean)}${bounds}.`
@@ -276,6 +281,7 @@ async function viewPairs(values) {
 
 // --- Completions --------------------------------------------------------------------------------
 
+const WHICH = [["1", "kept (completions/)"], ["0", "samples (completions.jsonl)"]];
 const FILTERS = ["source", "from", "to", "prompt", "lowest", "highest", "text", "order", "kept"];
 
 function viewCompletions(values) {
@@ -283,7 +289,7 @@ function viewCompletions(values) {
   const inputs = {
     source: el("select", {}, el("option", { value: "" }, "all"), el("option", { value: "train" }, "training"), el("option", { value: "eval" }, "evaluations")),
     order: el("select", {}, el("option", { value: "" }, "newest first"), el("option", { value: "oldest" }, "oldest first")),
-    kept: el("select", {}, el("option", { value: "" }, "samples (completions.jsonl)"), el("option", { value: "1" }, "kept (completions/)")),
+    kept: el("select", {}, WHICH.map(([value, text]) => el("option", { value }, text))),
     text: el("input", { type: "search" }),
     prompt: el("input", { type: "search" }),
   };
@@ -306,13 +312,14 @@ function viewCompletions(values) {
     el("div.card", {}, el("table.list", {}, el("thead", {}, el("tr", {}, head.map((one) => el(`th${one === "reward" || one === "tokens" ? ".num" : ""}`, { scope: "col" }, one)))), body)), el("p", {}, more));
   const mine = visit;
   let next = null, total = 0, shown = 0, before = false;
+  let which = given.kept; // without a choice the server's, which then stays
 
   function go() {
     location.hash = address("completions", { run, ...Object.fromEntries(FILTERS.map((name) => [name, inputs[name].value])) });
   }
 
   function row(one) {
-    const href = address("completion", { run, kept: given.kept, place: one.place });
+    const href = address("completion", { run, kept: which, place: one.place });
     const turns = one.turns === null ? "" : `, ${one.turns} turns`;
     return el("tr", {}, cell("step", number(one.step)), cell("set", one.source === "train" ? "training" : one.source),
       el("td.mono", { "data-label": "prompt" }, el("div.soft", {}, one.prompt_id), one.prompt),
@@ -324,9 +331,10 @@ function viewCompletions(values) {
   function tell(said) {
     const filtered = FILTERS.some((name) => given[name] && name !== "order" && name !== "kept");
     const part = said.progress < 1 ? ` ${Math.floor(100 * said.progress)}% of the file is read so far.` : "";
-    const kept = !given.kept && said.kept ? ` The run has also kept ${said.kept.toLocaleString("en")} in its folder completions/.` : "";
-    const nothing = said.total ? "" : given.kept ? " The run keeps none: set tracking.completions in its recipe." : " No completion has been written yet.";
-    note.textContent = `${shown.toLocaleString("en")} shown of ${said.total.toLocaleString("en")}${filtered ? " (filtered)" : ""}.${part}${kept}${nothing}`;
+    const kept = said.of_kept || said.kept === null ? "" : said.kept ? ` The run has also kept ${said.kept.toLocaleString("en")} in its folder completions/.` : "";
+    const nothing = said.total || said.progress < 1 ? "" : said.of_kept ? " The run keeps none: set tracking.completions in its recipe." : " No completion has been written yet.";
+    const text = `${shown.toLocaleString("en")} shown of ${said.total.toLocaleString("en")}${filtered ? " (filtered)" : ""}.${part}${kept}${nothing}`;
+    if (note.textContent !== text) note.textContent = text;
     for (const one of said.sources) if (![...inputs.source.options].some((option) => option.value === one)) inputs.source.append(el("option", { value: one }, one));
   }
 
@@ -335,8 +343,9 @@ function viewCompletions(values) {
     more.disabled = true;
     const full = shown + 50;
     do {
-      const said = await ask("completions", { run, ...given, at: next });
+      const said = await ask("completions", { run, ...given, kept: which, at: next });
       if (mine !== visit) return;
+      inputs.kept.value = which = said.of_kept ? "1" : "0";
       body.append(...said.rows.map(row));
       shown += said.rows.length;
       next = said.next;
@@ -353,6 +362,8 @@ function viewCompletions(values) {
   function start() {
     next = null; shown = 0;
     fresh.hidden = true;
+    more.hidden = true;
+    note.textContent = "Loading\u2026";
     body.replaceChildren();
     return load();
   }
@@ -361,8 +372,9 @@ function viewCompletions(values) {
   async function look(isCurrent) {
     let said, wasLong = false;
     do {
-      said = await ask("completions", { run, kept: given.kept, at: BEYOND });
+      said = await ask("completions", { run, kept: which, at: BEYOND });
       if (!isCurrent()) return;
+      tell(said);
       say(`${said.running ? "running" : "not running"}${said.progress < 1 ? `, ${Math.floor(100 * said.progress)}% read` : ""}`, said.running);
       wasLong = wasLong || said.progress < 1;
     } while (said.progress < 1);
@@ -485,6 +497,7 @@ async function route() {
   const mine = visit;
   delete status.dataset.steps;
   say("", false);
+  content.replaceChildren(loading());
   const [name, query] = location.hash.slice(2).split(/\?(.*)/s);
   try {
     await (VIEWS[name] || viewRuns)(new URLSearchParams(query || ""));

@@ -1,0 +1,92 @@
+"""``isobit recipe [NAME]``: the recipes that come with the package.
+
+Without a name it lists them. With one it prints the recipe, whose data and code are read where they
+are installed; ``--out FOLDER`` writes it there with copies of them, to be changed.
+"""
+
+import re
+import shutil
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING
+
+from isobit.cli.arguments import path_value
+from isobit.util.errors import ConfigError
+from isobit.util.terminal import say
+
+if TYPE_CHECKING:
+    from isobit.config.shipped import ShippedRecipe
+
+
+def run_recipe(arguments: Sequence[str]) -> int:
+    """Raises ConfigError for a name that no recipe has, and for files that exist."""
+    from isobit.config.shipped import read_shipped
+
+    parser = ArgumentParser(
+        prog="isobit recipe",
+        description="Print a recipe that comes with Isobit, or list all: isobit recipe NAME > "
+        "my.toml, and then isobit train my.toml.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="by default all are listed")
+    parser.add_argument(
+        "--out",
+        type=path_value,
+        metavar="FOLDER",
+        help="write the recipe there instead, with copies of the data and code that it reads",
+    )
+    options = parser.parse_args(arguments)
+    if options.name is None:
+        if options.out is not None:
+            raise ConfigError("--out is for one recipe: name it, as `isobit recipe` lists them")
+        print("\n".join(_listed()))
+        return 0
+    recipe = read_shipped(options.name)
+    if options.out is not None:
+        _write(recipe, options.out)
+        return 0
+    print(recipe.at(None), end="")
+    if recipe.files:
+        say(
+            f"it reads {', '.join(recipe.files)} from {recipe.folder}; `isobit recipe "
+            f"{recipe.name} --out FOLDER` makes copies to change"
+        )
+    return 0
+
+
+def _listed() -> list[str]:
+    from isobit.config.shipped import FIRST, shipped_recipes
+
+    known = shipped_recipes()
+    width = max(map(len, known)) + 2
+    return [
+        *(f"{name:<{width}}{shorten(what, 84, placeholder=' ..')}" for name, what in known.items()),
+        "",
+        f"isobit recipe {FIRST} > my.toml writes one; --out FOLDER adds the files that it reads.",
+    ]
+
+
+def _write(recipe: "ShippedRecipe", folder: Path) -> None:
+    from isobit.config.shipped import read_shipped
+
+    if not re.fullmatch(r'[^"\\\x00-\x1f]+', str(folder)):
+        raise ConfigError(f"{folder} would stand in a recipe: take one without quotes and \\")
+    names = [recipe.file, *recipe.files]
+    there = [str(folder / name) for name in names if (folder / name).exists()]
+    if there:
+        raise ConfigError(
+            f"{', '.join(there)} {'exists' if len(there) == 1 else 'exist'} already; name another "
+            "folder, or remove what is there"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            if name.endswith(".toml"):
+                (folder / name).write_text(read_shipped(name).at(folder), encoding="utf-8")
+            else:
+                shutil.copyfile(recipe.folder / name, folder / name)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
+    print("\n".join(str(folder / name) for name in names))
+    say(f"run it: {recipe.command} {folder / recipe.file}")

@@ -1,0 +1,185 @@
+"""Keys of other frameworks: the rows of ``foreign.toml``, and what an error answers to one.
+
+A name is matched by whole segments and from its beginning, so that a stranger's key whose end
+happens to look like a known name gets no answer. What may be missing is the beginning that a
+command line or a YAML file left out (``optim.lr`` for ``actor.optim.lr``), as far as the rest means
+one thing; what may stand before it is one of our own tables (``training.warmup_steps``).
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from isobit.config.recipes import RunConfig, all_keys
+
+FRAMEWORKS = {
+    "trl": "TRL",
+    "verl": "verl",
+    "nemo_rl": "NeMo RL",
+    "openrlhf": "OpenRLHF",
+    "prime_rl": "prime-rl",
+}
+"""Whose names are known, by the fields of a row."""
+_BELOW = ".*"
+"""Ends a name that stands for a table: for itself and for every key below it."""
+_PREFIX = "actor_rollout_ref."
+"""What verl's names leave out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignRow:
+    """One thing under its names in other frameworks, and what to do here (``foreign.toml``)."""
+
+    names: Mapping[str, Sequence[str]]
+    """By framework."""
+    key: str = ""
+    """Ours; empty where there is none."""
+    say: str = ""
+    """What differs; without a key, why there is none."""
+    needed: bool = True
+    """False where nothing has to be set."""
+
+    def all_names(self) -> Iterator[str]:
+        return (name for names in self.names.values() for name in names)
+
+    def answer(self, name: str, model: type[BaseModel]) -> "Answer":
+        """What an error says of a name in a recipe of ``model``."""
+        owners = [FRAMEWORKS[one] for one, names in self.names.items() if name in names]
+        of_table = name.endswith(_BELOW)
+        whose = f" ({' and '.join(owners)}: {name.removesuffix(_BELOW)})" if owners else ""
+        if not self.key:
+            what = "not here" if self.needed else "leave it out"
+            return Answer(f"{what}{whose}", self.say, of_table)
+        command = "" if self.key in {key.path for key in all_keys(model)} else " (isobit train)"
+        return Answer(f"use {self.key}{command}{whose}", self.say, of_table)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    what: str
+    reason: str = ""
+    of_table: bool = False
+    """Whether it is known by its table alone."""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.reason}" if self.reason else self.what
+
+
+@dataclass(slots=True)
+class Reasons:
+    """Writes answers of one list, in which what was said at length is not said again."""
+
+    given: dict[str, str] = field(default_factory=dict[str, str])
+    """The key beside which each stands, or the text itself."""
+
+    def line(self, path: str, answer: Answer | None) -> str:
+        if answer is None:
+            return f"{path}: unknown key"
+        first = self.given.setdefault(answer.reason, path) if answer.reason else path
+        said = answer if first == path else f"{answer.what}: as for {first}"
+        return f"{path}: unknown key; {said}"
+
+    def once(self, text: str) -> str:
+        return text if self.given.setdefault(text, text) is text else ""
+
+
+@cache
+def foreign_rows() -> Mapping[str, Sequence[ForeignRow]]:
+    """The rows by the title of their section."""
+    tables = tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
+    return {
+        section["title"]: [
+            ForeignRow(
+                {one: row[one] for one in FRAMEWORKS if one in row},
+                row.get("key", ""),
+                row.get("say") or row.get("none") or row.get("nothing", ""),
+                "nothing" not in row,
+            )
+            for row in section["rows"]
+        ]
+        for section in tables["section"]
+    }
+
+
+_Found = tuple[str, ForeignRow]
+
+
+@cache
+def _names(of_tables: bool) -> Mapping[str, _Found]:
+    """Each name of a key, or each of a table without its mark, with its row."""
+    found: dict[str, _Found] = {}
+    for row in (row for rows in foreign_rows().values() for row in rows):
+        for name in row.all_names():
+            if name.endswith(_BELOW) == of_tables:
+                found.setdefault(name.removesuffix(_BELOW), (name, row))
+    return found
+
+
+@cache
+def _endings() -> Mapping[str, _Found]:
+    """The ends of names that mean one thing alone. One that also ends a key of ours (``type``)
+    means that, unless the row's key ends so too.
+    """
+    meant: dict[str, list[_Found]] = {}
+    for row in (row for rows in foreign_rows().values() for row in rows):
+        for name in row.all_names():
+            for ending in _ends(name) if not name.endswith(_BELOW) else ():
+                meant.setdefault(ending, []).append((name, row))
+    ours = {key.path.rpartition(".")[2] for key in all_keys(RunConfig)}
+    return {
+        ending: found[0]
+        for ending, found in meant.items()
+        if len({id(row) for _, row in found}) == 1
+        and (ending not in ours or found[0][1].key.rpartition(".")[2] == ending)
+    }
+
+
+def _ends(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+def foreign_answer(path: str, model: type[BaseModel]) -> Answer | None:
+    """What to use for a key of another framework in a recipe of ``model``; None if none has it."""
+    first, _, rest = path.replace("-", "_").replace("[]", "").partition(".")
+    path = rest if rest and first in FRAMEWORKS else f"{first}.{rest}".rstrip(".")
+    bare = path.removeprefix(_PREFIX)
+    inside = _without_our_tables(bare, model)
+    for one in dict.fromkeys((path, bare, *inside)):
+        is_word = one == bare and not re.search("[._]", one)  # `n` alone could be anyone's
+        for known in (_names(False), _names(True), {} if is_word else _endings()):
+            if (found := known.get(one)) and not _is_namesake(path, one, found[1]):
+                return found[1].answer(found[0], model)
+    while "." in bare:
+        bare = bare.rpartition(".")[0]
+        if found := _names(True).get(bare):
+            return found[1].answer(found[0], model)
+    return None
+
+
+def _is_namesake(path: str, found: str, row: ForeignRow) -> bool:
+    """Whether it is the name of our key, in another table or in none: that key is suggested."""
+    return row.key == path or row.key.endswith(f".{found}")
+
+
+def _without_our_tables(path: str, model: type[BaseModel]) -> list[str]:
+    """The path without the tables of ours that it begins with, the longest beginning first."""
+    parts = path.split(".")
+    tables = {key.path.replace("[]", "").rpartition(".")[0] for key in all_keys(model)}
+    return [
+        ".".join(parts[depth:])
+        for depth in range(len(parts) - 1, 0, -1)
+        if any(_stands_for(table.split("."), parts[:depth]) for table in tables)
+    ]
+
+
+def _stands_for(table: Sequence[str], parts: Sequence[str]) -> bool:
+    return len(table) >= len(parts) and all(
+        name in ("NAME", part) for name, part in zip(table, parts, strict=False)
+    )
