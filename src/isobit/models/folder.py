@@ -33,16 +33,14 @@ from isobit.data.tokenizer import (
     tokenizer_size,
 )
 from isobit.kernels import backend
+from isobit.models.adapter_folder import is_adapter_folder, read_adapter_config, write_adapters
 from isobit.models.adapters import (
     adapter_masters,
     add_adapter,
     drawn_adapters,
     folded_columns,
-    is_adapter_folder,
     peft_tensors,
-    read_adapter_config,
     read_adapters,
-    write_adapters,
 )
 from isobit.models.checkpoint import Checkpoint, read_json, shard_names, weight_files
 from isobit.models.config import ModelConfig

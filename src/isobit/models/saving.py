@@ -63,6 +63,7 @@ from isobit.precision.quant_tensor import (
     rotation_size,
 )
 from isobit.util.errors import ConfigError
+from isobit.util.plain_files import read_plain
 from isobit.util.terminal import say
 
 
@@ -441,7 +442,7 @@ def write_folder(
 def _token_ids(source: Path) -> dict[str, Any]:
     """The special tokens that another folder's config.json names."""
     path = source / "config.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = json.loads(read_plain(path)) if path.is_file() else {}
     return {key: found[key] for key in _TOKEN_IDS if found.get(key) is not None}
 
 

@@ -24,14 +24,13 @@ import torch
 from isobit.config.load import build
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.tables import PrecisionConfig
+from isobit.models.adapter_folder import CONFIG_FILE, write_adapters
 from isobit.models.adapters import (
-    CONFIG_FILE,
     MergedTensors,
     folded_columns,
     open_adapters,
     peft_tensors,
     without_adapters,
-    write_adapters,
 )
 from isobit.models.checkpoint import Checkpoint as FolderCheckpoint
 from isobit.models.config import Lora, ModelConfig
