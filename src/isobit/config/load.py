@@ -26,6 +26,7 @@ from isobit.config.algorithm import algorithm_table
 from isobit.config.base import Strict
 from isobit.config.recipes import RunConfig, all_keys, choices, locate
 from isobit.util.errors import ConfigError
+from isobit.util.plain_files import open_plain
 
 _LONGEST_VALUE = 60
 _IN_WORDS = {
@@ -235,7 +236,7 @@ MAX_NESTING = 32
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a recipe, unchecked. Raises ConfigError for a file that is not TOML."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             content = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
         raise ConfigError(

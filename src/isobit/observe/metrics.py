@@ -40,6 +40,7 @@ from isobit.records.text import json_line
 from isobit.store.directory import EVENTS_SUFFIX
 from isobit.util.errors import ConfigError
 from isobit.util.files import LineFile
+from isobit.util.plain_files import read_plain
 
 Row = Mapping[str, Any]
 COLUMNS = ("prompt", "completion", "reward", "answer", "finish_reason", "tokens")
@@ -347,7 +348,7 @@ class MlflowTracker(Tracker):
     ) -> None:
         path = root / "mlflow_id"
         self._library.set_experiment(project)
-        known = path.read_text(encoding="utf-8") if path.exists() else None
+        known = read_plain(path).decode() if path.exists() else None
         run = self._library.start_run(run_id=known, run_name=name, tags=dict.fromkeys(tags, ""))
         if known is None:  # parameters of a run cannot be changed
             path.write_text(run.info.run_id, encoding="utf-8")
@@ -416,4 +417,4 @@ def _run_id(path: Path, length: int = 12) -> str:
     """The id of this run at a service, created the first time."""
     if not path.exists():
         path.write_text(uuid4().hex[:length], encoding="utf-8")
-    return path.read_text(encoding="utf-8")
+    return read_plain(path).decode()

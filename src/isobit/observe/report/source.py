@@ -21,6 +21,7 @@ from isobit.config.tables import precision_name
 from isobit.observe.report.chart import MINUS, number_text
 from isobit.store.directory import RunDirectory, is_held
 from isobit.util.errors import ConfigError
+from isobit.util.plain_files import read_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     problems.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_plain(path))
     except OSError:
         problems.append(f"{path.name} is missing: the page lacks what it holds")
         return {}
@@ -118,7 +119,7 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
 def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """The objects of a JSONL file; lines that are none are counted and left out."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_plain(path, largest=None).decode("utf-8", "replace")
     except OSError:
         problems.append(f"{path.name} is missing: the page lacks what it holds")
         return []
