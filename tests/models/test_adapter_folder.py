@@ -1,6 +1,7 @@
 """PEFT's folders: what of them is plain LoRA, and how everything else is refused by its name."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,16 @@ import torch
 from isobit.models.adapter_folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
+    adapter_config,
+    base_name,
     read_adapter_config,
     write_adapters,
 )
 from isobit.models.adapters import adapter_masters, open_adapters
 from isobit.models.config import Lora, ModelConfig
+from isobit.models.folder import base_folder
 from isobit.models.safetensors import TensorFile, write_tensors
+from isobit.starter import starter_folder
 from isobit.util.errors import ModelError
 
 LORA = Lora(4, 8.0, ("q_proj", "v_proj"))
@@ -173,3 +178,54 @@ def test_other_tensors_and_half_a_pair_are_refused_by_name(folder: Path) -> None
     change(folder, target_modules=".*")
     with pytest.raises(ModelError, match=r"layers\.7.*ask for \(none\)"):
         open_adapters(folder, CONFIG)
+
+
+def test_a_base_is_named_without_a_place_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = tmp_path / "hub/models--org--name/snapshots/0123"
+    commit.mkdir(parents=True)
+    (tmp_path / "here/models/base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    for base, name in (
+        (commit, ("org/name", "0123")),
+        (starter_folder(), ("starter", None)),
+        (Path("models/base"), ("./models/base", None)),
+        (tmp_path / "here/models/base", ("./models/base", None)),
+        (tmp_path / "elsewhere/base", ("./base", None)),
+        (Path("../elsewhere/base"), ("./base", None)),
+        (tmp_path / "here", ("./here", None)),
+    ):
+        assert base_name(base) == name
+        assert str(tmp_path) not in json.dumps(adapter_config(LORA, base))
+
+
+def test_a_local_base_is_found_by_its_run_from_here_and_beside_the_adapter(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model(path: str) -> Path:
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "config.json").write_text("{}")
+        return tmp_path / path
+
+    change(folder, base_model_name_or_path="./models/base")
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    with pytest.raises(ModelError, match=r"is \./models/base, and there is no such model folder"):
+        base_folder(folder)
+    beside = model("base")
+    assert base_folder(folder).resolve() == beside
+    here = model("cwd/models/base")
+    assert base_folder(folder).resolve() == here
+    recorded, other = model("far/base"), model("far/other")
+    manifest = tmp_path / "run.json"
+    manifest.write_text(json.dumps({"config": {"model": str(recorded)}}))
+    assert base_folder(folder) == recorded
+    manifest.write_text(json.dumps({"config": {"model": str(other)}}))
+    assert base_folder(folder).resolve() == here
+    manifest.write_text(json.dumps({"config": {"model": str(folder)}}))  # its own base
+    assert base_folder(folder).resolve() == here
+    shutil.copytree(folder, tmp_path / "next/model")
+    (tmp_path / "next/run.json").write_text(json.dumps({"config": {"model": str(folder)}}))
+    manifest.write_text(json.dumps({"config": {"model": str(recorded)}}))
+    assert base_folder(tmp_path / "next/model") == recorded

@@ -108,7 +108,7 @@ def test_a_model_in_int8_is_trained_on_as_it_is(
     found = [one["log_prob_diff/tokens_differing"] for one in lines if "log_prob_diff/mean" in one]
     assert found == [0, 0, 0]
     stored = json.loads((config.output / "model" / CONFIG_FILE).read_text())
-    assert stored["base_model_name_or_path"] == str(base)
+    assert stored["base_model_name_or_path"] == f"./{base.name}"
     with pytest.raises(ModelError, match=r"is in INT8.* exported from"):
         train(make_config(model=str(base), precision="fp8", output=str(tmp_path / "fp8")))
 

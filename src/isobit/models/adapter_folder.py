@@ -25,6 +25,7 @@ import torch
 from isobit.config.tables import ALL_LINEAR, LORA_TARGETS
 from isobit.models.config import Lora
 from isobit.models.safetensors import TensorFile, parse_json, write_tensors
+from isobit.starter import starter_folder
 from isobit.util.errors import ModelError, shown
 from isobit.util.plain_files import read_plain
 
@@ -79,6 +80,16 @@ _LITERAL = re.compile(r"\^?[\w.\\]+\$?")
 """A pattern of modules without repetition: the time of its search is bounded."""
 
 _LONGEST_PATTERN = 1000
+
+
+def check_numbers(values: torch.Tensor, source: str) -> None:
+    """Raise ModelError for a number of an adapter that is not finite, or above ``LARGEST``."""
+    least, most = (float(one) for one in torch.aminmax(values)) if values.numel() else (0.0, 0.0)
+    if not (least >= -LARGEST and most <= LARGEST):  # also where one is not a number
+        raise ModelError(
+            f"{source} holds numbers from {least:g} to {most:g}; expected finite ones of at most "
+            f"{LARGEST:,.0f}, as training leaves them"
+        )
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -141,12 +152,7 @@ class AdapterTensors:
     def values(self, name: str) -> torch.Tensor:
         """FP32. Raises ModelError for a number that is not finite, or larger than ``LARGEST``."""
         made = self.file[name].float()
-        least, most = (float(one) for one in torch.aminmax(made)) if made.numel() else (0.0, 0.0)
-        if not (least >= -LARGEST and most <= LARGEST):  # also where one is not a number
-            raise ModelError(
-                f"{self.path}: {shown(name)} holds numbers from {least:g} to {most:g}; expected "
-                f"finite ones of at most {LARGEST:,.0f}, as training leaves them"
-            )
+        check_numbers(made, f"{self.path}: {shown(name)}")
         return made
 
 
@@ -308,12 +314,28 @@ def _check_named(path: Path, named: list[str], tensors: AdapterTensors, chosen: 
             )
 
 
-def adapter_config(lora: Lora, base: Path) -> dict[str, Any]:
-    """An ``adapter_config.json`` that PEFT and vLLM load; ``base`` may be in the hub's cache."""
-    name, revision = str(base.resolve()), None
+LOCAL = "./"
+"""Before the name of a base that is a folder, so that it is never taken for one of the hub."""
+
+
+def base_name(base: Path) -> tuple[str, str | None]:
+    """What files that may be published call a model folder, and its revision: the name of the hub,
+    ``starter``, or ``./`` and its path from the current directory, or its last part where it lies
+    elsewhere. Where somebody keeps models is nobody else's concern.
+    """
     parts = base.parts
     if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
-        name, revision = parts[-3].removeprefix("models--").replace("--", "/"), parts[-1]
+        return parts[-3].removeprefix("models--").replace("--", "/"), parts[-1]
+    whole, here = base.resolve(), Path.cwd()
+    if whole == starter_folder().resolve():
+        return "starter", None
+    is_below = whole.is_relative_to(here) and whole != here
+    return LOCAL + (whole.relative_to(here).as_posix() if is_below else whole.name), None
+
+
+def adapter_config(lora: Lora, base: Path) -> dict[str, Any]:
+    """An ``adapter_config.json`` that PEFT and vLLM load; ``base`` may be in the hub's cache."""
+    name, revision = base_name(base)
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
         "peft_type": "LORA",
