@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from isobit.config.algorithm import RunTeacher
 from isobit.config.load import build
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_has_sets, check_run, check_samples, check_sft
@@ -231,3 +232,27 @@ def test_learning_rates_that_contradict_one_another(training: dict[str, Any], me
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "function"),
+    [
+        ({"teacher": {"model": "t", "only": True}}, "none"),
+        ({"teacher": RunTeacher(model="t", only=True)}, "none"),
+        ({"teacher": {"model": "t", "only": True}, "reward": {"workers": 2}}, "reasoning_gym"),
+        ({"teacher": {"model": "t"}}, "reasoning_gym"),
+        ({}, "reasoning_gym"),
+        (
+            {
+                "teacher": {"model": "t", "only": True},
+                "data": {"train": {"type": "reasoning_gym", "task": "chain_sum"}},
+            },
+            "reasoning_gym",
+        ),
+    ],
+)
+def test_where_a_teacher_alone_teaches_nothing_else_has_to_grade(
+    changes: dict[str, Any], function: str
+) -> None:
+    values = {"model": "m", "output": "o", "data": {"train": {"type": "jsonl", "path": "a.jsonl"}}}
+    assert build(RunConfig, {**values, **changes}, "test").reward.function == function

@@ -99,7 +99,7 @@ def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(DataError, match="line 2: longer than 100 bytes"):
         load_rows(source)
     monkeypatch.undo()
-    with pytest.raises(DataError, match=r"line 1: longer than 67,108,864 bytes"):
+    with pytest.raises(DataError, match="is a device, not a file"):
         load_rows(JsonlData(path=Path("/dev/zero")))
 
 

@@ -1,6 +1,7 @@
 """What a folder holds in BF16 and in FP8: the policy's own bytes, and what stock loaders read."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import (
     Contents,
     PolicyTensors,
+    copy_tokenizer,
     fp8_contents,
     int8_contents,
     save_policy,
     write_folder,
 )
 from isobit.precision.quant_tensor import E4M3, Int8Rows, QuantTensor, dequantise, rotation_size
+from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError
 from tests.models.policies import logits_of
 from tests.tiny import save_tiny
@@ -369,3 +372,20 @@ def test_stops_of_config_json_are_carried_into_an_export(tmp_path: Path) -> None
     save_policy(load_policy(source, "fp32"), tmp_path / "out", source)
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [2, 16]
+
+
+def test_a_tokenizer_is_copied_without_places_of_a_machine(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(starter_folder(), source)
+    target.mkdir()
+    copy_tokenizer(source, target)
+    path = source / "tokenizer_config.json"
+    assert (target / path.name).read_bytes() == path.read_bytes()
+    found = json.loads(path.read_text())
+    places = {"name_or_path": "/home/somebody/model", "tokenizer_file": "~/.cache/tokenizer.json"}
+    path.write_text(json.dumps(found | places))
+    copy_tokenizer(source, target)
+    assert json.loads((target / path.name).read_text()) == found
+    path.write_text(json.dumps(found | {"name_or_path": "org/name"}))
+    copy_tokenizer(source, target)
+    assert (target / path.name).read_bytes() == path.read_bytes()

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from isobit.config.tables import PrecisionConfig
-from isobit.models.config import ModelConfig
+from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.observe.model_card import CardFacts, model_card
 from isobit.observe.report.source import read_run
@@ -193,3 +193,50 @@ def test_a_run_leaves_its_card_beside_its_model(make_config: Any) -> None:
     assert "`isobit.starter.tasks:correct_answer`" in card
     digest = hashlib.sha256((config.output / "model/model.safetensors").read_bytes()).hexdigest()
     assert f"| `model.safetensors` | `{digest}` |" in card
+
+
+ADAPTERS = replace(CONFIG, lora=Lora(4, 8.0, ("q_proj", "v_proj")))
+
+
+def test_the_card_of_adapters_is_pefts(run: Path, tmp_path: Path) -> None:
+    start = tmp_path / "models--org--name/snapshots/0123"
+    start.mkdir(parents=True)
+    (start / "README.md").write_text("---\nlicense: mit\nbase_model: org/older\n---\nA model.\n")
+    facts = replace(FACTS, config=ADAPTERS, record=read_run(run), step=3, start=start)
+    card = model_card(facts)
+    front = front_matter(card)
+    assert (front["library_name"], front["base_model"], front["license"]) == (
+        "peft", "org/name", "mit",
+    )  # fmt: skip
+    assert front["tags"] == ["isobit", "lora", "transformers", "reinforcement-learning"]
+    numbers = 2 * 4 * (128 + 128 + 128 + 128)
+    assert (
+        f"LoRA adapters of rank 4 (alpha 8; q_proj, v_proj), {numbers:,} parameters in FP32, for "
+        "the qwen3 language model `org/name`: the model of a run"
+    ) in card
+    assert 'PeftModel.from_pretrained(base, "FOLDER")' in card
+    assert 'base = AutoModelForCausalLM.from_pretrained("org/name")' in card
+    local = model_card(replace(facts, start=tmp_path / "my models"))
+    assert "base_model" not in front_matter(local)
+    assert "model `./my models`: the" in local and 'from_pretrained("BASE")' in local
+
+
+def test_no_place_of_this_machine_is_in_a_card(run: Path, tmp_path: Path) -> None:
+    secret = "/home/somebody/secret"
+    sources = {
+        "a": {"type": "jsonl", "path": [f"{secret}/a.jsonl", f"{secret}/b.jsonl"]},
+        "b": {"type": "csv", "path": "../somebody/secret/c.csv"},
+        "c": {"type": "hf", "path": "~/somebody/secret/d"},
+    }
+    set_config(
+        run,
+        model=f"{secret}/model",
+        data={"train": sources, "eval": {"held": sources["a"]}},
+        reward={"function": f"{secret}/reward.py:right"},
+    )
+    for config in (CONFIG, ADAPTERS):
+        facts = replace(FACTS, config=config, record=read_run(run), step=3)
+        card = model_card(replace(facts, source=f"{secret}/x", start=Path(f"{secret}/model")))
+        assert "somebody" not in card
+        assert "a: `a.jsonl`, `b.jsonl`, b: `c.csv`, c: `d`" in card
+        assert "`reward.py:right`" in card

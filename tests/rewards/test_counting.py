@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from isobit.config.data import RewardConfig
+from isobit.config.data import RewardConfig, RewardPart
+from isobit.data.readers import TASK_COLUMN
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import sandbox
@@ -180,3 +181,14 @@ def test_a_set_without_a_reference_is_refused(made: list[Prompt], message: str) 
     ):
         with pytest.raises(RewardError, match=message):
             check_references(reward, {"data.eval.a": prompts("5"), "data.train": made})
+
+
+def test_the_own_scorer_of_tasks_is_refused_for_prompts_of_none() -> None:
+    """At a run's start, dry runs included, and not by the first completion."""
+    task = Prompt("train/9", "", (1,), {"answer": "7", TASK_COLUMN: {"task": "chain_sum"}})
+    assert check_references(config("reasoning_gym"), {"data.train": [task]}) == []
+    with pytest.raises(RewardError, match=r"2 of the 3 prompts of data\.train.*first is train/0"):
+        check_references(config("reasoning_gym"), {"data.train": [*prompts("a", "b"), task]})
+    parts = {"right": RewardPart(function="reasoning_gym"), "short": RewardPart(function="a:b")}
+    with pytest.raises(RewardError, match="name another grader"):
+        check_references(RewardConfig(parts=parts), {"data.eval.x": prompts("a")})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isobit.config.tables import PrecisionConfig, RolloutConfig, named_precision
-from isobit.models.adapters import CONFIG_FILE
+from isobit.models.adapter_folder import CONFIG_FILE
 from isobit.models.config import Lora
 from isobit.models.folder import LoadedModel, load_adapters, load_model, write_model
 from isobit.models.policy import Policy

@@ -12,7 +12,7 @@ import torch
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_run, check_sft
 from isobit.config.tables import PrecisionConfig
-from isobit.models.adapters import CONFIG_FILE, WEIGHTS_FILE
+from isobit.models.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from isobit.models.layers import Weights
 from isobit.models.policy import Policy
 from isobit.models.safetensors import TensorFile
@@ -108,7 +108,7 @@ def test_a_model_in_int8_is_trained_on_as_it_is(
     found = [one["log_prob_diff/tokens_differing"] for one in lines if "log_prob_diff/mean" in one]
     assert found == [0, 0, 0]
     stored = json.loads((config.output / "model" / CONFIG_FILE).read_text())
-    assert stored["base_model_name_or_path"] == str(base)
+    assert stored["base_model_name_or_path"] == f"./{base.name}"
     with pytest.raises(ModelError, match=r"is in INT8.* exported from"):
         train(make_config(model=str(base), precision="fp8", output=str(tmp_path / "fp8")))
 

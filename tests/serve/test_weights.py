@@ -1,6 +1,8 @@
 """Weights that a trainer pushes to a running server, and pauses."""
 
+import asyncio
 import json
+import os
 import shutil
 import threading
 from collections.abc import Mapping
@@ -12,8 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isobit.cli.main import main
+from isobit.models.config import Lora
 from isobit.models.folder import load_model
-from isobit.serve.weights import WeightUpdates, digest_of
+from isobit.serve.protocol import ApiError
+from isobit.serve.weights import Sent, WeightUpdates, digest_of
 from isobit.starter import starter_folder
 from tests.serve.servers import KEY, Running, choices
 
@@ -170,3 +174,62 @@ def test_updates_need_a_key_and_a_folder(
     ):
         assert main(["serve", "starter", "--allow-weight-updates", *arguments]) == 2
         assert why in " ".join(capsys.readouterr().err.split())
+
+
+def updates_of(folder: Path) -> WeightUpdates:
+    policy = load_model("starter", "fp8", trainable=False).policy
+    return WeightUpdates(policy, None, folder)  # type: ignore[arg-type]
+
+
+def sent(**body: Any) -> Sent:
+    return Sent(bytearray(json.dumps(body).encode()), True, {})
+
+
+def test_weights_that_are_never_read_keep_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that does not answer; a pipe is refused at once."""
+    updates, stalled, going_on = updates_of(tmp_path), threading.Event(), threading.Event()
+
+    def read(self: WeightUpdates, sent: Sent) -> dict[str, torch.Tensor]:
+        stalled.set()
+        going_on.wait()
+        return {}
+
+    async def ask() -> None:
+        await updates._start(sent())
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(ApiError, match="is a named pipe, not a file"):
+            await updates._update(sent(update_info={"path": "pipe"}))
+        monkeypatch.setattr(WeightUpdates, "_read", read)
+        waiting = asyncio.create_task(updates._update(sent()))
+        await asyncio.to_thread(stalled.wait)
+        await updates._start(sent())  # which another trainer asks for meanwhile
+        going_on.set()
+        with pytest.raises(ApiError, match="another update has begun"):
+            await waiting
+        going_on.clear()
+        monkeypatch.setattr("isobit.serve.weights.READ_S", 0.01)
+        with pytest.raises(ApiError, match=r"not read within 0\.01 s"):
+            await updates._update(sent())
+
+    asyncio.run(ask())  # would join a thread of the executor
+    assert any(one.name == "isobit-weights" and one.daemon for one in threading.enumerate())
+    going_on.set()
+
+
+def test_adapters_are_updated_by_runs_alone(tmp_path: Path) -> None:
+    updates = updates_of(tmp_path)
+    object.__setattr__(updates.policy.config, "lora", Lora(4, 8.0, ("q_proj",)))
+    with pytest.raises(ApiError, match="model has adapters"):
+        asyncio.run(updates._update(sent()))
+
+
+def test_a_run_pushes_no_numbers_that_nothing_can_be_computed_with(tmp_path: Path) -> None:
+    runs = updates_of(tmp_path).runs
+    name = "layers.0.qkv_proj.lora_A.weight"
+    object.__setattr__(runs.policy, "shapes", {name: (4, 128)})
+    for value in (1e38, float("nan")):
+        with pytest.raises(ApiError, match="lora_A"):
+            runs._apply({name: torch.full((4, 128), value, dtype=torch.bfloat16)})
+    runs._apply({name: torch.ones(4, 128, dtype=torch.bfloat16)})

@@ -30,6 +30,7 @@ from isobit.cli.main import starting
 from isobit.config.base import MAX_BATCH
 from isobit.store.directory import RunDirectory, is_run
 from isobit.util.errors import ConfigError, IsobitError
+from isobit.util.plain_files import read_plain
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _recorded(root: Path) -> dict[str, Any]:
     """The recipe of a run."""
     path = RunDirectory(root).manifest
     try:
-        return json.loads(path.read_bytes())["config"]
+        return json.loads(read_plain(path))["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} does not say what the run began with: {error}") from error
 

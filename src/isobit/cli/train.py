@@ -25,6 +25,7 @@ from isobit.cli.arguments import (
 from isobit.cli.main import requests_wait, starting
 from isobit.parallel.launched import end_with_launcher, is_launched
 from isobit.util.errors import ConfigError
+from isobit.util.plain_files import read_plain
 
 if TYPE_CHECKING:
     from isobit.config.recipes import Recipe
@@ -135,7 +136,7 @@ def _config_of_run(command: str, directory: Path, overrides: Sequence[str]) -> "
 
     path = directory / "run.json"
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))["config"]
+        saved = json.loads(read_plain(path))["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error}); name the recipe of the run instead: isobit "

@@ -26,6 +26,7 @@ from isobit.config.recipes import RunConfig, all_keys
 from isobit.config.refusals import config_error, listed_error, refused_lines
 from isobit.config.shipped import how_to_get
 from isobit.util.errors import ConfigError
+from isobit.util.plain_files import open_plain
 
 LARGEST_FILE = 1 << 20
 """Bytes; a recipe has some hundreds."""
@@ -35,7 +36,7 @@ MAX_NESTING = 32
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a recipe, unchecked. Raises ConfigError for a file that is not TOML."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             content = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; {how_to_get(path)}") from None

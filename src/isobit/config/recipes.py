@@ -29,6 +29,7 @@ from isobit.config.algorithm import (
 )
 from isobit.config.base import MAX_COUNT, MAX_THREADS, Device, HomeName, HomePath, Seed, Strict
 from isobit.config.data import (
+    DEFAULT_FUNCTION,
     ChatConfig,
     DataConfig,
     EnvironmentConfig,
@@ -152,6 +153,26 @@ class RunConfig(Strict):
         if isinstance(rollout, RunRolloutConfig):
             engine = rollout.engine
         return {**values, "corrections": [{"type": "tis"}]} if engine == "vllm" else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ungraded_by_default(cls, values: Any) -> Any:
+        """Where a teacher alone teaches, nothing grades unless the recipe or a task does."""
+        if not isinstance(values, Mapping) or "reward" in values:
+            return values
+        teacher = values.get("teacher")
+        only = teacher.get("only") if isinstance(teacher, Mapping) else getattr(teacher, "only", 0)
+        is_graded = not only or _has_task(values.get("data"))
+        return values if is_graded else {**values, "reward": {"function": "none"}}
+
+
+def _has_task(data: Any) -> bool:
+    """Whether a source of data is a reasoning-gym task, which has its own scorer."""
+    if isinstance(data, BaseModel):
+        data = data.model_dump()
+    if not isinstance(data, Mapping):
+        return False
+    return data.get("type") == DEFAULT_FUNCTION or any(map(_has_task, data.values()))
 
 
 Objective = Literal["supervised", "preference", "distil"]

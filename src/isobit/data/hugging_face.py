@@ -22,6 +22,7 @@ from typing import Any
 from isobit.config.data import HubData
 from isobit.util.errors import DataError, hub_errors
 from isobit.util.files import lies_within
+from isobit.util.plain_files import check_plain, read_plain
 from isobit.util.terminal import say
 
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
@@ -46,6 +47,7 @@ def read_hugging_face(
         raise DataError(
             f"{folder} is not a folder of save_to_disk or of {', '.join(DATA_SUFFIXES)} files"
         )
+    _check_plain(folder)
     if any((folder / marker).is_file() for marker in SAVED_MARKERS):
         yield from _take(_saved(folder, split), limit, folder)
     elif any(path.suffix in DATA_SUFFIXES for path in folder.rglob("*")):
@@ -56,6 +58,18 @@ def read_hugging_face(
             f"{folder} holds no dataset: neither {' nor '.join(SAVED_MARKERS)}, nor any "
             f"{', '.join(DATA_SUFFIXES)} file"
         )
+
+
+def _check_plain(folder: Path) -> None:
+    """Raise ``DataError`` for a pipe or a device, which the library would open and wait for."""
+    for path in folder.rglob("*"):
+        try:
+            if not path.is_dir():
+                check_plain(path)
+        except FileNotFoundError:  # a link to nothing, which the library reports if it needs it
+            continue
+        except OSError as error:
+            raise DataError(f"{path} {error.strerror}; remove it from the dataset") from None
 
 
 def _take(dataset: Any, limit: int | None, folder: Path) -> Iterator[dict[str, Any]]:
@@ -107,7 +121,7 @@ def _check_saved(folder: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
@@ -143,7 +157,7 @@ def _check_cards(folder: Path) -> None:
     for card in (folder / name for name in _CARDS):
         if not card.is_file():
             continue
-        text = card.read_text(encoding="utf-8", errors="replace")
+        text = read_plain(card).decode("utf-8", "replace")
         if card.suffix != ".md":
             if "\n---" in f"\n{text}":
                 raise DataError(f"{card} has several YAML documents; expected one, without ---")
@@ -284,7 +298,7 @@ def _cached(repository: str, revision: str | None) -> Path | None:
 def _is_whole(folder: Path, source: HubData) -> bool:
     """Whether all files of rows in the commit's list are there."""
     try:
-        files = json.loads(_list_of(folder).read_text(encoding="utf-8"))
+        files = json.loads(read_plain(_list_of(folder)))
     except (OSError, ValueError):
         return False
     return all((folder / name).is_file() for name in chosen_files(files, source))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from isobit.util.errors import DataError
+from isobit.util.plain_files import check_plain, open_plain
 from isobit.util.user_code import from_environment
 
 if TYPE_CHECKING:
@@ -118,14 +119,14 @@ _DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 def _opened(path: Path) -> IO[bytes]:
     """A file's bytes, decompressed, whatever its name. Raises OSError."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         begin = file.read(8)
     for magic, opens in _COMPRESSED.items():
         if begin.startswith(magic):
             return opens(path)
     if begin.startswith(_ZSTANDARD):
         raise DataError(f"{path} is compressed with Zstandard; decompress it, or take gzip")
-    return path.open("rb")
+    return open_plain(path)
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
@@ -289,6 +290,7 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     from pyarrow.parquet import ParquetFile
 
     try:
+        check_plain(path)
         with ParquetFile(path) as file:
             for batch in file.iter_batches(_ROWS_AT_ONCE):
                 yield from batch.to_pylist()

@@ -2,7 +2,8 @@ r"""A model folder's tokenizer, its stop tokens and its chat template.
 
 A chat template is an untrusted program. transformers runs it in jinja's sandbox, which does not
 limit the time: two nested loops of ``range(99999)`` take an hour, and a power of a power never
-ends. So the lines that a template executes are counted here, and powers are refused.
+ends. So the lines that a template executes are counted here, powers are refused, and what its
+operations make is bounded (``isobit.data.template_limits``).
 
 Text is untrusted too: a tokenizer reads ``<|im_end|>`` as the end of a turn wherever it occurs, in
 a question, a dataset's answer, or a model's completion. So control tokens in such text are marked
@@ -32,14 +33,17 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from isobit.data.template_limits import Allowance, compiled, limited
 from isobit.util.errors import ConfigError, ModelError
+from isobit.util.plain_files import check_plain, read_plain
 
 MAX_LINES = 1_000_000
 """Executed lines of a template for one conversation; a thousand messages take some 50,000."""
+_LINES_AT_ONCE = 1000
 LARGEST = 1 << 20
-"""Characters of a template."""
+"""Characters of a template, and of a layout of the date ``LONGEST_LAYOUT``."""
+LONGEST_LAYOUT = 1000
 _FILE = "<template>"
 """The file name of jinja's compiled templates."""
 
@@ -69,10 +73,10 @@ def rendered(
     listed: Any = None if tools is None else [dict(tool) for tool in tools]
     template = tokenizer.get_chat_template(None, listed)
     # transformers gives templates a clock that shows the time of the rendering
-    _compile_jinja_template(template).globals[CLOCK] = _strftime_now
+    compiled(template).globals[CLOCK] = _strftime_now
     before = _NOW.set(date)
     try:
-        with _counted_lines():
+        with limited([messages, tools, variables]) as allowance, _counted_lines(allowance):
             text = tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=listed,
@@ -88,6 +92,8 @@ def rendered(
 
 
 def _strftime_now(layout: str) -> str:
+    if len(layout) > LONGEST_LAYOUT:
+        raise TemplateError(f"the layout of the date has more than {LONGEST_LAYOUT} characters")
     return (_NOW.get() or datetime.now()).strftime(layout)
 
 
@@ -127,7 +133,7 @@ _TEMPLATES = ("tokenizer_config.json", "*chat_template*", "additional_chat_templ
 def reads_clock(folder: Path) -> bool:
     """Whether a chat template of a model folder may write the date. No tokenizer is loaded."""
     files = (path for pattern in _TEMPLATES for path in folder.glob(pattern) if path.is_file())
-    return any(CLOCK.encode() in path.read_bytes() for path in files)
+    return any(CLOCK.encode() in read_plain(path, LARGEST_TEXT) for path in files)
 
 
 _TAKEN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
@@ -162,13 +168,17 @@ def _check(template: str) -> None:
 
 
 @contextmanager
-def _counted_lines() -> Iterator[None]:
-    """Raise ``TemplateError`` inside a template that executes more than ``MAX_LINES`` lines."""
+def _counted_lines(allowance: Allowance) -> Iterator[None]:
+    """Raise ``TemplateError`` inside a template that executes more than ``MAX_LINES`` lines, or for
+    too long.
+    """
     left = MAX_LINES
 
     def of_template(_frame: FrameType, event: str, _value: Any) -> Any:
         nonlocal left
         left -= event == "line"
+        if left % _LINES_AT_ONCE == 0:
+            allowance.check_time()
         if left < 0:
             raise TemplateError(
                 f"it has not ended after {MAX_LINES:,} lines: its loops are too long"
@@ -319,7 +329,22 @@ def _spelling(tokenizer: PreTrainedTokenizerBase) -> _Spelling:
     return _Spelling(pattern, max(map(len, tokenizer.get_vocab()), default=1))
 
 
+LARGEST_TEXT = 1 << 28
+"""Bytes of a file of a tokenizer; those of the largest vocabularies have some 40 MB."""
+_READ_BY_TRANSFORMERS = (".json", ".jsonl", ".jinja", ".model", ".txt")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ``ModelError`` for a pipe, a device or a file without an end, which the library would
+    open and read for ever.
+    """
+    for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
+        if path.suffix in _READ_BY_TRANSFORMERS and path.exists() and not path.is_dir():
+            try:
+                check_plain(path, LARGEST_TEXT)
+            except OSError as error:
+                raise ModelError(f"{path} {error.strerror}; expected a tokenizer's file") from None
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -334,6 +359,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
+    _check_files(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), config=_family(folder), local_files_only=True, trust_remote_code=False
@@ -497,7 +523,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def named_stops(path: Path) -> list[int]:
     """The ``eos_token_id`` of a JSON file; none where there is no file. Raises ``ModelError``."""
     try:
-        config = json.loads(path.read_bytes()) if path.is_file() else {}
+        config = json.loads(read_plain(path)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {str(error)[:200]}") from error
     value = config.get("eos_token_id") if isinstance(config, dict) else None

@@ -26,6 +26,7 @@ from isobit.rewards.sandbox import (
 )
 from isobit.util.errors import ToolError
 from isobit.util.files import file_sha256
+from isobit.util.plain_files import read_plain
 
 _LONGEST = 200
 """Characters of an expression."""
@@ -271,7 +272,10 @@ def _built_index(folder: Path, suffixes: Sequence[str], index: str | None) -> Pa
     try:
         with database:
             database.execute("CREATE VIRTUAL TABLE documents USING fts5(document UNINDEXED, text)")
-            rows = ((name, path.read_text("utf-8", "replace")) for name, path in documents)
+            rows = (
+                (name, read_plain(path, largest=None).decode("utf-8", "replace"))
+                for name, path in documents
+            )
             database.executemany("INSERT INTO documents VALUES (?, ?)", rows)
             database.execute("INSERT INTO documents(documents) VALUES ('optimize')")
     finally:

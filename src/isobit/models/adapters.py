@@ -1,12 +1,7 @@
-"""Adapters of low rank in PEFT's folders, and at the start of a run.
+"""Adapters of low rank of a policy: at the start of a run, from and for PEFT's folders
+(``isobit.models.adapter_folder``), beside a model that is sampled, and their delivery.
 
-    adapter_config.json           ``LoraConfig``: r, lora_alpha, target_modules, use_rslora, ..
-    adapter_model.safetensors     base_model.model.MODULE.lora_A.weight    FP32 [r, K]
-                                  base_model.model.MODULE.lora_B.weight    FP32 [N, r]
-
-``isobit.models.layers.Adapter`` has the arithmetic. Stock ``peft`` and vLLM load such a folder; the
-model that it changes is another folder, ``base_model_name_or_path``. What PEFT has beside A and B
-(biases, DoRA, other ranks for some modules, saved modules) is refused by its name.
+``isobit.models.layers.Adapter`` has the arithmetic.
 
 In INT8 what stands out of a norm is moved behind it (``fold_norms``), so that A reads other numbers
 than PEFT's. Files have PEFT's A: it is multiplied by the norm's powers of two when it is read, and
@@ -14,54 +9,30 @@ divided by them when it is written, both exactly.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from isobit.config.tables import ALL_LINEAR, LORA_TARGETS, PrecisionConfig
+from isobit.config.tables import PrecisionConfig
 from isobit.kernels.operands import LinearWeight
+from isobit.models.adapter_folder import CONFIG_FILE, AdapterTensors, read_adapter_config
 from isobit.models.checkpoint import Checkpoint
-from isobit.models.config import Lora, ModelConfig
+from isobit.models.config import ModelConfig
 from isobit.models.decoder import Decoder, build_decoder, fold_norms
 from isobit.models.layers import Master, Weights
 from isobit.models.quantised_checkpoint import MasterValues
-from isobit.models.safetensors import TensorFile, write_tensors
 from isobit.parallel.world import raised_on_all
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import DTYPES, QuantTensor
-from isobit.util.errors import MismatchError, ModelError
-from isobit.util.strict_json import json_text
+from isobit.util.errors import MismatchError, ModelError, shown
 
 if TYPE_CHECKING:
     from isobit.models.policy import Policy
     from isobit.models.saving import Tensors
-
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-
-_NEUTRAL: dict[str, Any] = {
-    "alora_invocation_tokens": None,
-    "alpha_pattern": {},
-    "arrow_config": None,
-    "bias": "none",
-    "exclude_modules": None,
-    "fan_in_fan_out": False,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "layers_to_transform": None,
-    "lora_bias": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "use_dora": False,
-    "use_qalora": False,
-}
-"""Keys that change what an adapter computes, with the values that leave it plain LoRA."""
 
 
 def adapter_masters(config: ModelConfig) -> dict[str, Master]:
@@ -95,20 +66,13 @@ def read_adapters(
     """A policy's masters with the A and B of PEFT's folder. Raises ModelError for tensors that are
     not those of ``config``.
     """
-    adapters, file = adapter_masters(config), open_adapters(folder, config)
+    adapters, stored = adapter_masters(config), open_adapters(folder, config)
     for name, values in masters:
         if name not in adapters:
             yield name, values
             continue
         assert isinstance(values, torch.Tensor), "no adapter is quantised"
-        yield name, _stored(file, adapters[name], name).to(values.device)
-
-
-def _stored(file: TensorFile, master: Master, name: str) -> torch.Tensor:
-    found = torch.cat([file[part].float() for part in master.adapter])
-    if not bool(found.isfinite().all()):
-        raise ModelError(f"{file.path}: {name} has a number that is not finite")
-    return found
+        yield name, torch.cat([stored[part] for part in adapters[name].adapter]).to(values.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +96,13 @@ def add_adapter(
     described = read_adapter_config(folder)
     assert policy.config.lora is None, "adapters of adapters"
     config = replace(policy.config, lora=described.lora)
-    decoder, file = build_decoder(config), open_adapters(folder, config)
+    decoder, stored = build_decoder(config), open_adapters(folder, config)
     flow = build_flow(precision, decoder.shape)
     graph, own = flow.rollout, policy.weights("rollout")
     folded = folded_columns(config, flow, Checkpoint.open(base, policy.config).tensor)
     linears = {path: replace(held, site=graph.site(path)) for path, held in own.linears.items()}
     for master_name, master in adapter_masters(config).items():
-        values = _stored(file, master, master_name)
+        values = torch.cat([stored[part] for part in master.adapter])
         if master_name in folded:
             values = values * folded[master_name]
         site = graph.site(master_name.removesuffix(".weight"))
@@ -147,32 +111,32 @@ def add_adapter(
     policy.adapters[name] = Adapted(decoder, replace(own, graph=graph, linears=linears))
 
 
-def open_adapters(folder: Path, config: ModelConfig) -> TensorFile:
-    """A and B in PEFT's folder. Raises ModelError for tensors that are not those of ``config``."""
-    adapters, path = adapter_masters(config), folder / WEIGHTS_FILE
-    if not path.is_file():
-        raise ModelError(
-            f"{folder} has {CONFIG_FILE} but no {WEIGHTS_FILE}; expected a folder that `isobit "
-            "train` or PEFT's save_pretrained has written"
-        )
-    file = TensorFile(path)
-    found = file.shapes()
+def open_adapters(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """A and B in PEFT's folder by their names, FP32, for every linear that is a target of
+    ``config``: zeros, which compute nothing and learn nothing, where a folder chooses single
+    layers. Raises ModelError for tensors that are not those of ``config``, and for numbers that
+    none can compute with.
+    """
+    described, stored = read_adapter_config(folder), AdapterTensors.open(folder)
     expected = {
         part: (rows, *master.shape[1:])
-        for master in adapters.values()
+        for master in adapter_masters(config).values()
         for part, rows in master.adapter.items()
     }
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
+    names = expected.keys() if described.is_whole else stored.shapes.keys()
+    for name in sorted(names | stored.shapes.keys()):
+        if expected.get(name) != stored.shapes.get(name):
             raise ModelError(
-                f"{path}: {name} has the shape {found.get(name, '(none)')}, and {CONFIG_FILE} and "
-                f"the model ask for {expected.get(name, '(none)')}: they do not belong together"
+                f"{stored.path}: {shown(name)} has the shape {stored.shapes.get(name, '(none)')}, "
+                f"and {CONFIG_FILE} and the model ask for {expected.get(name, '(none)')}: they do "
+                "not belong together"
             )
-    return file
-
-
-def is_adapter_folder(folder: Path) -> bool:
-    return (folder / CONFIG_FILE).is_file()
+    return {
+        name: stored.values(name)
+        if name in stored.shapes
+        else torch.zeros(shape, dtype=torch.float32)
+        for name, shape in expected.items()
+    }
 
 
 _ALIGNED = 64
@@ -318,79 +282,6 @@ def filled(policy: "Policy", size: float = 0.05) -> Iterator[None]:
         policy.publish()
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFolder:
-    """What ``adapter_config.json`` says."""
-
-    base: str  # the model that it changes: a folder or a name of the hub
-    lora: Lora
-
-
-def read_adapter_config(folder: Path) -> AdapterFolder:
-    """Raises ModelError for what is not plain LoRA on a decoder's linears."""
-    path = folder / CONFIG_FILE
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
-        raise ModelError(f"{path}: peft_type is not LORA, the only kind of adapter that is read")
-    for key, neutral in _NEUTRAL.items():
-        value = found.get(key)
-        if value and value != neutral:
-            raise ModelError(
-                f"{path}: {key} is {value!r}, which changes what an adapter computes; only plain "
-                f"LoRA is read, with {key} = {neutral!r}"
-            )
-    rank, alpha = found.get("r"), found.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
-        raise ModelError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers")
-    base = found.get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise ModelError(
-            f"{path}: base_model_name_or_path is {base!r}; write the folder or the hub's name of "
-            "the model there that the adapter was trained on"
-        )
-    if isinstance(revision := found.get("revision"), str) and not Path(base).exists():
-        base = f"{base}@{revision}"
-    targets = _targets(path, found.get("target_modules"))
-    return AdapterFolder(base, Lora(rank, float(alpha), targets, bool(found.get("use_rslora"))))
-
-
-def _targets(path: Path, value: Any) -> tuple[str, ...]:
-    names = LORA_TARGETS if value == ALL_LINEAR else value
-    if not isinstance(names, list | tuple) or not names or not set(names) <= set(LORA_TARGETS):
-        raise ModelError(
-            f"{path}: target_modules is {value!r}; expected a list of some of "
-            f"{', '.join(LORA_TARGETS)}"
-        )
-    return tuple(name for name in LORA_TARGETS if name in names)
-
-
-def adapter_config(lora: Lora, base: Path) -> dict[str, Any]:
-    """An ``adapter_config.json`` that PEFT and vLLM load; ``base`` may be in the hub's cache."""
-    name, revision = str(base.resolve()), None
-    parts = base.parts
-    if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
-        name, revision = parts[-3].removeprefix("models--").replace("--", "/"), parts[-1]
-    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": name,
-        "revision": revision,
-        "r": lora.rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(lora.targets),
-        "use_rslora": lora.rslora,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-    }
-
-
 def folded_columns(
     config: ModelConfig, flow: PrecisionFlow, norm: Callable[[str], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
@@ -431,16 +322,6 @@ def peft_tensors(
         parts = values.split(list(master.adapter.values()))
         made |= dict(zip(master.adapter, (part.contiguous() for part in parts), strict=True))
     return made
-
-
-def write_adapters(
-    folder: Path, lora: Lora, base: Path, tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """PEFT's folder, of ``peft_tensors``, for adapters of the model folder ``base``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json_text(adapter_config(lora, base), indent=2)
-    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-    write_tensors(folder / WEIGHTS_FILE, tensors, tensors.__getitem__, {"format": "pt"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ from isobit.precision.quant_tensor import (
 )
 from isobit.util.errors import ModelError, shown
 from isobit.util.files import lies_within
+from isobit.util.plain_files import read_plain
 
 
 def open_checkpoint(folder: Path) -> dict[str, CheckpointTensor]:
@@ -143,7 +144,7 @@ def _where_a_run_has_it(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a folder. Raises ModelError for a file that is missing or holds none."""
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
     except FileNotFoundError:
         raise ModelError(f"{path} is missing{_where_a_run_has_it(path)}") from None
     except OSError as error:

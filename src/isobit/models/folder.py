@@ -14,6 +14,7 @@ template and the index of shards are fetched first, then the safetensors that th
 Nothing else is fetched: no pickle, and no code.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -33,16 +34,20 @@ from isobit.data.tokenizer import (
     tokenizer_size,
 )
 from isobit.kernels import backend
+from isobit.models.adapter_folder import (
+    CONFIG_FILE,
+    LOCAL,
+    is_adapter_folder,
+    read_adapter_config,
+    write_adapters,
+)
 from isobit.models.adapters import (
     adapter_masters,
     add_adapter,
     drawn_adapters,
     folded_columns,
-    is_adapter_folder,
     peft_tensors,
-    read_adapter_config,
     read_adapters,
-    write_adapters,
 )
 from isobit.models.checkpoint import Checkpoint, read_json, shard_names, weight_files
 from isobit.models.config import ModelConfig
@@ -62,8 +67,9 @@ from isobit.parallel.gradient_sum import ONE_SLOT, Slots
 from isobit.parallel.world import ALONE, World, write_on_all
 from isobit.records.text import SamplingParams
 from isobit.starter import starter_folder
-from isobit.util.errors import ModelError, hub_errors
+from isobit.util.errors import ModelError, hub_errors, shown
 from isobit.util.files import disk_errors, new_folder
+from isobit.util.plain_files import read_plain
 from isobit.util.terminal import say
 
 
@@ -116,10 +122,49 @@ def base_folder(folder: Path, weights: bool = True) -> Path:
     """
     if not is_adapter_folder(folder):
         return folder
-    base = model_folder(read_adapter_config(folder).base, weights)
+    name = read_adapter_config(folder).base
+    base = _local_base(folder, name) if name.startswith(LOCAL) else model_folder(name, weights)
     if is_adapter_folder(base):
         raise ModelError(f"{folder} is an adapter of {base}, which is an adapter itself")
     return base
+
+
+def _local_base(folder: Path, name: str) -> Path:
+    """The model folder that an adapter's folder calls ``./NAME``: what the run beside it began
+    from, that path from here, or a folder beside the adapter. Raises ModelError.
+    """
+    path = Path(name)
+    recorded, beside = _base_of_run(folder), folder.resolve().parent / path.name
+    for place in (path if recorded is None else recorded, path, beside):
+        is_named = place.resolve().name == path.name
+        if is_named and (place / "config.json").is_file() and not is_adapter_folder(place):
+            return place
+    raise ModelError(
+        f"{folder / CONFIG_FILE}: base_model_name_or_path is {shown(name)}, and there is no such "
+        f"model folder here or beside {folder}; write the folder or the hub's name of the model "
+        "there that the adapter was trained on"
+    )
+
+
+_RUNS = 16
+"""In a chain of runs that each began from the adapters of another."""
+
+
+def _base_of_run(folder: Path) -> Path | None:
+    """The base of the model that the run began from whose directory a folder lies in."""
+    for _ in range(_RUNS):
+        try:
+            manifest = json.loads(read_plain(folder.resolve().parent / "run.json"))
+            start = Path(manifest["config"]["model"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        if not is_adapter_folder(start):
+            return start
+        name = read_adapter_config(start).base
+        if not name.startswith(LOCAL):
+            return Path(name)
+        folder = start
+    return None
 
 
 def read_any_config(folder: Path) -> ModelConfig:

@@ -41,6 +41,7 @@ import torch
 from isobit.kernels.backend import backend_of
 from isobit.kernels.noise import Rows
 from isobit.util.errors import ModelError, shown
+from isobit.util.plain_files import open_plain
 from isobit.util.strict_json import json_text
 
 LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
@@ -246,7 +247,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
         """Raises ModelError for a file that cannot be read or is damaged."""
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 self._map = mmap.mmap(file.fileno(), size, _FLAGS, _ACCESS) if size else b""
         except OSError as error:

@@ -63,6 +63,7 @@ from isobit.precision.quant_tensor import (
     rotation_size,
 )
 from isobit.util.errors import ConfigError
+from isobit.util.plain_files import read_plain
 from isobit.util.strict_json import json_text
 from isobit.util.terminal import say
 
@@ -442,15 +443,38 @@ def write_folder(
 def _token_ids(source: Path) -> dict[str, Any]:
     """The special tokens that another folder's config.json names."""
     path = source / "config.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = json.loads(read_plain(path)) if path.is_file() else {}
     return {key: found[key] for key in _TOKEN_IDS if found.get(key) is not None}
+
+
+_OF_A_MACHINE = ("name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file")
+"""Keys in which transformers has kept where a tokenizer was read."""
+
+
+def _copy_text(source: Path, target: Path) -> None:
+    """A copy, byte for byte unless it names a place of the machine that it was written on."""
+    shutil.copyfile(source, target)
+    if source.name not in ("tokenizer_config.json", "special_tokens_map.json"):
+        return
+    found = json.loads(read_plain(source))
+    if not isinstance(found, dict):
+        return
+    kept = {
+        key: value
+        for key, value in found.items()
+        if key not in _OF_A_MACHINE
+        or not isinstance(value, str)
+        or not value.startswith(("/", "~", "."))
+    }
+    if kept != found:
+        _write_json(target, kept)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Adds a generation config if there is none, so that engines know every end token."""
     for file in TEXT_FILES:
         if (source / file).is_file():
-            shutil.copyfile(source / file, folder / file)
+            _copy_text(source / file, folder / file)
     if (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
     has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)

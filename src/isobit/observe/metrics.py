@@ -38,6 +38,7 @@ from isobit.records.metrics import Metrics
 from isobit.store.directory import EVENTS_SUFFIX
 from isobit.util.errors import ConfigError
 from isobit.util.files import LineFile
+from isobit.util.plain_files import read_plain
 from isobit.util.strict_json import json_line, json_text
 
 Row = Mapping[str, Any]
@@ -346,7 +347,7 @@ class MlflowTracker(Tracker):
     ) -> None:
         path = root / "mlflow_id"
         self._library.set_experiment(project)
-        known = path.read_text(encoding="utf-8") if path.exists() else None
+        known = read_plain(path).decode() if path.exists() else None
         run = self._library.start_run(run_id=known, run_name=name, tags=dict.fromkeys(tags, ""))
         if known is None:  # parameters of a run cannot be changed
             path.write_text(run.info.run_id, encoding="utf-8")
@@ -424,4 +425,4 @@ def _run_id(path: Path, length: int = 12) -> str:
     """The id of this run at a service, created the first time."""
     if not path.exists():
         path.write_text(uuid4().hex[:length], encoding="utf-8")
-    return path.read_text(encoding="utf-8")
+    return read_plain(path).decode()

@@ -4,9 +4,11 @@ Its metrics are those of ``metrics.jsonl`` up to the exported step.  Names come 
 are escaped so that they can be neither markup nor a key of the front matter.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +16,17 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import isobit
 from isobit.config.data import WHOLE
+from isobit.models.adapter_folder import LOCAL, base_name
+from isobit.models.adapters import adapter_masters
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import parameter_count
-from isobit.models.folder import is_hub_name
+from isobit.models.folder import base_folder, is_hub_name
 from isobit.observe.report.page import visible
 from isobit.observe.report.panels import evaluation_sets, is_accuracy
 from isobit.observe.report.source import RunRecord
 from isobit.precision.flow import PrecisionFlow, describe_flow
 from isobit.util.files import file_sha256
+from isobit.util.plain_files import read_plain
 
 CARD_FILE = "README.md"
 TRANSFORMERS_INT8 = """\
@@ -73,26 +78,34 @@ def model_card(facts: CardFacts) -> str:
         sections += ["## Training", _table(("", ""), _settings(record))]
         sections += [*_evaluations(record), *_exactness(record)]
     sections += _formats(facts)
-    kind = "SequenceClassification" if facts.config.score_head else "CausalLM"
-    sections += [
-        "## Loading",
-        "```python\n"
-        f"from transformers import AutoModelFor{kind}, AutoTokenizer\n\n"
-        f'model = AutoModelFor{kind}.from_pretrained("FOLDER")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
-        "```",
-    ]
+    sections += ["## Loading", f"```python\n{_loading(facts)}```"]
     files = [(_code(name), _code(digest)) for name, digest in sorted(facts.digests.items())]
     sections += ["## Files", _table(("file", "SHA-256"), files)]
     return "\n\n".join(sections) + "\n"
 
 
+def _loading(facts: CardFacts) -> str:
+    kind = "SequenceClassification" if facts.config.score_head else "CausalLM"
+    line = f"from transformers import AutoModelFor{kind}, AutoTokenizer\n\n"
+    tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
+    if facts.config.lora is None:
+        return f'{line}model = AutoModelFor{kind}.from_pretrained("FOLDER")\n{tokenizer}'
+    base = json.dumps(_base_model(facts) or "BASE")
+    return (
+        f"from peft import PeftModel\n{line}"
+        f"base = AutoModelFor{kind}.from_pretrained({base})\n"
+        f'model = PeftModel.from_pretrained(base, "FOLDER")\n{tokenizer}'
+    )
+
+
 def write_card(
     folder: Path, name: str, config: ModelConfig, record: RunRecord, step: int, start: Path
 ) -> None:
-    """The card of a run's model in BF16, beside its files; ``start`` is the folder that the run
-    began from.  Its bytes do not depend on the run's directory or machine, like the model's.
+    """The card of a run's model in BF16, or of its adapters, beside its files; ``start`` is the
+    folder that the run began from.  Its bytes do not depend on the run's directory or machine, like
+    the model's.
     """
+    start = start if config.lora is None else base_folder(start)
     digests = {file.name: file_sha256(file) for file in folder.iterdir() if file.is_file()}
     facts = CardFacts(name, name, config, None, None, (), digests, record, step, start)
     (folder / CARD_FILE).write_text(model_card(facts), encoding="utf-8")
@@ -101,13 +114,13 @@ def write_card(
 def _front_matter(facts: CardFacts) -> str:
     """What the hub reads, as YAML."""
     record, older = facts.record, _older_card(facts.start)
-    tags = ["isobit"]
+    tags = ["isobit"] if facts.config.lora is None else ["isobit", "lora", "transformers"]
     if record is not None:
         tags.append("reinforcement-learning" if _is_rl(record) else "fine-tuned")
     data = ModelCardData(
-        library_name="transformers",
+        library_name="transformers" if facts.config.lora is None else "peft",
         pipeline_tag="text-classification" if facts.config.score_head else "text-generation",
-        base_model=_base_model(facts) or older.base_model,
+        base_model=_base_model(facts) or (None if facts.config.lora else older.base_model),
         license=older.license,
         license_name=older.get("license_name"),
         license_link=older.get("license_link"),
@@ -120,6 +133,10 @@ def _front_matter(facts: CardFacts) -> str:
 
 
 def _base_model(facts: CardFacts) -> str | None:
+    """The name of the hub of what this model was made from, or of what adapters change."""
+    if facts.config.lora is not None:
+        name = base_name(facts.start)[0] if facts.start else ""
+        return name if "/" in name and not name.startswith(LOCAL) else None
     base = facts.record.setting("config", "model") if facts.record else facts.source
     return base.partition("@")[0] if isinstance(base, str) and is_hub_name(base) else None
 
@@ -127,7 +144,8 @@ def _base_model(facts: CardFacts) -> str | None:
 def _older_card(folder: Path | None) -> ModelCardData:
     """What the card of the model says that this one was made from; nothing where it has none."""
     try:
-        found = ModelCard.load(folder / CARD_FILE).data if folder else None
+        text = read_plain(folder / CARD_FILE).decode("utf-8") if folder else ""
+        found = ModelCard(text).data
     except Exception:  # no card, or one that is not YAML: then nothing is known
         found = None
     return found if isinstance(found, ModelCardData) else ModelCardData()
@@ -166,15 +184,32 @@ def _results(record: RunRecord) -> list[EvalResult] | None:
     return found or None
 
 
-def _opening(facts: CardFacts) -> str:
+def _what(facts: CardFacts) -> str:
+    lora = facts.config.lora
+    if lora is not None:
+        masters = adapter_masters(facts.config).values()
+        numbers = sum(prod(master.shape) for master in masters)
+        base = "another one" if facts.start is None else _place(base_name(facts.start)[0])
+        scale = f"alpha {lora.alpha:g}{', rsLoRA' if lora.rslora else ''}"
+        return (
+            f"LoRA adapters of rank {lora.rank} ({scale}; {', '.join(lora.targets)}), "
+            f"{numbers:,} parameters in FP32, for the {facts.config.family} language model {base}"
+        )
     parameters = parameter_count(facts.config)
     kind = "reward model" if facts.config.score_head else "language model"
     what = f"A {facts.config.family} {kind} of {parameters:,} parameters, in "
-    what += {
-        "fp8": "FP8 (E4M3 in blocks of 128x128)",
-        "int8": "INT8 (behind a Hadamard matrix, a scale for each row)",
-        None: "BF16",
-    }[facts.in_8_bits]
+    return (
+        what
+        + {
+            "fp8": "FP8 (E4M3 in blocks of 128x128)",
+            "int8": "INT8 (behind a Hadamard matrix, a scale for each row)",
+            None: "BF16",
+        }[facts.in_8_bits]
+    )
+
+
+def _opening(facts: CardFacts) -> str:
+    what = _what(facts)
     if facts.record is None:
         return f"{what}; written by Isobit {isobit.__version__} from {_place(facts.source)}."
     kind = "reinforcement learning" if _is_rl(facts.record) else "fine-tuning"
@@ -239,8 +274,8 @@ def _data_names(entry: Any) -> list[str]:
             (entry[key] for key in ("path", "name", "dataset", "task") if entry.get(key)),
             entry["type"],
         )
-        return [_place(name)]
-    return [f"{_plain(key)}: {''.join(_data_names(value))}" for key, value in entry.items()]
+        return list(map(_place, name if isinstance(name, list | tuple) else [name]))
+    return [f"{_plain(key)}: {', '.join(_data_names(value))}" for key, value in entry.items()]
 
 
 def _evaluations(record: RunRecord) -> list[str]:
@@ -328,9 +363,12 @@ def _code(value: Any) -> str:
 
 
 def _place(value: Any) -> str:
-    """A path or name as code; only the last part of an absolute path, as the rest is private."""
+    """A path or name as code; only the last part of a path that leads away from the current
+    directory, as the rest is private.
+    """
     text = str(value)
-    return _code(text.rstrip("/").rpartition("/")[2] if text.startswith("/") else text)
+    is_elsewhere = text.startswith(("/", "~")) or ".." in text.split("/")
+    return _code(text.rstrip("/").rpartition("/")[2] if is_elsewhere else text)
 
 
 def _plain(value: Any) -> str:

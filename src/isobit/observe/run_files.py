@@ -10,7 +10,6 @@ of a run's files are not followed, and of a file that is not there nothing is kn
 import json
 import math
 import os
-import stat
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
@@ -24,6 +23,7 @@ from typing import Any, BinaryIO
 
 from isobit.observe.report.source import RunRecord, add_figures, read_object
 from isobit.store.directory import RunDirectory, is_held, parsed_line
+from isobit.util.plain_files import open_plain
 
 LOOK_S = 0.5
 """How long one look at a file may read."""
@@ -35,19 +35,6 @@ HEAD = 64
 """Bytes before the place of a look that must be as they were, or the file is read anew."""
 PAGE = 50
 """Completions of a page of results."""
-
-
-def open_plain(path: Path) -> BinaryIO:
-    """A file for reading.  Raises OSError where it is none, or a link or a pipe in its place."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise FileNotFoundError(f"{path} is no file")
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        with suppress(OSError):
-            os.close(descriptor)
-        raise
 
 
 class GrowingFile(ABC):
@@ -70,7 +57,7 @@ class GrowingFile(ABC):
         """Read on, for that long at most."""
         until = monotonic() + seconds
         try:
-            with open_plain(self.path) as file:
+            with open_plain(self.path, follow_links=False) as file:
                 self._find_place(file)
                 for at, line in self._lines(file, until):
                     content = parsed_line(line)
@@ -137,7 +124,7 @@ class GrowingFigures(GrowingFile):
 def last_figures(path: Path) -> dict[int, dict[str, float | None]]:
     """The figures in the last lines of a file, which may be long; none where there is no file."""
     steps: dict[int, dict[str, float | None]] = {}
-    with suppress(OSError), open_plain(path) as file:
+    with suppress(OSError), open_plain(path, follow_links=False) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL))
         for line in file.read(TAIL).split(b"\n"):
@@ -279,7 +266,7 @@ class LineCompletions(GrowingFile, Completions):
         return self.position / self.size if self.size else 1.0
 
     def read(self, place: int) -> dict[str, Any]:
-        with open_plain(self.path) as file:
+        with open_plain(self.path, follow_links=False) as file:
             file.seek(self._offsets[place])
             content = parsed_line(file.readline(LONGEST_LINE))
         if content is None:

@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from isobit.config.data import WHOLE, RewardConfig
+from isobit.config.data import DEFAULT_FUNCTION, WHOLE, RewardConfig
+from isobit.data.readers import TASK_COLUMN
 from isobit.records.rounding import rounded_sum
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.form import Reward
@@ -233,10 +234,14 @@ def check_references(
 ) -> Sequence[str]:
     """A line for each set of prompts and each grader that cannot use some of the references.
 
-    Raises ``RewardError`` where a set has none that can be used, or a prompt no such column.
+    Raises ``RewardError`` where a set has none that can be used, or a prompt no such column, or
+    where tasks' own scorers are to grade prompts that come from none.
     """
     parts = {} if reward is None else reward.named()
     lines: list[str] = []
+    if any(part.function == DEFAULT_FUNCTION for part in parts.values()):
+        for name, prompts in sets.items():
+            _check_tasks(name, prompts)
     for grader, column in dict.fromkeys(
         (part.function, part.options.get("column", "answer"))
         for part in parts.values()
@@ -245,6 +250,17 @@ def check_references(
         for name, prompts in sets.items():
             lines += _unusable(grader, column, name, prompts)
     return lines
+
+
+def _check_tasks(name: str, prompts: Sequence[Prompt]) -> None:
+    others = [prompt.id for prompt in prompts if TASK_COLUMN not in prompt.row]
+    if others:
+        raise RewardError(
+            f"reward.function is {DEFAULT_FUNCTION!r}, the default, which is the own scorer of a "
+            f"reasoning-gym task, and {len(others):,} of the {len(prompts):,} prompts of {name} "
+            f"come from none, the first is {others[0]}; name another grader, such as exact_match "
+            "or math_verify, a function of yours, or 'none' to learn from a teacher alone"
+        )
 
 
 def _unusable(grader: str, column: str, name: str, prompts: Sequence[Prompt]) -> Sequence[str]:

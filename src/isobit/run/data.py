@@ -62,6 +62,7 @@ from isobit.store.checkpoint import MANIFEST, folders_by_step
 from isobit.store.directory import RunDirectory
 from isobit.util.errors import ConfigError
 from isobit.util.files import file_sha256
+from isobit.util.plain_files import read_plain
 from isobit.util.user_code import source_sha256
 
 
@@ -318,7 +319,7 @@ def _saved(directory: RunDirectory, *keys: str) -> Any:
     newest_first = [checkpoints[step] / MANIFEST for step in sorted(checkpoints, reverse=True)]
     for path in (directory.manifest, *newest_first):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            value = json.loads(path.read_text(encoding="utf-8"))["config"]
+            value = json.loads(read_plain(path))["config"]
             for key in keys:
                 value = value[key]
             return value

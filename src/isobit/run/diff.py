@@ -38,6 +38,7 @@ from isobit.store.checkpoint import STATE, folders_by_step
 from isobit.store.compatible import MAY_CHANGE, changed_keys, is_allowed
 from isobit.store.directory import RunDirectory, is_held, read_lines
 from isobit.util.errors import ConfigError, IsobitError
+from isobit.util.plain_files import read_plain
 
 OF_THE_MACHINE = ("time/", "tokens_per_s/", "memory/", "rollout/", "waiting/")
 """How metrics begin that say how fast, with how much memory and in which batches was computed."""
@@ -123,7 +124,7 @@ def read_run(directory: RunDirectory) -> Mapping[str, Any]:
             "stop it"
         )
     try:
-        manifest = json.loads(directory.manifest.read_text(encoding="utf-8"))
+        manifest = json.loads(read_plain(directory.manifest))
         dict(manifest["config"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -311,7 +312,7 @@ def _checkpoints(left: RunDirectory, right: RunDirectory) -> Outcome:
 
 def _state(folder: Path) -> Line:
     try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state = json.loads(read_plain(folder / STATE, largest=None))
     except (OSError, ValueError) as error:
         return {"unreadable": f"{folder}: {error}"}
     return {f"{STATE}: {name}": value for name, value in state.items() if name not in _OF_THE_LOG}

@@ -24,14 +24,13 @@ import torch
 from isobit.config.load import build
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.tables import PrecisionConfig
+from isobit.models.adapter_folder import CONFIG_FILE, write_adapters
 from isobit.models.adapters import (
-    CONFIG_FILE,
     MergedTensors,
     folded_columns,
     open_adapters,
     peft_tensors,
     without_adapters,
-    write_adapters,
 )
 from isobit.models.checkpoint import Checkpoint as FolderCheckpoint
 from isobit.models.config import Lora, ModelConfig
@@ -377,6 +376,7 @@ def _export_adapters(source: ExportSource, target: Path) -> ExportResult:
     ):
         write_adapters(partial, lora, source.tokenizer_from, tensors)
         copy_tokenizer(source.tokenizer_from, partial)
+        _write_card(source, target.name, partial, {})
     return ExportResult(target, "bf16", size, 1, 0, None, ())
 
 
@@ -472,19 +472,31 @@ def _write(
     target.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(target) as partial:
         digests = write_folder(partial, source.config, contents, source.tokenizer_from, shard_bytes)
-        others = sorted(file for file in partial.iterdir() if file.name not in digests)
-        facts = CardFacts(
-            name=target.name,
-            source=source.name,
-            config=source.config,
-            in_8_bits=_in_8_bits(contents),
-            flow=flow,
-            not_whole=contents.not_whole,
-            sampled_in=_sampled_in(source, flow),
-            digests=digests | {file.name: file_sha256(file) for file in others},
-            record=source.record,
-            step=source.step,
-            start=source.tokenizer_from,
-        )
-        (partial / CARD_FILE).write_text(model_card(facts), encoding="utf-8")
+        _write_card(source, target.name, partial, digests, contents, flow)
     return digests
+
+
+def _write_card(
+    source: ExportSource,
+    name: str,
+    partial: Path,
+    digests: dict[str, str],
+    contents: Contents | None = None,
+    flow: PrecisionFlow | None = None,
+) -> None:
+    """The card of a folder whose other files are written; ``contents`` are a whole model's."""
+    others = sorted(file for file in partial.iterdir() if file.name not in digests)
+    facts = CardFacts(
+        name=name,
+        source=source.name,
+        config=source.config,
+        in_8_bits=None if contents is None else _in_8_bits(contents),
+        flow=flow,
+        not_whole=() if contents is None else contents.not_whole,
+        sampled_in=_sampled_in(source, flow),
+        digests=digests | {file.name: file_sha256(file) for file in others},
+        record=source.record,
+        step=source.step,
+        start=source.tokenizer_from,
+    )
+    (partial / CARD_FILE).write_text(model_card(facts), encoding="utf-8")

@@ -30,6 +30,7 @@ from pydantic import Field
 import isobit
 from isobit.config.base import MAX_BATCH, MAX_FACTOR, Strict
 from isobit.config.tables import MAX_POSITIONS, MAX_VOCAB_SIZE
+from isobit.models.adapter_folder import check_numbers
 from isobit.models.checkpoint import is_finite
 from isobit.models.policy import Policy
 from isobit.models.policy_share import apply_change, digest_of, parted_names, read_file
@@ -221,8 +222,7 @@ class Runs:
                     )
                 else:
                     self._held[name] = whole
-                if not is_finite(self._held[name] if whole is not None else sent["values"]):
-                    raise ModelError(f"{name} holds a NaN or an infinity")
+                _check_sent(name, self._held[name] if whole is not None else sent["values"])
         except ModelError as error:
             self._held = {}
             raise ApiError(400, str(error)) from None
@@ -365,3 +365,11 @@ class Runs:
                 if time.monotonic() - session.heard_at > SILENT_S and not session.lock.locked():
                     self._end(session)
                     del self._sessions[client]
+
+
+def _check_sent(name: str, values: torch.Tensor) -> None:
+    """Raise ModelError for numbers that cannot be computed with."""
+    if not is_finite(values):
+        raise ModelError(f"{name} holds a NaN or an infinity")
+    if ".lora_" in name:
+        check_numbers(values, name)

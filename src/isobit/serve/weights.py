@@ -19,10 +19,12 @@ sample here have routes of their own (``isobit.serve.runs``).
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -63,6 +65,32 @@ class Sent:
         if not isinstance(found, dict):
             raise ApiError(400, "the body is not a JSON object")
         return found
+
+
+READ_S = 600.0
+"""Seconds in which the tensors of a request have to be read."""
+T = TypeVar("T")
+
+
+async def _in_own_thread(work: Callable[[], T]) -> T:
+    """The result of work that may never end: nobody waits for its thread when the process ends."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def tell(set_result: Callable[[Any], None], value: object) -> None:
+        if not result.done():
+            set_result(value)
+
+    def run() -> None:
+        try:
+            outcome = (tell, result.set_result, work())
+        except BaseException as error:
+            outcome = (tell, result.set_exception, error)
+        with suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(*outcome)
+
+    threading.Thread(target=run, name="isobit-weights", daemon=True).start()
+    return await result
 
 
 Handler = Callable[[Sent], Awaitable[dict[str, Any]]]
@@ -130,9 +158,21 @@ class WeightUpdates:
         return {"message": "Weight update started"}
 
     async def _update(self, sent: Sent) -> dict[str, Any]:
+        if self.policy.config.lora is not None:
+            raise ApiError(
+                400,
+                "this server's model has adapters, which only a run that samples here updates; "
+                "serve their base, or a folder of `isobit export --merge`",
+            )
+        staged = self._begun()
+        try:  # without the lock: a file system that does not answer keeps nobody else waiting
+            async with asyncio.timeout(READ_S):
+                found = await _in_own_thread(lambda: self._read(sent))
+        except TimeoutError:
+            raise ApiError(504, f"the weights were not read within {READ_S:g} s") from None
         async with self._lock:
-            staged = self._begun()
-            found = await asyncio.to_thread(self._read, sent)
+            if self._staged is not staged:
+                raise ApiError(409, "another update has begun while these weights were read")
             staged.update(found)
         return {"message": "Weights updated", "tensors": len(found)}
 

@@ -52,6 +52,7 @@ from isobit.parallel.world import (
 )
 from isobit.util.errors import CheckpointError
 from isobit.util.files import check_free, commit_folder, disk_errors, sync
+from isobit.util.plain_files import open_plain, read_plain
 
 CHUNK_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
@@ -116,7 +117,7 @@ def first_damage(
 def _sha256(folder: Path, chunk: Chunk) -> str:
     """Of a file opened again, so that a network file system shows what other hosts have written."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
-    with (folder / chunk.file).open("rb", buffering=0) as file:
+    with open_plain(folder / chunk.file) as file:
         file.seek(chunk.begin)
         left = chunk.end - chunk.begin
         while left and (count := file.readinto(buffer[:left])):
@@ -332,7 +333,7 @@ def _broadcast_or_raise(world: World, make: Callable[[], str]) -> str:
 def _read_text(path: Path) -> str:
     """Raises CheckpointError for any error of the operating system."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_plain(path, largest=None).decode("utf-8")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, ValueError) as error:

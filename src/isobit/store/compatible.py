@@ -16,6 +16,7 @@ from isobit.config.recipes import Recipe
 from isobit.store.checkpoint import Checkpoint
 from isobit.store.directory import RunDirectory, no_run
 from isobit.util.errors import CheckpointError, ConfigError
+from isobit.util.plain_files import read_plain
 
 MAY_CHANGE = {
     "output": "the same directory, called or placed differently",
@@ -236,7 +237,7 @@ def run_manifest(directory: RunDirectory, checkpoint: Checkpoint | None) -> dict
     """
     config = {"config": checkpoint.manifest["config"]} if checkpoint else {}
     try:
-        content = json.loads(directory.manifest.read_text(encoding="utf-8"))
+        content = json.loads(read_plain(directory.manifest))
         ran = content["config"]
         cluster = {"cluster": ran["cluster"]} if "cluster" in ran else {}
         return {**content, "config": {**config.get("config", ran), **cluster}}

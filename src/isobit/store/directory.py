@@ -38,6 +38,7 @@ from typing import Any
 
 from isobit.util.errors import CheckpointError, ConfigError, StorageError
 from isobit.util.files import sync
+from isobit.util.plain_files import open_plain, read_plain
 from isobit.util.strict_json import json_text
 
 LOCK_FILE = ".lock"
@@ -235,7 +236,7 @@ def whole_lines(path: Path, position: int) -> list[bytes]:
     if not path.is_file():
         return []
     lines: list[bytes] = []
-    for line in path.read_bytes()[position:].splitlines(keepends=True):
+    for line in read_plain(path, largest=None)[position:].splitlines(keepends=True):
         try:
             whole = line.endswith(b"\n") and isinstance(json.loads(line), dict)
         except ValueError:
@@ -286,7 +287,7 @@ def locked(directory: Path) -> Iterator[None]:
 def is_held(directory: Path) -> bool:
     """Whether a process of this machine writes into a run's directory."""
     try:
-        with open(directory / LOCK_FILE, encoding="utf-8") as file:
+        with open_plain(directory / LOCK_FILE) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -310,7 +311,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 def _holder(path: Path) -> str:
     try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
+        holder = json.loads(read_plain(path))
         return f"process {holder['pid']} on {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
@@ -390,7 +391,7 @@ def read_lines(path: Path, position: int = 0) -> list[dict[str, Any] | None]:
     """The JSON objects from byte ``position`` on, None for a damaged line.  Raises OSError."""
     if not path.is_file():
         return []
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         file.seek(position)
         return [parsed_line(line) for line in file]
 

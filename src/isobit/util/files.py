@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from isobit.util.errors import NoSpaceError, StorageError
+from isobit.util.plain_files import open_plain
 
 LARGE = 1 << 30
 """Bytes beyond which writing or checking is announced, since it takes long."""
@@ -63,7 +64,7 @@ def sync(path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

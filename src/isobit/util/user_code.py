@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from isobit.util.errors import RewardError
+from isobit.util.plain_files import read_plain
 
 
 def run_file(path: Path, name: str) -> ModuleType:
@@ -104,7 +105,7 @@ def _with_imports(first: list[Path]) -> dict[Path, bytes]:
     while left:
         path = left.pop().resolve()
         if path not in found:
-            found[path] = path.read_bytes()
+            found[path] = read_plain(path)
             left += _imported(path, found[path])
     return found
 

@@ -38,6 +38,7 @@ from isobit.observe.report.source import (
     view_settings,
 )
 from isobit.util.errors import ConfigError
+from isobit.util.plain_files import open_plain
 
 
 def render_page(template: str | Path, marker: str, /, **values: Any) -> str:
@@ -69,15 +70,18 @@ def fill(template: str | Path, /, **values: Any) -> str:
     return made.render(version=isobit.__version__, **values)
 
 
+def _begins_with(path: Path, marker: bytes) -> bool:
+    with open_plain(path) as file:
+        return file.read(len(marker)) == marker
+
+
 def write_page(page: str, path: Path, marker: str) -> Path:
     """Write a page; -> ``path``.  An older page, which begins with ``marker``, is replaced.
 
     Raises ConfigError where another file is, or where the page cannot be written.
     """
     try:
-        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(
-            marker
-        ):
+        if path.exists() and not _begins_with(path, marker.encode()):
             raise ConfigError(
                 f"{str(path)!r} is there already and no report; name another file (--out FILE)"
             )

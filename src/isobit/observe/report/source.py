@@ -22,6 +22,7 @@ from isobit.observe.report.chart import MINUS, number_text
 from isobit.records.rounding import are_level, settled
 from isobit.store.directory import RunDirectory, is_held
 from isobit.util.errors import ConfigError
+from isobit.util.plain_files import read_plain
 from isobit.util.strict_json import json_text
 
 
@@ -105,7 +106,7 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     problems.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_plain(path))
     except OSError:
         problems.append(f"{path.name} is missing: the page lacks what it holds")
         return {}
@@ -120,7 +121,7 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
 def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """The objects of a JSONL file; lines that are none are counted and left out."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_plain(path, largest=None).decode("utf-8", "replace")
     except OSError:
         problems.append(f"{path.name} is missing: the page lacks what it holds")
         return []

@@ -29,6 +29,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.graders.text import cell
 from isobit.util.errors import RewardError
+from isobit.util.plain_files import read_plain
 from isobit.util.strict_json import json_text
 
 LARGEST_ANSWER = 4 << 20
@@ -67,7 +68,7 @@ class Judge:
         name = sha256(asked.encode()).hexdigest()
         path = None if self.folder is None else self.folder / name[:2] / f"{name}.json"
         if path is not None and path.is_file():
-            return json.loads(path.read_bytes())["answer"]
+            return json.loads(read_plain(path))["answer"]
         said = _said(self._response(json.dumps(body).encode()))
         if path is not None and re.search(pattern, said):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +226,7 @@ def _text(rubric: str) -> str:
     if path is None:
         return rubric
     try:
-        return path.read_text("utf-8").strip()
+        return read_plain(path).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RewardError(f"llm_judge: the rubric {rubric} cannot be read: {error}") from None
 
