@@ -335,12 +335,18 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])
         return tokenizer
     except BaseException as error:
-        # the library raises many types; a panic of its Rust part is not even an Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_of_tokenizer(error):
             raise
         raise ModelError(
             f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+
+
+def is_of_tokenizer(error: BaseException) -> bool:
+    """Whether a call of a tokenizer has failed, rather than been interrupted. The library raises
+    many types, and a panic of its Rust part is not even an Exception.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def stop_token_ids(

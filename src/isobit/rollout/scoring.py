@@ -9,7 +9,7 @@ engine would record, or has recorded, for the same token behind the same tokens:
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -17,10 +17,10 @@ import torch
 
 from isobit.memory.cache_size import PageAllocator, out_of_memory_named, pages_for
 from isobit.models.policy import Policy
-from isobit.rollout.runner import PolicyRunner, build_batch
+from isobit.rollout.runner import PolicyRunner, build_batch, finite_rows
 from isobit.rollout.scheduler import by_adapter
 from isobit.rollout.sequence import CachedTokens
-from isobit.util.errors import NonFiniteError, RequestError
+from isobit.util.errors import IsobitError, NonFiniteError, RequestError
 
 _LOGITS_AT_ONCE = 1 << 24
 MOST_ALTERNATIVES = 20
@@ -125,10 +125,11 @@ class TokenScorer(Generic[Key]):
     def step(self) -> list[tuple[Key, Scored]]:
         """One forward; what is scored to its end.
 
-        An error leaves everything as it was before the call.
+        An error leaves everything as it was before the call.  One that belongs to sequences alone
+        names their keys (``IsobitError.samples``): without them the next step goes on.
 
         Raises:
-            NonFiniteError: if the logits hold a NaN or an infinity.
+            NonFiniteError: if the logits of a sequence hold a NaN or an infinity.
             OutOfMemoryError: if the device has not the memory.
         """
         if self._version != self._runner.version:
@@ -153,6 +154,7 @@ class TokenScorer(Generic[Key]):
             given.sequence.cached += count
         done = [given for given, _ in plan if not given.sequence.remaining]
         for given in done:
+            given.sequence.is_sound = True
             self._let_go(given)
         return [(given.key, given.scored) for given in done]
 
@@ -165,6 +167,8 @@ class TokenScorer(Generic[Key]):
             for _ in range(pages):
                 sequence.add_page(self._allocator.allocate())
             self._active.append(self._waiting.popleft())
+        if pages := self._allocator.take_pages_to_clear():
+            self._runner.clear_pages(pages)
 
     def _begin_again(self) -> None:
         """With weights that were published since: K and V of others are worthless."""
@@ -208,10 +212,9 @@ class TokenScorer(Generic[Key]):
         )
         some = hidden.index_select(0, to_device(torch.tensor(rows)))
         logits = self._runner.logits(some)
+        _check_finite(logits, to_device(temperatures), owners)
         log_probs = self._policy.backend.log_softmax(logits, to_device(temperatures))
         chosen = log_probs.gather(1, to_device(torch.tensor(targets))[:, None])
-        if not bool(torch.isfinite(chosen).all()):
-            raise NonFiniteError("the log-probability of a token of a prompt is not finite")
         ranks = (log_probs > chosen).sum(1) + 1
         most = min(max(given.scoring.alternatives for given in owners), log_probs.shape[1])
         values, tokens = log_probs.topk(most, dim=1)
@@ -232,6 +235,23 @@ class TokenScorer(Generic[Key]):
                 strict=True,
             )
         ]
+
+
+def _check_finite(
+    logits: torch.Tensor, temperatures: torch.Tensor, owners: Sequence[_Given[Key]]
+) -> None:
+    """Raises NonFiniteError, which names the sequences whose logits FP32 [N, V] are not finite."""
+    finite = finite_rows(logits, temperatures).tolist()
+    failed: dict[Key, IsobitError] = {}
+    for given, is_finite in zip(owners, finite, strict=True):
+        if not is_finite and given.key not in failed:
+            adapter = given.scoring.adapter
+            by = "" if adapter is None else f" with the adapter {adapter!r}"
+            failed[given.key] = NonFiniteError(f"logits of a prompt{by} are NaN or infinite")
+    if failed:
+        first = next(iter(failed.values()))
+        first.samples = failed
+        raise first
 
 
 _Row = tuple[float, int, list[tuple[int, float]]]
