@@ -8,10 +8,11 @@ engine would record, or has recorded, for the same token behind the same tokens:
     log p(token t | tokens before)  =  log-softmax(logits / temperature) at t
 """
 
+from array import array
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, overload
 
 import torch
 
@@ -41,6 +42,40 @@ class Scoring:
     """One of ``Policy.adapters``; None for the policy as it is."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ranked(Sequence[tuple[int, float]]):
+    """The likeliest tokens at one position, each with its log-probability, from the likeliest on.
+    A list of pairs would take six times the memory.
+    """
+
+    tokens: "array[int]"
+    log_probs: "array[float]"
+    """FP32."""
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, float]]) -> "Ranked":
+        tokens, log_probs = array("i"), array("f")
+        for token, log_prob in pairs:
+            tokens.append(token)
+            log_probs.append(log_prob)
+        return cls(tokens, log_probs)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, float]: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Ranked": ...
+    def __getitem__(self, at: int | slice) -> "tuple[int, float] | Ranked":
+        if isinstance(at, slice):
+            return Ranked(self.tokens[at], self.log_probs[at])
+        return self.tokens[at], self.log_probs[at]
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self.tokens, self.log_probs, strict=True)
+
+
 @dataclass(slots=True)
 class Scored:
     """One entry of each list for each scored token."""
@@ -48,8 +83,7 @@ class Scored:
     log_probs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     """1 is the likeliest; tokens that are equally likely share a rank."""
-    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Token and log-probability, from the likeliest on."""
+    alternatives: list[Ranked] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -222,9 +256,11 @@ class TokenScorer(Generic[Key]):
             (
                 log_prob,
                 rank,
-                sorted(zip(tokens, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[
-                    : given.scoring.alternatives
-                ],
+                Ranked.of(
+                    sorted(zip(tokens, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[
+                        : given.scoring.alternatives
+                    ]
+                ),
             )
             for given, log_prob, rank, tokens, values in zip(
                 owners,
@@ -254,4 +290,4 @@ def _check_finite(
         raise first
 
 
-_Row = tuple[float, int, list[tuple[int, float]]]
+_Row = tuple[float, int, Ranked]

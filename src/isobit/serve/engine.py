@@ -81,9 +81,12 @@ class Call:
         self._told: asyncio.Queue[Told | BaseException] = asyncio.Queue()
         self.is_control = is_control
         self.is_closed = False
+        self.is_gone = False
+        """Whether its client is."""
 
     def tell(self, what: Told | BaseException) -> None:
         """In the event loop."""
+        self.is_gone = self.is_gone or isinstance(what, DisconnectedError)
         self._told.put_nowait(what)
 
     async def next(self) -> Told:
