@@ -62,6 +62,17 @@ class Connection(H11Protocol):
         if self.cycle is not before:
             self._arrived("head")
 
+    def send_400_response(self, msg: str) -> None:
+        """For bytes that are no HTTP, which may stand in the body of a request that is at work."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # what the application answers goes nowhere
+            cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.give_up()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete:  # else the next request was there already
@@ -98,13 +109,16 @@ class Connection(H11Protocol):
             timer.cancel()
 
     def _make_room(self) -> None:
-        others = (one for one in self.connections if one is not self)
-        idle = [one for one in others if isinstance(one, Connection) and one.waits_for_client]
-        open_ones = [one for one in idle if not one.transport.is_closing()]
-        if len(open_ones) < len(idle):
-            return  # some are about to go
-        if open_ones:
-            min(open_ones, key=lambda one: one._since).give_up()
+        open_ones = [
+            one
+            for one in self.connections
+            if isinstance(one, Connection) and not one.transport.is_closing()
+        ]
+        if len(open_ones) <= self._most:
+            return  # enough are about to go
+        idle = [one for one in open_ones if one.waits_for_client and one is not self]
+        if idle:
+            min(idle, key=lambda one: one._since).give_up()
         else:
             self.transport.write(_FULL)
             self.transport.close()
