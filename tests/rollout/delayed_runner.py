@@ -97,6 +97,9 @@ class DelayedRunner:
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         self.model.copy_pages(sources, targets)
 
+    def clear_pages(self, pages: list[int]) -> None:
+        self.model.clear_pages(pages)
+
     def clear(self) -> None:
         self.slots.clear()
         self._drawn = []

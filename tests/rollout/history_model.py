@@ -64,6 +64,7 @@ class HistoryModel:
     batches: list[ForwardBatch] = field(default_factory=list)
     logit_rows: list[int] = field(default_factory=list)
     cleared: int = 0
+    pages_cleared: list[int] = field(default_factory=list)
     poisoned: int | None = None  # a prompt token after which logits are NaN
 
     def __post_init__(self) -> None:
@@ -109,6 +110,10 @@ class HistoryModel:
             "pages are copied at once, in any order"
         )
         self.store[list(targets)] = self.store[list(sources)]
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        self.store[list(pages)] = -1
+        self.pages_cleared += pages
 
     def clear(self) -> None:
         self.cleared += 1

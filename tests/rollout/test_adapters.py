@@ -10,6 +10,7 @@ import torch
 
 from isobit.config.tables import PrecisionConfig, RolloutConfig, named_precision
 from isobit.models.adapter_folder import CONFIG_FILE
+from isobit.models.adapters import adapter_masters
 from isobit.models.config import Lora
 from isobit.models.folder import LoadedModel, load_adapters, load_model, write_model
 from isobit.models.policy import Policy
@@ -19,8 +20,8 @@ from isobit.rollout.graph_runner import GraphRunner
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import PolicyRunner
 from isobit.rollout.scheduler import Scheduler
-from isobit.rollout.scoring import Scoring, TokenScorer
-from isobit.util.errors import ModelError, RequestError
+from isobit.rollout.scoring import Scored, Scoring, TokenScorer
+from isobit.util.errors import IsobitError, ModelError, NonFiniteError, RequestError
 from tests.models.test_adapters import ALL, SOME, base, moved, trained
 from tests.rollout.delayed_runner import DelayedRunner
 from tests.rollout.test_exactness import TIGHT, requests
@@ -110,6 +111,79 @@ def check_together(
                 assert torch.equal(torch.tensor(one.token_ids), torch.tensor(other.token_ids))
                 assert torch.equal(torch.tensor(one.log_probs), torch.tensor(other.log_probs))
         assert found == together, "and what else was recorded"
+
+
+def poison(policy: Policy, name: str) -> None:
+    """Make all that an adapter computes a NaN, K and V included, as an alpha of 1e38 may do."""
+    adapted = policy.adapters[name]
+    linears = dict(adapted.weights.linears)
+    config = replace(policy.config, lora=ADAPTERS[name])
+    for master_name, master in adapter_masters(config).items():
+        path = master_name.removesuffix(".weight")
+        values = torch.full(master.shape, torch.nan, device=policy.device)
+        matrix = policy.backend.publish(linears[path].site, values)
+        linears[path] = replace(linears[path], matrix=matrix)
+    policy.adapters[name] = replace(adapted, weights=replace(adapted.weights, linears=linears))
+
+
+@pytest.mark.parametrize("runner", ["direct", "delayed"])
+def test_an_adapter_of_nans_fails_its_requests_alone(
+    runner: str, base: Path, folders: Mapping[str, Path]
+) -> None:
+    """Those of others have the bits that they have without it, in pages that it has had."""
+    policy = served(base, folders, "fp8").policy
+    sizes = ROOMY if runner == "delayed" else TIGHT
+    wanted = [one for name in (None, "third") for one in asked(name)[2:]]
+    expected = drawn(policy, wanted, "direct", **ROOMY)
+    poison(policy, "first")
+    bad = [replace(one, samples=1) for one in asked("first")[2:]]
+    config = RolloutConfig.model_validate({"max_sequences": 8} | sizes)
+    engine = NativeEngine(policy, config, None, 0, RUNNERS[runner])
+    rows = zip(wanted[: len(bad)], bad, wanted[len(bad) :], strict=True)
+    places = {one.prompt.id: at for at, one in enumerate(wanted)}
+    engine.submit([one for row in rows for one in row])
+    found, failed, is_done = dict[Handle, Completion](), dict[Handle, IsobitError](), False
+    while not is_done:
+        try:
+            events = engine.step()
+            found |= ended(events)
+            is_done = not events and not engine.num_live
+        except NonFiniteError as error:
+            failed |= error.samples
+    assert {handle.prompt_id for handle in failed} == {one.prompt.id for one in bad}
+    assert all("with the adapter 'first'" in str(one) for one in failed.values())
+    assert len(found) == sum(one.samples for one in wanted)
+    for handle, one in found.items():
+        assert one == expected[places[handle.prompt_id]][handle.sample]
+
+
+def test_a_sequence_without_finite_logits_leaves_those_beside_it_to_be_scored(
+    base: Path, folders: Mapping[str, Path]
+) -> None:
+    policy = served(base, folders, "fp8").policy
+    asked_for = {
+        (name, place): Scoring(tuple(range(7, 7 + length)), 1, 1.0, 2, name)
+        for name in ("second", None, "first")
+        for place, length in enumerate((80, 3, 60))
+    }
+
+    def scored() -> tuple[dict[Any, Scored], set[Any]]:
+        scorer, found, failed = TokenScorer[Any](policy, 100), dict[Any, Scored](), set[Any]()
+        for key, one in asked_for.items():
+            scorer.add(key, one)
+        while scorer.has_work:
+            try:
+                found |= scorer.step()
+            except NonFiniteError as error:
+                failed |= set(error.samples)
+                scorer.drop(error.samples)
+        return found, failed
+
+    expected, _ = scored()
+    poison(policy, "second")
+    found, failed = scored()
+    assert failed == {("second", place) for place in range(3)}
+    assert found == {key: one for key, one in expected.items() if key not in failed}
 
 
 def test_prompts_and_answers_are_scored_with_their_adapter(

@@ -223,7 +223,7 @@ def test_a_log_probability_that_is_not_finite_names_the_prompt_and_leaves_a_clea
         match=r"prompt 'p/1' at position 0: the drawn token's log-probability is nan",
     ):
         generate(engine, [request(0, 3), request(1, 1)])
-    assert model.cleared == 1 and not runner.slots
+    assert engine.num_live == model.cleared == 0 and not runner.slots
     model.poisoned = None
     assert tokens_and_log_probs(generate(engine, [request(0, 3)])) == [plain_samples(request(0, 3))]
 

@@ -16,9 +16,9 @@ from isobit.rollout import scheduler
 from isobit.rollout.engine import Handle, Request, SampleEvent, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import PolicyRunner
-from isobit.util.errors import NonFiniteError, RequestError
+from isobit.util.errors import DataError, IsobitError, NonFiniteError, RequestError
 from tests.rollout.delayed_runner import DelayedRunner
-from tests.rollout.history_model import HistoryModel, make_engine, plain_samples, request
+from tests.rollout.history_model import VOCAB, HistoryModel, make_engine, plain_samples, request
 from tests.rollout.test_exactness import TIGHT, policy_of, requests
 from tests.rollout.test_sequence import BYTES
 
@@ -302,22 +302,112 @@ def test_prompts_start_together_where_decoding_is_captured(
 @both_executors
 def test_a_step_that_fails_leaves_nobody_live_and_a_usable_engine(pipelined: bool) -> None:
     engine, model = open_engine(pipelined)
-    bad = request(1, 1)
-    model.poisoned = bad.prompt.token_ids[0]
     engine.submit([request(0, 3, 2)], follow="tokens")
     engine.step()
-    (handles,) = engine.submit([bad])
-    with pytest.raises(NonFiniteError):
+    (handles,) = engine.submit([request(1, 1)])
+    logits, model.logits = model.logits, lambda hidden: hidden[0, 0, 0]
+    with pytest.raises(IndexError):
         finish(engine)
     assert model.cleared == 1
     check_empty(engine)
     assert engine.abort(handles) == engine.step() == []
-    model.poisoned = None
+    model.logits = logits
     wanted = request(0, 3, 2)
     (handles,) = engine.submit([wanted])
     found = finish(engine)
     for handle, plain in zip(handles, plain_samples(wanted), strict=True):
         assert is_prefix(found[handle], plain) and found[handle].finish_reason == "length"
+
+
+@both_executors
+def test_samples_without_finite_logits_fail_alone(pipelined: bool) -> None:
+    """The others draw what they draw alone, those that end in the same step are told by the next,
+    and nobody reads what is left in the pages of those that failed.
+    """
+    engine, model = open_engine(pipelined, kv_pages=7)
+    good, bad = [request(0, 70, 2), request(2, 5, max_new_tokens=1)], request(1, 1, 2)
+    model.poisoned = bad.prompt.token_ids[0]
+    plain = {one.prompt.id: plain_samples(one) for one in good}
+    engine.submit([good[0], bad, good[1]], follow="tokens")
+    found, failed = dict[Handle, Completion](), dict[Handle, IsobitError]()
+    waits = True
+    while engine.num_live or waits:
+        try:
+            events = engine.step()
+            waits = bool(events)
+            found |= ended(events)
+        except NonFiniteError as error:
+            failed |= error.samples
+            waits = True
+    assert [(one.prompt_id, one.sample) for one in failed] == [("p/1", 0), ("p/1", 1)]
+    assert all("prompt 'p/1' at position 0" in str(one) for one in failed.values())
+    assert len(found) == 3 and model.cleared == 0
+    for handle, one in found.items():
+        tokens, log_probs = plain[handle.prompt_id][handle.sample]
+        assert [*one.token_ids] == tokens and [*one.log_probs] == log_probs
+    check_empty(engine)
+    model.poisoned = None
+    assert not model.pages_cleared
+    wanted = [request(index, 70) for index in range(3, 6)]
+    assert [[*one.token_ids] for (one,) in generate(engine, wanted)] == [
+        plain_samples(one)[0][0] for one in wanted
+    ]
+    assert model.pages_cleared
+
+
+@both_executors
+def test_a_prompt_that_goes_half_computed_leaves_nothing_in_its_pages(pipelined: bool) -> None:
+    engine, model = open_engine(pipelined, kv_pages=4, max_batched_tokens=70)
+    (handles,) = engine.submit([request(0, 130)])
+    engine.step()
+    engine.abort(handles)
+    check_empty(engine)
+    generate(engine, [request(1, 130)])
+    assert model.pages_cleared
+
+
+class Mute:
+    """A tokenizer without a text for one token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(BYTES, name)
+
+    def decode(self, token_ids: list[int], **how: Any) -> str:
+        if self.token in token_ids:
+            raise PanicException("slice index starts at 1 but ends at 0")
+        return str(BYTES.decode(token_ids, **how))
+
+
+class PanicException(BaseException):
+    """As the tokenizers' library raises it."""
+
+
+@both_executors
+@pytest.mark.parametrize("follow", ["end", "text"])
+@pytest.mark.parametrize("stop", [(), ("x",)])
+def test_a_text_that_cannot_be_decoded_fails_its_sample_alone(
+    pipelined: bool, follow: Any, stop: tuple[str, ...]
+) -> None:
+    wanted = [request(index, 3, max_new_tokens=2) for index in range(4)]
+    said = [set(plain_samples(one)[0][0]) for one in wanted]
+    token = next(one for one in range(VOCAB) if 0 < sum(one in tokens for tokens in said) < 4)
+    mute = {at for at, tokens in enumerate(said) if token in tokens}
+    engine, _ = open_engine(pipelined, tokenizer=Mute(token))
+    wanted = [replace(one, sampling=replace(one.sampling, stop_strings=stop)) for one in wanted]
+    handles = [group[0] for group in engine.submit(wanted, follow)]
+    found, failed = dict[Handle, Completion](), dict[Handle, IsobitError]()
+    for _ in range(9):
+        try:
+            found |= ended(engine.step())
+        except DataError as error:
+            failed |= error.samples
+    assert set(failed) == {handles[at] for at in mute}
+    assert set(found) == {handle for at, handle in enumerate(handles) if at not in mute}
+    assert all("cannot decode the tokens" in str(one) for one in failed.values())
+    check_empty(engine)
 
 
 # ------------------------------------------------------------------------------------ following

@@ -128,11 +128,17 @@ def test_logits_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch
     policy = policy_of("fp8")
     scorer = TokenScorer[int](policy, 30)
     scorer.add(0, Scoring((1, 2, 3), 1, 1.0))
-    monkeypatch.setattr(
-        scorer._runner, "logits", lambda hidden: torch.full((len(hidden), 96), torch.nan)
-    )
-    with pytest.raises(NonFiniteError):
+    scorer.add(1, Scoring((1, 2), 1, 1.0))
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros(len(hidden), 96)
+        found[1, 5] = torch.nan
+        return found
+
+    monkeypatch.setattr(scorer._runner, "logits", logits)
+    with pytest.raises(NonFiniteError) as said:
         scorer.step()
+    assert list(said.value.samples) == [0]
 
 
 def test_a_seed_draws_the_same_under_any_name_and_in_any_company() -> None:

@@ -120,5 +120,8 @@ def test_what_outlasts_the_grace_is_cut_off(tmp_path: Path) -> None:
         assert server.end() == 0
         cut, refused = (b"".join(iter(partial(one.recv, 1 << 16), b"")) for one in (stream, whole))
     assert cut.startswith(b"HTTP/1.1 200") and b"data: [DONE]" not in cut
+    last = json.loads(cut.split(b"\n\n")[-2].rpartition(b"data: ")[2])
+    assert "the server has ended before the answer" in last["error"]["message"]
+    assert "Traceback" not in server.log.read_text()
     assert refused.startswith(b"HTTP/1.1 503")
     assert b"the server has ended before the answer; try again" in refused

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from isobit.serve.engine import (
     Scores,
 )
 from isobit.util.errors import NonFiniteError, RequestError
+from tests.rollout.history_model import make_engine, plain_samples, request
 from tests.rollout.test_exactness import policy_of, requests
 
 
@@ -56,6 +59,34 @@ async def drawn(thread: EngineThread, request: Request, call: Call | None = None
             return told.completion
 
 
+def test_a_sample_that_fails_ends_its_call_alone() -> None:
+    """Three calls run; one of them ends in the step in which the bad one fails."""
+    engine, model = make_engine()
+    bad = request(1, 1, 2)
+    model.poisoned = bad.prompt.token_ids[0]
+    good = [request(0, 70), request(2, 3), request(3, 5, max_new_tokens=1)]
+    scorer: Any = SimpleNamespace(has_work=False, keys=[], drop=lambda keys: None)
+    thread = EngineThread(engine, scorer)
+
+    async def use() -> None:
+        thread.pause(control := Call(is_control=True), "keep")
+        await control.next()
+        tasks = [asyncio.create_task(drawn(thread, one)) for one in (good[0], bad, *good[1:])]
+        await asyncio.sleep(0.05)
+        thread.resume(Call(is_control=True))
+        first, failed, *others = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(failed, NonFiniteError) and "prompt 'p/1' at position 0" in str(failed)
+        for one, found in zip(good, [first, *others], strict=True):
+            assert isinstance(found, Completion)
+            ((tokens, log_probs),) = plain_samples(one)
+            assert ([*found.token_ids], [*found.log_probs]) == (tokens, log_probs)
+        model.poisoned = None
+        assert isinstance(await drawn(thread, replace(bad, visit=1)), Completion)
+
+    run(thread, use)
+    assert thread.has_ended_well and thread.fault == "the server is shutting down"
+
+
 def test_an_error_of_the_engine_ends_its_calls_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -87,9 +118,9 @@ def test_a_fault_ends_the_thread_and_whoever_waits_or_comes_later(
     monkeypatch.setattr(thread.engine, "step", lambda: 1 / 0)
 
     async def use() -> None:
-        for request in requests()[:2]:
+        for one in requests()[:2]:
             with pytest.raises(EngineStoppedError, match="ZeroDivisionError"):
-                await drawn(thread, request)
+                await drawn(thread, one)
 
     run(thread, use)
     assert ended == [True] and not thread.has_ended_well

@@ -104,6 +104,12 @@ def test_mutated_requests_get_an_answer_or_a_sentence(
         ({"seed": 2**70}, "seed"),
         ({"stop": ["a"] * 17}, "stop: expected a text or a list of at most 16 texts"),
         ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20; found 21"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0: Input should be greater than or equal to 0"),
+        ({"stop_token_ids": [10**25]}, "stop_token_ids.0: Input should be less than"),
+        ({"stop_token_ids": [5, 128]}, "stop_token_ids: token 128 is none of the model's"),
+        ({"stop_token_ids": [5] * 1025}, "stop_token_ids: List should have at most 1024 items"),
+        ({"truncate_prompt_tokens": 5}, "this server does not support it; leave it out, or -1"),
+        ({"include_reasoning": False}, "this server does not support it; leave it out, or true"),
     ],
 )
 def test_what_is_refused_says_why(change: dict[str, Any], why: str, server: Running) -> None:
@@ -115,6 +121,52 @@ def test_what_is_refused_says_why(change: dict[str, Any], why: str, server: Runn
     assert why in json.loads(content)["error"]["message"]
 
 
+def test_a_key_that_is_unknown_is_shown_in_short(server: Running) -> None:
+    status, _, content = server.ask("/v1/completions", COMPLETION | {"x" * 300_000: 1})
+    assert status == 400 and len(content) < 1000
+    error = json.loads(content)["error"]
+    assert error["param"].startswith("xxx") and "this server knows no such key" in error["message"]
+
+
+NOTHING: dict[str, Any] = {
+    "include_stop_str_in_output": False, "spaces_between_special_tokens": True, "priority": 0,
+    "truncate_prompt_tokens": -1, "include_reasoning": True, "bad_words": [], "min_tokens": 0,
+    "return_tokens_as_token_ids": False, "repetition_penalty": 1.0, "logit_bias": None,
+}  # fmt: skip
+
+
+def test_what_asks_for_nothing_changes_nothing(server: Running) -> None:
+    for path, body, more in (
+        ("/v1/completions", COMPLETION, {}),
+        ("/v1/chat/completions", CHAT, {"echo": False, "add_special_tokens": False}),
+    ):
+        assert choices(server.answer(body | NOTHING | more, path)) == choices(
+            server.answer(body, path)
+        )
+
+
+def test_the_newer_name_of_the_limit_counts(server: Running) -> None:
+    for given, expected in (((5, 2), 2), ((2, 5), 5), ((None, 3), 3), ((4, None), 4)):
+        names = ("max_tokens", "max_completion_tokens")
+        body = CHAT | {"ignore_eos": True} | dict(zip(names, given, strict=True))
+        found = server.answer(body, "/v1/chat/completions")
+        assert found["usage"]["completion_tokens"] == expected
+
+
+def test_who_asks_for_no_route_is_told_those_that_there_are(server: Running) -> None:
+    for path in ("/v1/responses", "/version", "/v1", "/v1/completions/x"):
+        status, _, content = server.ask(path, {})
+        message = json.loads(content)["error"]["message"]
+        assert status == 404 and "POST /v1/chat/completions" in message, path
+        assert "GET /health" in message and "docs/" not in message
+    status, _, content = server.ask("/v1/completions")
+    assert status == 405 and "this route takes POST" in json.loads(content)["error"]["message"]
+    status, headers, content = server.ask("/")
+    assert status == 200 and headers["content-type"].startswith("text/plain")
+    assert content == b"chatty in fp8: an OpenAI-compatible server of Isobit, at /v1\n"
+    assert b"chatty" not in server.ask("/", headers={})[2]
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -124,6 +176,7 @@ def test_what_is_refused_says_why(change: dict[str, Any], why: str, server: Runn
         ({"top_logprobs": 2, "logprobs": False}, "top_logprobs: it needs logprobs = true"),
         ({"tool_choice": "required"}, "tool_choice: this server knows 'auto' and 'none'"),
         ({"response_format": {"type": "json_object"}}, "response_format: this server does not"),
+        ({"echo": True}, "echo: this server does not support it; leave it out, or false"),
         ({"chat_template_kwargs": {"nothing": 1}}, "the chat template reads no variable"),
     ],
 )

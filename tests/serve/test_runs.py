@@ -160,12 +160,18 @@ def test_what_is_refused_says_why(client: Client, tensors: dict[str, torch.Tenso
 
     name = "norm.weight"
     sent({name: tensors[name]}, None, "tensors have not come, the first is embed_tokens.weight")
-    sent({"x": tensors[name]}, digest, "'x' is no master of this model")
     sent({name: tensors[name].float()}, digest, "is torch.float32 (128,); expected torch.bfloat16")
     sent({name: tensors[name] * float("inf")}, digest, "holds a NaN or an infinity")
     sent({f"{name}.counts": torch.zeros(1, dtype=torch.uint8)}, digest, "one is missing")
     client.get("weights/begin", {"base": digest})
     refused("weights/part", b"\x08", 400, "less than a header's length")
+    for part, message in (
+        ({"x": tensors[name]}, "x is no master of this model"),
+        ({"x.counts": torch.zeros(1, dtype=torch.uint8)}, "x is no master of this model"),
+        ({name: torch.zeros(1 << 12)}, "norm.weight has 16,384 bytes; an update of it at most"),
+    ):
+        (file,) = files_of(part)
+        refused("weights/part", b"".join(file), 400, message)
     assert client.get("weights/publish", {"sha256": "1" * 64}) == {
         "sha256": digest, "published": None
     }  # fmt: skip

@@ -15,7 +15,9 @@ import threading
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ from isobit.cli.main import starting
 from isobit.config.base import MAX_BATCH
 from isobit.store.directory import RunDirectory, is_run
 from isobit.util.errors import ConfigError, IsobitError
+from isobit.util.hosts import LOCAL_NAMES, HostCheck
 from isobit.util.plain_files import read_plain
 from isobit.util.terminal import say
 
@@ -46,7 +49,6 @@ PACKAGES = ("prometheus_client", "starlette", "uvicorn")
 _PLAIN_HTTP: dict[str, Any] = {
     "log_config": None,
     "access_log": False,
-    "http": "h11",
     "ws": "none",
     "server_header": False,
     "proxy_headers": False,
@@ -67,7 +69,8 @@ def run_serve(arguments: Sequence[str]) -> int:
         set_threads(options)
         with starting():
             import isobit.serve.app  # noqa: F401
-        server = _server(options, settings, key, followed, updated, adapters)
+        hosts = _hosts(options, listener.getsockname()[0])
+        server = _server(options, settings, key, followed, updated, adapters, hosts)
         return _serve(server, listener, options)
 
 
@@ -242,6 +245,7 @@ def _server(
     followed: FollowedRun | None,
     updated: Path | None,
     adapters: Mapping[str, Path],
+    hosts: HostCheck | None,
 ) -> "Server":
     from isobit.data.tokenizer import load_tokenizer
     from isobit.memory.cache_size import batched_tokens
@@ -283,6 +287,7 @@ def _server(
         precision=settings.precision.name,
         adapters=tuple(adapters),
         folders={name: options.folder} | {one: str(path) for one, path in options.lora_modules},
+        hosts=hosts,
     )
     updates = None if updated is None else WeightUpdates(policy, thread, updated)
     return Server(model, load_tokenizer(model.folder), thread, serving, updates)
@@ -291,12 +296,28 @@ def _server(
 def _serve(server: "Server", listener: socket.socket, options: Namespace) -> int:
     import uvicorn
 
+    from isobit.serve.connections import Connection, most_connections
+
     host, port = listener.getsockname()[:2]
-    if options.api_key is None and host not in ("127.0.0.1", "::1"):
-        say(f"isobit: anyone who reaches {host}:{port} can use this server; set --api-key env:NAME")
-    app = server.app()
+    if options.api_key is None and not ip_address(host).is_loopback:
+        say(
+            f"isobit: WARNING: anyone who reaches {host}:{port} can use this server, web pages "
+            "that its users open included; set --api-key env:NAME"
+        )
+    most = most_connections()
+    if most < options.max_live:
+        say(
+            f"isobit: at most {most} connections are open at once, fewer than the places of "
+            "--max-live; raise the limit of open files (ulimit -n)"
+        )
+    http: Any = partial(Connection, most=most)
     config = uvicorn.Config(
-        app, lifespan="on", backlog=2048, timeout_graceful_shutdown=options.grace, **_PLAIN_HTTP
+        server.app(),
+        lifespan="on",
+        http=http,
+        backlog=2048,
+        timeout_graceful_shutdown=options.grace,
+        **_PLAIN_HTTP,
     )
     runner = uvicorn.Server(config)
     server.is_draining = lambda: runner.should_exit
@@ -315,6 +336,18 @@ def _serve(server: "Server", listener: socket.socket, options: Namespace) -> int
     signal.signal(signal.SIGTERM, lambda *_: None)
     runner.run(sockets=[listener])
     return 0 if server.thread.has_ended_well else 1
+
+
+def _hosts(options: Namespace, address: str) -> HostCheck | None:
+    """The names that requests may mean the server by. With a key no page of the web can ask it; at
+    a public address nobody knows its names.
+    """
+    if not options.allowed_host:
+        if options.api_key is not None:
+            return None
+        if not ip_address(address).is_loopback:
+            return HostCheck(None)
+    return HostCheck((*LOCAL_NAMES, options.host, address, *options.allowed_host))
 
 
 def _variable(text: str) -> str:
@@ -352,6 +385,14 @@ def _parser() -> ArgumentParser:
         type=_variable,
         metavar="env:NAME",
         help="the variable of the environment that holds the key which clients must send",
+    )
+    parser.add_argument(
+        "--allowed-host",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names beside this machine's own by which requests may ask for the server, such as "
+        "that of a proxy; without a key others are refused at the machine's own address",
     )
     parser.add_argument(
         "--name", help="the model's name for clients; by default MODEL as it stands here"
@@ -403,10 +444,13 @@ def run_ui(arguments: Sequence[str]) -> int:
         import uvicorn
 
         from isobit.observe.viewer import Viewer
+        from isobit.serve.connections import Connection
 
         port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
         app = Viewer(options.runs).app(token, port)
-        config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=1, **_PLAIN_HTTP)
+        config = uvicorn.Config(
+            app, lifespan="off", http=Connection, timeout_graceful_shutdown=1, **_PLAIN_HTTP
+        )
         print(f"isobit: the runs are at http://127.0.0.1:{port}/{token}/", flush=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             # uvicorn raises the signal again that has ended it: a graceful end is no failure

@@ -368,9 +368,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])
         return tokenizer
     except BaseException as error:
-        # the library raises many types; a panic of its Rust part is not even an Exception
-        is_fault = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if isinstance(error, ModelError) or not is_fault:
+        if isinstance(error, ModelError) or not is_of_tokenizer(error):
             raise
         raise ModelError(
             f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}"
@@ -407,6 +405,13 @@ def _family(folder: Path) -> PreTrainedConfig | None:
         if isinstance(error, (ValueError, OSError)) or "model_type" not in family:
             return None  # a family that transformers does not know
         return AutoConfig.for_model(**family)
+
+
+def is_of_tokenizer(error: BaseException) -> bool:
+    """Whether a call of a tokenizer has failed, rather than been interrupted. The library raises
+    many types, and a panic of its Rust part is not even an Exception.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def stop_token_ids(

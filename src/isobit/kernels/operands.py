@@ -344,6 +344,10 @@ class KvCache(Protocol):
         """Copy ``sources[i]`` to ``targets[i]`` in all layers; targets differ, none is a source."""
         ...
 
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Write zeros into pages of all layers, in place."""
+        ...
+
     def clear(self) -> None:
         """Write zeros everywhere, in place."""
         ...

@@ -71,6 +71,10 @@ class PageAllocator:
         """How many of them have each page."""
         self._idle = 0
         """Pages that nobody holds and some of them have."""
+        self._unsound: set[int] = set()
+        """Pages that may hold a NaN of an earlier holder."""
+        self._to_clear: list[int] = []
+        """Those of them that somebody holds now."""
 
     @property
     def num_free(self) -> int:
@@ -103,6 +107,9 @@ class PageAllocator:
             self.drop_parked([next(iter(self._parked))])
         page = self._free.pop()
         assert self._holders[page] == 0, f"page {page} was free and held"
+        if page in self._unsound:
+            self._unsound.remove(page)
+            self._to_clear.append(page)
         self._holders[page] = 1
         return page
 
@@ -111,9 +118,20 @@ class PageAllocator:
         assert self._holders[page] > 0, f"page {page} is shared but not held"
         self._holders[page] += 1
 
-    def release(self, page: int) -> None:
-        """One holder less; the last one frees the page."""
+    def take_pages_to_clear(self) -> list[int]:
+        """Pages handed out since the last call that may hold a NaN, which would poison whoever
+        reads the rest of the page as zeros: they are to be cleared before anything is written.
+        """
+        pages, self._to_clear = self._to_clear, []
+        return pages
+
+    def release(self, page: int, is_sound: bool = True) -> None:
+        """One holder less; the last one frees the page. ``is_sound``: all that it has written is
+        known to be finite.
+        """
         assert self._holders[page] > 0, f"page {page} is released but not held"
+        if not is_sound:
+            self._unsound.add(page)
         self._holders[page] -= 1
         if self._holders[page] == 0:
             if self._parks[page]:

@@ -52,6 +52,7 @@ from isobit.observe.run_files import (
 )
 from isobit.records.rounding import are_level
 from isobit.util.errors import IsobitError
+from isobit.util.hosts import HostCheck
 from isobit.util.strict_json import json_text
 
 HEADERS = {
@@ -83,16 +84,15 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app, self._token = app, token.encode()
-        self._hosts = {f"{name}:{port}".encode() for name in ("127.0.0.1", "localhost")}
+        self._hosts = HostCheck(("127.0.0.1", "localhost"), port)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         _, _, rest = scope["path"].partition("/")
         given, slash, below = rest.partition("/")
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
         refusal = None
-        if len(hosts) != 1 or hosts[0] not in self._hosts:
+        if self._hosts.wrong_header(scope["headers"]) is not None:
             refusal = 421, "this address is not the one that isobit ui has printed"
         elif not hmac.compare_digest(given.encode("utf-8", "replace"), self._token):
             refusal = 403, "the address lacks its token: copy the whole line of isobit ui"

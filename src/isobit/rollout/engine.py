@@ -355,7 +355,9 @@ class Sampler(Protocol):
     def step(self) -> list[SampleEvent]:
         """Draw tokens for some of the live samples; nothing happens without any.
 
-        After an error no sample is live, and the engine can be asked again.
+        An error may belong to samples alone: it names them (``IsobitError.samples``), they have
+        ended, all others are live, and what else has happened is told by the next step.  After any
+        other error no sample is live, and the engine can be asked again.
 
         Raises:
             NonFiniteError: if the model's output holds a NaN or an infinity.

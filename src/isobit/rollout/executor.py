@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 
 import torch
+from torch import Tensor
 
 from isobit.memory.cache_size import PageAllocator
 from isobit.rollout.engine import EngineStats, Handle
@@ -29,9 +30,11 @@ from isobit.rollout.runner import (
     PipelineRunner,
     Ready,
     build_batch,
-    check_finite,
     distinct_rows,
     draws_of,
+    finite_rows,
+    non_finite,
+    place_of,
     take_ready,
 )
 from isobit.rollout.scheduler import Plan, Scheduler, by_adapter
@@ -49,6 +52,10 @@ class DirectExecutor:
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """As the runner does it."""
         self._runner.copy_pages(sources, targets)
+
+    def clear_pages(self, pages: list[int]) -> None:
+        """As the runner does it."""
+        self._runner.clear_pages(pages)
 
     def settle(self) -> bool:
         """Nothing is in flight."""
@@ -83,14 +90,15 @@ class DirectExecutor:
     def _draw(self, ready: Ready, version: int) -> None:
         if not ready:
             return
-        samples = [sample for sample, _ in ready]
         states, rows = distinct_rows(ready)
         logits = self._runner.logits(states.hidden)
-        check_finite(logits, rows, samples)
+        samples, rows, logits, kept = _with_finite(logits, rows, [sample for sample, _ in ready])
+        if not samples:
+            return
         drawn = self._runner.draw(logits, draws_of(rows, samples))
         routings: list[int | None] = [None] * len(samples)
         if states.routings is not None:
-            routings = states.routings[rows].tolist()
+            routings = states.routings[kept][rows].tolist()
         for sample, token_id, log_prob, routing in zip(
             samples, drawn.tokens.tolist(), drawn.log_probs.tolist(), routings, strict=True
         ):
@@ -99,6 +107,28 @@ class DirectExecutor:
             for sample, log_prob in zip(samples, drawn.truncated.tolist(), strict=True):
                 sample.truncated_log_probs.append(log_prob)
         self.stats.generated_tokens += len(samples)
+
+
+def _with_finite(
+    logits: Tensor, rows: list[int], samples: list[Sample]
+) -> tuple[list[Sample], list[int], Tensor, list[int]]:
+    """The samples whose logits are finite, their rows among those that are left of FP32 logits
+    [R, V], these logits, and the rows that they had. The other samples fail.
+    """
+    temperatures = torch.ones(logits.shape[0])
+    temperatures[rows] = torch.tensor(
+        [sample.prompt.request.sampling.log_prob_temperature for sample in samples]
+    )
+    finite = finite_rows(logits, temperatures.to(logits.device)).tolist()
+    if all(finite):
+        return samples, rows, logits, list(range(len(finite)))
+    for row, sample in zip(rows, samples, strict=True):
+        if not finite[row]:
+            sample.fail(non_finite(logits[row], sample))
+    kept = [row for row, is_finite in enumerate(finite) if is_finite]
+    place_of_row = {row: place for place, row in enumerate(kept)}
+    left = [(one, place_of_row[row]) for one, row in zip(samples, rows, strict=True) if finite[row]]
+    return [one for one, _ in left], [place for _, place in left], logits[kept], kept
 
 
 class PipelinedExecutor:
@@ -114,6 +144,10 @@ class PipelinedExecutor:
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """As the runner does it."""
         self._runner.copy_pages(sources, targets)
+
+    def clear_pages(self, pages: list[int]) -> None:
+        """As the runner does it."""
+        self._runner.clear_pages(pages)
 
     def forget(self, samples: Sequence[Sample]) -> None:
         """The runner can give their places to others."""
@@ -170,11 +204,11 @@ class PipelinedExecutor:
             if sample.finish_reason is not None:
                 continue  # drawn before it was known that the one before is the last
             if not isfinite(log_prob):
-                raise NonFiniteError(
-                    f"prompt {sample.prompt.request.prompt.id!r} at position "
-                    f"{len(sample.tokens) - 1}: the drawn token's log-probability "
-                    f"is {log_prob}, because logits are NaN or infinite"
+                why = f"the drawn token's log-probability is {log_prob}"
+                sample.fail(
+                    NonFiniteError(f"{place_of(sample)}: {why}, because logits are NaN or infinite")
                 )
+                continue
             sample.accept(token_id, log_prob, version, routing)
             if truncated_log_prob is not None:
                 sample.truncated_log_probs.append(truncated_log_prob)

@@ -324,6 +324,10 @@ class GraphRunner:
         """Copy pages of all layers."""
         self._cache.copy_pages(sources, targets)
 
+    def clear_pages(self, pages: list[int]) -> None:
+        """Set pages of all layers to zero."""
+        self._cache.clear_pages(pages)
+
     def clear(self) -> None:
         """Forget all samples and everything in the cache, non-finite numbers included."""
         self._drawn = []

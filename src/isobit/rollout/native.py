@@ -50,7 +50,7 @@ from isobit.rollout.executor import Works
 from isobit.rollout.graph_runner import GraphRunner
 from isobit.rollout.runner import ModelRunner, PipelineRunner, PolicyRunner
 from isobit.rollout.sequence import GrowingText, Sample, SharedPrompt
-from isobit.util.errors import RequestError
+from isobit.util.errors import DataError, IsobitError, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,6 +94,8 @@ class NativeEngine:
         self._streams: dict[Handle, SampleStream] = {}
         self._events: list[SampleEvent] = []
         """What the next step has to tell."""
+        self._failed: dict[Handle, IsobitError] = {}
+        """The samples that have failed alone since the last step."""
         with out_of_memory_named(self._policy.backend.memory):
             runner = self._make_runner()
         self._limits = Limits(
@@ -180,10 +182,13 @@ class NativeEngine:
     def step(self) -> list[SampleEvent]:
         """Put one forward through the model and draw a token for each sample that is up to date.
 
-        After an error no sample is live, and the engine can be asked again.
+        An error of samples alone names them (``IsobitError.samples``) and ends them; what else has
+        happened is told by the next step.  After any other no sample is live, and the engine can be
+        asked again.
 
         Raises:
-            NonFiniteError: if the model's output holds a NaN or an infinity.
+            NonFiniteError: if the model's output for a sample holds a NaN or an infinity.
+            DataError: if the tokenizer cannot decode what was drawn.
             OutOfMemoryError: if the device has not the memory.
         """
         if self._live:
@@ -192,6 +197,11 @@ class NativeEngine:
                 works.step()
                 self._collect(works)
             self.stats.seconds = perf_counter() - self._started_at
+        if self._failed:
+            failed, self._failed = self._failed, {}
+            first = next(iter(failed.values()))
+            first.samples = failed
+            raise first
         events, self._events = self._events, []
         return events
 
@@ -211,6 +221,8 @@ class NativeEngine:
                 self._works.drop_parked(asked)
             for sample in leaving:
                 self._end(sample)
+        for handle in asked:
+            self._failed.pop(handle, None)
         told, self._events = parted(self._events, asked)
         return told
 
@@ -333,16 +345,31 @@ class NativeEngine:
         """Note what happened to the samples."""
         for sample in works.take_finished():
             self._end(sample)
-        self._events += [
-            event for stream in self._streams.values() if (event := stream.event()) is not None
-        ]
+        for handle, stream in list(self._streams.items()):
+            try:
+                event = stream.event()
+            except DataError as error:
+                sample = self._live[handle]
+                sample.fail(error)
+                works.remove([sample])
+                self._end(sample)
+                continue
+            if event is not None:
+                self._events.append(event)
 
     def _end(self, sample: Sample) -> None:
-        del self._live[sample.handle]
-        completion = sample.completion(self._tokenizer)
-        stream = self._streams.pop(sample.handle, None)
-        event = stream.event(completion) if stream is not None else None
-        self._events.append(event or SampleEvent(sample.handle, completion=completion))
+        handle = sample.handle
+        del self._live[handle]
+        stream = self._streams.pop(handle, None)
+        if sample.failure is None:
+            try:
+                completion = sample.completion(self._tokenizer)
+                event = stream.event(completion) if stream is not None else None
+                self._events.append(event or SampleEvent(handle, completion=completion))
+            except DataError as error:
+                sample.failure = error
+        if sample.failure is not None:
+            self._failed[handle] = sample.failure
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -353,7 +380,7 @@ class NativeEngine:
             with out_of_memory_named(self._policy.backend.memory):
                 yield
         except BaseException:
-            self._live, self._streams, self._events = {}, {}, []
+            self._live, self._streams, self._events, self._failed = {}, {}, [], {}
             works, self._works = self._works, None
             if works is not None:
                 works.runner.clear()

@@ -145,6 +145,10 @@ class ModelRunner(Protocol):
         """
         ...
 
+    def clear_pages(self, pages: list[int]) -> None:
+        """Set the K and V of pages to zero, in all layers."""
+        ...
+
     def clear(self) -> None:
         """Forget everything in the cache, non-finite numbers included."""
         ...
@@ -230,6 +234,10 @@ class PipelineRunner(Protocol):
         """
         ...
 
+    def clear_pages(self, pages: list[int]) -> None:
+        """Set the K and V of pages to zero, in all layers."""
+        ...
+
     def clear(self) -> None:
         """Forget all samples, all tokens and everything in the cache, non-finite numbers
         included.
@@ -271,6 +279,10 @@ class PolicyRunner:
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy pages of all layers."""
         self._cache.copy_pages(sources, targets)
+
+    def clear_pages(self, pages: list[int]) -> None:
+        """Set pages of all layers to zero."""
+        self._cache.clear_pages(pages)
 
     def clear(self) -> None:
         """Start over with an empty cache."""
@@ -329,16 +341,25 @@ def draws_of(rows: Sequence[int], samples: Sequence[Sample]) -> Draws:
     )
 
 
-def check_finite(logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> None:
-    """Raises NonFiniteError naming the prompt and the position of the first row of ``logits`` FP32
-    [R, V] that holds a NaN or an infinity.
+def finite_rows(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Whether a distribution can be made of each row of FP32 logits [R, V] at temperatures FP32 [R]
+    above 0: bool [R].
     """
-    finite = torch.isfinite(logits)
-    if bool(finite.all()):
-        return
-    row = int((~finite.all(1)).nonzero()[0])
-    sample = samples[rows.index(row)]
-    raise NonFiniteError(
-        f"logits of prompt {sample.prompt.request.prompt.id!r} at position {sample.length - 1}: "
-        f"{int((~finite[row]).sum())} of {logits.shape[1]} are NaN or infinite"
-    )
+    least, most = logits.aminmax(dim=1)
+    return least.isfinite() & (most / temperatures).isfinite()
+
+
+def non_finite(logits: Tensor, sample: Sample) -> NonFiniteError:
+    """Of one row of ``logits`` FP32 [V], from which a sample's next token was to be drawn."""
+    count = int((~torch.isfinite(logits)).sum())
+    what = f"{count} of {logits.numel()} are NaN or infinite"
+    if not count:
+        temperature = sample.prompt.request.sampling.temperature
+        what = f"divided by the temperature {temperature} they leave FP32"
+    return NonFiniteError(f"logits of {place_of(sample)}: {what}")
+
+
+def place_of(sample: Sample) -> str:
+    """Where a sample stands, for a message on it."""
+    named = f"prompt {sample.prompt.request.prompt.id!r} at position {len(sample.tokens) - 1}"
+    return named if sample.adapter is None else f"{named} with the adapter {sample.adapter!r}"

@@ -68,6 +68,10 @@ class PlanExecutor(Protocol):
         """
         ...
 
+    def clear_pages(self, pages: list[int]) -> None:
+        """Set the K and V of pages to zero, in all layers."""
+        ...
+
     def settle(self) -> bool:
         """Accept all tokens that are in flight; False if there are none."""
         ...
@@ -183,6 +187,7 @@ class Scheduler:
                     budget -= self._add_chunk(plan, sample, budget)
             self._plan_prompts(plan, budget)
         assert not self._sources, "pages are copied as samples start, before anything is written"
+        self._clear_pages()
         return plan
 
     def advance(self, plan: Plan) -> None:
@@ -422,8 +427,13 @@ class Scheduler:
         sequence.reserved = len(sequence.pages) * self._allocator.page_tokens
         return True
 
+    def _clear_pages(self) -> None:
+        if pages := self._allocator.take_pages_to_clear():
+            self._executor.clear_pages(pages)
+
     def _copy_pages(self) -> None:
         """Make the copies asked for, all at once."""
+        self._clear_pages()
         if self._sources:
             self._executor.copy_pages(self._sources, self._targets)
             self._sources, self._targets = [], []

@@ -8,19 +8,20 @@ engine would record, or has recorded, for the same token behind the same tokens:
     log p(token t | tokens before)  =  log-softmax(logits / temperature) at t
 """
 
+from array import array
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, overload
 
 import torch
 
 from isobit.memory.cache_size import PageAllocator, out_of_memory_named, pages_for
 from isobit.models.policy import Policy
-from isobit.rollout.runner import PolicyRunner, build_batch
+from isobit.rollout.runner import PolicyRunner, build_batch, finite_rows
 from isobit.rollout.scheduler import by_adapter
 from isobit.rollout.sequence import CachedTokens
-from isobit.util.errors import NonFiniteError, RequestError
+from isobit.util.errors import IsobitError, NonFiniteError, RequestError
 
 _LOGITS_AT_ONCE = 1 << 24
 MOST_ALTERNATIVES = 20
@@ -41,6 +42,40 @@ class Scoring:
     """One of ``Policy.adapters``; None for the policy as it is."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ranked(Sequence[tuple[int, float]]):
+    """The likeliest tokens at one position, each with its log-probability, from the likeliest on.
+    A list of pairs would take six times the memory.
+    """
+
+    tokens: "array[int]"
+    log_probs: "array[float]"
+    """FP32."""
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, float]]) -> "Ranked":
+        tokens, log_probs = array("i"), array("f")
+        for token, log_prob in pairs:
+            tokens.append(token)
+            log_probs.append(log_prob)
+        return cls(tokens, log_probs)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, float]: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Ranked": ...
+    def __getitem__(self, at: int | slice) -> "tuple[int, float] | Ranked":
+        if isinstance(at, slice):
+            return Ranked(self.tokens[at], self.log_probs[at])
+        return self.tokens[at], self.log_probs[at]
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self.tokens, self.log_probs, strict=True)
+
+
 @dataclass(slots=True)
 class Scored:
     """One entry of each list for each scored token."""
@@ -48,8 +83,7 @@ class Scored:
     log_probs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     """1 is the likeliest; tokens that are equally likely share a rank."""
-    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Token and log-probability, from the likeliest on."""
+    alternatives: list[Ranked] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -125,10 +159,11 @@ class TokenScorer(Generic[Key]):
     def step(self) -> list[tuple[Key, Scored]]:
         """One forward; what is scored to its end.
 
-        An error leaves everything as it was before the call.
+        An error leaves everything as it was before the call.  One that belongs to sequences alone
+        names their keys (``IsobitError.samples``): without them the next step goes on.
 
         Raises:
-            NonFiniteError: if the logits hold a NaN or an infinity.
+            NonFiniteError: if the logits of a sequence hold a NaN or an infinity.
             OutOfMemoryError: if the device has not the memory.
         """
         if self._version != self._runner.version:
@@ -153,6 +188,7 @@ class TokenScorer(Generic[Key]):
             given.sequence.cached += count
         done = [given for given, _ in plan if not given.sequence.remaining]
         for given in done:
+            given.sequence.is_sound = True
             self._let_go(given)
         return [(given.key, given.scored) for given in done]
 
@@ -165,6 +201,8 @@ class TokenScorer(Generic[Key]):
             for _ in range(pages):
                 sequence.add_page(self._allocator.allocate())
             self._active.append(self._waiting.popleft())
+        if pages := self._allocator.take_pages_to_clear():
+            self._runner.clear_pages(pages)
 
     def _begin_again(self) -> None:
         """With weights that were published since: K and V of others are worthless."""
@@ -208,10 +246,9 @@ class TokenScorer(Generic[Key]):
         )
         some = hidden.index_select(0, to_device(torch.tensor(rows)))
         logits = self._runner.logits(some)
+        _check_finite(logits, to_device(temperatures), owners)
         log_probs = self._policy.backend.log_softmax(logits, to_device(temperatures))
         chosen = log_probs.gather(1, to_device(torch.tensor(targets))[:, None])
-        if not bool(torch.isfinite(chosen).all()):
-            raise NonFiniteError("the log-probability of a token of a prompt is not finite")
         ranks = (log_probs > chosen).sum(1) + 1
         most = min(max(given.scoring.alternatives for given in owners), log_probs.shape[1])
         values, tokens = log_probs.topk(most, dim=1)
@@ -219,9 +256,11 @@ class TokenScorer(Generic[Key]):
             (
                 log_prob,
                 rank,
-                sorted(zip(tokens, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[
-                    : given.scoring.alternatives
-                ],
+                Ranked.of(
+                    sorted(zip(tokens, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[
+                        : given.scoring.alternatives
+                    ]
+                ),
             )
             for given, log_prob, rank, tokens, values in zip(
                 owners,
@@ -234,4 +273,21 @@ class TokenScorer(Generic[Key]):
         ]
 
 
-_Row = tuple[float, int, list[tuple[int, float]]]
+def _check_finite(
+    logits: torch.Tensor, temperatures: torch.Tensor, owners: Sequence[_Given[Key]]
+) -> None:
+    """Raises NonFiniteError, which names the sequences whose logits FP32 [N, V] are not finite."""
+    finite = finite_rows(logits, temperatures).tolist()
+    failed: dict[Key, IsobitError] = {}
+    for given, is_finite in zip(owners, finite, strict=True):
+        if not is_finite and given.key not in failed:
+            adapter = given.scoring.adapter
+            by = "" if adapter is None else f" with the adapter {adapter!r}"
+            failed[given.key] = NonFiniteError(f"logits of a prompt{by} are NaN or infinite")
+    if failed:
+        first = next(iter(failed.values()))
+        first.samples = failed
+        raise first
+
+
+_Row = tuple[float, int, Ranked]

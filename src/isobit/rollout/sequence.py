@@ -29,11 +29,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from isobit.data.tokenizer import byte_token_ids, special_token_ids
+from isobit.data.tokenizer import byte_token_ids, is_of_tokenizer, special_token_ids
 from isobit.memory.cache_size import PageAllocator, Parked
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
 from isobit.rollout.engine import Handle, Request
+from isobit.util.errors import DataError, IsobitError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,10 +48,20 @@ def decode(
 ) -> str:
     """The text of ``token_ids`` as users and rewards see it: spaces as they are, and special tokens
     if ``special``.
+
+    Raises DataError where the tokenizer has no text for them.
     """
-    text = tokenizer.decode(
-        list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-    )
+    try:
+        text = tokenizer.decode(
+            list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+    except BaseException as error:
+        if not is_of_tokenizer(error):
+            raise
+        ids = shown(", ".join(map(str, token_ids)))
+        raise DataError(
+            f"the tokenizer cannot decode the tokens {ids}: {type(error).__name__}: {shown(error)}"
+        ) from error
     assert isinstance(text, str)
     return text
 
@@ -157,16 +168,27 @@ class CachedTokens:
     ``block_row`` mirrors ``pages``, where there are any, in the fixed-width form that a batch's
     block table is stacked from.  ``reserved``: the tokens that its pages have room for, once the
     scheduler has made sure that nobody else holds those which will be written.  ``adapter``: what
-    they are computed with (``Request.adapter``).
+    they are computed with (``Request.adapter``).  ``is_sound``: finite logits have been computed
+    from its K and V, so that no page of it holds a NaN.
     """
 
-    __slots__ = ("_max_pages", "adapter", "block_row", "cached", "pages", "reserved", "tokens")
+    __slots__ = (
+        "_max_pages",
+        "adapter",
+        "block_row",
+        "cached",
+        "is_sound",
+        "pages",
+        "reserved",
+        "tokens",
+    )
 
     def __init__(self, tokens: list[int], max_pages: int, adapter: str | None = None) -> None:
         self.tokens = tokens
         self.adapter = adapter
         self.cached = 0
         self.reserved = 0
+        self.is_sound = False
         self.pages: list[int] = []
         self.block_row = _NO_PAGES
         self._max_pages = max_pages
@@ -196,9 +218,10 @@ class CachedTokens:
     def drop_pages(self, allocator: PageAllocator) -> None:
         """Give all pages back; the tokens stay."""
         for page in self.pages:
-            allocator.release(page)
+            allocator.release(page, self.is_sound)
         self.pages, self.block_row = [], _NO_PAGES
         self.cached = self.reserved = 0
+        self.is_sound = False
 
 
 class SharedPrompt(CachedTokens):
@@ -239,6 +262,7 @@ class Sample(CachedTokens):
         "_stop_token_ids",
         "_stop_watch",
         "drawn",
+        "failure",
         "finish_reason",
         "given",
         "handle",
@@ -278,6 +302,8 @@ class Sample(CachedTokens):
         self.truncated_log_probs: list[float] = []
         self.routings: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.failure: IsobitError | None = None
+        """Why nothing more can be drawn for it; then it has ended as aborted."""
         self.weights_versions: list[int] = []
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._stop_watch = (
@@ -338,20 +364,28 @@ class Sample(CachedTokens):
         self, token_id: int, log_prob: float, weights_version: int, routing: int | None = None
     ) -> None:
         """Append a drawn token and see whether it is the last one; ``routing`` is the digest of the
-        experts at the row that it was drawn from.
+        experts at the row that it was drawn from.  A text that cannot be decoded fails the sample.
         """
+        self.is_sound = self.prompt.is_sound = True
         self.tokens.append(token_id)
         self.drawn += 1
         self.log_probs.append(log_prob)
         self.weights_versions.append(weights_version)
         if routing is not None:
             self.routings.append(routing)
-        if token_id in self._stop_token_ids or (
-            self._stop_watch is not None and self._stop_watch.feed(token_id)
-        ):
-            self.finish_reason = "stop"
-        elif len(self.tokens) >= self.max_length:
-            self.finish_reason = "length"
+        try:
+            if token_id in self._stop_token_ids or (
+                self._stop_watch is not None and self._stop_watch.feed(token_id)
+            ):
+                self.finish_reason = "stop"
+            elif len(self.tokens) >= self.max_length:
+                self.finish_reason = "length"
+        except DataError as error:
+            self.fail(error)
+
+    def fail(self, error: IsobitError) -> None:
+        """End the sample, and no other, with an error."""
+        self.failure, self.finish_reason, self.is_sound = error, "aborted", False
 
     def take_up(self, half_done: Completion) -> None:
         """Go on from what was drawn before, by another engine or in earlier turns, and from what

@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig, ToolFormat
@@ -40,25 +40,39 @@ from isobit.models.folder import SamplingModel
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Request as EngineRequest
 from isobit.rollout.sequence import decode
+from isobit.serve.answers import Streamed, json_response
+from isobit.serve.connections import QuietLoop
 from isobit.serve.engine import Call, DisconnectedError, EngineStoppedError, EngineThread
 from isobit.serve.protocol import (
     ApiError,
     Asked,
     ChatAsked,
     CompletionAsked,
+    Kind,
     Question,
     Spelling,
     read_request,
 )
 from isobit.serve.weights import Handler, Sent, WeightUpdates
-from isobit.serve.work import ChatForm, CompletionForm, Form, Gate, Work, as_api_error
-from isobit.util.errors import ConfigError, DataError, IsobitError, RequestError
-from isobit.util.strict_json import json_text
+from isobit.serve.work import (
+    ChatForm,
+    CompletionForm,
+    Form,
+    Gate,
+    Work,
+    as_api_error,
+    check_size,
+    event_of,
+)
+from isobit.util.errors import ConfigError, DataError, IsobitError, shown
+from isobit.util.hosts import HostCheck
 
 LARGEST_BODY = 16 << 20
 """Bytes."""
-BODY_S, SEND_S, WEIGHTS_S = 60, 60, 600
-"""How long a client may take to send a request, take a chunk of a stream, and send weights."""
+_SMALL_BODY = 1 << 16
+"""Bytes of a request that is read at once, in the event loop."""
+BODY_S, WEIGHTS_S = 60, 600
+"""How long a client may take to send a request, and to send weights."""
 COMPLETION_TOKENS = 16
 """What a completion has at most where the request does not say; OpenAI's figure."""
 GONE = 499
@@ -85,6 +99,8 @@ class Settings:
     """Names of the model's adapters (``Policy.adapters``), for clients."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """What each name was said to be on the command line."""
+    hosts: HostCheck | None = None
+    """The names that requests may mean it by; None for any."""
 
 
 class Metrics:
@@ -159,11 +175,12 @@ class Server:
         """Whether the text of an answer without special tokens would not show its calls."""
         self._started_at = int(time.time())
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The ASGI application; its lifespan starts and stops the engine's thread."""
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            asyncio.get_running_loop().set_exception_handler(QuietLoop())
             self.thread.start()
             yield
             await asyncio.to_thread(self.thread.stop)
@@ -179,36 +196,62 @@ class Server:
         ]
         for (method, path), handler in self._updates.routes.items() if self._updates else ():
             routes.append(Route(path, self._guarded(self._updating(handler)), methods=[method]))
-        handlers: Any = {HTTPException: _not_found, Exception: _fault}
-        return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+        routes.append(Route("/", self._greeting))
+        handlers: Any = {HTTPException: _no_route, Exception: _fault}
+        app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+        return app if self.settings.hosts is None else self._by_name(app, self.settings.hosts)
+
+    def _by_name(self, app: ASGIApp, hosts: HostCheck) -> ASGIApp:
+        """With requests refused that a web page may have sent."""
+
+        async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+            wrong = hosts.wrong_header(scope["headers"]) if scope["type"] == "http" else None
+            if wrong is None:
+                await app(scope, receive, send)
+                return
+            status = 421 if wrong == "Host" else 403
+            sentence = (
+                f"{wrong}: this server is not known by that name, so that pages of the web cannot "
+                "ask it; start it with --allowed-host NAME, or with --api-key"
+            )
+            await _refusal(ApiError(status, sentence))(scope, receive, send)
+
+        return checked
 
     # Routes
+
+    async def _greeting(self, request: Request) -> Response:
+        """A line for whoever opens the address in a browser; the name is for those with the key."""
+        line = "an OpenAI-compatible server of Isobit, at /v1"
+        if self._has_key(request):
+            line = f"{self.settings.name} in {self.settings.precision}: {line}"
+        return Response(f"{line}\n", media_type="text/plain")
 
     async def _health(self, _: Request) -> Response:
         fault = self.thread.fault
         if fault is not None or self.is_draining():
-            return _json({"status": fault or "the server is shutting down"}, 503)
-        return _json({"status": "ok"})
+            return json_response({"status": fault or "the server is shutting down"}, 503)
+        return json_response({"status": "ok"})
 
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _models(self, _: Request) -> Response:
         names = (self.settings.name, *self.settings.adapters)
-        return _json({"object": "list", "data": [self._described(name) for name in names]})
+        return json_response({"object": "list", "data": [self._described(name) for name in names]})
 
     async def _one_model(self, request: Request) -> Response:
         self._adapter(name := request.path_params["name"])
-        return _json(self._described(name))
+        return json_response(self._described(name))
 
     async def _complete(self, request: Request) -> Response:
-        asked = read_request(CompletionAsked, await _body(request))
+        asked = await _asked(CompletionAsked, request)
         form = CompletionForm(asked, self.spelling)
         places = len(asked.prompt) * asked.n
         return await self._answer(request, asked, form, places, lambda: self._texts(asked))
 
     async def _chat(self, request: Request) -> Response:
-        asked = read_request(ChatAsked, await _body(request))
+        asked = await _asked(ChatAsked, request)
         form = ChatForm(asked, self.spelling, self._calls)
         return await self._answer(request, asked, form, asked.n, lambda: [self._rendered(asked)])
 
@@ -218,7 +261,7 @@ class Server:
             is_json = request.headers.get("content-type") != "application/octet-stream"
             limits = (LARGEST_BODY, BODY_S) if is_json else (self._updates.largest_body, WEIGHTS_S)
             body = await _body(request, *limits)
-            return _json(await handler(Sent(body, is_json, request.query_params)))
+            return json_response(await handler(Sent(body, is_json, request.query_params)))
 
         return update
 
@@ -265,20 +308,22 @@ class Server:
             except asyncio.CancelledError:  # the time of a graceful end is over
                 if not self.is_draining():
                     raise
-                ended = EngineStoppedError("the server has ended before the answer")
-                response = _refusal(as_api_error(ended))
+                response = _refusal(as_api_error(_ended()))
             self.metrics.requests.labels(route, str(response.status_code)).inc()
             return response
 
         return guarded
 
-    def _check_key(self, request: Request) -> None:
+    def _has_key(self, request: Request) -> bool:
         key = self.settings.key
         if key is None:
-            return
+            return True
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         fits = hmac.compare_digest(given.strip().encode(), key.encode())
-        if kind.lower() != "bearer" or not fits:
+        return fits and kind.lower() == "bearer"
+
+    def _check_key(self, request: Request) -> None:
+        if not self._has_key(request):
             raise ApiError(
                 401,
                 "the key is missing or wrong; send it as `Authorization: Bearer KEY`",
@@ -293,7 +338,7 @@ class Server:
 
     def _text(self, prompt: str | list[int], add_special_tokens: bool) -> Question:
         if not isinstance(prompt, str):
-            self._check_ids(prompt)
+            self._check_ids(prompt, "prompt")
             return Question(decode(self.model.tokenizer, prompt, special=True), tuple(prompt))
         self._check_characters(prompt)
         encodable(prompt, Row(prompt, {}, "prompt"))
@@ -322,11 +367,13 @@ class Server:
             )
         return Question(prompt.text, prompt.token_ids)
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
+    def _check_ids(self, ids: Sequence[int], name: str) -> None:
         known = self.model.policy.config.vocab_size
-        if max(ids) >= known:
-            raise RequestError(
-                f"prompt: token {max(ids)} is none of the model's, which are 0 to {known - 1}"
+        if max(ids, default=0) >= known:
+            raise ApiError(
+                400,
+                f"{name}: token {max(ids)} is none of the model's, which are 0 to {known - 1}",
+                name,
             )
 
     def _check_characters(self, text: str) -> None:
@@ -354,6 +401,7 @@ class Server:
         read: Callable[[], list[Question]],
     ) -> Response:
         self._adapter(asked.model)
+        self._check_ids(asked.stop_token_ids, "stop_token_ids")
         if self.is_draining() or self.thread.fault is not None:
             raise EngineStoppedError(self.thread.fault or "the server is shutting down")
         self.gate.enter(places)
@@ -369,16 +417,24 @@ class Server:
         try:
             loop = asyncio.get_running_loop()
             questions = await loop.run_in_executor(self._reading, read)
+            check_size(asked, questions)
             await work.begin(*self._asked_of_engine(asked, form, questions))
             work.name_weights(f"{self.settings.precision}-{self.model.policy.version}")
             if asked.stream:
-                return EventStream(work.chunks(), work.close)
-            answer = _json(await work.whole())
+                return Streamed(work.chunks(), work.close, "text/event-stream", self._last_words)
+            answer = await work.whole()
+            if work.is_large:
+                return Streamed(work.in_pieces(answer), work.close, "application/json")
+            response = json_response(answer)
         except BaseException:
             work.close()
             raise
         work.close()
-        return answer
+        return response
+
+    def _last_words(self) -> str | None:
+        """Of a stream that is cut off by the end of the server."""
+        return event_of(as_api_error(_ended()).json()) if self.is_draining() else None
 
     def _asked_of_engine(
         self, asked: Asked, form: Form, questions: list[Question]
@@ -413,9 +469,7 @@ class Server:
         """Raises ApiError where prompt and answer do not fit the context."""
         limits = self.thread.engine.limits
         room = min(limits.context, limits.num_pages * limits.page_tokens + 1) - prompt
-        said = asked.max_tokens
-        if isinstance(asked, ChatAsked):
-            said = asked.max_completion_tokens if said is None else said
+        said = asked.most_tokens
         default = max(room, 1) if isinstance(asked, ChatAsked) else COMPLETION_TOKENS
         wanted = self.settings.max_tokens or default if said is None else said
         if said is None:
@@ -426,35 +480,23 @@ class Server:
         return wanted
 
 
-class EventStream(Response):
-    """Server-sent events. A client that takes none for ``SEND_S`` seconds is given up."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._close = events, close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "headers": self.raw_headers}
-        try:
-            await send({**start, "status": self.status_code})
-            async for event in self._events:
-                async with asyncio.timeout(SEND_S):
-                    body = event.encode()
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._close()
-
-
 async def _watch(request: Request, call: Call) -> None:
     """Tell the call when the client is gone."""
     with suppress(ClientDisconnect):
         while (await request.receive())["type"] != "http.disconnect":
             pass
     call.tell(DisconnectedError())
+
+
+def _ended() -> EngineStoppedError:
+    return EngineStoppedError("the server has ended before the answer")
+
+
+async def _asked(kind: type[Kind], request: Request) -> Kind:
+    body = await _body(request)
+    if len(body) < _SMALL_BODY:
+        return read_request(kind, body)
+    return await asyncio.to_thread(read_request, kind, body)
 
 
 async def _body(request: Request, most: int = LARGEST_BODY, seconds: int = BODY_S) -> bytearray:
@@ -471,7 +513,7 @@ async def _body(request: Request, most: int = LARGEST_BODY, seconds: int = BODY_
 
 
 def _refusal(error: ApiError) -> Response:
-    response = _json(error.json(), error.status)
+    response = json_response(error.json(), error.status)
     if error.retry_after is not None:
         response.headers["Retry-After"] = str(error.retry_after)
     if error.status in (408, 413):  # the rest of the body is not read
@@ -479,14 +521,16 @@ def _refusal(error: ApiError) -> Response:
     return response
 
 
-def _json(content: dict[str, Any], status: int = 200) -> Response:
-    text = json_text(content, ascii=True)  # in ASCII, which can hold what a client echoes
-    return Response(text, status, media_type="application/json")
-
-
-async def _not_found(request: Request, error: HTTPException) -> Response:
-    sentence = f"{request.method} {request.url.path[:200]}: {error.detail}; see docs/serve.md"
-    return _refusal(ApiError(error.status_code, sentence))
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    asked = f"{request.method} {shown(request.url.path)}"
+    if error.status_code == 405:
+        there = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        return _refusal(ApiError(405, f"{asked}: this route takes {there}"))
+    routes = ", ".join(
+        f"{'POST' if 'POST' in (route.methods or ()) else 'GET'} {route.path}"
+        for route in request.app.routes
+    )
+    return _refusal(ApiError(error.status_code, f"{asked}: there is no such route; {routes}"))
 
 
 async def _fault(_: Request, error: Exception) -> Response:

@@ -5,8 +5,9 @@
     Call.next              <-- what happens --  after each step, all calls at once
 
 Nobody else touches the engine, so a request's tokens depend on nothing but the request: samples
-come and go while others run (``isobit.rollout.engine``).  An error of the engine ends the calls
-that were live, each with its sentence, and the next ones are served; anything else is a fault in
+come and go while others run (``isobit.rollout.engine``).  An error of some samples, such as logits
+of an adapter that are not finite, ends their calls alone; any other error of the engine ends all
+that were live, each with its sentence, and the next ones are served.  Anything else is a fault in
 Isobit, after which the thread ends and the server with it.
 
 New weights are taken while nothing is live, so that every answer comes from one version of them:
@@ -80,9 +81,12 @@ class Call:
         self._told: asyncio.Queue[Told | BaseException] = asyncio.Queue()
         self.is_control = is_control
         self.is_closed = False
+        self.is_gone = False
+        """Whether its client is."""
 
     def tell(self, what: Told | BaseException) -> None:
         """In the event loop."""
+        self.is_gone = self.is_gone or isinstance(what, DisconnectedError)
         self._told.put_nowait(what)
 
     async def next(self) -> Told:
@@ -193,7 +197,7 @@ class EngineThread:
         try:
             while not self._is_ending:
                 self._obey()
-                if self.engine.num_live and not self._is_frozen:
+                if self._calls and not self._is_frozen:
                     self._step()
                 if self.scorer.has_work and not self._is_frozen:
                     self._score_step()
@@ -216,7 +220,7 @@ class EngineThread:
 
     def _obey(self) -> None:
         """Carry out the commands that are there; wait for one if there is nothing else to do."""
-        is_idle = self._is_frozen or not (self.engine.num_live or self.scorer.has_work)
+        is_idle = self._is_frozen or not (self._calls or self.scorer.has_work)
         try:
             if is_idle:
                 self._begin(*self._commands.get(timeout=POLL_S if self._new_weights else None))
@@ -299,9 +303,10 @@ class EngineThread:
     def _step(self) -> None:
         try:
             events = self.engine.step()
-        except IsobitError as error:  # no sample is live any more
-            self._fail(self._calls.values(), error)
-            self._calls.clear()
+        except IsobitError as error:  # of some samples, or no sample is live any more
+            for handle, reason in (error.samples or dict.fromkeys(self._calls, error)).items():
+                if (call := self._calls.pop(handle, None)) is not None:
+                    self._fail([call], reason)
             return
         for event in events:
             call = self._calls.get(event.handle)
@@ -319,14 +324,13 @@ class EngineThread:
                 self.engine.release()  # its samples wait, and draw what they would have drawn
                 found = self.scorer.step()
         except IsobitError as error:
-            calls = self._scored_calls()
-            self._drop_scorings(calls)
-            self._fail(calls, error)
+            for (call, _), reason in (
+                error.samples or dict.fromkeys(self.scorer.keys, error)
+            ).items():
+                self._fail([call], reason)
+                self._drop_scorings([call])
             return
         self._news += [(call, Scores(place, scored)) for (call, place), scored in found]
-
-    def _scored_calls(self) -> list[Call]:
-        return list(dict.fromkeys(call for call, _ in self.scorer.keys))
 
     def _drop_scorings(self, calls: Iterable[Call]) -> None:
         leaving = set(calls)

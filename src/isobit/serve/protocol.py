@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -35,6 +35,7 @@ MOST_CHOICES = 128
 """Samples of a prompt."""
 MOST_PROMPTS = 1024
 MOST_STOPS = 16
+MOST_STOP_TOKENS = 1024
 LONGEST_STOP = 256
 """Characters of a stop string, of which each drawn token costs a search."""
 
@@ -75,6 +76,13 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "modalities": (["text"],),
     "functions": ([],),
     "function_call": ("none",),
+    "bad_words": ([],),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "priority": (0,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (-1,),
 }
 """Keys of other servers with the values that ask for nothing."""
 _IGNORED = frozenset(
@@ -136,6 +144,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
     include_obfuscation: bool = False
     """Accepted; nothing is padded."""
+    continuous_usage_stats: Literal[False] = False
 
 
 class Asked(BaseModel):
@@ -145,6 +154,8 @@ class Asked(BaseModel):
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
 
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """As ``_NEUTRAL``, of one kind of request."""
     model: str
     max_tokens: int | None = Field(default=None, ge=0, le=MAX_POSITIONS)
     temperature: float | None = Field(default=None, ge=0, le=MAX_FACTOR)
@@ -154,13 +165,20 @@ class Asked(BaseModel):
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(default=None, ge=-MAX_SEED - 1, le=MAX_SEED)
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=MAX_VOCAB_SIZE)]] = Field(
+        default=[], max_length=MOST_STOP_TOKENS
+    )
     ignore_eos: bool = False
     skip_special_tokens: bool | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How long an answer may be; None where the request does not say."""
+        return self.max_tokens
 
     @model_validator(mode="before")
     @classmethod
@@ -173,12 +191,12 @@ class Asked(BaseModel):
                 continue
             if name in cls.model_fields:
                 kept[name] = value
-            elif name not in _NEUTRAL:
-                near = get_close_matches(name, cls.model_fields, n=1)
+            elif name not in _NEUTRAL and name not in cls.neutral:
+                near = get_close_matches(name[:100], cls.model_fields, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise _wrong(name, f"this server knows no such key{hint}")
-            elif value not in _NEUTRAL[name]:
-                allowed = " or ".join(json.dumps(one) for one in _NEUTRAL[name])
+            elif value not in (neutral := _NEUTRAL.get(name) or cls.neutral[name]):
+                allowed = " or ".join(json.dumps(one) for one in neutral)
                 raise _wrong(name, f"this server does not support it; leave it out, or {allowed}")
         return kept
 
@@ -251,6 +269,10 @@ class CompletionAsked(Asked):
 class ChatAsked(Asked):
     """``POST /v1/chat/completions``."""
 
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "echo": (False,),
+        "add_special_tokens": (False,),
+    }
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=0, le=MAX_POSITIONS)
     logprobs: bool = False
@@ -274,6 +296,11 @@ class ChatAsked(Asked):
         return self
 
     @property
+    def most_tokens(self) -> int | None:
+        """OpenAI calls ``max_tokens`` deprecated beside the other."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -294,6 +321,7 @@ def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
         found = error.errors(include_url=False)[0]
         context = found.get("ctx", {})
         name = context.get("name") or ".".join(map(str, found["loc"])) or None
+        name = None if name is None else shown(name)
         message = found["msg"].removeprefix("Value error, ")
         if found["type"] in ("json_invalid", "object"):
             raise ApiError(400, f"the body is not a JSON object: {message}") from None
@@ -314,7 +342,7 @@ class Part:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
-    alternatives: list[list[tuple[int, float]]] | None = None
+    alternatives: Sequence[Sequence[tuple[int, float]]] | None = None
     """For each token; None where none were asked for."""
     finish_reason: str | None = None
 

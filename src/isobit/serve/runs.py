@@ -40,7 +40,7 @@ from isobit.serve.engine import Accepted, Call, DisconnectedError, EngineThread
 from isobit.serve.protocol import ApiError, read_request
 from isobit.serve.work import Gate
 from isobit.store.manifest import environment
-from isobit.util.errors import ModelError
+from isobit.util.errors import ModelError, shown
 
 PROTOCOL = 1
 WAIT_S, GATHER_S, SILENT_S = 1.0, 0.02, 60.0
@@ -173,10 +173,22 @@ class Runs:
             staged = self._begun()
             try:
                 found = await asyncio.to_thread(read_file, body)
+                self._check_part(found)
             except ModelError as error:
                 raise ApiError(400, str(error)) from None
             staged.update(found)
         return {"tensors": len(found)}
+
+    def _check_part(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Raises ModelError for what no update has, so that it need not be kept."""
+        shapes = self.policy.shapes
+        for name, sent in parted_names(found).items():
+            if name not in shapes:
+                raise ModelError(f"{shown(name)} is no master of this model")
+            most = 4 * torch.Size(shapes[name]).numel()  # all of it in FP32
+            size = sum(one.nbytes for one in sent.values())
+            if size > 2 * most:
+                raise ModelError(f"{name} has {size:,} bytes; an update of it at most {2 * most:,}")
 
     async def _publish(self, body: bytearray) -> dict[str, Any]:
         asked = read_request(AskedPublish, body)
@@ -208,8 +220,6 @@ class Runs:
             dtype = torch.float32
         try:
             for name, sent in parted_names(staged).items():
-                if name not in shapes:
-                    raise ModelError(f"{name[:100]!r} is no master of this model")
                 whole = sent.get("")
                 if whole is None:
                     if name not in self._held:

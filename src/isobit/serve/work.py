@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from math import ceil
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from isobit.data.tool_calls import Parsed, ToolCall, TurnReader, names_of
 from isobit.records.text import ends_in_thinking
 from isobit.rollout.engine import Handle, Request, SampleEvent
 from isobit.rollout.scoring import Scored, Scoring
+from isobit.serve.answers import SMALL, Made, in_pieces, written
 from isobit.serve.engine import (
     Accepted,
     Call,
@@ -43,7 +45,6 @@ from isobit.serve.protocol import (
     Usage,
 )
 from isobit.util.errors import DataError, IsobitError, RequestError
-from isobit.util.strict_json import json_text
 
 LONGEST_RETRY_S = 60
 
@@ -323,6 +324,8 @@ class Work:
     form: Form
     on_close: "Callable[[Work], None]"
     call: Call = field(default_factory=Call)
+    is_large: bool = False
+    """Whether the whole answer is to be written in pieces."""
     usage: Usage = field(default_factory=Usage)
     begun_at: float = field(default_factory=time.perf_counter)
     first_at: float | None = None
@@ -363,43 +366,88 @@ class Work:
             self.on_close(self)
 
     async def whole(self) -> dict[str, Any]:
-        """The answer."""
+        """The answer, whose choices are made as they are written."""
         found = dict[int, Part]()
         async for part in self._parts():
             found[part.index] = part
-        choices = [self.form.choice(self._question(index), found[index]) for index in sorted(found)]
+        self.is_large = (
+            sum(self._size(part, self._question(part.index)) for part in found.values()) > SMALL
+        )
+
+        def choice(index: int) -> dict[str, Any]:
+            return self.form.choice(self._question(index), found.pop(index))
+
         return {
             **self._head,
             "object": self.form.whole,
-            "choices": choices,
+            "choices": Made(len(found), choice),
             "usage": self.usage.json(),
             **self.form.of_prompts(self._questions),
         }
+
+    async def in_pieces(self, answer: Mapping[str, Any]) -> AsyncIterator[str]:
+        """The text of a large answer, for as long as its client is there."""
+        self.thread.cancel(self.call)  # all is known: new weights need not wait
+        async for piece in in_pieces(answer):
+            if self.call.is_gone:
+                return
+            yield piece
+
+    def _size(self, part: Part, question: Question | None = None) -> int:
+        """The log-probabilities that are written of a part, and of a question before it."""
+        drawn = len(part.token_ids) * (1 + (self.asked.alternatives or 0))
+        if question is None or question.scored is None:
+            return drawn
+        return drawn + len(question.token_ids) * (1 + (self.asked.scores_prompt or 0))
 
     async def chunks(self) -> AsyncIterator[str]:
         """The events of a stream; closes the work."""
         head = {**self._head, "object": self.form.piece}
         if self.asked.reports_usage:
             head["usage"] = None
-        of_prompts = self.form.of_prompts(self._questions)
         try:
-            for index in range(len(self._questions) * self.asked.n):
-                begun = self.form.beginning(index, self._question(index))
-                if begun is not None:
-                    yield _event({**head, "choices": [begun], **of_prompts})
+            async for text in self._beginnings(head):
+                yield text
             async for part in self._parts():
                 self.first_at = self.first_at or time.perf_counter()
-                choice = self.form.delta(self._question(part.index), part)
-                yield _event({**head, "choices": [choice]})
+                content = {**head, "choices": Made(1, partial(self._delta, part))}
+                if self._size(part) <= SMALL:
+                    yield event_of(content)
+                    continue
+                async for text in _event_in_pieces(content):
+                    yield text
             if self.asked.reports_usage:
-                yield _event({**head, "choices": [], "usage": self.usage.json()})
+                yield event_of({**head, "choices": [], "usage": self.usage.json()})
             yield "data: [DONE]\n\n"
         except DisconnectedError:
             return
         except IsobitError as error:
-            yield _event(as_api_error(error).json())
+            yield event_of(as_api_error(error).json())
         finally:
             self.close()
+
+    async def _beginnings(self, head: Mapping[str, Any]) -> AsyncIterator[str]:
+        """What is said of each choice before anything is drawn, and in the first chunk of the
+        prompts.
+        """
+        of_prompts = self.form.of_prompts(self._questions)
+        for index in range(len(self._questions) * self.asked.n):
+            question = self._question(index)
+            if self._size(Part(index), question) <= SMALL:
+                begun = self.form.beginning(index, question)
+                if begun is not None:
+                    yield event_of({**head, "choices": [begun], **of_prompts})
+            else:
+                made = Made(1, partial(self._beginning, index))
+                async for text in _event_in_pieces({**head, "choices": made, **of_prompts}):
+                    yield text
+            of_prompts = {}
+
+    def _beginning(self, index: int, _: int) -> dict[str, Any] | None:
+        return self.form.beginning(index, self._question(index))
+
+    def _delta(self, part: Part, _: int) -> dict[str, Any]:
+        return self.form.delta(self._question(part.index), part)
 
     @property
     def _draws(self) -> bool:
@@ -489,8 +537,36 @@ class Work:
         return []
 
 
-def _event(content: Mapping[str, Any]) -> str:
-    return f"data: {json_text(content, ascii=True)}\n\n"
+def event_of(content: Mapping[str, Any]) -> str:
+    """One event of a stream."""
+    return f"data: {written(content)}\n\n"
+
+
+async def _event_in_pieces(content: Mapping[str, Any]) -> AsyncIterator[str]:
+    yield "data: "
+    async for piece in in_pieces(content):
+        yield piece
+    yield "\n\n"
+
+
+MOST_LOG_PROBS = 1 << 26
+"""Of the prompts of a request, which are held until all are scored, in 8 bytes each."""
+
+
+def check_size(asked: Asked, questions: Sequence[Question]) -> None:
+    """Raises ApiError for more log-probabilities than are held at once."""
+    if asked.scores_prompt is None:
+        return
+    tokens = sum(len(one.token_ids) for one in questions)
+    wanted = tokens * (1 + asked.scores_prompt)
+    if wanted > MOST_LOG_PROBS:
+        raise ApiError(
+            400,
+            f"prompt: {wanted:,} log-probabilities of {tokens:,} tokens are asked for; this server "
+            f"holds at most {MOST_LOG_PROBS:,} at once: send fewer prompts in a request, or ask "
+            "for fewer alternatives",
+            "prompt",
+        )
 
 
 def as_api_error(error: ApiError | IsobitError) -> ApiError:

@@ -5,8 +5,10 @@ invariants are ``AssertionError`` and keep their traceback.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
 
 from isobit.util.terminal import gib
 
@@ -32,6 +34,9 @@ class IsobitError(Exception):
     """
 
     exit_code = 2
+    samples: Mapping[Any, "IsobitError"] = MappingProxyType({})
+    """Of an error of an engine's step: the samples that it belongs to alone, each with its own,
+    while all others go on. Empty where the whole step has failed."""
 
     def __init__(self, text: object = "", *lines: str) -> None:
         super().__init__(text, *lines)

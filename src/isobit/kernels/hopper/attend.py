@@ -96,6 +96,13 @@ class HopperKvCache:
             values, paged.value_scales[pages, :, offsets]
         )
 
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        for arena in self._arenas.values():
+            index = to_device(torch.tensor(pages), arena.values.device)
+            arena.values.index_fill_(2, index, 0)
+            if arena.scales is not None:
+                arena.scales.index_fill_(2, index, 0)
+
     def clear(self) -> None:
         for arena in self._arenas.values():
             arena.values.zero_()

@@ -89,6 +89,12 @@ class SpecKvCache:
                 for source, target in zip(sources, targets, strict=True):
                     tensor[:, target] = tensor[:, source]
 
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Set pages of every layer to zero, in place."""
+        for arena in self.layers:
+            for tensor in (_raw(arena.values), arena.scales):
+                tensor[:, list(pages)] = 0
+
     def clear(self) -> None:
         """Set everything to zero, in place."""
         for arena in self.layers:
