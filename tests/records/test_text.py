@@ -39,7 +39,8 @@ def test_arguments_stay_as_they_are_written_and_calls_may_be_flat(arguments: Any
 
 def test_a_call_in_the_older_form_is_a_call() -> None:
     older = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}}
-    assert read_prompt([USER, older], "row")[1]["tool_calls"] == [
+    read = read_prompt([USER, older], "row")[1]
+    assert isinstance(read, dict) and read["tool_calls"] == [
         {"type": "function", "function": {"name": "f", "arguments": {}}}
     ]
 

@@ -289,7 +289,7 @@ def test_shares_of_every_named_model_make_up_the_whole(shape: str) -> None:
     shapes = {name: master.shape for name, master in described.masters().items()}
     for size, moments in product((*range(2, 9), 12, 16), FORMATS):
         ownership = described.ownership(size)
-        ends: dict[str, int] = {}
+        own, ends = dict[str, torch.Tensor](), dict[str, int]()
         wholes: dict[str, tuple[int, ...]] = {}
         for rank in range(size):
             own = moments_of(shapes, moments, ownership, rank)

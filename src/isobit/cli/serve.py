@@ -364,14 +364,8 @@ def _module(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
-def _parser() -> ArgumentParser:
-    parser = folder_parser(
-        "serve",
-        "Serve a model folder by OpenAI's interface, in any precision (docs/serve.md).",
-        "precision, rollout and data",
-        with_seed=False,
-    )
-    parser.set_defaults(precision=None)
+def _add_addresses(parser: ArgumentParser) -> None:
+    """Where it listens, and who may ask."""
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -394,6 +388,17 @@ def _parser() -> ArgumentParser:
         help="names beside this machine's own by which requests may ask for the server, such as "
         "that of a proxy; without a key others are refused at the machine's own address",
     )
+
+
+def _parser() -> ArgumentParser:
+    parser = folder_parser(
+        "serve",
+        "Serve a model folder by OpenAI's interface, in any precision (docs/serve.md).",
+        "precision, rollout and data",
+        with_seed=False,
+    )
+    parser.set_defaults(precision=None)
+    _add_addresses(parser)
     parser.add_argument(
         "--name", help="the model's name for clients; by default MODEL as it stands here"
     )

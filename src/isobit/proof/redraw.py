@@ -8,8 +8,8 @@ all of its tokens can be drawn again at once, without a KV cache:
 
     logits of the sample's tokens + its key, their positions  -->  the same tokens
 
-It takes one forward of ``REDRAWN`` samples, at most ``MOST_TOKENS`` tokens behind each prompt, and
-is made once for each version of the weights.
+It takes a forward for each of ``REDRAWN`` samples, with at most ``MOST_TOKENS`` tokens behind its
+prompt, once for each version of the weights.
 """
 
 from collections.abc import Sequence

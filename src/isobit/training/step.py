@@ -171,7 +171,6 @@ class Learner:
             comparison, mismatch = updates[0].comparison, updates[0].mismatch
         else:
             comparison, mismatch = compared.comparison(), compared.mismatch()
-        level = sum(map(self.judge.is_level, self.judge.counted(groups)))
         untaught = {} if any(signals) else self.judge.untaught(groups, fresh)
         return StepMetrics(
             metrics={
@@ -181,8 +180,7 @@ class Learner:
                 **self._clip_metrics(),
                 **_repeat_metrics(repeat),
                 **{f"no_signal/{name}": count for name, count in untaught.items()},
-                "reward/level_groups": level,
-                "reward/level_share": level / len(groups),
+                **self._level_metrics(groups),
                 "updates/without_signal": self.trainer.config.epochs * signals.count(False),
                 "replay/samples": len(replayed),
                 "staleness/mean": _staleness(parts, version),
@@ -199,6 +197,11 @@ class Learner:
             has_signal=any(signals),
             repeat=repeat,
         )
+
+    def _level_metrics(self, groups: Sequence[Group]) -> Metrics:
+        """How many groups have equal rewards."""
+        level = sum(map(self.judge.is_level, self.judge.counted(groups)))
+        return {"reward/level_groups": level, "reward/level_share": level / len(groups)}
 
     def _clip_metrics(self) -> Metrics:
         """The clip of the last update, where it is calibrated."""
