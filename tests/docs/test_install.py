@@ -96,8 +96,10 @@ def test_both_files_pin_the_same_versions_but_for_torch() -> None:
 def test_what_the_page_installs_exists() -> None:
     extras = {name for group in re.findall(r"\[([a-z]+)\]'?(?![(\w])", PAGE) for name in [group]}
     assert extras == {"hopper"}
-    rows = re.findall(r"^\| (`[a-z]+`(?:, `[a-z]+`)*) \|", PAGE.split("## Extras")[1], re.MULTILINE)
-    assert {name for row in rows for name in re.findall(r"[a-z]+", row)} == set(EXTRAS)
+    rows = re.findall(
+        r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \|", PAGE.split("## Extras")[1], re.MULTILINE
+    )
+    assert {name for row in rows for name in re.findall(r"[a-z-]+", row)} == set(EXTRAS)
     for file in re.findall(r"(?:packaging/|constraints)[\w./-]*\w", PAGE):
         assert (ROOT / file).exists(), file
     for page in ("torch 2.11", "torch 2.13"):
