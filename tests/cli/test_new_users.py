@@ -70,6 +70,7 @@ def test_a_dry_run_asks_for_the_packages_that_the_run_needs(
 def test_more_prompts_a_step_than_there_are_are_said(tmp_path: Path) -> None:
     training = {"prompts_per_step": 20}
     values = {"output": tmp_path, "data": DATA, "training": training}
+    values["reward"] = {"function": "isobit.starter.tasks:correct_answer"}
     values["rollout"] = {"max_new_tokens": 16}
     config = RunConfig.model_validate(values)
     assert "a step takes 20 prompts" in read_rl(config).learning[0]

@@ -80,7 +80,7 @@ def test_messages_are_a_prompt(tmp_path: Path) -> None:
         (b'{"prompts": "a", "n": 1}', "line 2: no column 'prompt'; .* did you mean 'prompts'"),
         (b'{"messages": []}', "columns are 'messages'; .* data.train.messages = .messages."),
         (b'{"prompt": null}', "line 2, column 'prompt': expected text .* found NoneType"),
-        (b'{"prompt": [{"role": "user"}]}', "line 2, column 'prompt': expected text or a list"),
+        (b'{"prompt": [{"role": "user"}]}', "column 'prompt', message 1: the message says nothing"),
         (b'{"prompt": []}', "line 2, column 'prompt': expected text or a list of messages"),
         (b"[" * 100_000, "line 2: nested too deeply"),
         (b'{"prompt": "a", "prompt": "b"}', "line 2: the key 'prompt' is there twice"),
@@ -467,7 +467,6 @@ def test_a_conversation_that_is_written_down_is_a_conversation(
     "text",
     [
         "[]",
-        '[{"role": "user"}]',
         '[{"role": 1, "content": "x"}]',
         '[{"role": "user", "content',
         "[1]",

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
+from transformers.utils import chat_template_utils
 
 from isobit.data import template_limits
 from isobit.data.template_limits import Allowance, compiled, limited
-from isobit.data.tokenizer import load_tokenizer, rendered
+from isobit.data.tokenizer import CLOCK, load_tokenizer, rendered
 from isobit.starter import starter_folder
-from tests.data.test_chat_templates import FAMILIES, TOOLS, tokenizer_of
+from tests.data.test_chat_templates import DATE, FAMILIES, TOOLS, tokenizer_of
 
 LARGE = "it makes a value of"
 HUGE = {
@@ -129,8 +130,10 @@ def test_conversations_of_a_megabyte_are_rendered_as_ever(
         messages.append({"role": "assistant", "content": "a\n" * (size // 2)})
     messages.append({"role": "user", "content": "And?"})
     monkeypatch.setattr(template_limits, "SECONDS", 60.0)
-    found = rendered(messages, tokenizer, True, tools=TOOLS)
+    found = rendered(messages, tokenizer, True, tools=TOOLS, date=DATE)
     assert len(found) > 10**6
+    template = tokenizer.get_chat_template(None, list(TOOLS))
+    chat_template_utils._compile_jinja_template(template).globals[CLOCK] = DATE.strftime
     theirs = tokenizer.apply_chat_template(
         messages, tools=list(TOOLS), tokenize=False, add_generation_prompt=True
     )

@@ -73,10 +73,13 @@ class Refusal:
         is_set = self.rollout.kv_pages is not None or self.rollout.kv_memory_gib is not None
         ways = [f"the largest {key} that fits is {most}"] if is_set and left >= page else []
         enough: list[Changes] = []
-        for also in self._changes_of_rollout(self.training):
-            is_more = any(one.keys() <= also.keys() for one in enough)
-            if not is_more and self._rollout_fits(self.planner, self.training, also, self.longest):
-                enough.append(also)
+        away, offload = self._offloaded(self.planner)
+        for planner, models in ((self.planner, {}), (away, offload)):
+            for also in self._changes_of_rollout(self.training):
+                changes = {**models, **also}
+                is_more = any(one.keys() <= changes.keys() for one in enough)
+                if not is_more and self._rollout_fits(planner, self.training, also, self.longest):
+                    enough.append(changes)
         ways += [f"it fits with {_text(also)}" for also in enough]
         return self._with_table(said, *(ways or self._ways_of_training()))
 
