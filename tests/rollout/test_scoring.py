@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from isobit.config.tables import Preset, RolloutConfig
+from isobit.memory.cache_size import pages_for
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.records.batch import lay_end_to_end
@@ -94,6 +95,36 @@ def test_new_weights_begin_again_what_is_half_scored() -> None:
     finally:
         policy.republish(kept)
     assert found == [("a", expected)]
+
+
+def test_owners_take_turns_however_much_one_of_them_asks_for() -> None:
+    """Whoever comes second waits for what is half done, and not for all that came before."""
+    scorer = TokenScorer[tuple[str, int]](policy_of("fp8"), 60)
+    for owner, count, length in (("many", 20, 60), ("few", 2, 10), ("other", 2, 60)):
+        for place in range(count):
+            scoring = Scoring(tuple(range(place, place + length)), 1, 1.0)
+            scorer.add((owner, place), scoring, owner)
+    order = list[tuple[str, int]]()
+    while scorer.has_work:
+        order += [key for key, _ in scorer.step()]
+    for owner, count in (("many", 20), ("few", 2), ("other", 2)):
+        assert [place for one, place in order if one == owner] == [*range(count)], "in their order"
+    at_once = scorer._num_pages // pages_for(60, scorer._policy.backend.sizes.page_tokens)
+    assert order.index(("few", 1)) <= at_once + 2
+    assert order.index(("other", 1)) <= at_once + 5
+
+
+def test_an_owner_of_much_is_not_held_back_by_ever_new_ones_of_little() -> None:
+    scorer, order = TokenScorer[int](policy_of("fp8"), 60), list[int]()
+    for place in range(4):
+        scorer.add(place, Scoring(tuple(range(60)), 1, 1.0), "much")
+    for name in range(100, 160):
+        scorer.add(name, Scoring(tuple(range(60)), 1, 1.0), name)
+        order += [key for key, _ in scorer.step()]
+    assert {0, 1, 2, 3} < {*order} and order.index(3) < 20
+    scorer.drop(scorer.keys)
+    assert not (scorer.has_work or scorer._next_turns)
+    assert not scorer._next_turns
 
 
 def test_what_is_dropped_holds_nothing() -> None:

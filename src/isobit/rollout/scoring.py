@@ -1,6 +1,9 @@
 """Log-probabilities of tokens that are given: those of a prompt, and the likeliest alternatives to
 tokens that were drawn.
 
+Sequences take turns by their owners: who asks for few tokens does not wait until all of another's
+are scored.
+
 The tokens go through the rollout side of the policy as a prompt does, in pieces, over a cache of
 their own.  A row of a forward does not depend on the others, so every number has the bits that the
 engine would record, or has recorded, for the same token behind the same tokens:
@@ -9,10 +12,10 @@ engine would record, or has recorded, for the same token behind the same tokens:
 """
 
 from array import array
-from collections import deque
+from bisect import insort
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 
@@ -92,7 +95,14 @@ class _Given(Generic[Key]):
     scoring: Scoring
     sequence: CachedTokens
     """All tokens but the last, which predicts nothing that is asked."""
+    owner: Hashable
+    turn: int
+    """Its place in the line, in tokens."""
     scored: Scored = field(default_factory=Scored)
+
+
+def _turn_of(given: _Given[Any]) -> int:
+    return given.turn
 
 
 class TokenScorer(Generic[Key]):
@@ -113,8 +123,13 @@ class TokenScorer(Generic[Key]):
         self._version = self._runner.version
         self._allocator = PageAllocator(num_pages, page_tokens)
         self._num_pages = num_pages
-        self._waiting: deque[_Given[Key]] = deque()
+        self._waiting: list[_Given[Key]] = []
+        """By their turns."""
         self._active: list[_Given[Key]] = []
+        self._turn = 0
+        """Where an owner who has nothing in line begins: each has had so many tokens."""
+        self._next_turns = dict[Hashable, int]()
+        """Of owners who have something in line."""
 
     @property
     def has_work(self) -> bool:
@@ -122,11 +137,11 @@ class TokenScorer(Generic[Key]):
 
     @property
     def keys(self) -> list[Key]:
-        """Of all that has not been scored, in the order of arrival."""
+        """Of all that has not been scored."""
         return [given.key for given in (*self._active, *self._waiting)]
 
-    def add(self, key: Key, scoring: Scoring) -> None:
-        """Put a sequence in line.
+    def add(self, key: Key, scoring: Scoring, owner: Hashable = None) -> None:
+        """Put a sequence in line, behind those of its owner and as many tokens of each other one.
 
         Raises:
             RequestError: for no scored token, more tokens than the context holds, and tokens
@@ -146,14 +161,15 @@ class TokenScorer(Generic[Key]):
                 f"token {wrong} is to be scored; the distribution holds 0 to {shape.num_drawn - 1}"
             )
         sequence = CachedTokens(list(ids[:-1]), self._num_pages, scoring.adapter)
-        self._waiting.append(_Given(key, scoring, sequence))
+        turn = max(self._turn, self._next_turns.get(owner, 0))
+        self._next_turns[owner] = turn + len(ids)
+        insort(self._waiting, _Given(key, scoring, sequence, owner, turn), key=_turn_of)
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Forget sequences that have not been scored."""
         leaving = set(keys)
-        self._waiting = deque(one for one in self._waiting if one.key not in leaving)
-        for given in [one for one in self._active if one.key in leaving]:
-            self._let_go(given)
+        self._waiting = [one for one in self._waiting if one.key not in leaving]
+        self._let_go([one for one in self._active if one.key in leaving])
 
     @torch.no_grad()
     def step(self) -> list[tuple[Key, Scored]]:
@@ -189,7 +205,7 @@ class TokenScorer(Generic[Key]):
         done = [given for given, _ in plan if not given.sequence.remaining]
         for given in done:
             given.sequence.is_sound = True
-            self._let_go(given)
+        self._let_go(done)
         return [(given.key, given.scored) for given in done]
 
     def _admit(self) -> None:
@@ -200,7 +216,9 @@ class TokenScorer(Generic[Key]):
                 break
             for _ in range(pages):
                 sequence.add_page(self._allocator.allocate())
-            self._active.append(self._waiting.popleft())
+            self._active.append(given := self._waiting.pop(0))
+            share = sequence.length // len(self._next_turns)
+            self._turn = max(self._turn, given.turn) + share
         if pages := self._allocator.take_pages_to_clear():
             self._runner.clear_pages(pages)
 
@@ -210,9 +228,12 @@ class TokenScorer(Generic[Key]):
         for given in self._active:
             given.sequence.cached, given.scored = 0, Scored()
 
-    def _let_go(self, given: _Given[Key]) -> None:
-        self._active.remove(given)
-        given.sequence.drop_pages(self._allocator)
+    def _let_go(self, leaving: Iterable[_Given[Key]]) -> None:
+        for given in leaving:
+            self._active.remove(given)
+            given.sequence.drop_pages(self._allocator)
+        owners = {one.owner for one in (*self._active, *self._waiting)}
+        self._next_turns = {one: self._next_turns[one] for one in owners}
 
     def _forward(self, plan: list[tuple[_Given[Key], int]]) -> "list[tuple[_Given[Key], _Row]]":
         """Sequences of one adapter -> what is found at each of their scored positions."""

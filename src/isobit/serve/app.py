@@ -338,6 +338,7 @@ class Server:
 
     def _text(self, prompt: str | list[int], add_special_tokens: bool) -> Question:
         if not isinstance(prompt, str):
+            self._check_count(len(prompt), "tokens")
             self._check_ids(prompt, "prompt")
             return Question(decode(self.model.tokenizer, prompt, special=True), tuple(prompt))
         self._check_characters(prompt)
@@ -348,6 +349,8 @@ class Server:
     def _rendered(self, asked: ChatAsked) -> Question:
         """In the thread of the tokenizer. Raises DataError, RequestError."""
         tools, noticed = asked.shown_tools, Noticed()
+        self._check_count(len(asked.messages), "messages")
+        self._check_count(len(tools or ()), "tools")
         row = row_of(
             asked.messages, {}, "messages", tools=tools, variables=asked.chat_template_kwargs
         )
@@ -375,6 +378,11 @@ class Server:
                 f"{name}: token {max(ids)} is none of the model's, which are 0 to {known - 1}",
                 name,
             )
+
+    def _check_count(self, count: int, name: str) -> None:
+        """What has a token or more each; others would wait while too many are written or read."""
+        if count > self.model.context:
+            raise self._too_long(f"{count:,} {name}")
 
     def _check_characters(self, text: str) -> None:
         """A text that cannot fit would take seconds and gigabytes to encode."""

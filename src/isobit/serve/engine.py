@@ -285,7 +285,7 @@ class EngineThread:
 
     def _score(self, call: Call, place: int, scoring: Scoring) -> None:
         try:
-            self.scorer.add((call, place), scoring)
+            self.scorer.add((call, place), scoring, owner=call)
         except RequestError as error:
             self._news.append((call, error))
 
