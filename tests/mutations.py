@@ -5,11 +5,14 @@ line is printed (``pytest -s``).  A traceback is any exception but the error tha
 fails the test where it happens, as does a reading that was accepted and gave something else.
 """
 
+import copy
 import json
 import os
 import random
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from isobit.util.errors import IsobitError
@@ -116,3 +119,93 @@ def mutated_json_text(content: bytes, draw: random.Random) -> bytes:
         deep, long = "[" * 100_000 + "]" * 100_000, "1" * 5000
         text = text.replace("0", draw.choice([deep, long]), 1)
     return text.encode()
+
+
+def _twice(content: bytes, draw: random.Random) -> bytes:
+    """A key of the outermost object a second time, with another value."""
+    found = json.loads(content)
+    if not isinstance(found, dict) or not found:
+        return content
+    key, value = json.dumps(draw.choice(list(found))), json.dumps(draw.choice(VALUES))
+    return b"{" + f"{key}: {value}, ".encode() + content.lstrip()[1:]
+
+
+def with_depth(value: Any, draw: random.Random) -> Any:
+    """One place of a JSON value nested as deeply as readers of JSON still take."""
+    made: Any = copy.deepcopy(value)
+    place, kind = made, draw.randrange(2)
+    while isinstance(place, dict | list) and place:
+        key: Any = draw.choice(list(place)) if isinstance(place, dict) else 0
+        if isinstance(place[key], dict | list) and place[key] and draw.random() < 0.7:
+            place = place[key]
+            continue
+        deep: Any = place[key]
+        for _ in range(draw.choice([50, 200, 320, 480, 700, 900, 960])):
+            deep = {"a": deep} if kind else [deep]
+        place[key] = deep
+        break
+    return made
+
+
+def mutated_object(content: bytes, draw: random.Random) -> bytes:
+    """``mutated_json_text``, a key that is there twice, a value that is nested deeply, or a number
+    that few can compute with.
+    """
+    kind = draw.random()
+    if kind < 0.1:
+        return _twice(content, draw)
+    if kind < 0.15:
+        return json.dumps(with_depth(json.loads(content), draw)).encode()
+    if kind < 0.3:
+        number = draw.choice(["NaN", "1e308", "-1e308", "1e400", "-Infinity", "-1", "1" + "0" * 30])
+        places = [at for at, one in enumerate(content) if one in b"0123456789"]
+        at = draw.choice(places) if places else 0
+        end = at
+        while end < len(content) and content[end] in b"0123456789.eE-+":
+            end += 1
+        return content[:at] + number.encode() + content[end:]
+    return mutated_json_text(content, draw)
+
+
+def _socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # the name of a socket is short
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def _other(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+def _sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def _recode(path: Path) -> None:
+    path.write_bytes(path.read_bytes().decode("latin-1").encode("utf-16"))
+
+
+REPLACED: dict[str, Callable[[Path], object]] = {
+    "a pipe": lambda path: _other(path, os.mkfifo),
+    "a directory": lambda path: _other(path, Path.mkdir),
+    "a socket": lambda path: _other(path, _socket),
+    "a link to a device": lambda path: _other(path, lambda one: one.symlink_to("/dev/zero")),
+    "a link to itself": lambda path: _other(path, lambda one: one.symlink_to(one.name)),
+    "a link to nothing": lambda path: _other(path, lambda one: one.symlink_to("nothing")),
+    "a link to a directory": lambda path: _other(path, lambda one: one.symlink_to("/etc")),
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "1 TiB of zeros": lambda path: _other(path, _sparse),
+    "1 TiB longer": lambda path: os.truncate(path, 1 << 40),
+    "cut in two": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "in UTF-16": _recode,
+    "a list around it": lambda path: path.write_bytes(b"[" + path.read_bytes() + b"]"),
+    "null": lambda path: path.write_bytes(b"null"),
+}  # fmt: skip
+"""What may stand in the place of a file."""

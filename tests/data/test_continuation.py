@@ -95,6 +95,17 @@ def test_a_turn_goes_on_with_what_the_user_says(family: str) -> None:
     assert len({tuple(one for one in ids if one in special) for ids in found}) == 1
 
 
+def test_a_template_that_writes_what_no_tokenizer_reads_is_refused() -> None:
+    tokenizer = tokenizer_of("smollm2")
+    before = str(tokenizer.chat_template)
+    tokenizer.chat_template = before + "{{ '\\ud800' }}"
+    try:
+        with pytest.raises(ConfigError, match=r"refuses .* UnicodeEncodeError"):
+            continuation("smollm2")
+    finally:
+        tokenizer.chat_template = before  # of all tests
+
+
 def test_a_template_with_another_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="calls of tools in a format that Isobit does not read"):
         tool_format(tokenizer_of("gpt_oss"), ChatConfig())

@@ -41,6 +41,9 @@ TALK = [
     {"role": "assistant", "content": "4"},
 ]
 
+SAID_IN_NO_PARTS = {"role": "user", "content": [{"a": 1}, 7]}
+DEEP = json.loads("[" * 300 + "]" * 300)
+
 
 def examples(
     tmp_path: Path, rows: list[dict[str, Any]], template: str | None = None, **changes: Any
@@ -114,6 +117,10 @@ def test_every_turn_of_the_assistant_is_an_example(tmp_path: Path) -> None:
             r"train/1 .* has 13 tokens, 10 .* data.max_tokens = 12",
         ),
         ({"prompt": "1=", "completion": "2" * 70}, None, {}, "more than the model's context = 64"),
+        ({"prompt": "1=", "completion": "2\ud800"}, None, {}, "lone surrogate at character 1"),
+        ({"prompt": "1=", "completion": ["a", [TALK[2]]]}, None, {}, "found list"),
+        ({"prompt": "1=", "completion": [SAID_IN_NO_PARTS, TALK[2]]}, CHAT, {}, "found list"),
+        ({"prompt": "1=", "completion": [TALK[2] | {"x": DEEP}]}, CHAT, {}, "nested too deeply"),
     ],
 )
 def test_an_unusable_row_is_named(
@@ -175,6 +182,25 @@ def test_marks_without_an_answer_to_learn_and_other_keys_are_told(tmp_path: Path
     assert len(examples(tmp_path, [{"talk": talk}], CHAT, messages="talk", noticed=noticed)) == 1
     (line,) = noticed.lines("train")
     assert line.endswith("neither Isobit nor the chat template reads: 'score', 'weight'")
+
+
+@pytest.mark.parametrize("row", [{"prompt": "1" * 10**6}, {"completion": "1" * 10**6}])
+def test_what_is_far_too_long_is_not_tokenised_whole(
+    tmp_path: Path, row: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, tokenise = list[int](), PreTrainedTokenizerFast._encode_plus
+
+    def counted(self: Any, text: Any, *given: Any, **options: Any) -> Any:
+        read.extend(map(len, [text] if isinstance(text, str) else text))
+        return tokenise(self, text, *given, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counted)
+    with pytest.raises(DataError, match="more than the model's context = 64"):
+        examples(tmp_path, [{"prompt": "1=", "completion": "2", **row}], CHAT)
+    rejected = row.get("completion", "3")
+    with pytest.raises(DataError, match="more than the model's context = 64"):
+        pairs(tmp_path, [{"prompt": "1=", "chosen": "2", "rejected": rejected, **row}], CHAT)
+    assert len(read) > 2 and max(read) < 10_000
 
 
 def test_too_long_examples_are_dropped_where_the_recipe_says_so(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_chat_off_ignores_the_template_for_text(tmp_path: Path) -> None:
         (MESSAGES, TEMPLATE, {"chat": False}, "data.chat is false"),
         ([{"role": "tool", "content": "x"}], TEMPLATE, {}, "template refuses .*no tools"),
         ("1+\ud8001=", None, {}, "lone surrogate at character 2"),
+        ("1+1=", TEMPLATE + "{{ '\\ud800' }}", {}, "lone surrogate .* or from the chat template"),
         (
             "1" * 20,
             None,

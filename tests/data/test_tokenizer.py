@@ -80,6 +80,25 @@ def test_a_tokenizer_that_loads_and_reads_no_text_is_named(folder: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("template", "kind"),
+    [
+        (7, "is int"),
+        (True, "is bool"),
+        ([{"name": "default", "template": 7}], "is int"),
+        (
+            [{"name": "default", "template": "x"}, {"name": "tool_use", "template": ["x"]}],
+            "is list",
+        ),
+    ],
+)
+def test_a_chat_template_is_text(folder: Path, template: Any, kind: str) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    with pytest.raises(ModelError, match=f"tokenizer_config.json: a chat_template {kind}"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
     "sizes",
     [
         {"hidden_size": 130, "num_attention_heads": 3, "head_dim": 32},
@@ -161,6 +180,7 @@ TURNS = "{% for m in messages %}{{ '<' + m.role + '>' }}{{ m.content }}"
         ("{{ raise_exception('no') }}", None),
         ("{{ messages[0].content }}<|im_end|>", None),
         ("{% for m in messages %}<|im_end|>{{ m.content | upper }}{% endfor %}", None),
+        (TURNS + "<|im_end|>{% endfor %}{{ '\\ud800' }}", None),
     ],
 )
 def test_the_end_of_a_turn_is_the_first_special_token_behind_the_answer(

@@ -1,12 +1,13 @@
 """Messages as datasets and requests write them, with earlier calls of tools."""
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.records.text import read_prompt
+from isobit.records.text import message_of, read_prompt, read_tools, read_variables
 from isobit.util.errors import DataError
 
 USER = {"role": "user", "content": "a"}
@@ -102,3 +103,26 @@ def test_messages_are_read_or_refused(messages: list[Any]) -> None:
         read_prompt(messages, "row")
     except DataError as error:
         assert str(error).startswith("row")  # noqa: PT017 (either is right)
+
+
+@pytest.mark.parametrize("depth", [101, 300, 900])
+@pytest.mark.parametrize("opened", ["[", '{"a": '])
+def test_what_is_nested_too_deeply_for_a_conversation_is_refused(depth: int, opened: str) -> None:
+    """Python gives up on what calls itself for each container at some hundreds."""
+    closed = "]" if opened == "[" else "}"
+    text = opened * depth + "1" + closed * depth
+    deep = json.loads(text)
+    said = {"role": "user", "content": "1+1="}
+    for prompt in ([said | {"x": deep}], [said | {"content": deep}], deep, {"role": deep}):
+        with pytest.raises(DataError, match=r"row 0.*: nested too deeply; expected at most 100"):
+            read_prompt(prompt, "row 0")
+    for read in (read_tools, read_variables):
+        with pytest.raises(DataError, match="row 0: nested too deeply"):
+            read([deep], "row 0")
+        with pytest.raises(DataError, match=r"row 0.*: expected .* found str"):
+            read(text, "row 0")
+    call = {"name": "f", "arguments": text}
+    with pytest.raises(DataError, match="the arguments of 'f' are a table"):
+        message_of({"role": "assistant", "tool_calls": [call]}, "row 0")
+    nested = json.loads("[" * 98 + "]" * 98)
+    assert read_prompt([said | {"x": nested}], "row 0") == (said | {"x": nested},)

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
+from isobit.config.base import MAX_COUNT
 from isobit.config.data import (
     AnswerColumns,
     ChatConfig,
@@ -43,11 +44,12 @@ from isobit.data.prompts import (
     render_chat,
 )
 from isobit.data.sources import Row, iter_rows, mixed
-from isobit.data.tokenizer import decode, is_marked, quoted_answer, token_ids
+from isobit.data.tokenizer import decode, is_marked, quoted_answer, token_ids_up_to
 from isobit.records.text import (
     Message,
     Prompt,
     as_messages,
+    is_parts,
     message_of,
     message_text,
     without_beginning,
@@ -64,16 +66,17 @@ def conversation_ids(
     answers: Sequence[tuple[Row, Answer]],
     tokenizer: PreTrainedTokenizerBase,
     chat: ChatConfig = _CHAT,
+    read_tokens: int = MAX_COUNT,
 ) -> list[tuple[int, ...]]:
     """The tokens of each row's prompt and an answer to it; text prompts are rendered with the chat
-    template too, unless ``chat`` is off.
+    template too, unless ``chat`` is off. Of far more than ``read_tokens`` only the first are read.
 
     Raises ``DataError`` for messages without a template, messages that the template refuses, text
     that no tokenizer can read, and a conversation without tokens.
     """
     templated = is_templated(tokenizer, chat)
     texts = [_message_text(row, answer, tokenizer, chat) for row, answer in answers]
-    found = token_ids(texts, tokenizer, add_special_tokens=not templated)
+    found = token_ids_up_to(read_tokens, texts, tokenizer, add_special_tokens=not templated)
     end = tokenizer.eos_token_id
     if not templated and isinstance(end, int):
         found = [ids if ids[-1:] == [end] else [*ids, end] for ids in found]
@@ -212,15 +215,23 @@ def build_examples(
     rows = [row for row, *_ in read]
     completions = [answer for _, (answer,), _ in read]
     noticed.note_keys([one for one in completions if not isinstance(one, str)], tokenizer)
+    most = min(config.max_tokens, context_tokens)
     prompts = prompts_of_rows(
-        name, rows, tokenizer, config, noticed=noticed, continues=False, first=first
+        name,
+        rows,
+        tokenizer,
+        config,
+        noticed=noticed,
+        continues=False,
+        first=first,
+        read_tokens=most,
     )
     texts = [
         _completion_text(prompt, row, completion, tokenizer, config)
         for prompt, row, completion in zip(prompts, rows, completions, strict=True)
     ]
     examples = []
-    ids_of = token_ids(texts, tokenizer)
+    ids_of = token_ids_up_to(most, texts, tokenizer)
     for prompt, (row, _, is_learnt), tokens in zip(prompts, read, ids_of, strict=True):
         if not is_learnt:
             continue
@@ -317,7 +328,7 @@ def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
     found = [
         (
             one.get("role"),
-            message_text(content, row.place) if isinstance(content, list) else content,
+            message_text(content, row.place) if is_parts(content) else content,
         )
         for one in messages
         for content in [one.get("content")]
@@ -350,7 +361,7 @@ def _completion_text(
             )
         return rendered.removeprefix(ahead)
     text = _only_text(completion, row)
-    return quoted_answer(text, tokenizer) if chat.chat else text
+    return encodable(quoted_answer(text, tokenizer) if chat.chat else text, row)
 
 
 def _ended(
@@ -414,10 +425,18 @@ def build_pairs(
     rows = [row for row, *_ in found]
     answers = [(row, answer) for row, both, _ in found for answer in both]
     noticed.note_keys([one for _, one in answers if not isinstance(one, str)], tokenizer)
+    most = min(config.max_tokens, context_tokens)
     prompts = prompts_of_rows(
-        name, rows, tokenizer, config, noticed=noticed, continues=False, first=first
+        name,
+        rows,
+        tokenizer,
+        config,
+        noticed=noticed,
+        continues=False,
+        first=first,
+        read_tokens=most,
     )
-    ids = conversation_ids(answers, tokenizer, config)
+    ids = conversation_ids(answers, tokenizer, config, most)
     pairs = []
     for prompt, (row, _, is_learnt), chosen, rejected in zip(
         prompts, found, ids[::2], ids[1::2], strict=True

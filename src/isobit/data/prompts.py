@@ -24,7 +24,7 @@ from isobit.data.tokenizer import (
     quoted_values,
     reads_key,
     rendered,
-    token_ids,
+    token_ids_up_to,
     unmarked,
     written_twice,
 )
@@ -235,10 +235,12 @@ def prompts_of_rows(
     continues: bool = True,
     first: int = 0,
     tools: Sequence[Mapping[str, Any]] = (),
+    read_tokens: int = MAX_COUNT,
 ) -> list[Prompt]:
     """``build_prompts`` for given rows; None is no limit. Where a prompt's last message is the
-    assistant's, the model ``continues`` it, or answers in a turn of its own. Raises ``DataError``
-    as ``build_prompts`` does.
+    assistant's, the model ``continues`` it, or answers in a turn of its own. Of a prompt with far
+    more than ``read_tokens`` only the first ones are read, for a caller that then leaves it out.
+    Raises ``DataError`` as ``build_prompts`` does.
     """
     too_long, noticed = too_long or TooLong(), noticed or Noticed()
     if chat.chat_template_kwargs and not is_templated(tokenizer, chat):
@@ -259,9 +261,8 @@ def prompts_of_rows(
                 continue
         texts.append((index, row, text))
     # a chat template writes the special tokens itself
-    all_ids = token_ids(
-        [text for _, _, text in texts], tokenizer, not is_templated(tokenizer, chat)
-    )
+    is_bare = not is_templated(tokenizer, chat)
+    all_ids = token_ids_up_to(read_tokens, [text for *_, text in texts], tokenizer, is_bare)
     prompts = []
     for (index, row, text), ids in zip(texts, all_ids, strict=True):
         place = _place(name, index, row)
@@ -407,14 +408,16 @@ def render_chat(
         written = [one for message in messages for one in written_arguments(message)]
         if any(quotes(unmarked(text), one) for one in written):
             text = text_of([with_read_arguments(message) for message in messages])
+    except UnicodeEncodeError as error:
+        raise _not_encodable(row, error) from error
     except Exception as error:  # templates raise through jinja2: unsupported roles, order of turns
         for other in other_forms(messages):
             with suppress(Exception):
-                return encodable(text_of(other), row)
+                return text_of(other)
         raise DataError(
             f"{row.place}: the chat template refuses the messages: {type(error).__name__}: {error}"
         ) from error
-    return encodable(text, row)
+    return text
 
 
 _CONTINUED = ("content", "reasoning_content", "reasoning", "thinking")
@@ -462,10 +465,15 @@ def encodable(text: str, row: Row) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{row.place}: the prompt holds a lone surrogate at character {error.start}; remove it"
-        ) from error
+        raise _not_encodable(row, error) from error
     return text
+
+
+def _not_encodable(row: Row, error: UnicodeEncodeError) -> DataError:
+    return DataError(
+        f"{row.place}: the text holds a lone surrogate at character {error.start}, and no "
+        "tokenizer reads it; remove it from the row, or from the chat template"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,8 @@ def rendered(
     """The text of a conversation, as ``apply_chat_template`` of transformers gives it.
 
     ``continues`` names the field of the last message that the model is to go on with. Raises
-    whatever the template raises, and ``TemplateError`` for one that is invalid or does not end.
+    whatever the template raises, ``TemplateError`` for one that is invalid or does not end, and
+    UnicodeEncodeError for half of a surrogate pair in the text, which no tokenizer reads.
     """
     for template in _templates(tokenizer):
         _check(template)
@@ -88,6 +89,7 @@ def rendered(
             )
     finally:
         _NOW.reset(before)
+    str(text).encode("utf-8")
     return str(text)
 
 
@@ -276,6 +278,23 @@ def token_ids(
     return [_once(ids, tokenizer) for ids in found] if add_special_tokens else found
 
 
+def token_ids_up_to(
+    most: int,
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    add_special_tokens: bool = False,
+) -> list[list[int]]:
+    """``token_ids``, but of a text with far more than ``most`` tokens only its first ones, which
+    are more than ``most`` too: it is refused or dropped in any case.
+    """
+    longest = most_characters(most + 1, tokenizer)
+    found = token_ids([text[:longest] for text in texts], tokenizer, add_special_tokens)
+    for place, text in enumerate(texts):
+        if len(text) > longest and len(found[place]) <= most:  # the tokenizer leaves some out
+            (found[place],) = token_ids([text], tokenizer, add_special_tokens)
+    return found
+
+
 def _once(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """``ids`` without the special tokens that were added to a text that already has them, as text
     that a chat template has rendered.
@@ -366,13 +385,27 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
         # some faults show only when a text is read, such as a model_max_length that is no number
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])
-        return tokenizer
     except BaseException as error:
         if isinstance(error, ModelError) or not is_of_tokenizer(error):
             raise
         raise ModelError(
             f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+    _check_template(tokenizer, folder)
+    return tokenizer
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raise ``ModelError`` for a chat template that is neither text nor texts by their names."""
+    found: Any = tokenizer.chat_template
+    texts = found.values() if isinstance(found, dict) else [] if found is None else [found]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ModelError(
+                f"{folder / 'tokenizer_config.json'}: a chat_template is {type(text).__name__}; "
+                'expected the text of a template, or a list of {"name": .., "template": ..} of '
+                "texts"
+            )
 
 
 def _family(folder: Path) -> PreTrainedConfig | None:

@@ -295,6 +295,7 @@ def without_beginning(messages: Sequence[Message]) -> tuple[Sequence[Message], s
 
 def read_prompt(value: Any, place: str) -> str | Messages:
     """A prompt as a dataset has it. Raises ``DataError``, naming ``place``, for anything else."""
+    check_depth(value, place)
     value = written_messages(value) if isinstance(value, str) else _from_sharegpt(_listed(value))
     if isinstance(value, str):
         return value
@@ -304,6 +305,28 @@ def read_prompt(value: Any, place: str) -> str | Messages:
         f"{place}: expected text or a list of messages with 'role' and 'content', found "
         f"{_shown(value)}"
     )
+
+
+_DEEPEST = 100
+"""Containers within containers of a message, a tool or a variable: what renders them calls itself
+for each, and Python ends that at some hundreds.
+"""
+
+
+def check_depth(value: Any, place: str) -> None:
+    """Raise ``DataError``, naming ``place``, for what is nested too deeply for a conversation."""
+    if _is_deep(value):
+        raise DataError(
+            f"{place}: nested too deeply; expected at most {_DEEPEST} lists and tables within one "
+            "another"
+        )
+
+
+def _is_deep(value: Any, left: int = _DEEPEST) -> bool:
+    if not isinstance(value, Mapping | list | tuple):
+        return False
+    parts = value.values() if isinstance(value, Mapping) else value
+    return left == 0 or any(_is_deep(one, left - 1) for one in parts)
 
 
 def _shown(value: Any) -> str:
@@ -365,6 +388,7 @@ def message_of(item: Any, place: str) -> dict[str, Any]:
 
     Raises ``DataError``, naming ``place``, for anything else, and for a message that says nothing.
     """
+    check_depth(item, place)
     if not _has_role(item):
         raise DataError(
             f"{place}: expected a message with 'role' and 'content', found {_shown(item)}"
@@ -379,7 +403,7 @@ def message_of(item: Any, place: str) -> dict[str, Any]:
             del fields[name]
     if "content" in fields:
         content = fields["content"]
-        if not isinstance(content, str) and not _is_parts(content):
+        if not isinstance(content, str) and not is_parts(content):
             raise DataError(
                 f"{place}: expected text or a list of parts as 'content', found {_shown(content)}"
             )
@@ -427,7 +451,7 @@ def _read_call(call: Any, place: str) -> dict[str, Any]:
     return {**call, "function": made} if is_wrapped else made
 
 
-def _is_parts(content: Any) -> bool:
+def is_parts(content: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Whether the content of a message is a list of parts: ``[{"type": "text", "text": ".."}]``."""
     return (
         isinstance(content, Sequence)
@@ -454,6 +478,7 @@ def read_tools(value: Any, place: str) -> Sequence[Mapping[str, Any]] | None:
     """The tools of a row: a list of JSON schemas, each of which may be JSON text, or JSON text of
     the list. None for no tools.
     """
+    check_depth(value, place)
     found = _listed(_from_json(value))
     if found is None or found in ([], ""):
         return None
@@ -469,15 +494,17 @@ def read_tools(value: Any, place: str) -> Sequence[Mapping[str, Any]] | None:
 
 
 def _from_json(value: Any) -> Any:
-    """What JSON text says; anything else as it is."""
+    """What JSON text says; anything else as it is, also text that is nested too deeply."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
+    return value if _is_deep(found) else found
 
 
 def read_variables(value: Any, place: str) -> Mapping[str, Any]:
     """Variables of the chat template: a table, or its JSON text."""
+    check_depth(value, place)
     found = _from_json(value)
     if found is None or found == "":
         return {}
