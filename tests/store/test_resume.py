@@ -1,7 +1,6 @@
 """Whatever the operating system answers for a checkpoint: it is named, and the one before used."""
 
 import errno
-import io
 import os
 import shutil
 from collections.abc import Callable
@@ -85,21 +84,21 @@ def test_a_manifest_of_another_run_is_not_believed(directory: RunDirectory, tmp_
 def test_any_answer_of_the_disk(
     name: str, error: int, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, opened = directory.checkpoints / "step_000002" / name, io.open
+    path, opened = directory.checkpoints / "step_000002" / name, os.open
 
     def fails(file: Any, *arguments: Any, **options: Any) -> Any:
         if str(file) == str(path):
             raise OSError(error, os.strerror(error))
         return opened(file, *arguments, **options)
 
-    monkeypatch.setattr(io, "open", fails)
+    monkeypatch.setattr(os, "open", fails)
     assert os.strerror(error) in assert_passed_over(directory, path)
 
 
 def test_a_folder_that_cannot_be_listed_is_passed_over_with_its_manifest(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, listed, opened = directory.checkpoints / "step_000002", Path.iterdir, io.open
+    folder, listed, opened = directory.checkpoints / "step_000002", Path.iterdir, os.open
 
     def refuse(path: Any) -> None:
         if str(path).startswith(str(folder)):
@@ -114,7 +113,7 @@ def test_a_folder_that_cannot_be_listed_is_passed_over_with_its_manifest(
         return opened(file, *arguments, **options)
 
     monkeypatch.setattr(Path, "iterdir", fails_to_list)
-    monkeypatch.setattr(io, "open", fails_to_open)
+    monkeypatch.setattr(os, "open", fails_to_open)
     assert "Permission denied" in assert_passed_over(directory, folder / MANIFEST)
 
 
