@@ -125,7 +125,8 @@ def test_a_file_without_an_end_is_no_tokenizer(tmp_path: Path) -> None:
 
 
 OWN = {
-    "config/load.py", "environments/worker.py", "memory/speed.py", "observe/flow_choice.py",
+    "config/foreign.py", "config/load.py", "config/shipped.py", "environments/worker.py",
+    "memory/speed.py", "observe/flow_choice.py",
     "observe/report/page.py", "observe/viewer.py", "parallel/watch.py",
     "proof/doctor_environment.py", "rewards/confined/main.py", "rewards/worker.py",
     "store/manifest.py", "util/machine.py", "util/plain_files.py",

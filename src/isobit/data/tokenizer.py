@@ -425,7 +425,7 @@ def _family(folder: Path) -> PreTrainedConfig | None:
         if not path.is_file():
             return None
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_plain(path))
             if not isinstance(found, dict):
                 raise TypeError(f"but a {type(found).__name__}")
         except (OSError, ValueError, TypeError, RecursionError) as unread:

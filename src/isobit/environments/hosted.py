@@ -26,6 +26,7 @@ from typing import Any, Literal
 from isobit.environments.given import EnvironmentReward, unpacked_environment
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 from isobit.util.errors import ToolError
+from isobit.util.plain_files import read_plain
 from isobit.util.user_code import describe_missing, run_file
 
 _NOT_TOOLS = ("reset", "get_reward", "get_turn_reward")
@@ -304,7 +305,7 @@ def defines(place: str, name: str) -> bool:
         if not place.endswith(".py"):
             found = find_spec(place.replace("-", "_"))
             place = (found and found.origin) or ""
-        body = ast.parse(Path(place).read_bytes()).body
+        body = ast.parse(read_plain(Path(place))).body
     except (OSError, ValueError, SyntaxError, ImportError, RecursionError):
         return False
     named = set[str]()
