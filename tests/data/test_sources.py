@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from isobit.config.data import (
     ReasoningGymData,
     RowsData,
 )
+from isobit.data.readers import read_jsonl
 from isobit.data.sources import give_rows, load_rows
 from isobit.records.text import written_messages
 from isobit.util.errors import DataError
@@ -538,6 +540,20 @@ def test_no_tools_are_no_tools(tmp_path: Path, tools: Any) -> None:
     """Llama's template writes another system message for an empty list."""
     source = write_jsonl(tmp_path / "a.jsonl", lines([{"prompt": "1+1=", "tools": tools}]))
     assert load_rows(source)[0].tools is None
+
+
+@pytest.mark.parametrize("place", ["end", "middle"])
+def test_zeros_behind_compressed_rows_come_to_an_end(tmp_path: Path, place: str) -> None:
+    """Python's gzip skips them one by one, which takes days for a hole of a terabyte."""
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n') + bytes(4096))
+    assert len(list(read_jsonl(path))) == 1
+    os.truncate(path, 1 << 40)
+    if place == "middle":
+        with path.open("ab") as file:
+            file.write(gzip.compress(b'{"prompt": "b"}\n'))
+    with pytest.raises(DataError, match=r"damaged compressed file \(more than 1,048,576 zeros"):
+        list(read_jsonl(path))
 
 
 COMPRESSIONS = {"plain": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}

@@ -93,7 +93,7 @@ def test_what_cannot_be_used(
 
 def test_the_reward_of_other_data(make_config: MakeConfig) -> None:
     config = make_config("reasoning_gym")
-    refused(config, RewardError, "comes from no reasoning-gym task")
+    refused(config, RewardError, "16 of the 16 prompts of data.train come from none")
 
 
 def test_a_used_directory_is_refused_and_left_as_it_was(make_config: MakeConfig) -> None:

@@ -32,6 +32,8 @@ LONGEST_LINE = 1 << 26
 """Bytes; a device or a binary file without line ends would fill the memory."""
 LONGEST_ARRAY = 1 << 30
 """Bytes of a file that is one JSON array, which is read at once."""
+MOST_PADDING = 1 << 20
+"""Zeros behind the data of a gzip file, as some tapes and full disks leave them."""
 MOST_BLANK = 1_000_000
 """Blank lines without a row between them: a small compressed file can hold any number."""
 
@@ -107,8 +109,33 @@ def _unreadable(path: Path, error: OSError | ValueError, kind: str) -> DataError
     return DataError(f"cannot read {path}: {reason}; expected a {kind} file")
 
 
+class _ZerosEnd(io.BufferedReader):
+    """A file for ``GzipFile``, which skips zeros behind the data a byte at a time, however many
+    there are: a file that was lengthened to a terabyte would come to no end.
+    """
+
+    _zeros = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        content = super().read(size)
+        self._zeros = self._zeros + 1 if content == b"\0" else 0
+        if self._zeros > MOST_PADDING:
+            raise gzip.BadGzipFile(f"more than {MOST_PADDING:,} zeros behind the data")
+        return content
+
+
+class _GzipRows(gzip.GzipFile):
+    def __init__(self, path: Path) -> None:
+        self._content = _ZerosEnd(open_plain(path).detach())
+        super().__init__(fileobj=cast(Any, self._content))
+
+    def close(self) -> None:
+        super().close()
+        self._content.close()
+
+
 _COMPRESSED: Mapping[bytes, Callable[[Path], Any]] = {
-    b"\x1f\x8b": gzip.GzipFile,
+    b"\x1f\x8b": _GzipRows,
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\0": lzma.LZMAFile,
 }
