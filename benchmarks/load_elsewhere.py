@@ -234,7 +234,7 @@ def int8(arguments: argparse.Namespace) -> None:
     import torch
 
     from benchmarks.real_checkpoint import windows_of_docs, write_result
-    from isobit.run.export import export, find_source
+    from isobit.commands.export import export, find_source
 
     windows = windows_of_docs(arguments.folder, arguments.windows, arguments.length)
     with TemporaryDirectory() as place:

@@ -42,7 +42,7 @@ from isobit.records.kept_groups import groups_of, groups_value
 from isobit.records.text import Group
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
-from isobit.run.pending import Rollouters
+from isobit.run.rollouters import Rollouters
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
 

@@ -34,6 +34,8 @@ from benchmarks.cases import (
 from benchmarks.common import RowWriter, card_memory_gib, measure_card, versions
 from benchmarks.rollout_floor import step_bytes
 from isobit.config.tables import RolloutConfig
+from isobit.launch.local import launch
+from isobit.launch.own_rank import as_rank
 from isobit.models.config import model_shape
 from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare, SampledPolicy
@@ -42,8 +44,6 @@ from isobit.parallel.launched import end_with_launcher, is_launched
 from isobit.parallel.world import ALONE, World
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
-from isobit.run.launch import launch
-from isobit.run.launch_ranks import as_rank
 from isobit.util.errors import ConfigError
 
 

@@ -58,7 +58,7 @@ from isobit.rollout import episodes, executor
 from isobit.rollout.engine import EngineStats, Follow, Handle, Request, SampleEvent
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
-from isobit.run.evaluate import open_environments
+from isobit.run.acting import open_environments
 from isobit.starter import starter_folder
 from isobit.store.reward_record import AnswerRecord
 

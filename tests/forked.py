@@ -18,8 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from isobit.run.launch import launch
-from isobit.run.launch_ranks import RankError
+from isobit.launch.local import launch
+from isobit.launch.ranks import RankError
 from tests.forked_ranks import fork_ranks
 
 AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -29,7 +29,7 @@ AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 @cache
 def warm() -> ForkServerContext:
     """Its processes have imported what a run imports; nothing of it has run."""
-    loops = ["isobit.run.loop", "isobit.run.sft"]
+    loops = ["isobit.run.rollouter_process", "isobit.run.sft"]
     events = ["tensorboard.summary.writer.record_writer", "tensorboard.plugins.text.metadata"]
     context = get_context("forkserver")
     context.set_forkserver_preload([*loops, *events, "reasoning_gym", "pytest"])

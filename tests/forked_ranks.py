@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from isobit.cli.main import main
-from isobit.run import launch
+from isobit.launch import local as launch
 
 
 def fork_ranks() -> None:

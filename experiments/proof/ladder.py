@@ -40,10 +40,10 @@ from experiments.proof.suite import (
     write_lines,
 )
 from isobit import load_config
+from isobit.commands.flows import compare_flows, read_flow
 from isobit.config.recipes import SftConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.parallel.world import ALONE
-from isobit.run.flows import compare_flows, read_flow
 from isobit.run.sft import SftRun, open_run, update_once
 from isobit.store.directory import write_json
 

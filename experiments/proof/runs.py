@@ -38,8 +38,8 @@ from experiments.proof import rows
 from experiments.proof.rows import steps_of
 from experiments.proof.suite import LADDERS, Changes, Run
 from isobit import load_config
+from isobit.commands.evaluate import evaluate_folder
 from isobit.records.text import Group
-from isobit.run.evaluate import evaluate_folder
 from isobit.store.directory import whole_lines, write_json
 
 

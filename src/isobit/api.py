@@ -25,6 +25,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
+from isobit.commands import flows as flow_measures
+from isobit.commands.evaluate import evaluate_folder
+from isobit.commands.rollout import rollout_folder
 from isobit.config.base import Strict
 from isobit.config.data import DEFAULT_FUNCTION
 from isobit.config.load import Override, apply_overrides, build, nested_overrides, read_toml
@@ -42,12 +45,10 @@ from isobit.proof import verify as verification
 from isobit.proof.verify import VerifyOptions, VerifyResult
 from isobit.records.text import Group
 from isobit.rewards.given import give_reward
-from isobit.run import flows as flow_measures
 from isobit.run import loop as rl_loop
 from isobit.run import sft as sft_loop
-from isobit.run.evaluate import evaluate_folder, rollout_folder
 from isobit.run.log import RlSummary
-from isobit.run.sft import SftSummary
+from isobit.run.sft_log import SftSummary
 from isobit.util.errors import ConfigError
 
 Schema = TypeVar("Schema", bound=Strict)
@@ -125,7 +126,7 @@ def compare_flows(
     """Answer the evaluation prompts of a recipe in ``bf16`` and in each of the flows, by default
     those of ``isobit flows``: ``compare_flows("starter", data={"eval": {"s": rows}}, reward=f)``.
     ``isobit.observe.flow_choice`` has the table and the recommendation.  Raises what
-    ``isobit.run.flows.compare_flows`` raises; writes nothing.
+    ``isobit.commands.flows.compare_flows`` raises; writes nothing.
     """
     changes = {"output": "nowhere", **changes}
     with _configured(RunConfig, recipe, changes, fill=_training_data) as config:
@@ -146,7 +147,7 @@ def generate(
 
     ``settings`` are the key device, keys of the tables precision and rollout, and those of rollout
     by themselves.  One sample is greedy and several are drawn at temperature 1, unless they say
-    otherwise.  Raises what ``isobit.run.evaluate.rollout_folder`` raises.
+    otherwise.  Raises what ``isobit.commands.evaluate.rollout_folder`` raises.
     """
     flat = {f"rollout.{key}": settings.pop(key) for key in _SAMPLING & settings.keys()}
     with _configured(GenerationConfig, {}, settings | flat) as config:

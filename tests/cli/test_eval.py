@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from isobit.cli.main import main
+from isobit.commands import score
 from isobit.config.tables import PrecisionConfig
 from isobit.models.folder import read_reward_masters, reward_config
 from isobit.models.frozen import RewardModel, load_reward_model
 from isobit.models.policy import Policy
 from isobit.models.saving import save_policy
-from isobit.run import frozen_models
 from isobit.starter import starter_folder
 from tests.forked import command
 from tools.starter.tokenizer import PAD_ID
@@ -212,7 +212,7 @@ def test_columns_have_other_names(folder, tmp_path, capsys):
 
 def test_lines_are_written_as_they_come(folder, tmp_path, monkeypatch, capsys):
     """And kept where a later row ends the command."""
-    monkeypatch.setattr(frozen_models, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(score, "ROWS_AT_ONCE", 2)
     exact, calls = RewardModel.score, iter(range(9))
 
     def failing(self: RewardModel, *arguments: Any) -> list[float]:

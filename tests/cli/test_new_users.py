@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
-from isobit.run.setup import read_rl
+from isobit.run.rl_run import read_rl
 from isobit.starter import starter_folder
 
 SMALL = ["--max-new-tokens", "8", "--threads", "1", "--precision", "fp32"]

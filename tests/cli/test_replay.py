@@ -78,9 +78,9 @@ def test_what_cannot_be_replayed_is_2(
 def test_a_fault_is_no_difference(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import isobit.run.redo
+    import isobit.commands.replay
 
-    monkeypatch.setattr(isobit.run.redo, "take_step", lambda *_: 1 / 0)
+    monkeypatch.setattr(isobit.commands.replay, "take_step", lambda *_: 1 / 0)
     assert main(["replay", str(run)]) == 2
     assert "ZeroDivisionError" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from isobit.config.load import build
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_has_sets, check_run, check_samples, check_sft
 from isobit.config.tables import EvaluationConfig, ModelShape
-from isobit.run.plan import check_shape
+from isobit.run.model_source import check_shape
 from isobit.util.errors import ConfigError
 
 SUMS = {"type": "jsonl", "path": "sums.jsonl"}

@@ -12,7 +12,7 @@ from isobit.config.data import ChatConfig, EnvironmentConfig, VerifiersData
 from isobit.data.sources import load_rows
 from isobit.environments.hosted import Call, Conversation, HostedVerifiers, Start, Turn
 from isobit.environments.pool import Environments
-from isobit.run.evaluate import open_environments, read_tools
+from isobit.run.acting import open_environments, read_tools
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError, DataError, ToolError
 

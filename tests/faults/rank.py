@@ -14,7 +14,7 @@ from typing import Any
 from isobit.cli.main import main
 from isobit.rollout.native import NativeEngine
 from isobit.run.grading import RecordedGrading
-from isobit.run.pending import Rollouters
+from isobit.run.rollouters import Rollouters
 from isobit.training.trainer import Trainer
 
 PLACES: dict[str, tuple[Any, str]] = {

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from isobit.cli.main import main
+from isobit.commands.dry_run import plan_training
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.models.folder import model_folder
-from isobit.run.data import digests
-from isobit.run.dry_run import plan_training
+from isobit.run.digests import digests
 from isobit.run.loop import train
-from isobit.run.setup import read_rl
+from isobit.run.rl_run import read_rl
 from isobit.run.sft import read_sft, sft
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError

@@ -19,7 +19,8 @@ from isobit.models.safetensors import FilePlan, Slice
 from isobit.parallel.world import World, is_raised_on_all
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.rollout.native import NativeEngine
-from isobit.run.loop import train, train_by_ranks
+from isobit.run.loop import train
+from isobit.run.rollouter_process import train_by_ranks
 from isobit.store import checkpoint as checkpoint_format
 from isobit.training.trainer import Trainer
 from isobit.util.errors import IsobitError, MismatchError

@@ -16,7 +16,7 @@ import pytest
 import tomli_w
 
 from isobit.config.recipes import RunConfig
-from isobit.run.launch import launch, with_restarts
+from isobit.launch.local import launch, with_restarts
 from isobit.run.loop import train
 from tests.forked import called
 from tests.forked_ranks import forked

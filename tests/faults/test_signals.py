@@ -14,7 +14,7 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
-from isobit.run.grading import Interruption
+from isobit.run.interruption import Interruption
 from isobit.run.loop import train
 from isobit.training.optimiser import AdamW
 from isobit.training.trainer import Trainer

@@ -24,8 +24,9 @@ from isobit.models.policy import random_policy
 from isobit.records.batch import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
+from isobit.training.budget import BudgetChange, MicrobatchBudget
 from isobit.training.step import train_on_groups
-from isobit.training.trainer import BudgetChange, MicrobatchBudget, Trainer
+from isobit.training.trainer import Trainer
 
 SHAPE = ModelConfig("qwen3", 1000, 512, 768, 3, 8, 2, 128, 1024, 1e-6, 1e6, tied_embeddings=False)
 GRPO = build_algorithm(GrpoConfig())

@@ -20,12 +20,12 @@ from isobit.memory.turns import DeviceTurns, PhaseMemory
 from isobit.records.batch import PackedBatch
 from isobit.rewards.grading import grade
 from isobit.rollout.native import NativeEngine
-from isobit.run import lessons, loop, plan, run
+from isobit.run import loop, model_source, plan, run, sft_objectives
 from isobit.run import sft as sft_loop
 from isobit.run.loop import train
 from isobit.run.plan import Plan
+from isobit.run.rl_run import prepare_rl
 from isobit.run.run import Run
-from isobit.run.setup import prepare_rl
 from isobit.run.sft import prepare_sft
 from isobit.starter.tasks import correct_answer
 from isobit.training.supervised import mean_loss
@@ -243,7 +243,7 @@ def test_held_out_losses_are_measured_without_the_cache(
         held.append(engine._works)
         return mean_loss(trainer, batches)
 
-    monkeypatch.setattr(lessons, "mean_loss", watched)
+    monkeypatch.setattr(sft_objectives, "mean_loss", watched)
     graded = run.evaluate(None, partial(grade, reward=correct_answer))
     assert graded.keys() == {"held_out"}
     assert held == [None]
@@ -263,7 +263,7 @@ def test_fine_tuning_is_planned_before_weights_are_read(
 
     monkeypatch.setattr(plan, "choose_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(run, "plan_device_memory", refuse)
-    monkeypatch.setattr(plan, "read_masters", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(model_source, "read_masters", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="no room"):
         prepare_sft(supervised(make_config, training={"prompts_per_step": 2}))
     assert microbatch_tokens(asked[0], 100) == 200

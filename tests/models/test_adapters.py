@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.commands.export import export, find_source
 from isobit.config.tables import (
     LORA_TARGETS,
     Family,
@@ -38,7 +39,6 @@ from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import DTYPES
-from isobit.run.export import export, find_source
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError, MismatchError, ModelError
 from tests.models.exactness_probe import packed, paged

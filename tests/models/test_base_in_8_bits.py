@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isobit.commands.export import export, find_source
 from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.models.folder import load_policy, read_config, read_masters
 from isobit.models.policy import Policy, random_policy
@@ -20,7 +21,6 @@ from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
 from isobit.precision.quant_tensor import E4M3, Int8Rows, QuantTensor
 from isobit.proof.verify import VerifyOptions, verify_policy
-from isobit.run.export import export, find_source
 from isobit.util.errors import ModelError
 from tests.models.exactness_probe import packed, paged
 from tests.models.test_adapters import ALL, LENGTHS, config_of, moved, tokens

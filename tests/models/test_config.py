@@ -21,7 +21,7 @@ from isobit.models.families import (
     RopeScaling,
     YarnScaling,
 )
-from isobit.run.plan import decoder_of
+from isobit.run.model_source import decoder_of
 from isobit.util.errors import ConfigError, ModelError
 from tests.mutations import COUNT, Outcomes
 

@@ -17,16 +17,16 @@ from isobit.config.recipes import RunConfig
 from isobit.config.tables import CheckConfig, PrecisionConfig, Preset, named_precision
 from isobit.kernels.spec import head
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
-from isobit.proof.doctor_findings import check_state, check_step
 from isobit.records.metrics import Metrics
 from isobit.run import loop
 from isobit.run.loop import train
 from isobit.run.pending import GradedBatch
-from isobit.run.setup import RlRun
+from isobit.run.rl_run import RlRun
 from isobit.store.state import StateDigest
+from isobit.training.checks import check_state, check_step
 from isobit.training.comparison import Comparison, mismatch
+from isobit.training.repeat import Repeat
 from isobit.training.step import Findings
-from isobit.training.trainer import Repeat
 from isobit.util.errors import MismatchError
 from tests.sites import shape_of_layers
 from tests.tiny import json_lines

@@ -20,7 +20,7 @@ from isobit.config.tables import PrecisionConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
-from isobit.run.setup import prepare_rl
+from isobit.run.rl_run import prepare_rl
 from isobit.util.errors import ModelError
 from tools.starter.build import save_tokenizer, write_text
 from tools.starter.tokenizer import build_tokenizer

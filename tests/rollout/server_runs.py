@@ -9,10 +9,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from isobit.commands.diff import OF_THE_MACHINE
 from isobit.config.recipes import RunConfig
 from isobit.rollout.answers import Drawn
 from isobit.rollout.http_engine import HttpEngine
-from isobit.run.diff import OF_THE_MACHINE
 from isobit.run.loop import train
 from tests.forked import ran
 from tests.serve.servers import Running, serving

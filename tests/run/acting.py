@@ -12,7 +12,7 @@ from isobit.environments.pool import Environments
 from isobit.parallel.world import World
 from isobit.rollout import episodes
 from isobit.rollout.episodes import Episodes
-from isobit.run.loop import train_by_ranks
+from isobit.run.rollouter_process import train_by_ranks
 
 
 def reading(parse: Callable[[str], list[Parsed]]) -> Callable[..., Said]:

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
+from isobit.commands import evaluate
+from isobit.commands.dry_run import plan_training
+from isobit.commands.evaluate import evaluate_folder
+from isobit.commands.replay import replay
+from isobit.commands.rollout import rollout_folder
 from isobit.config.data import RewardConfig
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.tables import RolloutConfig
-from isobit.run import data, evaluate
-from isobit.run.data import with_date_of_run
-from isobit.run.dry_run import plan_training
-from isobit.run.evaluate import evaluate_folder, rollout_folder
+from isobit.run import date
 from isobit.run.loop import train
-from isobit.run.redo import replay
-from isobit.run.setup import read_rl
+from isobit.run.rl_run import read_rl
+from isobit.run.settings import with_date_of_run
 from isobit.util.errors import ConfigError, ModelError
 from tests.run.test_redo import REWARD, settings
 from tests.tiny import json_lines
@@ -40,7 +42,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(data, "now", clock)
+    monkeypatch.setattr(date, "now", clock)
     return clock
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.commands.dry_run import plan_training
 from isobit.config.load import build
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_run, check_sft
@@ -20,9 +21,8 @@ from isobit.models.adapter_folder import WEIGHTS_FILE
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
 from isobit.models.scorer import Scorer
-from isobit.run.dry_run import plan_training
 from isobit.run.loop import train
-from isobit.run.setup import read_rl
+from isobit.run.rl_run import read_rl
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.training.supervised import DistilFigures
 from isobit.util.errors import CheckpointError, ConfigError

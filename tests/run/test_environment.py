@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
+from isobit.commands.diff import compare
+from isobit.commands.evaluate import evaluate_folder
+from isobit.commands.replay import replay
+from isobit.commands.rollout import completion_lines, rollout_folder
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.data.tool_calls import ToolCall
 from isobit.environments.pool import Environments
 from isobit.observe.console import silent
 from isobit.rollout import episodes
-from isobit.run.diff import compare
-from isobit.run.evaluate import completion_lines, evaluate_folder, rollout_folder
 from isobit.run.loop import train
-from isobit.run.redo import replay
 from isobit.store.directory import RunDirectory
 from isobit.util.errors import ToolError
 from tests.run import acting

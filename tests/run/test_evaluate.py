@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from isobit.commands.evaluate import evaluate_folder
+from isobit.commands.rollout import completion_lines, rollout_folder
 from isobit.config.data import JsonlData
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.records.text import Group
 from isobit.rollout.engine import Progress
-from isobit.run.evaluate import completion_lines, evaluate_folder, rollout_folder
 from isobit.util.errors import ConfigError, DataError, RewardError
 
 MakeConfig = Callable[..., RunConfig]

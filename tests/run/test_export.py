@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isobit.cli.main import main
+from isobit.commands.export import export, find_source
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.data.tokenizer import load_tokenizer
@@ -27,7 +28,6 @@ from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE
 from isobit.models.saving import PolicyTensors, save_policy
 from isobit.precision.quant_tensor import Int8Rows, QuantTensor
 from isobit.proof.verify import VerifyOptions, verify
-from isobit.run.export import export, find_source
 from isobit.run.loop import train
 from isobit.starter import starter_folder
 from isobit.util import files as storage

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from isobit.algorithms.registry import ALGORITHMS, build_algorithm
 from isobit.config.recipes import RunConfig
 from isobit.run.loop import train
-from isobit.run.setup import read_rl
+from isobit.run.rl_run import read_rl
 from isobit.util.errors import ConfigError
 
 MakeConfig = Callable[..., RunConfig]

@@ -15,6 +15,8 @@ import torch
 
 from isobit.api import generate
 from isobit.cli.main import main
+from isobit.commands import flows
+from isobit.commands.flows import compare_flows
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.models.config import Experts, model_shape
@@ -39,8 +41,7 @@ from isobit.observe.flow_choice import (
 from isobit.precision.flow import build_flow
 from isobit.records.batch import pack
 from isobit.records.sequence import TokenSequence
-from isobit.run import flows
-from isobit.run.flows import compare_flows, measure_crests, notice_crests
+from isobit.run.crests import measure_crests, notice_crests
 from isobit.run.loop import train
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError, DataError

@@ -13,7 +13,8 @@ from isobit.parallel.world import Alone, World, is_raised_on_all
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders
-from isobit.run.grading import Interruption, RecordedGrading
+from isobit.run.grading import RecordedGrading
+from isobit.run.interruption import Interruption
 from isobit.store.disk import WaitingWriter
 from isobit.store.reward_record import RewardRecord
 from isobit.util.errors import IsobitError

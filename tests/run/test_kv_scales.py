@@ -9,7 +9,7 @@ import pytest
 
 from isobit.config.tables import KvCalibration
 from isobit.parallel.world import ALONE, World
-from isobit.run.loop import train_by_ranks
+from isobit.run.rollouter_process import train_by_ranks
 from tests.run.test_ranks import left_by, write_model
 from tests.run.test_rollouters import config_of
 from tests.tiny import json_lines

@@ -16,7 +16,7 @@ from isobit.records.text import Group
 from isobit.run import loop
 from isobit.run.loop import train
 from isobit.run.pending import COMPARED, GradedBatch, Pending
-from isobit.run.setup import RlRun
+from isobit.run.rl_run import RlRun
 from isobit.store.keeper import CheckpointKeeper
 from isobit.training.step import StepMetrics
 from tests.tiny import json_lines as lines

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from isobit.run.launch import launch, with_restarts
-from isobit.run.launch_ranks import RankError
+from isobit.launch.local import launch, with_restarts
+from isobit.launch.ranks import RankError
 from isobit.util.errors import ConfigError
 from tests.run.alive import is_alive, processes, wait_for_the_end_of
 
@@ -78,7 +78,7 @@ def test_what_all_say_is_said_once() -> None:
 
 
 def started(folder: Path, case: str, count: int = 2) -> subprocess.Popen[str]:
-    call = f"from isobit.run.launch import launch; launch([{TOY!r}, {case!r}, "
+    call = f"from isobit.launch.local import launch; launch([{TOY!r}, {case!r}, "
     call += f"{str(folder)!r}], {count}, kill_s=0.3)"
     return subprocess.Popen(
         [sys.executable, "-c", call], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

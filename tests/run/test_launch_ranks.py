@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from isobit.run.launch_ranks import Rank, RankError, Ranks
+from isobit.launch.ranks import Rank, RankError, Ranks
 
 
 class Given(Rank):

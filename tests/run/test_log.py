@@ -24,7 +24,7 @@ from isobit.run.log import (
     describe_summary,
 )
 from isobit.run.loop import train
-from isobit.run.setup import prepare_rl
+from isobit.run.rl_run import prepare_rl
 from isobit.store.checkpoint import folder_name
 from isobit.store.resume import begin
 from isobit.util.errors import NoSignalError

@@ -21,7 +21,7 @@ from isobit.models.folder import load_model
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion
 from isobit.run.loop import train
-from isobit.run.setup import RlRun
+from isobit.run.rl_run import RlRun
 from isobit.store.state import StateDigest, state_digest
 from isobit.util.errors import MismatchError, RewardError
 from tests.sequences import group_of

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.commands.export import export, find_source
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_run, check_sft
 from isobit.config.tables import PrecisionConfig
@@ -17,7 +18,6 @@ from isobit.models.layers import Weights
 from isobit.models.policy import Policy
 from isobit.models.safetensors import TensorFile
 from isobit.precision.quant_tensor import Side
-from isobit.run.export import export, find_source
 from isobit.run.loop import train
 from isobit.run.sft import sft
 from isobit.util.errors import CheckpointError, ConfigError, MismatchError, ModelError

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.commands import dry_run
+from isobit.commands.dry_run import DryRun, plan_training
 from isobit.config.recipes import RunConfig
 from isobit.kernels.backend import support
 from isobit.memory.device import Card, DevicePlan, read_card
 from isobit.memory.host import MemoryEstimate
 from isobit.models import policy
-from isobit.run import dry_run
+from isobit.run import model_source
 from isobit.run import plan as plan_module
 from isobit.run import plan as planning
-from isobit.run.dry_run import DryRun, plan_training
-from isobit.run.setup import prepare_rl, read_rl
+from isobit.run.rl_run import prepare_rl, read_rl
 from isobit.store.manifest import environment
 from isobit.util.errors import CheckpointError, ConfigError, RequestError
 from isobit.util.machine import Memory
@@ -147,7 +148,7 @@ def test_several_processes_are_planned(
 def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "read_masters", None)
+    monkeypatch.setattr(model_source, "read_masters", None)
     on_a_gpu(monkeypatch, 1 << 30)
     for start in (plan_run, prepare_rl):
         with pytest.raises(ConfigError, match="training a micro-batch of 84 tokens would take"):

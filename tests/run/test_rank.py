@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from isobit.run.launch import launch
-from isobit.run.launch_ranks import RankError
+from isobit.launch.local import launch
+from isobit.launch.ranks import RankError
 from tests.forked import Launched, called
 from tests.worlds import environment, free_port
 

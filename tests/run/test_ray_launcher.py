@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from isobit.cli.main import main
-from isobit.run import ray_launcher
-from isobit.run.launch import with_restarts
-from isobit.run.launch_ranks import RankError
-from isobit.run.ray_launcher import _Site, environments_of, launch_on_ray, open_to_all
+from isobit.launch import ray_launcher
+from isobit.launch.local import with_restarts
+from isobit.launch.ranks import RankError
+from isobit.launch.ray_launcher import _Site, environments_of, launch_on_ray, open_to_all
 from isobit.util.errors import ConfigError, Interrupted
 from tests.run.alive import is_alive, processes, wait_for_the_end_of
 
@@ -166,7 +166,7 @@ def test_a_signal_reaches_all(cluster: str, tmp_path: Path) -> None:
 
 
 def test_no_orphans_when_the_driver_is_killed(cluster: str, tmp_path: Path) -> None:
-    call = "from isobit.run.ray_launcher import launch_on_ray; "
+    call = "from isobit.launch.ray_launcher import launch_on_ray; "
     call += f"launch_on_ray([{TOY!r}, 'sleep', {str(tmp_path)!r}], 2, 1, 'cpu', 2)"
     driver = subprocess.Popen([sys.executable, "-c", call], stderr=subprocess.DEVNULL)
     pids = processes(tmp_path, 2)
@@ -188,7 +188,7 @@ def test_places_that_others_hold_are_waited_for_and_named(
     cluster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ray_launcher, "PLACE_S", 0.5)
-    call = "from isobit.run.ray_launcher import launch_on_ray; "
+    call = "from isobit.launch.ray_launcher import launch_on_ray; "
     call += f"launch_on_ray([{TOY!r}, 'sleep', {str(tmp_path)!r}], 2, 1, 'cpu', 2)"
     other = subprocess.Popen([sys.executable, "-c", call], stderr=subprocess.DEVNULL)
     processes(tmp_path, 2)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.commands.diff import Comparison, compare
+from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
 from isobit.models.safetensors import TensorFile
 from isobit.parallel.world import ALONE, World
-from isobit.run.diff import Comparison, compare
 from isobit.run.loop import train
-from isobit.run.redo import replay
 from isobit.store.checkpoint import CHUNK_BYTES, _json_sha256
 from isobit.store.directory import RunDirectory
 from isobit.util.errors import ConfigError

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from isobit.commands.dry_run import plan_training
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.run import loop as collecting
-from isobit.run.dry_run import plan_training
-from isobit.run.frozen_models import load_model_reward
 from isobit.run.loop import train
-from isobit.run.setup import read_rl
+from isobit.run.reward_models import load_model_reward
+from isobit.run.rl_run import read_rl
 from isobit.util.errors import CheckpointError, ModelError
 
 MakeConfig = Callable[..., RunConfig]

@@ -19,7 +19,7 @@ from isobit.models.policy import Policy
 from isobit.models.saving import save_policy
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
-from isobit.run.frozen_models import ModelReward, load_model_reward
+from isobit.run.reward_models import ModelReward, load_model_reward
 from isobit.starter import starter_folder
 from isobit.starter.tasks import problems, question
 from tools.starter.build import save_tokenizer

@@ -15,8 +15,9 @@ from isobit.config.recipes import RunConfig
 from isobit.models.policy import Published
 from isobit.parallel.world import ALONE, World
 from isobit.rewards.grading import Graders
-from isobit.run import loop
-from isobit.run.loop import train, train_by_ranks
+from isobit.run import loop, rollouter_process
+from isobit.run.loop import train
+from isobit.run.rollouter_process import train_by_ranks
 from isobit.util.errors import ConfigError, Interrupted, RewardError
 from tests.run.test_ranks import left_by, write_model
 from tests.worlds import in_world
@@ -158,7 +159,7 @@ def asked(world: World, case: dict[str, Any]) -> None:
     """A run all of whose processes are asked for a checkpoint, as the launcher hands it on."""
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(loop, "collect", _asking(loop.collect))
+            patch.setattr(rollouter_process, "collect", _asking(loop.collect))
         train_by_ranks(config_of(case), world=world)
 
 
@@ -185,7 +186,7 @@ def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
         ("learning", 0, (loop, "learn")),
         ("signal", 1, (Graders, "fill")),
         ("weights", 1, (Published, "gather")),
-        ("batch", 1, (loop, "compared")),
+        ("batch", 1, (rollouter_process, "compared")),
     ):
         config, raised = config_of({**case, "output": name}), "nothing"
         with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ import torch
 
 from isobit.config.recipes import RunConfig
 from isobit.parallel.world import Alone, is_raised_on_all
-from isobit.run.run import check_machines, check_recipes
+from isobit.run.agreement import check_machines, check_recipes
 from isobit.util.errors import ConfigError
 
 CPU = torch.device("cpu")

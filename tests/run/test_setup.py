@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from isobit.commands.dry_run import plan_training
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import RunRolloutConfig
-from isobit.run.data import settled
-from isobit.run.dry_run import plan_training
 from isobit.run.loop import train
-from isobit.run.setup import read_rl
+from isobit.run.rl_run import read_rl
+from isobit.run.settings import settled
 from isobit.util.errors import (
     ConfigError,
     DataError,

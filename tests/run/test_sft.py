@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from isobit.commands.dry_run import DryRun, plan_training
 from isobit.config.load import build
 from isobit.config.recipes import SftConfig
 from isobit.config.tables import Preset
@@ -23,10 +24,9 @@ from isobit.models.folder import load_model, read_masters
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.records.batch import PackedBatch
-from isobit.run import plan
+from isobit.run import model_source, plan
 from isobit.run import plan as plan_module
 from isobit.run import run as run_module
-from isobit.run.dry_run import DryRun, plan_training
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.training.trainer import Trainer
@@ -125,10 +125,10 @@ def test_a_gpu_has_no_cache_where_nothing_is_generated(
     monkeypatch.setattr(plan, "available_memory", lambda _: 8 << 30)
     monkeypatch.setattr(run_module, "allocate_in_pages", lambda _: None)
     monkeypatch.setattr(
-        plan_module, "read_masters", lambda folder, config, *_: read_masters(folder, config, "cpu")
+        model_source, "read_masters", lambda folder, config, *_: read_masters(folder, config, "cpu")
     )
     monkeypatch.setattr(
-        plan_module,
+        model_source,
         "Policy",
         lambda config, precision, masters, *_: Policy(config, precision, masters),
     )

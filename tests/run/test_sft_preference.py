@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from isobit.commands.dry_run import plan_training
 from isobit.config.load import build
 from isobit.config.recipes import SftConfig
 from isobit.config.tables import PrecisionConfig, Preset
@@ -19,7 +20,6 @@ from isobit.data.examples import conversation_ids
 from isobit.data.sources import Row
 from isobit.memory.turns import within_memory
 from isobit.models.frozen import load_reward_model
-from isobit.run.dry_run import plan_training
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import guess, problems, question, worked_out
 from isobit.training.trainer import Trainer

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from isobit.commands.rollout import rollout_folder
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.records.text import Completion
-from isobit.run.evaluate import rollout_folder
 from isobit.run.loop import train
-from isobit.run.setup import read_rl
+from isobit.run.rl_run import read_rl
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError
 

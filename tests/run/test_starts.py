@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
+from isobit.commands.diff import diff
+from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
 from isobit.data.tool_calls import ToolCall
 from isobit.environments.pool import Environments
 from isobit.models.folder import read_config
 from isobit.observe.console import silent
 from isobit.rollout import episodes
-from isobit.run.diff import diff
 from isobit.run.loop import train
-from isobit.run.redo import replay
 from isobit.store.reward_record import LineRecord
 from tests.rollout.served import served
 from tests.run import acting

@@ -7,9 +7,9 @@ import time
 
 import torch
 
+from isobit.launch.own_rank import as_rank
 from isobit.parallel.launched import end_with_launcher
 from isobit.parallel.world import World, run_on_all
-from isobit.run.launch_ranks import as_rank
 from isobit.util.errors import DataError
 
 CASE = sys.argv[1]

@@ -16,7 +16,7 @@ from isobit.config.tables import PrecisionConfig
 from isobit.data.sources import load_rows
 from isobit.data.tokenizer import load_tokenizer, stop_token_ids
 from isobit.models.folder import load_policy
-from isobit.run.plan import decoder_of
+from isobit.run.model_source import decoder_of
 from isobit.starter import starter_folder
 from isobit.starter.tasks import problems, question
 from tools.starter.figures import measure

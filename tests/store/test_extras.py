@@ -20,7 +20,7 @@ from isobit.records.metrics import Metrics
 from isobit.run import log, loop, run
 from isobit.run.frozen_models import Reference
 from isobit.run.loop import train
-from isobit.run.setup import RlRun, prepare_rl
+from isobit.run.rl_run import RlRun, prepare_rl
 from isobit.store.checkpoint import (
     FORMAT,
     Snapshot,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from isobit.config.recipes import RunConfig
-from isobit.run.setup import prepare_rl
+from isobit.run.rl_run import prepare_rl
 from isobit.store.manifest import manifest
 
 MakeConfig = Callable[..., RunConfig]

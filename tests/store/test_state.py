@@ -12,7 +12,7 @@ from isobit.config.recipes import RunConfig
 from isobit.parallel.world import Alone
 from isobit.records.text import Group, Prompt
 from isobit.run.loop import train
-from isobit.run.setup import RlRun, prepare_rl
+from isobit.run.rl_run import RlRun, prepare_rl
 from isobit.store import state
 from isobit.store.checkpoint import read_checkpoint
 from isobit.store.state import (
@@ -25,7 +25,7 @@ from isobit.store.state import (
     state_digest,
     write_change,
 )
-from isobit.training.trainer import BudgetChange
+from isobit.training.budget import BudgetChange
 from isobit.util.errors import MismatchError
 
 CHANGES = [BudgetChange(4, 4096, 2048), BudgetChange(9, 2048, 1024)]

@@ -17,6 +17,7 @@ from isobit.algorithms.family import Grpo
 from isobit.algorithms.objective import Shares
 from isobit.algorithms.policy_gradient import ClipBounds, Terms
 from isobit.algorithms.registry import build_algorithm
+from isobit.commands.dry_run import plan_training
 from isobit.config.algorithm import GrpoConfig, StepConfig
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig
@@ -26,9 +27,8 @@ from isobit.models.policy import Policy, random_policy
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
-from isobit.run.dry_run import plan_training
 from isobit.run.loop import train
-from isobit.run.setup import read_rl
+from isobit.run.rl_run import read_rl
 from isobit.training import calibration as module
 from isobit.training.calibration import (
     Calibration,

@@ -15,9 +15,10 @@ from isobit.config.algorithm import GrpoConfig
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.text import Group
+from isobit.training.budget import BudgetChange
 from isobit.training.optimiser import AdamW
 from isobit.training.step import train_on_groups
-from isobit.training.trainer import BudgetChange, Trainer
+from isobit.training.trainer import Trainer
 from isobit.util.errors import OutOfMemoryError
 
 GRPO = build_algorithm(GrpoConfig())

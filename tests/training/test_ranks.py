@@ -24,7 +24,8 @@ from isobit.parallel.world import ALONE, World
 from isobit.records.batch import PackedBatch, TokenScores, pack
 from isobit.records.sequence import TokenSequence
 from isobit.training.judge import score_sequences
-from isobit.training.trainer import Rounds, Trainer
+from isobit.training.rounds import Rounds
+from isobit.training.trainer import Trainer
 from tests.worlds import in_world
 
 SHAPE: dict[str, Any] = {

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from isobit.commands.dry_run import plan_training
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.spec import sizes
@@ -23,15 +24,9 @@ from isobit.models.folder import DescribedModel, describe_model, load_policy, re
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
-from isobit.run.dry_run import plan_training
-from isobit.run.frozen_models import (
-    Reference,
-    checkpoint_bytes,
-    describe_reference,
-    load_reference,
-)
+from isobit.run.frozen_models import Reference, checkpoint_bytes, describe_reference, load_reference
 from isobit.run.loop import train
-from isobit.run.setup import read_rl
+from isobit.run.rl_run import read_rl
 from isobit.util.errors import CheckpointError, ConfigError, ModelError
 from tests.tiny import tiny_model
 

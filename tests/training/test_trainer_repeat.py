@@ -11,7 +11,8 @@ from isobit.config.algorithm import GrpoConfig
 from isobit.models.scorer import ScoredPass
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Group
-from isobit.training.trainer import Trainer, digest_of
+from isobit.training.repeat import digest_of
+from isobit.training.trainer import Trainer
 from tests.training.test_trainer import batches_of
 
 GRPO = build_algorithm(GrpoConfig())

@@ -28,8 +28,8 @@ from isobit.util.errors import ConfigError
 from isobit.util.strict_json import json_text
 
 if TYPE_CHECKING:
+    from isobit.commands.score import ScoredRow
     from isobit.parallel.world import World
-    from isobit.run.frozen_models import ScoredRow
 
 
 FLAG = "--reward-model"
@@ -51,13 +51,13 @@ def evaluate_reward_model(arguments: Sequence[str]) -> int:
     config = settings_from(ScoringConfig, values, overrides)
     set_threads(options)
     with starting():
-        from isobit.run.frozen_models import describe, score_rows, summarise
+        from isobit.commands.score import describe_scores, score_rows, summarise
 
     result = summarise(list(_written(score_rows(options.folder, config), options.out)))
     if options.json:
         print(json_text(asdict(result), indent=2))
     else:
-        print(f"{config.precision.name}: {describe(result)}")
+        print(f"{config.precision.name}: {describe_scores(result)}")
     return 0
 
 
@@ -155,9 +155,9 @@ def _eval(arguments: Sequence[str], world: "World | None") -> int:
     set_threads(options)
 
     with starting():
+        from isobit.commands.evaluate import evaluate_folder
         from isobit.observe.console import Console, describe_result, terminal_on
         from isobit.parallel.world import ALONE
-        from isobit.run.evaluate import evaluate_folder
 
     printed = redirect_stdout(sys.stderr)  # by a reward in this process: stdout may be JSON
     with Console(terminal_on("stderr")).generating("evaluation") as progress, printed:
@@ -283,9 +283,9 @@ def run_flows(arguments: Sequence[str]) -> int:
     card = None if options.gpu is None else read_card(options.gpu)
     set_threads(options)
     with starting():
+        from isobit.commands.flows import compare_flows
         from isobit.observe.console import Console, terminal_on
         from isobit.observe.flow_choice import describe_comparison
-        from isobit.run.flows import compare_flows
 
     with redirect_stdout(sys.stderr):  # by a reward in this process: stdout may be JSON
         found = compare_flows(

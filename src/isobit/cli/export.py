@@ -30,8 +30,8 @@ from isobit.util.strict_json import json_text
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+    from isobit.commands.export import ExportResult, ExportSource
     from isobit.config.tables import PrecisionConfig
-    from isobit.run.export import ExportResult, ExportSource
 
 HUB = "hf:"
 """What a target begins with that is a model of the hub."""
@@ -113,7 +113,7 @@ def export_to_hub(
     source: "ExportSource", target: HubTarget, **settings: Any
 ) -> tuple["ExportResult", str]:
     """``export`` to a temporary folder, and upload that.  -> Also the model's address."""
-    from isobit.run.export import export
+    from isobit.commands.export import export
 
     with TemporaryDirectory(prefix="isobit-export-") as place:
         folder = Path(place) / target.name.rpartition("/")[2]
@@ -131,8 +131,8 @@ def run_export(arguments: Sequence[str]) -> int:
             "--precision says what is written in 8 bits, and --format is bf16: leave one out"
         )
     with starting():
+        from isobit.commands.export import export, find_source
         from isobit.observe.console import Console
-        from isobit.run.export import export, find_source
     set_threads(options)
 
     console = Console()

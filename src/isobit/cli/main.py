@@ -202,7 +202,7 @@ def obey_as_rank(
     if not is_launched():
         return obey(arguments, None)
     with starting():
-        from isobit.run.launch_ranks import as_rank
+        from isobit.launch.own_rank import as_rank
     with as_rank(box) as world:
         return obey(arguments, world)
 
@@ -224,9 +224,9 @@ def compare_as_rank(
 
 def start_ranks(command: str, arguments: Sequence[str], ranks: int, threads: int | None) -> None:
     """Run the same command line in ``ranks`` processes, whose output goes to this one's stdout.
-    Raises as ``isobit.run.launch.launch`` does.
+    Raises as ``isobit.launch.local.launch`` does.
     """
-    from isobit.run.launch import launch
+    from isobit.launch.local import launch
 
     with redirect_stdout(sys.stderr):  # stdout may be JSON
         launch(["-m", "isobit.cli.main", command, *arguments], ranks, threads)

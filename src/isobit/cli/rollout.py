@@ -74,7 +74,7 @@ def _writing(out: Path) -> "Iterator[Callable[[Group], None]]":
     generated, keeps what was written before an error, and is removed if that is nothing. Raises
     StorageError.
     """
-    from isobit.run.evaluate import completion_lines
+    from isobit.commands.rollout import completion_lines
 
     again = "generate again, into another file"
     with disk_errors(out.parent, out.name, again=again):
@@ -108,9 +108,9 @@ def _generate(
     from isobit.config.data import file_rows
 
     with starting():
+        from isobit.commands.rollout import rollout_folder
         from isobit.observe.console import Console, terminal_on
         from isobit.parallel.world import ALONE
-        from isobit.run.evaluate import rollout_folder
 
     with Console(terminal_on("stderr")).generating("rollout") as progress:
         return rollout_folder(

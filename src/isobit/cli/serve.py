@@ -162,7 +162,7 @@ class FollowedRun:
             say(f"isobit: the checkpoint of step {self._step} is passed over: {error}")
 
     def _publish(self, policy: "Policy") -> None:
-        from isobit.run.export import MasterTensors
+        from isobit.commands.export import MasterTensors
         from isobit.store.checkpoint import MASTERS
 
         assert self._found is not None

@@ -68,7 +68,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         if not is_launched():
             return _obey(command, arguments, may_launch=box is None)
         with starting():
-            from isobit.run.launch_ranks import as_rank
+            from isobit.launch.own_rank import as_rank
         with as_rank(box) as world:
             return _obey(command, arguments, world)
 
@@ -175,7 +175,7 @@ def _plan(
 
     resume = options.resume
     with starting():
-        from isobit.run.dry_run import plan_training
+        from isobit.commands.dry_run import plan_training
         from isobit.util.machine import read_memory
     if isinstance(config, SftConfig):
         with starting():
@@ -183,7 +183,7 @@ def _plan(
         plan = plan_training(config, read_sft, resume, allowed, card)
     else:
         with starting():
-            from isobit.run.setup import read_rl
+            from isobit.run.rl_run import read_rl
         plan = plan_training(config, read_rl, resume, allowed, card)
     return plan.describe(read_memory(), options.verbose)
 
@@ -192,7 +192,7 @@ def _launch(command: str, config: "Recipe", arguments: Sequence[str]) -> None:
     """Check the recipe, and run the same command line in several processes."""
     from isobit.config.recipes import SftConfig
     from isobit.config.rules import check_run, check_sft
-    from isobit.run.launch import launch, with_restarts
+    from isobit.launch.local import launch, with_restarts
 
     if isinstance(config, SftConfig):
         check_sft(config)
@@ -202,7 +202,7 @@ def _launch(command: str, config: "Recipe", arguments: Sequence[str]) -> None:
 
     def start(words: Sequence[str], again: bool) -> None:
         if cluster.launcher == "ray":
-            from isobit.run.ray_launcher import launch_on_ray
+            from isobit.launch.ray_launcher import launch_on_ray
 
             fewest = 1 if again else cluster.processes
             launch_on_ray(words, cluster.processes, config.threads, config.device, fewest)
@@ -224,5 +224,5 @@ def _start(config: "Recipe", resume: bool, allowed: Sequence[str], world: "World
         sft(config, resume=resume, world=world or ALONE, allowed=allowed)
     else:
         with starting():
-            from isobit.run.loop import train_by_ranks
+            from isobit.run.rollouter_process import train_by_ranks
         train_by_ranks(config, resume, world or ALONE, allowed)

@@ -314,8 +314,8 @@ def _verify_parser(with_folder: bool) -> ArgumentParser:
 
 
 if TYPE_CHECKING:
+    from isobit.commands.diff import Comparison
     from isobit.parallel.world import World
-    from isobit.run.diff import Comparison
 
 
 def run_replay(arguments: Sequence[str]) -> int:
@@ -331,8 +331,8 @@ def _replay(arguments: Sequence[str], world: "World | None") -> int:
         start_ranks("replay", arguments, options.processes, threads=None)
         return 0
     with starting():
+        from isobit.commands.replay import replay
         from isobit.parallel.world import ALONE
-        from isobit.run.redo import replay
 
     result = replay(
         options.run,
@@ -358,7 +358,7 @@ class _DiffersError(IsobitError):
 
 
 def _describe(root: Path, result: "Comparison") -> str:
-    from isobit.run.redo import describe_steps
+    from isobit.commands.replay import describe_steps
 
     assert result.steps is not None
     done = f"{root}: {describe_steps(result.steps)} done again"
@@ -431,7 +431,7 @@ def run_diff(arguments: Sequence[str]) -> int:
 def _diff(arguments: Sequence[str]) -> int:
     options = _diff_parser().parse_args(arguments)
     with starting():
-        from isobit.run.diff import diff
+        from isobit.commands.diff import diff
     result = diff(options.one, options.other)
     for line in (*result.notes, *result.equal, *map(str, result.differences)):
         print(line)

@@ -34,8 +34,9 @@ from isobit.config.tables import OptimisationConfig
 from isobit.kernels.backend import backend_of
 from isobit.memory.device import DevicePlan
 from isobit.parallel.world import raised_on_all
+from isobit.training.budget import halved
 from isobit.training.optimiser import advise_smaller_moments
-from isobit.training.trainer import Trainer, halved
+from isobit.training.trainer import Trainer
 from isobit.util.errors import IsobitError, OutOfMemoryError
 from isobit.util.terminal import GIB, Timing
 

@@ -31,7 +31,7 @@ from isobit.store.directory import RunDirectory, completions_file, positions, wr
 from isobit.store.manifest import TrainingRun
 from isobit.store.resume import Start
 from isobit.store.state import write_change
-from isobit.training.trainer import BudgetChange
+from isobit.training.budget import BudgetChange
 from isobit.util.files import LineFile, disk_errors, sync
 from isobit.util.strict_json import json_line, json_text
 from isobit.util.terminal import Clock

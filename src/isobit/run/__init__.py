@@ -1,3 +1,3 @@
-"""A run from start to end: the two loops, what a run owns, its plan, its log, and how its processes
-are launched.
+"""A training: its plan, what a run owns, the two loops, their logs, and the processes that only
+sample.
 """

@@ -1,4 +1,4 @@
-"""The models of a run that are not trained: its reference model, its teacher and its reward models.
+"""The models of a run that score tokens and are not trained: its reference model and its teacher.
 
 What a checkpoint holds of the reference model, which may follow the policy:
 
@@ -9,39 +9,17 @@ Once it has, a checkpoint holds its tensors.  Until then they are a function of 
 checkpoint holds their digest, which a resumed run has to find again.
 
 A teacher never changes, and its checkpoints hold its digest alone.
-
-Reward models are parts of a run's reward: the prompt and each completion become a conversation
-of the reward model's own tokenizer and chat template (``isobit.data.examples``), which gets a
-score.
-
-The completion is its text, without the token that ended it: the reward model's template ends the
-turn in its own way.  The prompt is as the dataset has it, rendered by that template; messages for
-which the reward model has none are the text that the policy read.
-
-On a device with memory of its own the engine gives back its cache before a reward model scores, and
-makes it again when it is next asked.  A run goes on with the reward models that it began with: a
-checkpoint holds their digests.
-
-``isobit eval --reward-model``: the scores that a reward model gives to the answers of a file,
-one answer a row or a pair of which one is preferred.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from isobit.config.algorithm import RunTeacher, SftTeacher
-from isobit.config.data import ChatConfig, OneExampleSource, RewardConfig
-from isobit.config.recipes import Recipe, RunConfig, ScoringConfig, SftConfig
+from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.tables import PrecisionConfig
-from isobit.data.examples import Answer, answer_of, conversation_ids, row_of, whole_answer
-from isobit.data.sources import Row, load_rows
 from isobit.kernels.backend import support
 from isobit.memory.activations import FrozenModel
 from isobit.models.config import ModelConfig
@@ -49,29 +27,19 @@ from isobit.models.decoder import decoder_shape
 from isobit.models.folder import (
     DescribedModel,
     base_folder,
-    choose_device,
     describe_model,
     model_folder,
-    read_reward_config,
 )
 from isobit.models.frozen import (
     FrozenPolicy,
-    RewardModel,
     frozen_config,
-    load_reward_model,
 )
 from isobit.models.policy import Policy
 from isobit.models.scorer import Teacher
 from isobit.precision.flow import build_flow
-from isobit.records.text import Completion, Prompt
-from isobit.rewards.grading import ModelScores
-from isobit.run.data import with_date
-from isobit.util.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from isobit.util.errors import CheckpointError, ConfigError
 
-NAME = "reward models"
 REFERENCE = "reference model"
-TOKENS_PER_BATCH = 16384
-"""Of a forward; no score depends on it."""
 
 
 class Reference:
@@ -213,7 +181,7 @@ def _check_tokens(
         )
 
 
-class TaughtBy(Reference):
+class RunTeacherModel(Reference):
     """The teacher of a policy, and the divergence from it over the vocabulary; None where the
     sampled tokens alone are scored.
     """
@@ -252,247 +220,10 @@ def describe_teacher(
     return (FrozenModel("teacher", model.config, flow, "teacher", teaches=teaches),)
 
 
-def load_teacher(config: Recipe, policy: Policy) -> TaughtBy | None:
+def load_teacher(config: Recipe, policy: Policy) -> RunTeacherModel | None:
     """On the policy's device; None without one.  Raises ModelError as ``load_policy`` does."""
     if (table := teacher_table(config)) is None:
         return None
     folder = model_folder(table.model or config.model)
     frozen = FrozenPolicy.load(folder, PrecisionConfig(preset=table.precision), policy.device)
-    return TaughtBy(frozen, policy, str(folder), table)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelReward:
-    """Grades completions by a reward model."""
-
-    model: RewardModel
-    tokens_per_batch: int = TOKENS_PER_BATCH
-    chat: ChatConfig = field(default_factory=ChatConfig)
-
-    def __call__(self, samples: Sequence[tuple[Prompt, Completion]]) -> list[float]:
-        """The score of each completion.  NaN for a conversation longer than the reward model's
-        context, as where the model's own output is not finite: grading excludes both, and counts
-        them.
-
-        Raises DataError where the reward model's chat template refuses the messages, ModelError
-        where its tokenizer is another model's.
-        """
-        tokenizer = self.model.tokenizer
-        answers = [
-            whole_answer(row_of(prompt, tokenizer), completion.text)
-            for prompt, completion in samples
-        ]
-        ids = conversation_ids(answers, tokenizer, self.chat)
-        fits = [index for index, tokens in enumerate(ids) if len(tokens) <= self.model.context]
-        scores = [math.nan] * len(ids)
-        found = self.model.score([ids[index] for index in fits], self.tokens_per_batch)
-        for index, score in zip(fits, found, strict=True):
-            scores[index] = score
-        return scores
-
-
-def load_model_reward(
-    folder: Path,
-    precision: PrecisionConfig,
-    device: torch.device | str = "cpu",
-    date: datetime | None = None,
-) -> ModelReward:
-    """The reward of a ``...ForSequenceClassification`` folder, in the given flow; ``date`` is for a
-    chat template that reads the clock.  Raises as ``load_reward_model`` does.
-    """
-    return ModelReward(load_reward_model(folder, precision, device), chat=ChatConfig(date=date))
-
-
-def plan_reward_models(
-    reward: RewardConfig | None, weights: bool = True
-) -> tuple[FrozenModel, ...]:
-    """The reward models of a recipe as a plan of the memory knows them; without ``weights`` those
-    of the hub are not fetched.  Raises ModelError for a folder that holds none.
-    """
-    return tuple(
-        FrozenModel(
-            NAME, shape, build_flow(precision, decoder_shape(shape)), "reward", reward.offload
-        )
-        for _, folder, precision in _models(reward, weights)
-        if reward is not None and (shape := read_reward_config(folder))
-    )
-
-
-class ModelRewards:
-    """All reward models of a recipe on their device (``isobit.store.manifest.Extra``)."""
-
-    def __init__(
-        self, reward: RewardConfig | None, device: torch.device, date: datetime | None = None
-    ) -> None:
-        """Load them; ``date`` is the run's.  Raises ModelError for a folder that holds none."""
-        self._folders = {name: folder for name, folder, _ in _models(reward)}
-        self._models = {
-            name: load_model_reward(folder, precision, device, date)
-            for name, folder, precision in _models(reward)
-        }
-        if reward is not None and reward.offload:
-            for model in self._models.values():
-                model.model.policy.offload()
-
-    def __len__(self) -> int:
-        return len(self._models)
-
-    def scores(self, make_room: Callable[[], None]) -> ModelScores:
-        """What scores the parts that are models; ``make_room`` is called before one does."""
-
-        def scored(model: ModelReward, samples: Sequence[tuple[Prompt, Completion]]) -> list[float]:
-            make_room()
-            with model.model.policy.on_device():
-                return model(samples)
-
-        return {name: partial(scored, model) for name, model in self._models.items()}
-
-    def state(self) -> dict[str, Any]:
-        """The digest of each one's weights, as its back end publishes them."""
-        return {
-            name: {"back_end": frozen.backend.name, "sha256": frozen.digest()}
-            for name, model in self._models.items()
-            if (frozen := model.model.policy)
-        }
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """None: they are those of the folders."""
-        return {}
-
-    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises CheckpointError where a folder no longer holds the weights that the run began
-        with.
-        """
-        for name, found in self.state().items():
-            recorded = state[name]
-            if recorded["back_end"] == found["back_end"] and recorded != found:
-                raise CheckpointError(
-                    f"the weights in {self._folders[name]} are not those that this run was graded "
-                    f"by: published they have the SHA-256 {found['sha256']}, and "
-                    f"{recorded['sha256']} was recorded; put the folder's old files back, or start "
-                    "a new run (--output PATH)"
-                )
-
-
-def _models(
-    reward: RewardConfig | None, weights: bool = True
-) -> list[tuple[str, Path, PrecisionConfig]]:
-    """Name, folder and flow of each part that is a model."""
-    parts = {} if reward is None else reward.named()
-    return [
-        (name, model_folder(part.model, weights), PrecisionConfig(preset=part.model_precision))
-        for name, part in parts.items()
-        if part.model is not None
-    ]
-
-
-ROWS_AT_ONCE = 64
-"""Scored before the next are tokenised, and handed on."""
-_ADVICE = (
-    "name it in data.completion, or the columns of two answers in data.chosen and data.rejected"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRow:
-    """What a row's answer got; or its two answers, where it is a pair."""
-
-    row: int
-    """From 0, in the order of the file."""
-    score: float | None = None
-    chosen: float | None = None
-    rejected: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ScoringResult:
-    """The scores of a file in short."""
-
-    rows: int
-    mean: float
-    """Of all scores."""
-    lowest: float
-    highest: float
-    accuracy: float | None
-    """The share of pairs whose chosen answer has the higher score; None without pairs."""
-    margin: float | None
-    """The mean of chosen - rejected; None without pairs."""
-
-
-def score_rows(folder: Path, config: ScoringConfig) -> Iterator[ScoredRow]:
-    """Score the rows of a file as they come, in their order; all are pairs where the first row has
-    both of their columns.
-
-    Raises ModelError for the folder, DataError for a row that cannot be used or is longer than the
-    model's context, NonFiniteError for a score that is not finite.
-    """
-    rows = load_rows(config.data)
-    folder = model_folder(folder)
-    config = with_date(config, [folder])
-    device = choose_device(config.device, read_reward_config(folder), config.precision)
-    model = load_reward_model(folder, config.precision, device)
-    columns = _columns(rows[0], config.data)
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        some = rows[first : first + ROWS_AT_ONCE]
-        answers = [(row, answer_of(row, column, _ADVICE)) for row in some for column in columns]
-        ids = _fitting_ids(answers, model, config)
-        scores = iter(model.score(ids, config.tokens_per_batch))
-        for index, row in enumerate(some, start=first):
-            yield ScoredRow(
-                index, **{name: _finite(next(scores), row) for name in columns.values()}
-            )
-
-
-def summarise(scored: Sequence[ScoredRow]) -> ScoringResult:
-    """The mean and the range of scores, and of pairs how they are ranked."""
-    pairs = [
-        (one.chosen, one.rejected)
-        for one in scored
-        if one.chosen is not None and one.rejected is not None
-    ]
-    scores = [one.score for one in scored if one.score is not None] + [*sum(pairs, ())]
-    return ScoringResult(
-        rows=len(scored),
-        mean=math.fsum(scores) / len(scores),
-        lowest=min(scores),
-        highest=max(scores),
-        accuracy=sum(a > b for a, b in pairs) / len(pairs) if pairs else None,
-        margin=math.fsum(a - b for a, b in pairs) / len(pairs) if pairs else None,
-    )
-
-
-def describe(result: ScoringResult) -> str:
-    """One line."""
-    scores = (
-        f"mean score {result.mean:.4f}, from {result.lowest:.4f} to {result.highest:.4f}, on "
-        f"{result.rows} {'rows' if result.accuracy is None else 'pairs'}"
-    )
-    if result.accuracy is None or result.margin is None:
-        return scores
-    return f"{100 * result.accuracy:.1f}% ranked right, margin {result.margin:.4f}, {scores}"
-
-
-def _columns(first: Row, source: OneExampleSource) -> dict[str, str]:
-    """The columns of answers, with the name that the score of each has."""
-    if source.chosen in first.columns and source.rejected in first.columns:
-        return {source.chosen: "chosen", source.rejected: "rejected"}
-    return {source.completion: "score"}
-
-
-def _fitting_ids(
-    answers: Sequence[tuple[Row, Answer]], model: RewardModel, chat: ChatConfig
-) -> list[tuple[int, ...]]:
-    found = conversation_ids(answers, model.tokenizer, chat)
-    for (row, _), ids in zip(answers, found, strict=True):
-        if len(ids) > model.context:
-            raise DataError(
-                f"{row.place}: prompt and answer have {len(ids)} tokens, more than the reward "
-                f"model's context = {model.context}: shorten or drop the row"
-            )
-    return found
-
-
-def _finite(score: float, row: Row) -> float:
-    if not math.isfinite(score):
-        raise NonFiniteError(f"{row.place}: the reward model's score is {score}")
-    return score
+    return RunTeacherModel(frozen, policy, str(folder), table)

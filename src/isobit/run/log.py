@@ -32,7 +32,6 @@ from isobit.observe.evaluation import (
 )
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
-from isobit.proof.doctor_findings import action_of, check_state, check_step
 from isobit.records.metrics import METRICS, Metrics, listed
 from isobit.records.text import Group, describe_untaught
 from isobit.rewards.grading import GradeStats
@@ -40,6 +39,7 @@ from isobit.rollout.engine import EngineStats
 from isobit.run.pending import COMPARED, GradedBatch
 from isobit.store.resume import Start
 from isobit.store.state import StateDigest, StepDigests, state_digest
+from isobit.training.checks import action_of, check_state, check_step
 from isobit.training.comparison import Comparison
 from isobit.training.judge import sequences_learnt_from
 from isobit.training.step import Findings, StepMetrics
@@ -48,7 +48,7 @@ from isobit.util.files import LineFile
 from isobit.util.terminal import Clock
 
 if TYPE_CHECKING:
-    from isobit.run.setup import RlRun
+    from isobit.run.rl_run import RlRun
 
 
 class SignalWatch:

@@ -32,33 +32,23 @@ also completed once greedily; that completion is graded and not learnt from.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import compress
-from typing import Any
 
 from isobit.config.recipes import RunConfig
 from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
-from isobit.records.kept_groups import completions_value, groups_value
 from isobit.records.text import Completion, Group
-from isobit.rewards.grading import Graders
 from isobit.rollout.engine import EngineStats, Progress, Request
-from isobit.run.data import settled, with_check_of_run, with_date_of_run
-from isobit.run.grading import Interruption
 from isobit.run.log import RlSummary
-from isobit.run.pending import (
-    GradedBatch,
-    Rollouters,
-    batch_value,
-    check_parts,
-    compared,
-)
-from isobit.run.plan import source_config
-from isobit.run.run import begin_run, check_recipes, open_graders, start_run
-from isobit.run.setup import RlRun, extra_bytes, prepare_rl, read_rl
-from isobit.store.reward_record import SentAnswers, SentRecord
+from isobit.run.model_source import source_config
+from isobit.run.pending import GradedBatch
+from isobit.run.rl_run import RlRun, extra_bytes, prepare_rl, read_rl
+from isobit.run.rollouters import Rollouters, check_parts
+from isobit.run.run import begin_run, start_run
+from isobit.run.settings import settled, with_check_of_run, with_date_of_run
 from isobit.store.state import StepDigests, state_digest
 from isobit.training.step import Findings, StepMetrics
 from isobit.training.token_count import check_sampled
@@ -272,29 +262,6 @@ def open_run(
         yield run
 
 
-# Trainers and rollouters on processes of their own.
-
-
-def train_by_ranks(
-    config: RunConfig, resume: bool = False, world: World = ALONE, allowed: Sequence[str] = ()
-) -> None:
-    """``train`` by all ranks of a world, or by its first ones while the others sample
-    (``cluster.rollouters``).  Raises as it does, and ConfigError for a world that is too small.
-    """
-    check_recipes(world, config)  # whatever follows differs with them, also which ranks meet
-    if not config.cluster.rollouters:
-        train(config, resume=resume, world=world, allowed=allowed)
-        return
-    check_parts(config, world)
-    config = with_date_of_run(config, resume, world)
-    rollouters = Rollouters(world, config.cluster.rollouters)
-    if rollouters.is_rollouter:
-        sample_for_trainers(config, rollouters)
-        return
-    with rollouters.errors_shared():
-        train(config, resume=resume, world=rollouters.mine, rollouters=rollouters, allowed=allowed)
-
-
 def request_batch(run: RlRun) -> None:
     """Have the rollouters sample the next batch, by the weights as they are now."""
     assert run.rollouters is not None
@@ -315,75 +282,3 @@ def receive_batch(run: RlRun) -> GradedBatch:
     batch = run.pending.batch_of(value["batch"])
     run.log.inspect_ahead(batch.findings)
     return replace(batch, engine=EngineStats(**value["engine"]))
-
-
-def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
-    """What a rollouter does until the trainers are done.  Raises what ``train`` raises of sampling
-    and grading, and PeerError where they fail.
-    """
-    interruption = Interruption(rollouters.mine)
-    with (
-        rollouters.errors_shared(),
-        interruption.open_to_requests(),
-        open_graders(config) as graders,
-    ):
-        config, data = settled(config, read_rl)
-        run = prepare_rl(config, rollouters.mine, data=data, learns=False)
-        if graders is not None:
-            graders.describe()
-        with run.environments(), interruption:
-            rollouters.check_machines(run.model.policy.device)
-            while (command := rollouters.receive_command(interruption.check))["do"] != "end":
-                if command["do"] == "take weights":
-                    rollouters.transfer_weights(run.model.policy)
-                    continue
-                if command["do"] == "probe":
-                    run.sampler.restore(command["sampler"])
-                    rollouters.send_result(lambda: completions_value(run.sample_few()))
-                    continue
-                # a signal waits for the command's end, since the run's own interruption hears none
-                serve = _serve_batch if command["do"] == "sample" else _serve_evaluation
-                rollouters.send_result(
-                    lambda serve=serve, command=command: _served(serve, run, graders, command)
-                )
-
-
-def _served(
-    serve: Callable[[RlRun, Mapping[str, Any]], dict[str, Any]],
-    run: RlRun,
-    graders: Graders | None,
-    command: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The result of a command, with what the run was given for it; the records begin where the
-    trainers' stand.
-    """
-    ahead = {name: [line.encode() for line in lines] for name, lines in command["ahead"].items()}
-    rewards = SentRecord(lambda _: None, ahead["gradings"])
-    answers = SentAnswers(lambda _: None, ahead["answers"])
-    run.grade_by(graders, rewards)
-    run.answer_by(answers)
-    result = serve(run, command)
-    sent = {"gradings": rewards.gradings, "answers": answers.sent}
-    given = {name: [line.decode() for line in lines] for name, lines in sent.items()}
-    return {**result, "given": given}
-
-
-def _serve_batch(run: RlRun, command: Mapping[str, Any]) -> dict[str, Any]:
-    """The next batch, and where the order of prompts stands after it."""
-    run.sampler.restore(command["sampler"])
-    batch = collect(run)
-    with run.turns.training(run.clock):
-        batch = compared(batch, run.trainer)
-    return {
-        "batch": batch_value(batch),
-        "engine": asdict(batch.engine),
-        "seconds": run.clock.take(),
-        "sampler": run.sampler.state(),
-    }
-
-
-def _serve_evaluation(run: RlRun, _: Mapping[str, Any]) -> dict[str, Any]:
-    """The graded groups of each evaluation set."""
-    made = run.evaluate_now()
-    run.clock.take()  # the trainers count what they wait
-    return {"sets": {name: groups_value(groups) for name, (_, groups) in made.items()}}

@@ -1,234 +1,48 @@
-"""A training before its weights are read: where its policy comes from, and what it will ask of the
-model and of the machine.
+"""The plan of a training, before its weights are read: everything that a run is built from
+(``isobit.run.run``), and what it asks of the model and of the machine.
 
-    ModelSource    a model folder, or random weights of a shape in the recipe with a folder's
-                   tokenizer.  A reward model may also begin as a language model's folder
-    Plan           everything that a run is built from (``isobit.run.run``); each kind of training
-                   makes its own, and from there on all is the same
+Each kind of training makes its own plan, and from there on all is the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
-from isobit.config.recipes import Objective, RunConfig, SftConfig
+from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import (
-    MIXTURES,
-    WINDOWED,
-    LoraConfig,
-    ModelShape,
-    PrecisionConfig,
     RunRolloutConfig,
     TrainingConfig,
-)
-from isobit.data.tokenizer import (
-    check_vocabulary,
-    load_tokenizer,
-    pad_token_id,
-    stop_token_ids,
-    tokenizer_size,
 )
 from isobit.kernels.backend import backend_of, support
 from isobit.memory.activations import FrozenModel
 from isobit.memory.device import MOMENTS, Card, DevicePlan, DevicePlanner
-from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.decoder import checkpoint_shapes, decoder_shape
 from isobit.models.folder import (
     DescribedModel,
-    LoadedModel,
-    base_folder,
     choose_device,
-    model_folder,
-    read_config,
-    read_masters,
-    read_reward_masters,
-    reward_config,
 )
-from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import quantised_sites, whole_blocks
-from isobit.parallel.gradient_sum import ONE_SLOT, Slots
-from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import PrecisionFlow, build_flow
-from isobit.precision.quant_tensor import BLOCK
 from isobit.rollout.engine import Request
-from isobit.run.data import RlData, digests
-from isobit.run.lessons import SftData
+from isobit.run.data import RlData
+from isobit.run.digests import digests
+from isobit.run.model_source import ModelSource
+from isobit.run.sft_data import SftData
 from isobit.store.compatible import ALL_TOKENS
 from isobit.training.optimiser import advise_smaller_moments
 from isobit.util.errors import ConfigError, DataError
 from isobit.util.machine import read_memory
 from isobit.util.terminal import gib
 
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A model to start from, of which the weights have not been read yet."""
-
-    described: DescribedModel
-    from_scratch: bool
-    """Whether its weights are drawn; the folder then gives the tokenizer alone."""
-
-    def with_value_head(self) -> "ModelSource":
-        """The same, with a value head to be trained on top."""
-        config = replace(self.described.config, value_head=True)
-        return replace(self, described=replace(self.described, config=config))
-
-    def with_lora(self, config: LoraConfig | None) -> "ModelSource":
-        """The same, with adapters to be trained. Raises ConfigError where the weights are drawn or
-        the folder has adapters, ModelError for a model that cannot have any.
-        """
-        if config is None:
-            return self
-        if self.from_scratch:
-            raise ConfigError(
-                "lora and from_scratch are both set, but adapters change a model that is stored "
-                "somewhere; leave one of them out"
-            )
-        if self.described.config.lora is not None:
-            raise ConfigError(
-                f"lora is set, but {self.described.folder} has adapters of its own, which are "
-                "trained on; leave [lora] out, or name their base as the model"
-            )
-        lora = replace(self.described.config, lora=Lora.of(config))
-        return replace(self, described=replace(self.described, config=lora))
-
-    def load(
-        self,
-        precision: PrecisionConfig,
-        seed: int,
-        device: torch.device,
-        world: World = ALONE,
-        trainable: bool = True,
-        slots: Slots = ONE_SLOT,
-    ) -> LoadedModel:
-        """The model with its weights, published in the given flow on a device of each rank of a
-        world, which share its masters, or keep none; ``seed`` draws random ones, and ``slots`` are
-        those of an update.
-        """
-        described = self.described
-        config = described.config
-        if self.from_scratch:
-            policy = random_policy(config, precision, seed, device, trainable, world, slots)
-        else:
-            if config.score_head:
-                masters = read_reward_masters(described.folder, config, seed, device)
-            else:
-                masters = read_masters(described.folder, config, device, seed)
-            policy = Policy(config, precision, masters, device, trainable, world, slots)
-        return LoadedModel(described.folder, policy, described.tokenizer, described.stop_token_ids)
-
-
-def describe_source(
-    model: str,
-    shape: ModelShape | None = None,
-    objective: Objective = "supervised",
-    weights: bool = True,
-) -> ModelSource:
-    """The folder ``model`` (or ``starter``), or a decoder of ``shape`` with that folder's
-    tokenizer; a reward model where the objective is ``preference``. Without ``weights`` those of a
-    model of the hub are not fetched.
-
-    Raises ModelError for a folder, ConfigError for a shape that cannot be used.
-    """
-    folder = model_folder(model, weights)
-    config, text = source_config(model, shape, objective, weights), base_folder(folder, False)
-    tokenizer = load_tokenizer(text)
-    check_vocabulary(tokenizer, config.vocab_size, text)
-    described = DescribedModel(
-        folder, config, tokenizer, stop_token_ids(tokenizer, text, config.vocab_size)
-    )
-    return ModelSource(described, from_scratch=shape is not None)
-
-
-def source_config(
-    model: str,
-    shape: ModelShape | None = None,
-    objective: Objective = "supervised",
-    weights: bool = True,
-    lora: LoraConfig | None = None,
-) -> ModelConfig:
-    """The decoder alone; raises as ``describe_source`` does."""
-    folder = model_folder(model, weights)
-    if shape is None and objective != "preference":
-        found = read_config(folder)
-        return found if lora is None else replace(found, lora=Lora.of(lora))
-    tokenizer = load_tokenizer(folder)
-    if shape is None:
-        return reward_config(folder, pad_token_id(tokenizer))
-    config = decoder_of(shape, len(tokenizer))
-    if objective != "preference":
-        return config.with_tokenizer(tokenizer_size(folder))
-    return replace(config, score_head=True, pad_token_id=pad_token_id(tokenizer))
-
-
-def decoder_of(shape: ModelShape, tokens: int) -> ModelConfig:
-    """The decoder of a shape, for a tokenizer of ``tokens`` tokens."""
-    check_shape(shape)
-    vocab_size = shape.vocab_size or -(-tokens // BLOCK) * BLOCK
-    if vocab_size < tokens:
-        raise ConfigError(
-            f"from_scratch.vocab_size is {vocab_size}, but the tokenizer has {tokens} tokens; "
-            "raise it, or leave it out"
-        )
-    return ModelConfig(
-        family=shape.family,
-        vocab_size=vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads or shape.num_heads,
-        head_dim=shape.head_dim or shape.hidden_size // shape.num_heads,
-        max_positions=shape.max_positions,
-        rms_epsilon=shape.rms_epsilon,
-        rope_theta=shape.rope_theta,
-        tied_embeddings=shape.tied_embeddings,
-        experts=_experts(shape),
-        sliding_window=shape.sliding_window,
-    )
-
-
-def check_shape(shape: ModelShape) -> None:
-    """Refuse impossible head sizes, and keys that the family does not have."""
-    if shape.head_dim is None and shape.hidden_size % shape.num_heads:
-        raise ConfigError(
-            f"from_scratch.hidden_size is {shape.hidden_size}, which {shape.num_heads} heads do "
-            "not divide; change one of them, or set from_scratch.head_dim"
-        )
-    if (shape.num_experts is not None) != (shape.family in MIXTURES):
-        raise ConfigError(
-            f"from_scratch.num_experts is {shape.num_experts}, and family {shape.family!r}; "
-            f"{', '.join(MIXTURES)} have experts, the others none"
-        )
-    if shape.num_experts is not None and shape.num_experts_per_tok > shape.num_experts:
-        raise ConfigError(
-            f"from_scratch.num_experts_per_tok is {shape.num_experts_per_tok}, more than there "
-            f"are: num_experts is {shape.num_experts}"
-        )
-    if shape.moe_intermediate_size is not None and shape.family != "qwen3_moe":
-        raise ConfigError(
-            "from_scratch.moe_intermediate_size is for the family 'qwen3_moe'; experts of "
-            "'mixtral' have intermediate_size"
-        )
-    if shape.sliding_window is not None and shape.family not in WINDOWED:
-        raise ConfigError(
-            f"from_scratch.sliding_window is {shape.sliding_window}, and family {shape.family!r}; "
-            f"{', '.join(WINDOWED)} have windows"
-        )
-
-
-def _experts(shape: ModelShape) -> Experts | None:
-    if shape.num_experts is None:
-        return None
-    width = shape.moe_intermediate_size or shape.intermediate_size
-    return Experts(shape.num_experts, shape.num_experts_per_tok, width, renormalise=True)
-
-
 Config = TypeVar("Config", RunConfig, SftConfig)
+
+
 Data = TypeVar("Data", RlData, SftData)
+
+
 AnyPlan: TypeAlias = "Plan[Any, Any]"
 
 

@@ -32,7 +32,6 @@ how many pages the KV cache gets: this is the only place where what the engine r
 what the recipe says.
 """
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,43 +41,46 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
-from isobit.config.tables import RolloutConfig, RunRolloutConfig
 from isobit.data.sampler import Mapped, PromptSampler
 from isobit.kernels.backend import support
-from isobit.memory.cache_size import choose_num_pages
 from isobit.memory.turns import DeviceTurns, Turns, allocate_in_pages
 from isobit.models.config import ModelConfig
-from isobit.models.folder import LoadedModel
 from isobit.observe.console import Console, silent
 from isobit.observe.model_card import write_card
 from isobit.observe.report.source import read_run
 from isobit.observe.training_log import TrainingLog
 from isobit.parallel.gradient_sum import Slots
-from isobit.parallel.world import ALONE, World, raised_on_all, run_on_all
+from isobit.parallel.world import ALONE, World, run_on_all
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import RolloutEngine
-from isobit.rollout.native import NativeEngine
+from isobit.run.agreement import check_machines, check_recipes
+from isobit.run.crests import notice_crests
 from isobit.run.data import RlData
-from isobit.run.evaluate import Evaluation, Evaluator, OnProgress
-from isobit.run.flows import notice_crests
-from isobit.run.frozen_models import ModelRewards, load_teacher, teacher_table
-from isobit.run.grading import Interruption, RecordedGrading
-from isobit.run.lessons import SftData
+from isobit.run.engines import make_engine
+from isobit.run.evaluation import Evaluation, Evaluator, OnProgress
+from isobit.run.frozen_models import load_teacher, teacher_table
+from isobit.run.grading import RecordedGrading
+from isobit.run.interruption import Interruption
 from isobit.run.plan import Plan, check_requests, plan_device_memory
+from isobit.run.reward_models import ModelRewards
+from isobit.run.sft_data import SftData
 from isobit.store.disk import WaitingWriter
 from isobit.store.keeper import CheckpointKeeper, check_hook
-from isobit.store.manifest import Extra, environment
+from isobit.store.manifest import Extra
 from isobit.store.resume import Start, begin
 from isobit.store.reward_record import RewardRecord
 from isobit.store.state import Boundary, take_boundary
 from isobit.training.trainer import Trainer
-from isobit.util.errors import ConfigError
 from isobit.util.files import disk_errors
 from isobit.util.terminal import Clock
-from isobit.util.user_code import ENVIRONMENT, secret_notes
+from isobit.util.user_code import secret_notes
 
 Config = TypeVar("Config", RunConfig, SftConfig)
+
+
 Data = TypeVar("Data", RlData, SftData)
+
+
 Log = TypeVar("Log", bound=TrainingLog[Any])
 
 
@@ -341,38 +343,6 @@ class Run(ABC, Generic[Config, Data, Log]):
         self.checkpoints.save_model()
 
 
-def make_engine(model: LoadedModel, rollout: RolloutConfig, seed: int) -> RolloutEngine:
-    """What ``rollout.engine`` names.  Raises ConfigError where it cannot be had."""
-    if not isinstance(rollout, RunRolloutConfig) or rollout.engine == "native":
-        return NativeEngine(model.policy, rollout, model.tokenizer, seed)
-    if rollout.engine == "http":
-        from isobit.rollout.http_engine import HttpEngine
-
-        bits = environment(model.policy.device)["bits"]
-        return HttpEngine(model.policy, rollout, _server_key(rollout), model.tokenizer, seed, bits)
-    if rollout.servers:
-        from isobit.rollout.vllm_server import VllmServers
-
-        key = _server_key(rollout)
-        return VllmServers(model.policy, rollout, key, model.tokenizer, model.folder)
-    from isobit.rollout.vllm_engine import VllmEngine
-
-    pages = choose_num_pages(model.policy, rollout)
-    return VllmEngine(model.policy, rollout, model.tokenizer, seed, pages)
-
-
-def _server_key(rollout: RunRolloutConfig) -> str | None:
-    if rollout.server_key is None:
-        return None
-    name = rollout.server_key.removeprefix(ENVIRONMENT)
-    if not (key := os.environ.get(name, "").strip()):
-        raise ConfigError(
-            f"rollout.server_key is {rollout.server_key!r}, but the environment has no variable "
-            f"{name} with a key; export it before the run, also before --resume"
-        )
-    return key
-
-
 AnyRun = TypeVar("AnyRun", bound=Run[Any, Any, Any])
 
 
@@ -429,64 +399,3 @@ def evaluation_is_due(config: Recipe, step: int) -> bool:
     """Before the first step, after every ``evaluation.every`` steps, and after the last."""
     every = config.evaluation.every
     return step in (0, config.training.steps) or (every > 0 and step % every == 0)
-
-
-def check_recipes(world: World, config: Recipe) -> None:
-    """Refuse ranks that were started with other recipes, naming the first key that differs."""
-    differs = _first_difference(world.all_gather(config.model_dump(mode="json")))
-    if differs is not None:
-        rank, key, theirs, firsts = differs
-        raise raised_on_all(
-            ConfigError(
-                f"rank {rank} was started with {key} = {theirs!r}, rank 0 with {firsts!r}; start "
-                "all with the same recipe and overrides"
-            )
-        )
-
-
-def check_machines(world: World, device: torch.device) -> None:
-    """Refuse ranks with other versions, other GPUs or classes of bits, or on CPUs another number of
-    threads.
-    """
-    found = environment(device)
-    # of a CPU it is compared what the instructions compute (isobit.store.manifest), not their name
-    del found["device"]["instructions" if device.type == "cpu" else "threads"]
-    check_alike(world.all_gather({"host": world.host, **found}))
-
-
-def check_alike(every: Sequence[dict[str, Any]]) -> None:
-    """Refuse machines, by rank, of which one differs in anything but its ``host``."""
-    every = [dict(one) for one in every]
-    hosts = [one.pop("host") for one in every]
-    differs = _first_difference(every)
-    if differs is not None:
-        rank, key, theirs, firsts = differs
-        raise raised_on_all(
-            ConfigError(
-                f"rank {rank} on {hosts[rank]} has {key} {theirs!r}, rank 0 on {hosts[0]} "
-                f"{firsts!r}, and the bits of a run would depend on which rank computes what; make "
-                "them alike"
-                + (" (the key threads of the recipe)" if key == "device.threads" else "")
-            )
-        )
-
-
-def _first_difference(
-    every: Sequence[Mapping[str, Any]],
-) -> tuple[int, str, Any, Any] | None:
-    """Rank, key, its value there, and on rank 0."""
-    firsts = dict(_flat(every[0]))
-    for rank, one in enumerate(every):
-        values = dict(_flat(one))
-        for key in sorted(firsts.keys() | values.keys()):
-            if values.get(key) != firsts.get(key):
-                return rank, key, values.get(key), firsts.get(key)
-    return None
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -57,7 +57,7 @@ from isobit.store.disk import (
 from isobit.store.manifest import TrainingRun, environment, manifest, processes
 from isobit.store.reward_record import AnswerRecord, RewardRecord
 from isobit.store.state import drop_torn_line, read_changes
-from isobit.training.trainer import BudgetChange
+from isobit.training.budget import BudgetChange
 from isobit.util.files import disk_errors
 
 _GIVEN = ("rewards", "answers")

@@ -51,7 +51,7 @@ from isobit.records.text import Group
 from isobit.store.checkpoint import Checkpoint, Snapshot
 from isobit.store.directory import RunDirectory, read_lines, whole_lines
 from isobit.store.manifest import TrainingRun
-from isobit.training.trainer import BudgetChange
+from isobit.training.budget import BudgetChange
 from isobit.util.errors import CheckpointError
 from isobit.util.files import LineFile
 from isobit.util.strict_json import json_line

@@ -50,9 +50,10 @@ from isobit.records.text import Group
 from isobit.training.calibration import Calibration
 from isobit.training.comparison import ComparedTokens, Comparison, UpdateMetrics
 from isobit.training.judge import Judge, sequences_learnt_from, teacher_metrics, teaches
+from isobit.training.repeat import FORWARD, Repeat
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.token_count import check_learnt
-from isobit.training.trainer import FORWARD, Repeat, Trainer
+from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError
 
 

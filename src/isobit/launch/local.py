@@ -28,13 +28,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from isobit.launch.ranks import KILL_S, ORDERLY_S, Rank, RankError, RankFailure, Ranks
 from isobit.parallel.launched import VARIABLE, BlackBox
-from isobit.run.launch_ranks import KILL_S, ORDERLY_S, Death, Rank, RankError, Ranks
 from isobit.util.machine import usable_cores
 from isobit.util.terminal import say
 
 _KEPT = 1 << 16
 """Bytes of what a rank printed."""
+
+
 _FRAME = re.compile(r"\s*frame #\d+: ")
 """Of a C++ stack, dozens of which torch.distributed prints behind the traceback of a rank."""
 
@@ -128,12 +130,12 @@ class RankProcess(Rank):
         """See ``Rank``."""
         return self.death().describe()
 
-    def death(self) -> Death:
+    def death(self) -> RankFailure:
         """How it ended."""
         assert self.exit_code is not None
         said = self._said.decode("utf-8", "replace").splitlines()
         said = [line for line in said if not _FRAME.match(line)][-20:]
-        return Death(
+        return RankFailure(
             self.number,
             socket.gethostname(),
             self._process.pid,

@@ -8,11 +8,6 @@ of ``bf16`` at each of them and q that of a flow, over the whole vocabulary:
     KL           mean of sum_v p(v) (log p(v) - log q(v))
     rms          sqrt(mean of (log q(t) - log p(t))^2), in nats
     changed      share of the tokens before which q and p have another most likely token
-
-**Crests.**  INT8 has one scale for all channels of a token.  With c the largest number over the
-root mean square of a token's input behind the Hadamard matrix, the relative error of INT8 is
-c / (127 sqrt(12)); above c = 12 it is more than that of E4M3, 2.7%.  An input's largest INT8 value
-is 127, so that c = 127 / rms(values).
 """
 
 import math
@@ -26,18 +21,18 @@ from typing import Any
 
 import torch
 
+from isobit.commands.evaluate import read_sets
 from isobit.config.load import build
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
 from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.data.tokenizer import token_ids
 from isobit.kernels.backend import support
-from isobit.kernels.operands import observing
 from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import Card
 from isobit.memory.speed import SpeedShape, StepWork, estimate_step
-from isobit.models.decoder import LM_HEAD, Scorable, decoder_shape, layer_parameters
+from isobit.models.decoder import decoder_shape, layer_parameters
 from isobit.models.folder import (
     DescribedModel,
     choose_device,
@@ -51,81 +46,34 @@ from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.console import Console, silent
 from isobit.observe.evaluation import paired_interval, result_of
 from isobit.observe.flow_choice import (
-    CREST,
     THRESHOLD,
     Closeness,
     Comparison,
-    Crest,
     FlowFigures,
-    describe_crests,
     differences_of,
     read_by_size,
 )
 from isobit.parallel.world import ALONE
-from isobit.precision.flow import PrecisionFlow, build_flow
-from isobit.precision.quant_tensor import Int8Rows
+from isobit.precision.flow import build_flow
 from isobit.records.batch import pack
 from isobit.records.sequence import PackedBatch, TokenSequence
 from isobit.records.text import Group
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
-from isobit.run.data import with_date_of
-from isobit.run.evaluate import evaluation_requests, read_sets
-from isobit.run.frozen_models import ModelRewards
+from isobit.run.crests import has_int8, measure_crests
+from isobit.run.date import with_date_of
+from isobit.run.evaluation import evaluation_requests
+from isobit.run.reward_models import ModelRewards
 from isobit.util.errors import ConfigError, DataError, NonFiniteError
 from isobit.util.terminal import gib
 
 _BATCH, _CHUNK = 4096, 256
 """Tokens of a scoring forward, and rows whose distributions are in memory at a time."""
+
+
 _PROMPT = 512
 """Tokens of a prompt in estimates without data."""
-
-
-def measure_crests(policy: Scorable, batch: PackedBatch) -> list[Crest]:
-    """The crests in front of each linear in INT8, in the order of the forward; a token has
-    an input of experts' down_proj for each expert that it chose.
-    """
-    found: list[Crest] = []
-
-    def observer(name: str, values: torch.Tensor, scales: torch.Tensor | None) -> None:
-        if values.dtype != torch.int8 or not name.endswith(".input"):
-            return
-        rms = values.float().square().mean(-1).sqrt()
-        crest = torch.where(rms > 0, 127 / rms, 0.0)
-        share = float((crest > CREST).double().mean())
-        found.append(Crest(name.removesuffix(".input"), share, float(crest.max())))
-
-    with observing(observer):
-        hidden, _ = Scorer(policy).hidden_states(batch, side="rollout")
-        head = policy.flow.rollout.site(LM_HEAD)
-        if head.forward == "int8":
-            made = policy.backend.linear_input(hidden, head).read
-            assert isinstance(made, Int8Rows)
-            observer(f"{LM_HEAD}.input", made.values, None)
-    return found
-
-
-def notice_crests(policy: Scorable, prompts: Sequence[Sequence[int]], most: int = 512) -> list[str]:
-    """``describe_crests`` of the first ``most`` tokens of the prompts, for the start of a run; no
-    line of a flow without INT8 or of prompts without two tokens.
-    """
-    kept, left = list[Sequence[int]](), most
-    for ids in prompts if _has_int8(policy.flow) else ():
-        if left < 2:
-            break
-        if len(ids) > 1:
-            kept.append(ids[:left])
-            left -= len(kept[-1])
-    if not kept:
-        return []
-    batch = pack([TokenSequence.of_answer(ids[:1], ids[1:]) for ids in kept], most)[0]
-    return [describe_crests(measure_crests(policy, batch), most - left)]
-
-
-def _has_int8(flow: PrecisionFlow) -> bool:
-    sites = flow.rollout.sites
-    return any(site.kind in ("linear", "head") and site.forward == "int8" for site in sites)
 
 
 def read_flow(flow: Any) -> PrecisionConfig:
@@ -233,7 +181,7 @@ class _Bench:
     def _scored(self, one: FlowFigures, policy: Policy, groups: Sequence[Group]) -> FlowFigures:
         batches = self._batches(groups) if self._base is None else self._base.batches
         scorer = Scorer(policy)
-        if _has_int8(policy.flow):
+        if has_int8(policy.flow):
             crests = tuple(measure_crests(policy, batches[0]))
             one = replace(one, crests=crests, crest_tokens=batches[0].token_ids.numel())
         scorer.hidden_states(batches[0], side="rollout")[0].cpu()

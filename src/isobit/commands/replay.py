@@ -1,5 +1,5 @@
 """``isobit replay``: steps of a recorded run done a second time in a directory of their own, which
-is then compared with the run file by file (``isobit.run.diff``).
+is then compared with the run file by file (``isobit.commands.diff``).
 
     --step K     from the newest checkpoint before K, or from the start
     no step      all that digests.jsonl has, from the start
@@ -26,16 +26,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from isobit.commands.diff import OF_AN_EVALUATION, Comparison, FileDifference, compare, read_run
 from isobit.config.load import build, build_with
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import CheckConfig, CheckpointConfig, TrackingConfig
 from isobit.observe.console import silent
 from isobit.parallel.world import ALONE, World, broadcast
-from isobit.run.diff import OF_AN_EVALUATION, Comparison, FileDifference, compare, read_run
-from isobit.run.grading import Interruption
+from isobit.run.agreement import check_recipes
+from isobit.run.interruption import Interruption
 from isobit.run.loop import take_step
-from isobit.run.run import check_recipes, start_run
-from isobit.run.setup import RlRun, read_rl
+from isobit.run.rl_run import RlRun, read_rl
+from isobit.run.run import start_run
 from isobit.store.checkpoint import Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.compatible import REPLAYING, check_compatible, is_allowed
 from isobit.store.directory import RunDirectory, check_unused, read_lines

@@ -30,9 +30,9 @@ from isobit.models.folder import is_hub_name, model_needs
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import Limits, check_limits
-from isobit.run.data import settled, with_date_of_run
-from isobit.run.lessons import SftData
 from isobit.run.plan import AnyPlan, check_requests, plan_device_memory
+from isobit.run.settings import settled, with_date_of_run
+from isobit.run.sft_data import SftData
 from isobit.store.checkpoint import folders_by_step
 from isobit.store.directory import RunDirectory, check_unused
 from isobit.store.disk import DiskPlan, plan_disk

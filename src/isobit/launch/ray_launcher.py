@@ -23,17 +23,23 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from isobit.config.base import Device
-from isobit.run.launch import RankProcess, path_of_modules, wait_for_output
-from isobit.run.launch_ranks import Death, Rank, Ranks
+from isobit.launch.local import RankProcess, path_of_modules, wait_for_output
+from isobit.launch.ranks import Rank, RankFailure, Ranks
 from isobit.util.errors import ConfigError
 from isobit.util.machine import usable_cores
 from isobit.util.terminal import hand_on, say
 
 LOOK_S = 0.2
 """An actor waits so long for its rank's output before it answers."""
+
+
 PLACE_S = 120.0
 """For places that others hold to become free."""
+
+
 CLOSE_S = 15.0
+
+
 REACH_S = 10.0
 """For the cluster to answer at all."""
 
@@ -204,7 +210,7 @@ class _RemoteRank(Rank):
         """To be handed on."""
         self._notes: Mapping[str, Any] = {}
         self._failed_at = time.monotonic()
-        self._death: Death | None = None
+        self._death: RankFailure | None = None
         self._lost: str | None = None
 
     @property
@@ -252,7 +258,7 @@ class _RemoteRank(Rank):
         self._failed_at = time.monotonic() - seen["ago"]
         if seen["death"] is not None:
             shown = {"last_lines": None} if self.number == 0 else {}
-            self._death = Death(**{**seen["death"], **shown})
+            self._death = RankFailure(**{**seen["death"], **shown})
             self.exit_code = seen["exit_code"]
 
     def lose(self, reason: str) -> None:

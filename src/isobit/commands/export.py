@@ -1,7 +1,7 @@
 """``isobit export``: a run's model, or a folder's, as a Hugging Face folder that other tools load,
 in BF16 or with its matrices in FP8 or INT8.
 
-    find_source     what there is (``isobit.run.export``)
+    find_source     what there is (``isobit.commands.export``)
     contents        which tensors the folder gets, in which formats (``isobit.models.saving``)
     export          the folder: written beside its place under a hidden name, and renamed when it is
                     whole.  A process killed at any point leaves the old folder or the new one
@@ -56,7 +56,7 @@ from isobit.observe.model_card import CARD_FILE, CardFacts, model_card
 from isobit.observe.report.source import RunRecord, read_run
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import QuantTensor
-from isobit.run.plan import source_config
+from isobit.run.model_source import source_config
 from isobit.store.checkpoint import MASTERS, Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.directory import RunDirectory
 from isobit.store.disk import newest_usable
@@ -274,6 +274,8 @@ def _precision(recipe: dict[str, object]) -> PrecisionConfig:
 
 
 ExportFormat = Literal["bf16", "fp8", "int8"]
+
+
 _OTHER_FILES = 64 << 20
 """Bytes that are kept for tokenizer, configuration and card, generously."""
 

@@ -1,18 +1,10 @@
-"""What fine-tuning learns: its examples, or its pairs of answers, and the objective of each.
+"""The data of fine-tuning: examples or pairs of answers to learn from, and held-out sets."""
 
-SftData     examples to learn from, and held-out sets of them to be measured on
-Lesson      one of the objectives: how examples become micro-batches, what is minimised,
-            and what is measured on held-out ones
-HeldOut     the figures of one held-out set
-"""
-
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
-from isobit.algorithms.objective import Objective
 from isobit.config import recipes
 from isobit.config.data import ExampleSource, SftDataConfig
 from isobit.config.tables import OptimisationConfig
@@ -36,25 +28,8 @@ from isobit.data.prompts import (
 )
 from isobit.data.sampler import Mapped, Spool, in_chunks
 from isobit.models.folder import DescribedModel
-from isobit.observe.evaluation import EvalResult
-from isobit.records.batch import PackedBatch
-from isobit.records.metrics import Kind, Metrics
 from isobit.records.text import Prompt
 from isobit.run.data import rendering_notes
-from isobit.training.comparison import UpdateMetrics
-from isobit.training.supervised import (
-    DistilFigures,
-    DistilObjective,
-    PairFigures,
-    PreferenceObjective,
-    SupervisedObjective,
-    mean_loss,
-    measure_distance,
-    measure_pairs,
-    pack_pairs,
-    pack_preferences,
-)
-from isobit.training.trainer import Trainer
 from isobit.util.errors import ModelError
 
 Item: TypeAlias = Example | Pair
@@ -252,165 +227,3 @@ def _check_vocabulary(largest: int, model: DescribedModel) -> None:
             f"{model.folder}: the tokenizer gives the token {largest}, but the model knows 0 to "
             f"{model.config.vocab_size - 1}: the tokenizer belongs to another model"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """What was measured on one held-out set."""
-
-    examples: int
-    loss: float
-    """Nats a completion token, over all of them together: of distillation those of the divergence;
-    nats a pair for preferences.
-    """
-    result: EvalResult | None
-    """Of the policy's own completions; None without a reward."""
-    pairs: PairFigures | None = None
-    """Of a reward model; None where completions are learnt."""
-    distance: DistilFigures | None = None
-    """From a teacher; None without one."""
-
-    def scalars(self, name: str) -> Metrics:
-        """The figures for the metrics file, under ``eval/NAME/``."""
-        return {
-            f"eval/{name}/loss": self.loss,
-            **(self.result.scalars(name) if self.result else {}),
-            **(self._of_pairs(name, self.pairs) if self.pairs else {}),
-            **(self._of_distance(name, self.distance) if self.distance else {}),
-        }
-
-    @property
-    def accuracy(self) -> float | None:
-        """The mean reward of the policy's completions, or the share of pairs that a reward model
-        ranks right; None where neither was measured.
-        """
-        if self.pairs is not None:
-            return self.pairs.accuracy
-        return self.result.accuracy if self.result else None
-
-    @staticmethod
-    def _of_pairs(name: str, pairs: PairFigures) -> Metrics:
-        return {f"eval/{name}/accuracy": pairs.accuracy, f"eval/{name}/margin": pairs.margin}
-
-    @staticmethod
-    def _of_distance(name: str, distance: DistilFigures) -> Metrics:
-        return {
-            f"eval/{name}/nll": distance.nll,
-            f"eval/{name}/teacher_nll": distance.teacher_nll,
-        }
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """The record from what ``dataclasses.asdict`` and JSON made of it."""
-        result, pairs = content["result"], content.get("pairs")
-        distance = content.get("distance")
-        return cls(
-            content["examples"],
-            content["loss"],
-            None if result is None else EvalResult.from_json(result),
-            None if pairs is None else PairFigures(**pairs),
-            None if distance is None else DistilFigures(**distance),
-        )
-
-
-Figures: TypeAlias = PairFigures | DistilFigures | None
-"""What else is measured beside the loss."""
-Taught = TypeVar("Taught", bound=Item)
-
-
-class Lesson(ABC, Generic[Taught]):
-    """One objective of fine-tuning."""
-
-    objective: ClassVar[Objective]
-    unit: ClassVar[str]
-    """What the loss is a mean over."""
-    kind: ClassVar[Kind]
-    """Which metrics it writes (``isobit.records.metrics``)."""
-
-    @abstractmethod
-    def pack(
-        self, trainer: Trainer, examples: Sequence[Taught], tokens_per_microbatch: int
-    ) -> list[PackedBatch]:
-        """Examples -> packed micro-batches of at most so many tokens."""
-
-    @abstractmethod
-    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
-        """The loss of examples that are not learnt from, and what else is measured; both do not
-        depend on the cut into batches.
-        """
-
-    @abstractmethod
-    def tokens(self, examples: Sequence[Taught], update: UpdateMetrics) -> int:
-        """The tokens that an update has learnt from."""
-
-
-class _Supervised(Lesson[Example]):
-    """The completions' tokens are learnt."""
-
-    objective = SupervisedObjective()
-    unit = "token"
-    kind: ClassVar[Kind] = "sft"
-
-    def pack(
-        self, trainer: Trainer, examples: Sequence[Example], tokens_per_microbatch: int
-    ) -> list[PackedBatch]:
-        """See ``pack_examples``."""
-        return pack_examples(examples, tokens_per_microbatch)
-
-    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
-        """See ``mean_loss``."""
-        return mean_loss(trainer, batches), None
-
-    def tokens(self, examples: Sequence[Example], update: UpdateMetrics) -> int:
-        """Of completions."""
-        return update.tokens
-
-
-class _Distil(_Supervised):
-    """A teacher's distribution of the completions' tokens is learnt."""
-
-    objective = DistilObjective()
-
-    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
-        """See ``measure_distance``."""
-        figures = measure_distance(trainer, batches)
-        return figures.kl, figures
-
-
-class _Preference(Lesson[Pair]):
-    """Which of two answers is preferred is learnt."""
-
-    objective = PreferenceObjective()
-    unit = "pair"
-    kind: ClassVar[Kind] = "preference"
-
-    def pack(
-        self, trainer: Trainer, examples: Sequence[Pair], tokens_per_microbatch: int
-    ) -> list[PackedBatch]:
-        """See ``pack_preferences``."""
-        pairs = [pair.learnt for pair in examples]
-        return pack_preferences(pairs, tokens_per_microbatch, trainer.policy.config.pad_token_id)
-
-    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
-        """See ``measure_pairs``."""
-        figures = measure_pairs(trainer.scorer, batches, trainer.policy.world)
-        return figures.loss, figures
-
-    def tokens(self, examples: Sequence[Pair], update: UpdateMetrics) -> int:
-        """Of both conversations of each pair: every token has a part in its score."""
-        return sum(pair.tokens for pair in examples)
-
-
-LESSONS: Mapping[recipes.Objective, Lesson[Any]] = {
-    "supervised": _Supervised(),
-    "preference": _Preference(),
-    "distil": _Distil(),
-}
-
-
-def pack_examples(examples: Sequence[Example], tokens_per_microbatch: int) -> list[PackedBatch]:
-    """Examples -> packed micro-batches of at most so many tokens."""
-    return pack_pairs(
-        [(example.prompt.token_ids, example.completion_ids) for example in examples],
-        tokens_per_microbatch,
-    )

@@ -42,16 +42,25 @@ from isobit.util.plain_files import read_plain
 
 OF_THE_MACHINE = ("time/", "tokens_per_s/", "memory/", "rollout/", "waiting/")
 """How metrics begin that say how fast, with how much memory and in which batches was computed."""
+
+
 _IGNORED = (*OF_THE_MACHINE, "first_error")
 """Beginnings of the keys of lines that are not compared: also the text of a grader's first error,
 which may hold an address or a time.
 """
+
+
 OF_AN_EVALUATION = "time/evaluation_s"
 """A metric that each line of an evaluation has, and no other."""
+
+
 _OF_THE_LOG = ("log", "files")
 """Keys of a checkpoint's state that hold seconds, and sizes of files in which seconds stand."""
+
+
 _LAST = 1 << 62
 """Sorts what comes after the last step."""
+
 
 Line = dict[str, Any]
 

@@ -31,37 +31,33 @@ from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
-from isobit.proof.doctor_findings import check_noise
 from isobit.proof.redraw import redraw_some
 from isobit.records.batch import pack
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout.engine import EngineStats, Handle, Progress, Request
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.shared import generate_shared
+from isobit.run.acting import open_environments, read_tools
 from isobit.run.data import RlData, load_prompts
-from isobit.run.evaluate import (
-    Evaluation,
-    OnProgress,
-    evaluation_requests,
-    open_environments,
-    read_tools,
-)
+from isobit.run.evaluation import Evaluation, OnProgress, evaluation_requests
 from isobit.run.frozen_models import (
     checkpoint_bytes,
     describe_reference,
     describe_teacher,
     load_reference,
-    plan_reward_models,
 )
 from isobit.run.grading import RecordedGrading
 from isobit.run.log import RlLog
-from isobit.run.pending import Given, Pending, Rollouters, pending_bytes
-from isobit.run.pending import evaluate as evaluate_by_rollouters
-from isobit.run.plan import Plan, describe_source
+from isobit.run.model_source import describe_source
+from isobit.run.pending import Pending, pending_bytes
+from isobit.run.plan import Plan
+from isobit.run.reward_models import plan_reward_models
+from isobit.run.rollouters import RecordedInputs, Rollouters, evaluate_by_rollouters
 from isobit.run.run import Run
 from isobit.store.resume import Start
 from isobit.store.reward_record import AnswerRecord
 from isobit.training.calibration import build_calibration, describe_shadow
+from isobit.training.checks import check_noise
 from isobit.training.judge import Judge
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Learner
@@ -340,9 +336,9 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             return batch.recorded_log_probs, self.trainer.scorer.score(batch).log_probs
 
     @property
-    def given(self) -> Given:
+    def given(self) -> RecordedInputs:
         """The records of what the run is given from outside."""
-        return Given(self.grading, self.answers, self._write_answers)
+        return RecordedInputs(self.grading, self.answers, self._write_answers)
 
     def evaluate(self, progress: OnProgress, grading: RecordedGrading) -> Evaluation[EvalResult]:
         """Every evaluation set under the current policy."""

@@ -1,25 +1,12 @@
-"""The ranks of a run: as their launcher watches and ends them, and from inside one of them.
+"""The ranks of a run as their launcher watches and ends them.
 
-    Ranks      the launcher's view.  When a rank ends with an error, the others are asked to end,
-               and killed after a while: they may wait in a collective for the one that is gone.  A
-               rank is a process of this host (``launch.py``) or of a Ray cluster
-               (``ray_launcher.py``)
-    Death      how a rank ended that should not have; reported once for all ranks
-    as_rank    the rank's own view, from joining the others to its exit code
-
-The reason why a run ended is reported once, whoever has started the ranks:
-
-    an error that a user can meet    by the launcher, or by the first rank that has this text
-    a fault                          the rank's own traceback
-    ``PeerError``                    nothing: the other rank reports it
-    a signal                         by rank 0
+When a rank ends with an error, the others are asked to end, and killed after a while: they may wait
+in a collective for the one that is gone.  A rank is a process of this host (``launch/local.py``) or
+of a Ray cluster (``launch/ray_launcher.py``).
 """
 
-import hashlib
-import os
 import signal
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,12 +14,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from isobit.parallel.launched import SAVES, STOPS, BlackBox
+from isobit.parallel.launched import SAVES, STOPS
 from isobit.util.errors import Interrupted, IsobitError, MismatchError, PeerError
-from isobit.util.terminal import gib, say, settle
+from isobit.util.terminal import gib
 
 if TYPE_CHECKING:
-    from isobit.parallel.world import World
+    pass
 
 
 class RankError(IsobitError):
@@ -47,7 +34,7 @@ class RankError(IsobitError):
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class RankFailure:
     """How a rank ended."""
 
     rank: int
@@ -108,6 +95,8 @@ def _name(number: int) -> str:
 
 KILL_S = 10.0
 """Between asking a rank to end and killing it."""
+
+
 ORDERLY_S = 60.0
 """For the others to end by themselves, where a rank said why it ends: they may still be writing."""
 
@@ -291,72 +280,3 @@ class Ranks:
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         for rank in self._ranks:
             rank.send(number)
-
-
-@contextmanager
-def as_rank(box: BlackBox | None) -> "Iterator[World]":
-    """A block with the world of this process, which is one of several; ``box`` is the launcher's,
-    where that is ours.
-
-    A rank that fails ends here, as a process: others may wait for it, and libraries that are left
-    in order would wait for the others.
-    """
-    from isobit.parallel.processes import Processes, joined  # with torch, of which a launcher
-    from isobit.parallel.watch import Watch  # has no need
-
-    world: World | None = None
-    watch: Watch | None = None
-    try:
-        with joined() as world:
-            assert isinstance(world, Processes)
-            if box is not None:
-                world.pulse.on_phase = lambda phase: box.write(phase=phase)
-            watch = Watch(world, box)
-            watch.start()
-            yield world
-            watch.close()
-        watch.stop()
-    except BaseException as error:
-        if world is None and box is None:
-            raise  # nobody has found the others
-        code = _tell(error, world, box)
-        if watch is not None:
-            watch.leave()
-        settle()
-        os._exit(code)
-
-
-def _tell(error: BaseException, world: "World | None", box: BlackBox | None) -> int:
-    """Say it where it is this rank's to say; -> the exit code."""
-    match error:
-        case PeerError() if error.rank is not None:
-            return error.exit_code
-        case IsobitError():
-            text, code = str(error), error.exit_code
-            if box is not None:
-                known = "lost" if isinstance(error, PeerError) else "error"
-                box.write(**{known: text}, code=code, at=time.monotonic())
-            elif world is not None and _is_first(text, world):
-                say(f"error: rank {world.rank} ({world.host}): {text}")
-            return code
-        case KeyboardInterrupt():
-            stopped = isinstance(error, Interrupted)
-            if box is None and world is not None and world.rank == 0:
-                say(str(error) if stopped else "interrupted")
-            return error.exit_code if stopped else 130
-        case SystemExit():
-            return error.code if isinstance(error.code, int) else 1
-        case _:
-            say("".join(traceback.format_exception(error)).rstrip())
-            if box is not None:
-                box.write(fault=f"{type(error).__name__}: {error}", at=time.monotonic())
-            return 1
-
-
-def _is_first(text: str, world: "World") -> bool:
-    """Whether no other rank has said the same; also where the store is gone, which keeps count."""
-    try:
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return world.board.add(f"said {digest[:16]}", 1) == 1
-    except PeerError:
-        return True

@@ -1,0 +1,1 @@
+"""Launchers: the processes of a run, started on this machine or on a Ray cluster."""

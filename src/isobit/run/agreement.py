@@ -1,0 +1,74 @@
+"""Refusals of ranks that would not compute the same bits: those with another recipe, other
+versions, or another kind of machine.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from isobit.config.recipes import Recipe
+from isobit.parallel.world import World, raised_on_all
+from isobit.store.manifest import environment
+from isobit.util.errors import ConfigError
+
+
+def check_recipes(world: World, config: Recipe) -> None:
+    """Refuse ranks that were started with other recipes, naming the first key that differs."""
+    differs = _first_difference(world.all_gather(config.model_dump(mode="json")))
+    if differs is not None:
+        rank, key, theirs, firsts = differs
+        raise raised_on_all(
+            ConfigError(
+                f"rank {rank} was started with {key} = {theirs!r}, rank 0 with {firsts!r}; start "
+                "all with the same recipe and overrides"
+            )
+        )
+
+
+def check_machines(world: World, device: torch.device) -> None:
+    """Refuse ranks with other versions, other GPUs or classes of bits, or on CPUs another number of
+    threads.
+    """
+    found = environment(device)
+    # of a CPU it is compared what the instructions compute (isobit.store.manifest), not their name
+    del found["device"]["instructions" if device.type == "cpu" else "threads"]
+    check_alike(world.all_gather({"host": world.host, **found}))
+
+
+def check_alike(every: Sequence[dict[str, Any]]) -> None:
+    """Refuse machines, by rank, of which one differs in anything but its ``host``."""
+    every = [dict(one) for one in every]
+    hosts = [one.pop("host") for one in every]
+    differs = _first_difference(every)
+    if differs is not None:
+        rank, key, theirs, firsts = differs
+        raise raised_on_all(
+            ConfigError(
+                f"rank {rank} on {hosts[rank]} has {key} {theirs!r}, rank 0 on {hosts[0]} "
+                f"{firsts!r}, and the bits of a run would depend on which rank computes what; make "
+                "them alike"
+                + (" (the key threads of the recipe)" if key == "device.threads" else "")
+            )
+        )
+
+
+def _first_difference(
+    every: Sequence[Mapping[str, Any]],
+) -> tuple[int, str, Any, Any] | None:
+    """Rank, key, its value there, and on rank 0."""
+    firsts = dict(_flat(every[0]))
+    for rank, one in enumerate(every):
+        values = dict(_flat(one))
+        for key in sorted(firsts.keys() | values.keys()):
+            if values.get(key) != firsts.get(key):
+                return rank, key, values.get(key), firsts.get(key)
+    return None
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

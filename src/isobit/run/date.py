@@ -1,0 +1,63 @@
+"""The date that chat templates write, for those that read the clock: one for a whole run."""
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TypeVar
+
+from isobit.config.data import ChatConfig
+from isobit.config.recipes import RunConfig, SftConfig
+from isobit.data.tokenizer import reads_clock
+from isobit.models.folder import model_folder
+from isobit.parallel.world import ALONE, World, broadcast
+
+Chat = TypeVar("Chat", bound=ChatConfig)
+
+
+AnyRecipe = TypeVar("AnyRecipe", bound=RunConfig | SftConfig)
+
+
+def now() -> datetime:
+    return datetime.now().replace(microsecond=0)
+
+
+def with_date(
+    chat: Chat,
+    folders: Sequence[Path],
+    world: World = ALONE,
+    known: Callable[[], datetime | None] = lambda: None,
+) -> Chat:
+    """With the date that is ``known``, or the time now, where no date is set and a chat template of
+    the model ``folders`` reads the clock; the same on all ranks.
+    """
+
+    def date() -> str | None:
+        reads = any(map(reads_clock, folders))
+        return (known() or now()).isoformat() if reads else None
+
+    if chat.date is not None:
+        return chat
+    found = broadcast(world, date)
+    return chat if found is None else chat.model_copy(update={"date": date_of(found)})
+
+
+def with_date_of(
+    config: AnyRecipe,
+    model: str | Path,
+    world: World = ALONE,
+    known: Callable[[], datetime | None] = lambda: None,
+    weights: bool = True,
+) -> AnyRecipe:
+    """A recipe with one date for the templates of ``model`` and of its reward models, as
+    ``with_date`` chooses it.  Without ``weights`` those of a hub model are not fetched.
+    """
+    models: list[str | Path] = [model] if config.data.chat else []
+    if config.reward is not None:
+        models += [part.model for part in config.reward.named().values() if part.model is not None]
+    folders = [model_folder(one, weights) for one in models]
+    data = with_date(config.data, folders, world, known)
+    return config if data is config.data else config.model_copy(update={"data": data})
+
+
+def date_of(text: str) -> datetime:
+    return datetime.fromisoformat(text)

@@ -1,0 +1,44 @@
+"""The rollout engine that a recipe names (``rollout.engine``)."""
+
+import os
+
+from isobit.config.tables import RolloutConfig, RunRolloutConfig
+from isobit.memory.cache_size import choose_num_pages
+from isobit.models.folder import LoadedModel
+from isobit.rollout.engine import RolloutEngine
+from isobit.rollout.native import NativeEngine
+from isobit.store.manifest import environment
+from isobit.util.errors import ConfigError
+from isobit.util.user_code import ENVIRONMENT
+
+
+def make_engine(model: LoadedModel, rollout: RolloutConfig, seed: int) -> RolloutEngine:
+    """What ``rollout.engine`` names.  Raises ConfigError where it cannot be had."""
+    if not isinstance(rollout, RunRolloutConfig) or rollout.engine == "native":
+        return NativeEngine(model.policy, rollout, model.tokenizer, seed)
+    if rollout.engine == "http":
+        from isobit.rollout.http_engine import HttpEngine
+
+        bits = environment(model.policy.device)["bits"]
+        return HttpEngine(model.policy, rollout, _server_key(rollout), model.tokenizer, seed, bits)
+    if rollout.servers:
+        from isobit.rollout.vllm_server import VllmServers
+
+        key = _server_key(rollout)
+        return VllmServers(model.policy, rollout, key, model.tokenizer, model.folder)
+    from isobit.rollout.vllm_engine import VllmEngine
+
+    pages = choose_num_pages(model.policy, rollout)
+    return VllmEngine(model.policy, rollout, model.tokenizer, seed, pages)
+
+
+def _server_key(rollout: RunRolloutConfig) -> str | None:
+    if rollout.server_key is None:
+        return None
+    name = rollout.server_key.removeprefix(ENVIRONMENT)
+    if not (key := os.environ.get(name, "").strip()):
+        raise ConfigError(
+            f"rollout.server_key is {rollout.server_key!r}, but the environment has no variable "
+            f"{name} with a key; export it before the run, also before --resume"
+        )
+    return key

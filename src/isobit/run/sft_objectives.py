@@ -1,0 +1,135 @@
+"""The objectives of fine-tuning: how examples become micro-batches, what is minimised, and what is
+measured on held-out ones.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+from isobit.algorithms.objective import Objective
+from isobit.config import recipes
+from isobit.data.examples import (
+    Example,
+    Pair,
+)
+from isobit.records.batch import PackedBatch
+from isobit.records.metrics import Kind
+from isobit.run.sft_data import Item
+from isobit.training.comparison import UpdateMetrics
+from isobit.training.supervised import (
+    DistilFigures,
+    DistilObjective,
+    PairFigures,
+    PreferenceObjective,
+    SupervisedObjective,
+    mean_loss,
+    measure_distance,
+    measure_pairs,
+    pack_pairs,
+    pack_preferences,
+)
+from isobit.training.trainer import Trainer
+
+Figures: TypeAlias = PairFigures | DistilFigures | None
+"""What else is measured beside the loss."""
+
+
+Learnt = TypeVar("Learnt", bound=Item)
+
+
+class SftObjective(ABC, Generic[Learnt]):
+    """One objective of fine-tuning."""
+
+    objective: ClassVar[Objective]
+    unit: ClassVar[str]
+    """What the loss is a mean over."""
+    kind: ClassVar[Kind]
+    """Which metrics it writes (``isobit.records.metrics``)."""
+
+    @abstractmethod
+    def pack(
+        self, trainer: Trainer, examples: Sequence[Learnt], tokens_per_microbatch: int
+    ) -> list[PackedBatch]:
+        """Examples -> packed micro-batches of at most so many tokens."""
+
+    @abstractmethod
+    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
+        """The loss of examples that are not learnt from, and what else is measured; both do not
+        depend on the cut into batches.
+        """
+
+    @abstractmethod
+    def tokens(self, examples: Sequence[Learnt], update: UpdateMetrics) -> int:
+        """The tokens that an update has learnt from."""
+
+
+class _Supervised(SftObjective[Example]):
+    """The completions' tokens are learnt."""
+
+    objective = SupervisedObjective()
+    unit = "token"
+    kind: ClassVar[Kind] = "sft"
+
+    def pack(
+        self, trainer: Trainer, examples: Sequence[Example], tokens_per_microbatch: int
+    ) -> list[PackedBatch]:
+        """See ``pack_examples``."""
+        return pack_examples(examples, tokens_per_microbatch)
+
+    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
+        """See ``mean_loss``."""
+        return mean_loss(trainer, batches), None
+
+    def tokens(self, examples: Sequence[Example], update: UpdateMetrics) -> int:
+        """Of completions."""
+        return update.tokens
+
+
+class _Distil(_Supervised):
+    """A teacher's distribution of the completions' tokens is learnt."""
+
+    objective = DistilObjective()
+
+    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
+        """See ``measure_distance``."""
+        figures = measure_distance(trainer, batches)
+        return figures.kl, figures
+
+
+class _Preference(SftObjective[Pair]):
+    """Which of two answers is preferred is learnt."""
+
+    objective = PreferenceObjective()
+    unit = "pair"
+    kind: ClassVar[Kind] = "preference"
+
+    def pack(
+        self, trainer: Trainer, examples: Sequence[Pair], tokens_per_microbatch: int
+    ) -> list[PackedBatch]:
+        """See ``pack_preferences``."""
+        pairs = [pair.learnt for pair in examples]
+        return pack_preferences(pairs, tokens_per_microbatch, trainer.policy.config.pad_token_id)
+
+    def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
+        """See ``measure_pairs``."""
+        figures = measure_pairs(trainer.scorer, batches, trainer.policy.world)
+        return figures.loss, figures
+
+    def tokens(self, examples: Sequence[Pair], update: UpdateMetrics) -> int:
+        """Of both conversations of each pair: every token has a part in its score."""
+        return sum(pair.tokens for pair in examples)
+
+
+SFT_OBJECTIVES: Mapping[recipes.Objective, SftObjective[Any]] = {
+    "supervised": _Supervised(),
+    "preference": _Preference(),
+    "distil": _Distil(),
+}
+
+
+def pack_examples(examples: Sequence[Example], tokens_per_microbatch: int) -> list[PackedBatch]:
+    """Examples -> packed micro-batches of at most so many tokens."""
+    return pack_pairs(
+        [(example.prompt.token_ids, example.completion_ids) for example in examples],
+        tokens_per_microbatch,
+    )

@@ -1,0 +1,52 @@
+"""Tokens a micro-batch, by update: the setting, unless an out-of-memory has lowered it for the rest
+of the run.
+
+The cut into micro-batches decides the order in which gradients add up, and with it their bits.
+Each change is therefore kept with the update that it was made for, and a resumed run makes it at
+that update again, whether it would run out of memory there or not.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetChange:
+    """From one update on, micro-batches of at most ``new`` tokens rather than ``old``."""
+
+    update: int
+    """Updates of the run before it (``Trainer.updates``)."""
+    old: int
+    new: int
+
+
+class MicrobatchBudget:
+    """The tokens a micro-batch of every update of a run, and the changes made so far."""
+
+    def __init__(self, tokens: int) -> None:
+        self._setting = tokens
+        self.changes: list[BudgetChange] = []
+        self.on_change: Callable[[BudgetChange], None] | None = None
+        """Called with a change before anything is learnt with it."""
+
+    def at(self, update: int) -> int:
+        """Tokens a micro-batch of the update after so many others."""
+        return next(
+            (change.new for change in reversed(self.changes) if change.update <= update),
+            self._setting,
+        )
+
+    def set(self, update: int, tokens: int) -> None:
+        """Change it from an update on."""
+        change = BudgetChange(update, self.at(update), tokens)
+        self.changes.append(change)
+        if self.on_change is not None:
+            self.on_change(change)
+
+
+def halved(tokens: int, lengths: Sequence[int]) -> int | None:
+    """Half the tokens of the largest micro-batch of sequences of these lengths; None where that is
+    the longest sequence alone.
+    """
+    largest, longest = min(tokens, sum(lengths)), max(lengths)
+    return max(largest // 2, longest) if largest > longest else None
