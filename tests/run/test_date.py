@@ -21,7 +21,7 @@ from isobit.run.loop import train
 from isobit.run.rl_run import read_rl
 from isobit.run.settings import with_date_of_run
 from isobit.util.errors import ConfigError, ModelError
-from tests.run.test_redo import REWARD, settings
+from tests.commands.test_replay import REWARD, settings
 from tests.tiny import json_lines
 
 TEMPLATE = (

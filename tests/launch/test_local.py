@@ -15,7 +15,7 @@ import pytest
 from isobit.launch.local import launch, with_restarts
 from isobit.launch.ranks import RankError
 from isobit.util.errors import ConfigError
-from tests.run.alive import is_alive, processes, wait_for_the_end_of
+from tests.launch.alive import is_alive, processes, wait_for_the_end_of
 
 TOY = str(Path(__file__).with_name("toy.py"))
 

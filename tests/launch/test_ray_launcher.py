@@ -23,7 +23,7 @@ from isobit.launch.local import with_restarts
 from isobit.launch.ranks import RankError
 from isobit.launch.ray_launcher import _Site, environments_of, launch_on_ray, open_to_all
 from isobit.util.errors import ConfigError, Interrupted
-from tests.run.alive import is_alive, processes, wait_for_the_end_of
+from tests.launch.alive import is_alive, processes, wait_for_the_end_of
 
 pytestmark = pytest.mark.skipif(
     find_spec("ray") is None, reason="the extra 'ray' is not installed: pip install 'isobit[ray]'"

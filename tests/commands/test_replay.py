@@ -470,6 +470,6 @@ def test_several_processes_find_the_same(run: Path) -> None:
         lambda line: line["step"] == 3,
         lambda line: line.update(completion="x"),
     )
-    one, other = in_world(2, "tests.run.test_redo:by_a_rank", str(run))
+    one, other = in_world(2, "tests.commands.test_replay:by_a_rank", str(run))
     assert one == other == by_a_rank(ALONE, str(run))
     assert [of for of, _ in one] == [3, 4]
