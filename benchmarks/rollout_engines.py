@@ -35,8 +35,9 @@ from benchmarks.common import RowWriter, card_memory_gib, measure_card, versions
 from benchmarks.rollout_floor import step_bytes
 from isobit.config.tables import RolloutConfig
 from isobit.models.config import model_shape
+from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_masters
-from isobit.models.policy_share import PolicyShare, SampledPolicy
+from isobit.models.policy_share import PolicyShare
 from isobit.models.tensor_parallel import check_ranks
 from isobit.parallel.launched import end_with_launcher, is_launched
 from isobit.parallel.world import ALONE, World

@@ -39,6 +39,7 @@ from isobit.config.base import MAX_STEPS
 from isobit.config.data import ENVIRONMENTS, WHOLE, ChatConfig, DataSource
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.tables import ON_MISMATCH, EvaluationConfig, RolloutConfig
+from isobit.data.chat_template import CLOCK, mentions, reads_clock
 from isobit.data.prompts import (
     Noticed,
     TooLong,
@@ -48,9 +49,8 @@ from isobit.data.prompts import (
     drop_evaluated,
     prompts_sha256,
 )
-from isobit.data.sampler import Spool, in_chunks
 from isobit.data.sources import iter_rows
-from isobit.data.tokenizer import CLOCK, mentions, reads_clock
+from isobit.data.spool import Spool, in_chunks
 from isobit.environments.shipped import documents_sha256
 from isobit.models.folder import DescribedModel, model_folder, read_config
 from isobit.parallel.world import ALONE, World, broadcast

@@ -27,6 +27,7 @@ from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.rules import check_greedy, check_has_sets, check_reward, check_samples
 from isobit.config.tables import EvaluationConfig, RolloutConfig
 from isobit.data.continuation import Continuation, Speaker
+from isobit.data.encoding import most_characters
 from isobit.data.prompts import (
     Noticed,
     TooLong,
@@ -35,7 +36,7 @@ from isobit.data.prompts import (
     prompts_of_rows,
 )
 from isobit.data.sources import load_rows, row_of
-from isobit.data.tokenizer import describe_end_of_turn, most_characters
+from isobit.data.stop_tokens import describe_end_of_turn
 from isobit.data.tool_calls import tool_format
 from isobit.environments.pool import Environments
 from isobit.models.folder import DescribedModel, SamplingModel, load_sampling_model

@@ -61,7 +61,7 @@ from isobit.models.frozen import (
     load_reward_model,
 )
 from isobit.models.policy import Policy
-from isobit.models.scorer import Teacher
+from isobit.models.teacher import Teacher
 from isobit.precision.flow import build_flow
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.grading import ModelScores

@@ -34,7 +34,7 @@ from isobit.data.prompts import (
     drop_evaluated,
     learnt_sha256,
 )
-from isobit.data.sampler import Mapped, Spool, in_chunks
+from isobit.data.spool import Mapped, Spool, in_chunks
 from isobit.models.folder import DescribedModel
 from isobit.observe.evaluation import EvalResult
 from isobit.records.batch import PackedBatch

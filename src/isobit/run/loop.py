@@ -41,8 +41,8 @@ from typing import Any
 from isobit.config.recipes import RunConfig
 from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
-from isobit.records.kept_groups import completions_value, groups_value
 from isobit.records.text import Completion, Group
+from isobit.records.wire import completions_value, groups_value
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import EngineStats, Progress, Request
 from isobit.run.data import settled, with_check_of_run, with_date_of_run

@@ -15,7 +15,7 @@ taken to them.  The train-inference mismatch is therefore counted when the batch
 some of its completions.
 
 Between two steps the k waiting batches are part of a checkpoint: whole, as they were sampled and
-graded, each as one message (``isobit.records.kept_groups``).  The figures of the engine and its
+graded, each as one message (``isobit.records.wire``).  The figures of the engine and its
 seconds stay with the step that sampled.
 
 Trainers and rollouters on processes of their own (``cluster.rollouters``): while the first learn
@@ -67,9 +67,9 @@ from isobit.parallel.world import (
     is_raised_on_all,
     run_and_gather,
 )
-from isobit.records.kept_groups import completions_of, groups_of, groups_value
 from isobit.records.metrics import Metrics
 from isobit.records.text import Completion, Group, Prompt
+from isobit.records.wire import completions_of, groups_of, groups_value
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.evaluate import Evaluation, Evaluator

@@ -24,13 +24,8 @@ from isobit.config.tables import (
     RunRolloutConfig,
     TrainingConfig,
 )
-from isobit.data.tokenizer import (
-    check_vocabulary,
-    load_tokenizer,
-    pad_token_id,
-    stop_token_ids,
-    tokenizer_size,
-)
+from isobit.data.stop_tokens import stop_token_ids
+from isobit.data.tokenizer import check_vocabulary, load_tokenizer, pad_token_id, tokenizer_size
 from isobit.kernels.backend import backend_of, support
 from isobit.memory.activations import FrozenModel
 from isobit.memory.device import MOMENTS, Card, DevicePlan, DevicePlanner

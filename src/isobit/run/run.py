@@ -43,7 +43,8 @@ import torch
 
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.tables import RolloutConfig, RunRolloutConfig
-from isobit.data.sampler import Mapped, PromptSampler
+from isobit.data.sampler import PromptSampler
+from isobit.data.spool import Mapped
 from isobit.kernels.backend import support
 from isobit.memory.cache_size import choose_num_pages
 from isobit.memory.turns import DeviceTurns, Turns, allocate_in_pages

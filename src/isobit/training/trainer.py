@@ -57,11 +57,12 @@ import torch
 from isobit.algorithms.objective import Objective, Shares
 from isobit.config.tables import Recompute, TrainingConfig
 from isobit.models.decoder import VALUE_HEAD
+from isobit.models.function import LogProbFunction, function_of
 from isobit.models.mlp import RouterCoefficients
 from isobit.models.policy import Policy
-from isobit.models.policy_share import LogProbFunction, function_of
 from isobit.models.safetensors import checksum_of
-from isobit.models.scorer import ScoredPass, Scorer, Teacher
+from isobit.models.scorer import ScoredPass, Scorer
+from isobit.models.teacher import Teacher
 from isobit.parallel.gradient_sum import SlotSum
 from isobit.parallel.world import World, raised_on_all, run_and_gather, run_on_all
 from isobit.records.batch import PackedBatch, TokenScores
