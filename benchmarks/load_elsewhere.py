@@ -139,7 +139,7 @@ def _log_probs_in(
 
     from isobit.models.folder import load_policy
     from isobit.models.scorer import Scorer
-    from isobit.records.batch import lay_end_to_end
+    from isobit.records.packing import lay_end_to_end
     from isobit.records.sequence import TokenSequence
 
     scorer = Scorer(load_policy(folder, flow, device, trainable=False))
@@ -283,7 +283,8 @@ def _prompt(folder: Path, question: str) -> tuple[tuple[int, ...], tuple[int, ..
     from isobit.config.data import ChatConfig
     from isobit.data.prompts import prompts_of_rows
     from isobit.data.sources import Row
-    from isobit.data.tokenizer import load_tokenizer, stop_token_ids
+    from isobit.data.stop_tokens import stop_token_ids
+    from isobit.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     rows = [Row(question, {}, "question")]
@@ -295,7 +296,8 @@ def _prompt(folder: Path, question: str) -> tuple[tuple[int, ...], tuple[int, ..
 
 def _write(arguments: argparse.Namespace, name: str, answer: tuple[int, ...], **more: Any) -> None:
     from benchmarks.real_checkpoint import write_result
-    from isobit.data.tokenizer import decode, load_tokenizer
+    from isobit.data.encoding import decode
+    from isobit.data.tokenizer import load_tokenizer
 
     text = decode(load_tokenizer(arguments.folder), answer)
     result = {"question": arguments.question, "answer": text, "token_ids": answer}

@@ -15,7 +15,7 @@ The first two leave the function alone, the third does not.  Every plant is meas
 ``fp32``, over the tokens of the project's docs in windows: the rms of the change of a token's
 log-probability, and against its own ``bf16`` the share of places with another most likely token.
 ``verify`` compares rollout and training in ``int8`` with the same outliers.  ``int8, not folded``
-is ``int8`` without ``isobit.models.layers.fold_norms``.
+is ``int8`` without ``isobit.models.outliers.fold_norms``.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def policy_of(folder: Path, flow: str, site: str, factor: float) -> Policy:
     config = read_config(folder)
     masters = planted(untied(folder, config), config, site, factor)
     is_folded = flow != NOT_FOLDED
-    unfolded = patch("isobit.models.policy.fold_norms", lambda masters, *_: masters)
+    unfolded = patch("isobit.models.published.fold_norms", lambda masters, *_: masters)
     with nullcontext() if is_folded else unfolded:
         return Policy(
             replace(config, tied_embeddings=False),

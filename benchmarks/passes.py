@@ -23,8 +23,8 @@ from benchmarks.cases import PassCase, flops, precision_of
 from benchmarks.common import Row, RowWriter, allocate_in_pages, measure_card, versions
 from benchmarks.rollout_engines import native_versions
 from isobit.config.tables import Recompute, TrainingConfig
+from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy
-from isobit.models.scorer import PackedPass
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError, OutOfMemoryError

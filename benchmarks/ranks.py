@@ -38,8 +38,8 @@ from isobit.models.policy import Policy, random_policy
 from isobit.parallel.exchanges import Exchanges
 from isobit.parallel.processes import Processes
 from isobit.parallel.world import World
-from isobit.records.kept_groups import groups_of, groups_value
 from isobit.records.text import Group
+from isobit.records.wire import groups_of, groups_value
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.run.rollouters import Rollouters

@@ -35,11 +35,12 @@ from isobit.api import generate
 from isobit.config.load import build, read_value
 from isobit.config.recipes import InspectConfig
 from isobit.config.tables import PrecisionConfig
-from isobit.data.tokenizer import load_tokenizer, stop_token_ids
+from isobit.data.stop_tokens import stop_token_ids
+from isobit.data.tokenizer import load_tokenizer
 from isobit.models.folder import load_policy
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
-from isobit.records.batch import lay_end_to_end
+from isobit.records.packing import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.util.errors import ConfigError
 from isobit.util.strict_json import json_text

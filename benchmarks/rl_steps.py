@@ -67,8 +67,8 @@ from isobit.memory.turns import DeviceTurns
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import FrozenPolicy
+from isobit.models.function import is_one_function
 from isobit.models.policy import Policy, random_masters, random_policy
-from isobit.models.policy_share import is_one_function
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import build_flow
 from isobit.records.sequence import TokenSequence

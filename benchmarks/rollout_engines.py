@@ -37,8 +37,9 @@ from isobit.config.tables import RolloutConfig
 from isobit.launch.local import launch
 from isobit.launch.own_rank import as_rank
 from isobit.models.config import model_shape
+from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_masters
-from isobit.models.policy_share import PolicyShare, SampledPolicy
+from isobit.models.policy_share import PolicyShare
 from isobit.models.tensor_parallel import check_ranks
 from isobit.parallel.launched import end_with_launcher, is_launched
 from isobit.parallel.world import ALONE, World

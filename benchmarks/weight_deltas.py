@@ -9,7 +9,7 @@ down, as AdamW's first one does.
     bf16           what ``rollout.engine = "http"`` sends: masters rounded to BF16
     e4m3, int8     the bytes that a publication makes of the linears, without scales, for comparison
     numbers        how many change; of pages of 4 KiB, how many hold one that does
-    delta          its bytes (``isobit.models.policy_share``), over those of all
+    delta          its bytes (``isobit.models.weight_deltas``), over those of all
 
 Seconds, in all: ``round`` (all weights to BF16 and to the host), ``find`` (the same of an update,
 with what changed, and its encoding), ``digest`` (of all weights, which each side takes, tensors of
@@ -38,7 +38,7 @@ from isobit.kernels.backend import backend_of
 from isobit.models.config import model_shape
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import random_masters
-from isobit.models.policy_share import (
+from isobit.models.weight_deltas import (
     apply_change,
     digest_of,
     files_of,

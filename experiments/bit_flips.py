@@ -42,7 +42,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.safetensors import checksum_of
 from isobit.precision.quant_tensor import QuantTensor
-from isobit.records.batch import pack, sequences_of
+from isobit.records.packing import pack, sequences_of
 from isobit.records.text import Group, Prompt, SamplingParams
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine

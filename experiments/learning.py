@@ -35,8 +35,8 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig, TrainingConfig
 from isobit.models.config import ModelConfig, model_shape
+from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
-from isobit.models.policy_share import is_one_function
 from isobit.records.text import Completion, Group, Prompt, SamplingParams
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
@@ -159,7 +159,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 def write_text(directory: Path) -> None:
     """Both files, the tasks in turns."""
-    from isobit.data.readers import create_task
+    from isobit.data.tasks import create_task
 
     directory.mkdir(parents=True, exist_ok=True)
     size = TRAINING_ROWS + HELD_OUT_ROWS

@@ -36,7 +36,7 @@ from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.observe.console import Console
-from isobit.records.batch import responses
+from isobit.records.packing import responses
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.run.loop import collect, open_run

@@ -38,7 +38,8 @@ from isobit.data.prompts import build_prompts
 from isobit.models.folder import load_policy, load_sampling_model
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass
-from isobit.records.batch import PackedBatch, pack, sequences_of
+from isobit.records.batch import PackedBatch
+from isobit.records.packing import pack, sequences_of
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine

@@ -79,9 +79,9 @@ def measure_records(arguments: argparse.Namespace) -> None:
     import torch
 
     from isobit.parallel.world import decode, encode
-    from isobit.records.kept_groups import completions_of, completions_value
     from isobit.records.sequence import TokenSequence
     from isobit.records.text import Completion
+    from isobit.records.wire import completions_of, completions_value
 
     count, prompt, response = 256, 256, 2048
     columns = [

@@ -25,7 +25,7 @@ from experiments.scaling.costs import GIB, Model
 from experiments.scaling.rollout import LONGEST, MEAN, PROMPT, Group, Rolled, roll
 from isobit.config.tables import Recompute, RolloutConfig, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
-from isobit.records.batch import first_fit_decreasing
+from isobit.records.packing import first_fit_decreasing
 
 FP32 = 4
 

@@ -34,20 +34,20 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.models.folder import LoadedModel as LoadedModel
     from isobit.models.folder import load_model as load_model
     from isobit.models.folder import load_policy as load_policy
+    from isobit.models.function import is_one_function as is_one_function
+    from isobit.models.kv_calibration import calibrate_kv_scales as calibrate_kv_scales
     from isobit.models.policy import Policy as Policy
     from isobit.models.policy import random_policy as random_policy
-    from isobit.models.policy_share import is_one_function as is_one_function
     from isobit.models.saving import save_policy as save_policy
     from isobit.models.scorer import Scorer as Scorer
-    from isobit.models.scorer import calibrate_kv_scales as calibrate_kv_scales
     from isobit.observe.report.page import report as report
     from isobit.precision.flow import PrecisionFlow as PrecisionFlow
     from isobit.precision.flow import build_flow as build_flow
     from isobit.precision.flow import describe_flow as describe_flow
     from isobit.proof.verify import VerifyOptions as VerifyOptions
     from isobit.records.batch import PackedBatch as PackedBatch
-    from isobit.records.batch import pack as pack
-    from isobit.records.batch import sequences_of as sequences_of
+    from isobit.records.packing import pack as pack
+    from isobit.records.packing import sequences_of as sequences_of
     from isobit.records.sequence import TokenSequence as TokenSequence
     from isobit.records.text import Completion as Completion
     from isobit.records.text import Group as Group
@@ -94,18 +94,19 @@ _HOMES = {
         "TrainingConfig",
     ),
     "models.config": ("ModelConfig",),
+    "models.function": ("is_one_function",),
     "models.folder": (
         "LoadedModel",
         "load_model",
         "load_policy",
     ),
-    "models.policy_share": ("is_one_function",),
+    "models.kv_calibration": ("calibrate_kv_scales",),
     "models.policy": (
         "Policy",
         "random_policy",
     ),
     "models.saving": ("save_policy",),
-    "models.scorer": ("Scorer", "calibrate_kv_scales"),
+    "models.scorer": ("Scorer",),
     "observe.report.page": ("report",),
     "precision.flow": (
         "PrecisionFlow",
@@ -113,11 +114,8 @@ _HOMES = {
         "describe_flow",
     ),
     "proof.verify": ("VerifyOptions",),
-    "records.batch": (
-        "PackedBatch",
-        "pack",
-        "sequences_of",
-    ),
+    "records.batch": ("PackedBatch",),
+    "records.packing": ("pack", "sequences_of"),
     "records.sequence": ("TokenSequence",),
     "records.text": (
         "Completion",

@@ -27,7 +27,7 @@ from isobit.config.algorithm import (
     ReinforcePpConfig,
     RlooConfig,
 )
-from isobit.records.batch import lay_end_to_end
+from isobit.records.packing import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group
 from tests.sequences import group_of

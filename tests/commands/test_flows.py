@@ -39,7 +39,7 @@ from isobit.observe.flow_choice import (
     recommend,
 )
 from isobit.precision.flow import build_flow
-from isobit.records.batch import pack
+from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence
 from isobit.run.crests import measure_crests, notice_crests
 from isobit.run.loop import train

@@ -12,9 +12,9 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from isobit.config.data import ChatConfig
+from isobit.data.chat_template import CLOCK
 from isobit.data.prompts import Noticed, prompts_of_rows
 from isobit.data.sources import row_of
-from isobit.data.tokenizer import CLOCK
 from isobit.util.errors import DataError
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from isobit.config.data import ChatConfig, ToolFormat
 from isobit.data.continuation import Continuation
-from isobit.data.tokenizer import special_token_ids
+from isobit.data.encoding import special_token_ids
 from isobit.data.tool_calls import tool_format
 from isobit.util.errors import ConfigError
 from tests.data.test_chat_templates import FAMILIES, tokenizer_of

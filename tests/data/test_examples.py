@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from isobit.config.data import ChatConfig, JsonlExamples, SftDataConfig
+from isobit.data.encoding import decode
 from isobit.data.examples import (
     Example,
     Pair,
@@ -19,7 +20,6 @@ from isobit.data.examples import (
 )
 from isobit.data.prompts import Noticed, prompts_of_rows
 from isobit.data.sources import Row
-from isobit.data.tokenizer import decode
 from isobit.records.text import Prompt
 from isobit.util.errors import DataError
 from tools.starter.tokenizer import BOS_ID, EOS_ID, build_tokenizer

@@ -1,18 +1,14 @@
 """The order of prompts: a function of the seed, whatever else happens in the process."""
 
-import errno
-import io
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.data.sampler import Mapped, PromptSampler, Spool
+from isobit.data.sampler import PromptSampler
 from isobit.records.text import Prompt
 from isobit.util.errors import DataError
 
@@ -86,56 +82,3 @@ def test_a_state_of_other_data_is_refused() -> None:
 def test_no_prompts_is_an_error() -> None:
     with pytest.raises(DataError, match="no prompts"):
         PromptSampler([], 3, seed=5)
-
-
-COLUMNS = st.dictionaries(
-    st.text(max_size=3),
-    st.none() | st.text(max_size=4) | st.floats() | st.binary(max_size=3) | st.datetimes(),
-    max_size=3,
-)
-
-
-@given(numbers=st.sets(st.integers(0, 10**6), min_size=1, max_size=20), columns=COLUMNS)
-def test_a_spool_gives_back_what_it_was_given(numbers: set[int], columns: dict[str, Any]) -> None:
-    given_prompts = [
-        Prompt(f"a/b/{number}", str(number), (number, 1), columns, [{"role": "user"}])
-        for number in sorted(numbers)
-    ]
-    spool = Spool(iter(given_prompts), lambda prompt: prompt.id)
-    assert repr(list(spool.items_in_order)) == repr(given_prompts)  # NaN equals NaN
-    assert repr(spool.items_in_order[-1]) == repr(given_prompts[-1])
-    assert list(spool) == [prompt.id for prompt in given_prompts]
-    assert all(repr(spool[prompt.id]) == repr(prompt) for prompt in given_prompts)
-    for missing in (f"a/b/{max(numbers) + 1}", f"a/{min(numbers)}", "a/b/", "a/b/-1"):
-        with pytest.raises(KeyError):
-            spool[missing]
-
-
-def test_a_spool_leaves_no_file_and_names_the_folder_when_it_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    spool = Spool(prompts(10), lambda prompt: prompt.id)
-    assert not list(tmp_path.iterdir())
-    assert f"in {tmp_path}" in spool.describe()
-
-    class Full(io.BytesIO):
-        def write(self, _: Any) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: Full())
-    with pytest.raises(DataError, match=r"is full after 0 training rows .* variable TMPDIR"):
-        Spool(prompts(1), lambda prompt: prompt.id)
-
-
-def test_a_mapped_sequence_makes_items_when_they_are_asked_for() -> None:
-    made: list[int] = []
-
-    def make(number: int) -> int:
-        made.append(number)
-        return -number
-
-    mapped = Mapped(range(5), make)
-    assert (len(mapped), made) == (5, [])
-    assert (mapped[2], mapped[-1], mapped[1:3]) == (-2, -4, [-1, -2])
-    assert list(mapped) == [0, -1, -2, -3, -4]

@@ -29,7 +29,7 @@ from isobit.config.data import (
 )
 from isobit.data.readers import read_jsonl
 from isobit.data.sources import give_rows, load_rows
-from isobit.records.text import written_messages
+from isobit.records.messages import written_messages
 from isobit.util.errors import DataError
 
 ROWS = [

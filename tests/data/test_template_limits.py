@@ -8,8 +8,9 @@ from jinja2 import TemplateError
 from transformers.utils import chat_template_utils
 
 from isobit.data import template_limits
+from isobit.data.chat_template import CLOCK, rendered
 from isobit.data.template_limits import Allowance, compiled, limited
-from isobit.data.tokenizer import CLOCK, load_tokenizer, rendered
+from isobit.data.tokenizer import load_tokenizer
 from isobit.starter import starter_folder
 from tests.data.test_chat_templates import DATE, FAMILIES, TOOLS, tokenizer_of
 

@@ -10,24 +10,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from isobit.config.data import ChatConfig, JsonlExamples, SftDataConfig
+from isobit.data.chat_template import rendered
+from isobit.data.encoding import decode, is_marked, most_characters, quoted, token_ids, unmarked
 from isobit.data.examples import build_examples, conversation_ids
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row
-from isobit.data.tokenizer import (
-    check_vocabulary,
-    decode,
-    describe_end_of_turn,
-    end_of_turn,
-    further_stops,
-    is_marked,
-    load_tokenizer,
-    most_characters,
-    quoted,
-    rendered,
-    stop_token_ids,
-    token_ids,
-    unmarked,
-)
+from isobit.data.stop_tokens import describe_end_of_turn, end_of_turn, further_stops, stop_token_ids
+from isobit.data.tokenizer import check_vocabulary, load_tokenizer
 from isobit.observe.evaluation import describe_hidden
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion

@@ -330,7 +330,7 @@ ROWS: dict[int, Row] = {
         "defined, without NaN",
         (
             "algorithms/test_advantages.py::test_fewer_than_two_valid_rewards_are_excluded",
-            "records/test_batch.py::test_excluded_and_empty_completions_are_left_out",
+            "records/test_packing.py::test_excluded_and_empty_completions_are_left_out",
             "run/test_reward_model.py::test_an_empty_completion_has_a_score",
             "rollout/test_native.py::test_finish_reasons",
         ),

@@ -116,7 +116,7 @@ def test_streamed_examples_leave_the_bytes_of_examples_in_memory(
     shutil.copytree(place / "model", tmp_path / "model")
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (tmp_path / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
-    monkeypatch.setattr("isobit.data.sampler.ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("isobit.data.spool.ROWS_AT_ONCE", 3)
     random, rows = Random(0), []
     for place_of, problem in enumerate(problems(False)[:14]):
         asked, answer = question(problem), worked_out(problem)

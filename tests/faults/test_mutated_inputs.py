@@ -32,11 +32,13 @@ import torch
 from isobit.api import generate
 from isobit.config.data import ChatConfig, DataConfig, SftDataConfig
 from isobit.config.tables import PrecisionConfig
+from isobit.data.chat_template import reads_clock
 from isobit.data.continuation import Continuation
 from isobit.data.examples import build_examples, build_pairs
 from isobit.data.prompts import Noticed, build_prompts, prompts_of_rows
 from isobit.data.sources import row_of
-from isobit.data.tokenizer import end_of_turn, load_tokenizer, reads_clock, stop_token_ids
+from isobit.data.stop_tokens import end_of_turn, stop_token_ids
+from isobit.data.tokenizer import load_tokenizer
 from isobit.data.tool_calls import tool_format
 from isobit.models.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, write_adapters
 from isobit.models.adapters import adapter_masters

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from isobit.config.recipes import RunConfig
-from isobit.models.policy import Published
+from isobit.models.published import PublishedWeights
 from isobit.models.safetensors import FilePlan, Slice
 from isobit.parallel.world import World, is_raised_on_all
 from isobit.precision.quant_tensor import QuantTensor
@@ -64,10 +64,10 @@ def train_with_permuted_weights(world: World, values: dict[str, Any]) -> list[An
     """A run to whose last rank the rows of a matrix come in another order in step 3; -> what was
     raised, the engine's steps after that, and the checkpoints.
     """
-    gather, step = Published.gather, NativeEngine.step
+    gather, step = PublishedWeights.gather, NativeEngine.step
     publications, steps_after = count(1), list[int]()
 
-    def permuting(published: Published, *rest: Any) -> None:
+    def permuting(published: PublishedWeights, *rest: Any) -> None:
         gather(published, *rest)
         if next(publications) < 5:  # two updates a step
             return
@@ -85,7 +85,7 @@ def train_with_permuted_weights(world: World, values: dict[str, Any]) -> list[An
 
     raised = "nothing"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Published, "gather", permuting)
+        patch.setattr(PublishedWeights, "gather", permuting)
         patch.setattr(NativeEngine, "step", stepping)
         config = RunConfig.model_validate(values)
         try:

@@ -21,7 +21,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import PrecisionConfig
-from isobit.models import policy_share
+from isobit.models import weight_deltas
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
 from isobit.starter import starter_folder
@@ -80,13 +80,13 @@ def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
 
 def test_an_update_is_found_on_the_device_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """By several threads, in chunks of which the last is short."""
-    monkeypatch.setattr(policy_share, "CHUNK", 1 << 10)
+    monkeypatch.setattr(weight_deltas, "CHUNK", 1 << 10)
     generator = torch.Generator().manual_seed(0)
     before = torch.randn(300, 129, generator=generator)
     after = before + 1e-3 * torch.randn(before.shape, generator=generator)
-    held, _ = policy_share.rounded(before, torch.bfloat16)
-    expected, change = policy_share.rounded(after, torch.bfloat16, held)
-    made, found = policy_share.rounded(after.to("cuda"), torch.bfloat16, held)
+    held, _ = weight_deltas.rounded(before, torch.bfloat16)
+    expected, change = weight_deltas.rounded(after, torch.bfloat16, held)
+    made, found = weight_deltas.rounded(after.to("cuda"), torch.bfloat16, held)
     assert not made.is_cuda and torch.equal(made, expected)
     assert found.keys() == change.keys() == {"counts", "places", "values"}
     assert all(torch.equal(found[name], change[name]) for name in change)

@@ -16,7 +16,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.kernels.hopper import linear as hopper
 from isobit.kernels.operands import AdapterGradients, AdapterWeight, LinearWeight
 from isobit.kernels.spec import linear as specification
-from isobit.models.adapters import check_delivered, drawn_adapters
+from isobit.models.adapter_delivery import check_delivered
+from isobit.models.adapters import drawn_adapters
 from isobit.models.config import Lora
 from isobit.models.policy import Policy, random_masters, random_policy
 from isobit.models.saving import save_policy

@@ -21,7 +21,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
-from isobit.records.batch import lay_end_to_end
+from isobit.records.packing import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.training.budget import BudgetChange, MicrobatchBudget

@@ -15,7 +15,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.algorithms.registry import build_algorithm
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass
-from isobit.records.batch import PackedBatch, pack
+from isobit.records.batch import PackedBatch
+from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence
 from isobit.training.trainer import Trainer
 

@@ -10,8 +10,9 @@ import torch
 
 from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
 from isobit.models.config import ModelConfig
+from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_masters
-from isobit.models.policy_share import PolicyShare, SampledPolicy
+from isobit.models.policy_share import PolicyShare
 from isobit.parallel.world import World
 from isobit.proof.verify import VerifyOptions, verify_policy
 from isobit.records.text import Completion, Prompt, SamplingParams

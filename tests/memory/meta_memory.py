@@ -21,8 +21,9 @@ from isobit.models import policy as policy_module
 from isobit.models import scorer
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
+from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
-from isobit.models.scorer import PackedPass, ScoredPass
+from isobit.models.scorer import ScoredPass
 from isobit.records.batch import PackedBatch
 from tests.models.policies import whole_batch
 

@@ -25,7 +25,8 @@ from isobit.memory.device import Card, DevicePlan, DevicePlanner, read_card
 from isobit.memory.host import share_of
 from isobit.models.config import Lora, ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape, master_shapes, parameter_count
-from isobit.models.policy import SIDES, Policy
+from isobit.models.policy import Policy
+from isobit.models.published import SIDES
 from isobit.precision.flow import Site, build_flow
 from isobit.precision.quant_tensor import DTYPES, Format, Int8Rows
 from isobit.util.errors import ConfigError

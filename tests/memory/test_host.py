@@ -25,7 +25,8 @@ from isobit.memory.cache_size import num_pages_for
 from isobit.memory.host import MemoryEstimate, estimate_memory
 from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import decoder_shape
-from isobit.models.policy import SIDES, Policy, random_policy
+from isobit.models.policy import Policy, random_policy
+from isobit.models.published import SIDES
 from isobit.models.scorer import ScoredPass
 from isobit.precision.flow import build_flow
 from isobit.rollout.runner import PolicyRunner

@@ -17,12 +17,9 @@ from isobit.config.tables import (
 )
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec.backend import SpecBackend
+from isobit.models.adapter_delivery import JoinedAdapters, filled
 from isobit.models.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
-from isobit.models.adapters import (
-    JoinedAdapters,
-    adapter_masters,
-    filled,
-)
+from isobit.models.adapters import adapter_masters
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.models.folder import (
@@ -34,7 +31,8 @@ from isobit.models.folder import (
     write_model,
 )
 from isobit.models.frozen import FrozenPolicy
-from isobit.models.policy import Policy, Published, random_masters, random_policy
+from isobit.models.policy import Policy, random_masters, random_policy
+from isobit.models.published import PublishedWeights
 from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.precision.flow import Site
@@ -187,7 +185,7 @@ def test_only_adapters_have_masters_moments_and_checkpoints() -> None:
 def test_a_publication_that_delivers_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make("fp8")
     policy.publish()
-    monkeypatch.setattr(Published, "republish", lambda *arguments: None)
+    monkeypatch.setattr(PublishedWeights, "republish", lambda *arguments: None)
     with pytest.raises(MismatchError, match=r"rollout reads another layers\.0\.qkv_proj\.lora_A"):
         moved(policy)
 
@@ -201,7 +199,9 @@ def test_a_copy_on_one_side_that_stays_as_it_was_is_noticed(
     assert isinstance(stale.matrix, torch.Tensor)
     linears["layers.1.down_proj.lora_B"] = replace(stale, matrix=stale.matrix.clone())
     moved(policy)  # which writes to both
-    monkeypatch.setattr(Published, "_of", lambda self, path: [self.sides["training"].linears[path]])
+    monkeypatch.setattr(
+        PublishedWeights, "_of", lambda self, path: [self.sides["training"].linears[path]]
+    )
     with pytest.raises(MismatchError, match=r"rollout reads another layers\.1\.down_proj\.lora_B"):
         moved(policy)
 

@@ -28,8 +28,8 @@ from isobit.config.tables import Family, PrecisionConfig, RolloutConfig
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.families import FAMILIES
+from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
-from isobit.models.scorer import PackedPass
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine

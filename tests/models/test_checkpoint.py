@@ -16,8 +16,8 @@ from isobit.config.tables import PrecisionConfig
 from isobit.models import checkpoint
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
-from isobit.models.families import LinearScaling, Llama3Scaling, YarnScaling
 from isobit.models.policy import random_policy
+from isobit.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
 from isobit.precision.quant_tensor import E4M3

@@ -13,14 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from isobit.config.tables import MIXTURES, WINDOWED, Family, ModelShape
 from isobit.models.config import SHAPES, Experts, ModelConfig, model_shape
 from isobit.models.decoder import master_shapes
-from isobit.models.families import (
-    FAMILIES,
-    FEATURES,
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
-    YarnScaling,
-)
+from isobit.models.families import FAMILIES, FEATURES
+from isobit.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from isobit.run.model_source import decoder_of
 from isobit.util.errors import ConfigError, ModelError
 from tests.mutations import COUNT, Outcomes

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from isobit.models.config import ModelConfig, inverse_frequencies
-from isobit.models.families import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from isobit.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from isobit.util.errors import ModelError
 
 HIDDEN, POSITIONS = 64, 4096

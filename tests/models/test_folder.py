@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from isobit.config.tables import Family, PrecisionConfig
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
-from isobit.models.families import Llama3Scaling
 from isobit.models.folder import choose_device, load_policy, read_config, read_masters
 from isobit.models.policy import random_policy
+from isobit.models.rope import Llama3Scaling
 from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
 from isobit.util.errors import ConfigError, ModelError

@@ -4,8 +4,8 @@ import pytest
 
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.models.config import ModelConfig
+from isobit.models.function import LogProbFunction, function_of, is_one_function
 from isobit.models.policy import Policy, random_policy
-from isobit.models.policy_share import LogProbFunction, function_of, is_one_function
 
 TINY = ModelConfig("qwen3", 64, 128, 128, 1, 4, 2, 32, 64, 1e-6, 1e4, tied_embeddings=True)
 

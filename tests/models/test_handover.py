@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from isobit.models.config import ModelConfig
-from isobit.models.policy import Published, random_policy
+from isobit.models.policy import random_policy
+from isobit.models.published import PublishedWeights
 from isobit.parallel.world import World, is_raised_on_all
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.util.errors import MismatchError
@@ -59,7 +60,7 @@ FAULTS: dict[str, Callable[[Arrived, Arrived], None]] = {
 }
 
 
-def arrived(published: Published) -> Arrived:
+def arrived(published: PublishedWeights) -> Arrived:
     """Views of some of what is read."""
     read = published.sides["rollout"]
     matrix = read.linears["layers.1.gate_up_proj"].matrix
@@ -92,13 +93,17 @@ def hand_over(world: World, way: str) -> dict[str, list[object]]:
         else:
             policy.publish()
 
-    gather = Published.gather
+    gather = PublishedWeights.gather
     for name in ("nothing", *FAULTS):
         held = {key: one.clone() for key, one in arrived(policy._published).items()}
         move()
 
         def faulty(
-            self: Published, on: World, *rest: object, fault: str = name, before: Arrived = held
+            self: PublishedWeights,
+            on: World,
+            *rest: object,
+            fault: str = name,
+            before: Arrived = held,
         ) -> None:
             gather(self, on, *rest)  # pyright: ignore[reportArgumentType]
             if on is world and fault != "nothing" and world.rank == world.size - 1:
@@ -106,7 +111,7 @@ def hand_over(world: World, way: str) -> dict[str, list[object]]:
 
         raised: list[object] = ["nothing", True]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Published, "gather", faulty)
+            patch.setattr(PublishedWeights, "gather", faulty)
             try:
                 pass_on()
             except MismatchError as error:

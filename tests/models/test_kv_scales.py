@@ -14,12 +14,13 @@ from isobit.kernels.spec.attention import PackedAttention
 from isobit.kernels.spec.qkv import Heads, fixed_bytes, transform_qkv
 from isobit.kernels.spec.quantise import scale_byte, scale_of_byte
 from isobit.models.frozen import FrozenPolicy
+from isobit.models.kv_calibration import calibrate_kv_scales
 from isobit.models.policy import Policy, random_policy
-from isobit.models.scorer import ScoredPass, Scorer, calibrate_kv_scales
+from isobit.models.scorer import ScoredPass, Scorer
 from isobit.precision.flow import describe_flow
 from isobit.precision.kv_scales import DIVISORS_OF_PROMPTS, byte_of
 from isobit.precision.quant_tensor import E4M3_MAX
-from isobit.records.batch import pack, sequences_of
+from isobit.records.packing import pack, sequences_of
 from isobit.records.text import Group, Prompt, SamplingParams
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine

@@ -17,7 +17,8 @@ import torch
 from safetensors import safe_open
 
 from isobit.config.tables import PrecisionConfig
-from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
+from isobit.data.stop_tokens import stop_token_ids
+from isobit.data.tokenizer import check_vocabulary, load_tokenizer
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy

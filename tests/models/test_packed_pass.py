@@ -14,8 +14,9 @@ from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import Layer
 from isobit.models.layers import Gradient, Weights
 from isobit.models.mlp import Mlp
+from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy
-from isobit.models.scorer import PackedPass, ScoredPass, Scorer
+from isobit.models.scorer import ScoredPass, Scorer
 from isobit.records.batch import PackedBatch
 
 LENGTHS = (5, 17, 1, 40, 131)

@@ -19,8 +19,9 @@ from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.folder import load_policy, read_config
 from isobit.models.frozen import FrozenPolicy
+from isobit.models.master_values import master_of
 from isobit.models.policy import Policy, random_policy
-from isobit.models.quantised_checkpoint import master_of, read_quantisation
+from isobit.models.quantised_checkpoint import read_quantisation
 from isobit.models.safetensors import WEIGHTS_FILE
 from isobit.models.saving import save_policy
 from isobit.precision.quant_tensor import E4M3, Int8Rows, QuantTensor, dequantise

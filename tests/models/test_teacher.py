@@ -12,7 +12,8 @@ from isobit.config.algorithm import KlDirection
 from isobit.kernels.spec import sizes
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy
-from isobit.models.scorer import ScoredPass, Scorer, Teacher
+from isobit.models.scorer import ScoredPass, Scorer
+from isobit.models.teacher import Teacher
 from isobit.records.batch import PackedBatch
 from isobit.util.errors import NonFiniteError
 from tests.models.test_packed_pass import (

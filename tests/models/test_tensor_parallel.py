@@ -10,9 +10,10 @@ import torch
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.kernels.operands import LinearInput, PagedBatch
 from isobit.models.config import Experts, ModelConfig
+from isobit.models.function import SampledPolicy
 from isobit.models.layers import Linear
 from isobit.models.policy import Policy, random_masters
-from isobit.models.policy_share import PolicyShare, SampledPolicy
+from isobit.models.policy_share import PolicyShare
 from isobit.models.tensor_parallel import TensorParallel
 from isobit.parallel.world import Alone, World
 from isobit.precision.quant_tensor import QuantTensor

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.models import policy_share
-from isobit.models.policy_share import (
+from isobit.models import weight_deltas
+from isobit.models.weight_deltas import (
     apply_change,
     digest_of,
     files_of,
@@ -27,7 +27,7 @@ def numbers(count: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     count=st.integers(1, 700),
     places=st.lists(st.integers(0, 699), max_size=400),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-    chunk=st.sampled_from([128, 256, policy_share.CHUNK]),
+    chunk=st.sampled_from([128, 256, weight_deltas.CHUNK]),
 )
 def test_a_change_leads_from_the_old_bits_to_the_new(
     count: int, places: list[int], dtype: torch.dtype, chunk: int
@@ -40,7 +40,7 @@ def test_a_change_leads_from_the_old_bits_to_the_new(
     for at in places:
         new[at % count] = [-0.0, float("nan"), 3.0][at % 3]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy_share, "CHUNK", chunk)
+        patch.setattr(weight_deltas, "CHUNK", chunk)
         _, change = rounded(new, new.dtype, old)
     named = {f"{NAME}.{suffix}" if suffix else NAME: values for suffix, values in change.items()}
     (file,) = files_of(named)
@@ -100,7 +100,7 @@ def test_a_change_that_fits_nothing_is_refused(changes: dict, message: str) -> N
 def test_files_are_of_a_limited_size_and_hold_changes_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(policy_share, "MOST", 3000)
+    monkeypatch.setattr(weight_deltas, "MOST", 3000)
     tensors = {f"{at}.weight": numbers(500) for at in range(5)}
     tensors |= {f"x.weight.{suffix}": numbers(450) for suffix in ("counts", "places", "values")}
     found = [read_file(bytearray(b"".join(file))) for file in files_of(tensors)]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isobit.records.kept_groups import group_digests
+from isobit.records.digests import group_digests
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 

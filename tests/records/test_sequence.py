@@ -7,7 +7,8 @@ from dataclasses import MISSING, fields, replace
 import numpy as np
 import pytest
 
-from isobit.records.sequence import COLUMN, COLUMNS, GIVEN, PackedBatch, TokenSequence
+from isobit.records.batch import PackedBatch
+from isobit.records.sequence import COLUMN, COLUMNS, GIVEN, TokenSequence
 from isobit.records.text import Completion
 from tests.sequences import turns_of
 

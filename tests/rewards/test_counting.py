@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from isobit.config.data import RewardConfig, RewardPart
-from isobit.data.readers import TASK_COLUMN
+from isobit.data.tasks import TASK_COLUMN
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import sandbox

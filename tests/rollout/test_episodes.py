@@ -20,7 +20,7 @@ from isobit.environments.pool import Answer, Environments, Result
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.policy import Policy, random_policy
 from isobit.parallel.world import ALONE
-from isobit.records.batch import lay_end_to_end
+from isobit.records.packing import lay_end_to_end
 from isobit.records.sequence import COLUMNS, GIVEN, TokenSequence
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rewards.outcome import Failure

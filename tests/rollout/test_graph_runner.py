@@ -11,8 +11,8 @@ import torch
 from isobit.config.tables import Preset, RolloutConfig
 from isobit.kernels.backend import Captured
 from isobit.kernels.spec.backend import SpecBackend
+from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy
-from isobit.models.policy_share import SampledPolicy
 from isobit.records.text import Completion
 from isobit.rollout import graph_runner
 from isobit.rollout.engine import Request, generate

@@ -19,7 +19,7 @@ from isobit.config.tables import PrecisionConfig, Preset
 from isobit.models.config import Experts
 from isobit.models.folder import read_config
 from isobit.models.policy import Policy, random_policy
-from isobit.models.policy_share import SentWeights
+from isobit.models.weight_deltas import SentWeights
 from isobit.observe.console import silent
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout import episodes, servers

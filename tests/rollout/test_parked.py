@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.memory.cache_size import Parked
+from isobit.models.kv_calibration import calibrate_kv_scales
 from isobit.models.policy import Policy, random_policy
-from isobit.models.scorer import calibrate_kv_scales
 from isobit.records.text import Completion
 from isobit.rollout.engine import EngineStats, Handle, Request
 from isobit.rollout.native import NativeEngine

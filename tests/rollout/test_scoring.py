@@ -12,7 +12,7 @@ from isobit.config.tables import Preset, RolloutConfig
 from isobit.memory.cache_size import pages_for
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
-from isobit.records.batch import lay_end_to_end
+from isobit.records.packing import lay_end_to_end
 from isobit.records.text import Completion
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine

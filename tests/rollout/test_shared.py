@@ -9,8 +9,8 @@ import pytest
 
 from isobit.config.tables import RolloutConfig
 from isobit.parallel.world import Alone, World
-from isobit.records.kept_groups import completions_of, completions_value
 from isobit.records.text import Completion
+from isobit.records.wire import completions_of, completions_value
 from isobit.rollout.engine import Handle, Progress, Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import PolicyRunner

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from isobit.config.recipes import RunConfig
-from isobit.models.policy import Published
+from isobit.models.published import PublishedWeights
 from isobit.parallel.world import ALONE, World
 from isobit.rewards.grading import Graders
 from isobit.run import loop, rollouter_process
@@ -185,7 +185,7 @@ def fails(world: World, case: dict[str, Any]) -> dict[str, list[str]]:
         ("reward", 1, (Graders, "fill")),
         ("learning", 0, (loop, "learn")),
         ("signal", 1, (Graders, "fill")),
-        ("weights", 1, (Published, "gather")),
+        ("weights", 1, (PublishedWeights, "gather")),
         ("batch", 1, (rollouter_process, "compared")),
     ):
         config, raised = config_of({**case, "output": name}), "nothing"

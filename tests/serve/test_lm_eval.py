@@ -13,7 +13,7 @@ import torch
 
 from isobit.models.folder import LoadedModel, load_model
 from isobit.models.scorer import Scorer
-from isobit.records.batch import lay_end_to_end
+from isobit.records.packing import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from tests.serve.servers import KEY, Running
 

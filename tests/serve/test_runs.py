@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.models.policy_share import SentWeights, digest_of, files_of, rounded_masters
+from isobit.models.weight_deltas import SentWeights, digest_of, files_of, rounded_masters
 from isobit.rollout.engine import generate
 from isobit.serve import runs
 from tests.rollout.served import SEED, native_of, served

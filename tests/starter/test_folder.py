@@ -14,7 +14,8 @@ from isobit.config.load import load_recipe
 from isobit.config.recipes import SftConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.data.sources import load_rows
-from isobit.data.tokenizer import load_tokenizer, stop_token_ids
+from isobit.data.stop_tokens import stop_token_ids
+from isobit.data.tokenizer import load_tokenizer
 from isobit.models.folder import load_policy
 from isobit.run.model_source import decoder_of
 from isobit.starter import starter_folder

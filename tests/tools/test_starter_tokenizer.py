@@ -3,7 +3,8 @@
 import string
 from pathlib import Path
 
-from isobit.data.tokenizer import decode, load_tokenizer
+from isobit.data.encoding import decode
+from isobit.data.tokenizer import load_tokenizer
 from tools.starter.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, VOCAB_SIZE, build_tokenizer
 
 

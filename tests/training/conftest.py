@@ -12,7 +12,8 @@ import torch
 from isobit.algorithms.objective import Objective
 from isobit.config.tables import PrecisionConfig, Preset, TrainingConfig
 from isobit.models.policy import Policy, random_policy
-from isobit.records.batch import PackedBatch, lay_end_to_end
+from isobit.records.batch import PackedBatch
+from isobit.records.packing import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.training.trainer import Trainer

@@ -26,7 +26,8 @@ from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig, Trainin
 from isobit.data.tokenizer import load_tokenizer
 from isobit.models.folder import load_policy
 from isobit.models.policy import Policy
-from isobit.records.batch import PackedBatch, pack, sequences_of
+from isobit.records.batch import PackedBatch
+from isobit.records.packing import pack, sequences_of
 from isobit.records.text import Group, Prompt, SamplingParams
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine

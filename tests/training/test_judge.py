@@ -26,9 +26,11 @@ from isobit.config.algorithm import (
 from isobit.config.tables import PrecisionConfig
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
-from isobit.records.batch import TokenScores, pack
+from isobit.records.batch import TokenScores
+from isobit.records.no_signal import UNTAUGHT, describe_untaught
+from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import UNTAUGHT, Completion, Group, describe_untaught
+from isobit.records.text import Completion, Group
 from isobit.training.judge import Judge, sequences_learnt_from, teacher_metrics
 from isobit.training.step import has_signal
 from isobit.training.trainer import Trainer

@@ -17,11 +17,12 @@ from isobit.config.tables import LORA_TARGETS, PrecisionConfig, TrainingConfig
 from isobit.memory.turns import within_memory
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.decoder import Layer
+from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy
-from isobit.models.scorer import PackedPass
 from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World
-from isobit.records.batch import PackedBatch, TokenScores, pack
+from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence
 from isobit.training.judge import score_sequences
 from isobit.training.rounds import Rounds

@@ -13,7 +13,7 @@ from isobit.config.algorithm import GrpoConfig
 from isobit.config.tables import TrainingConfig
 from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World
-from isobit.records.batch import pack
+from isobit.records.packing import pack
 from isobit.training.trainer import Trainer
 from tests.training.test_ranks import (
     CASES,

@@ -10,9 +10,9 @@ import pytest
 from isobit.cli.main import main
 from isobit.config.load import dump_config
 from isobit.config.recipes import RunConfig
-from isobit.records.kept_groups import groups_of, groups_value
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
+from isobit.records.wire import groups_of, groups_value
 from isobit.rollout.sequence import Sample
 from isobit.run.loop import train
 from isobit.training import step

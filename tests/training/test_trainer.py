@@ -12,7 +12,8 @@ from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.models.policy import Policy
-from isobit.records.batch import PackedBatch, TokenScores, pack, sequences_of
+from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.packing import pack, sequences_of
 from isobit.records.text import Group
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer

@@ -13,7 +13,8 @@ import isobit
 from isobit.config.data import CsvData, HfData, JsonlData, ParquetData
 from isobit.config.load import read_toml
 from isobit.data.sources import load_rows
-from isobit.data.tokenizer import load_tokenizer, named_stops
+from isobit.data.stop_tokens import named_stops
+from isobit.data.tokenizer import load_tokenizer
 from isobit.models.adapter_folder import CONFIG_FILE, read_adapter_config
 from isobit.models.checkpoint import read_json
 from isobit.models.safetensors import TensorFile

@@ -61,12 +61,12 @@ def test_what_no_one_knows_is_refused() -> None:
 
 
 DIGESTS_AND_MESSAGES = """
-config/tables.py data/hugging_face.py data/prompts.py data/readers.py data/sources.py
-data/tokenizer.py environments/hosted.py environments/openenv.py
+config/tables.py data/hugging_face.py data/prompts.py data/sources.py data/stop_tokens.py
+data/tasks.py environments/hosted.py environments/openenv.py
 environments/tasksets.py environments/worker.py models/safetensors.py
 observe/flow_choice.py observe/model_card.py parallel/launched.py parallel/watch.py
 parallel/world.py
-records/kept_groups.py records/text.py rewards/confined/main.py
+records/digests.py records/messages.py rewards/confined/main.py
 rewards/confined/wire.py rewards/graders/judge.py rewards/graders/reasoning_gym.py
 rewards/outcome.py rewards/sandbox.py rollout/episodes.py rollout/http_engine.py
 rollout/servers.py rollout/vllm_engine.py rollout/vllm_model.py rollout/vllm_server.py

@@ -12,7 +12,7 @@ An algorithm of reinforcement learning also says what each completion of a step 
 
 A teacher whose whole distributions are known adds a term to any algorithm's loss (``Distilled``),
 with w the mean weights of that algorithm and KL the divergence of each response token
-(``isobit.models.scorer``):
+(``isobit.models.teacher``):
 
     loss + coefficient * sum over tokens i of   w[i] * KL[i]
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from isobit.config.recipes import GenerationConfig, ServeConfig
     from isobit.models.folder import SamplingModel
     from isobit.parallel.world import World
-    from isobit.records.text import Group, Message
+    from isobit.records.messages import Message
+    from isobit.records.text import Group
     from isobit.rollout.engine import Request
     from isobit.rollout.native import NativeEngine
 

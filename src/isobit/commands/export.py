@@ -25,13 +25,7 @@ from isobit.config.load import build
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.models.adapter_folder import CONFIG_FILE, write_adapters
-from isobit.models.adapters import (
-    MergedTensors,
-    folded_columns,
-    open_adapters,
-    peft_tensors,
-    without_adapters,
-)
+from isobit.models.adapters import folded_columns, open_adapters, peft_tensors, without_adapters
 from isobit.models.checkpoint import Checkpoint as FolderCheckpoint
 from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import (
@@ -44,6 +38,7 @@ from isobit.models.folder import base_folder, model_folder, read_any_config
 from isobit.models.safetensors import SHARD_BYTES, TensorFile, total_bytes
 from isobit.models.saving import (
     Contents,
+    MergedTensors,
     Tensors,
     bf16_contents,
     copy_tokenizer,

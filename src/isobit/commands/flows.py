@@ -26,7 +26,7 @@ from isobit.config.load import build
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
 from isobit.config.tables import PrecisionConfig, named_precision
-from isobit.data.tokenizer import token_ids
+from isobit.data.encoding import token_ids
 from isobit.kernels.backend import support
 from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import RESERVE
@@ -40,8 +40,9 @@ from isobit.models.folder import (
     load_model,
     model_needs,
 )
+from isobit.models.kv_calibration import calibrate_kv_scales
 from isobit.models.policy import Policy
-from isobit.models.scorer import Scorer, calibrate_kv_scales
+from isobit.models.scorer import Scorer
 from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.console import Console, silent
 from isobit.observe.evaluation import paired_interval, result_of
@@ -55,8 +56,9 @@ from isobit.observe.flow_choice import (
 )
 from isobit.parallel.world import ALONE
 from isobit.precision.flow import build_flow
-from isobit.records.batch import pack
-from isobit.records.sequence import PackedBatch, TokenSequence
+from isobit.records.batch import PackedBatch
+from isobit.records.packing import pack
+from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import Request, generate

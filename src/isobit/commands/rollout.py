@@ -18,7 +18,7 @@ from isobit.data.prompts import (
     prompts_of_rows,
 )
 from isobit.data.sources import load_rows, row_of
-from isobit.data.tokenizer import describe_end_of_turn
+from isobit.data.stop_tokens import describe_end_of_turn
 from isobit.models.folder import SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
 from isobit.parallel.world import ALONE, World

@@ -15,10 +15,12 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig, ToolFormat
+from isobit.data.chat_template import mentions, rendered
+from isobit.data.encoding import quoted, quoted_values, token_ids, unmarked
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import row_of
-from isobit.data.tokenizer import mentions, quoted, quoted_values, rendered, token_ids, unmarked
-from isobit.records.text import VARIABLES_COLUMN, Message, Messages, Prompt, as_messages
+from isobit.records.messages import VARIABLES_COLUMN, Message, Messages, as_messages
+from isobit.records.text import Prompt
 from isobit.util.errors import ConfigError, DataError
 
 

@@ -15,7 +15,7 @@ A reward model reads prompt and answer as one text:
                               sequence, if it has one
 
 White space at the end is included, as in the training of other reward models. An answer never
-contains control tokens, whatever its text spells (``isobit.data.tokenizer``).
+contains control tokens, whatever its text spells (``isobit.data.encoding``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +32,7 @@ from isobit.config.data import (
     MixtureExamples,
     SftDataConfig,
 )
+from isobit.data.encoding import decode, is_marked, quoted_answer, token_ids_up_to
 from isobit.data.prompts import (
     ASSISTANT,
     Noticed,
@@ -44,10 +45,8 @@ from isobit.data.prompts import (
     render_chat,
 )
 from isobit.data.sources import Row, iter_rows, mixed
-from isobit.data.tokenizer import decode, is_marked, quoted_answer, token_ids_up_to
-from isobit.records.text import (
+from isobit.records.messages import (
     Message,
-    Prompt,
     as_messages,
     is_parts,
     message_of,
@@ -55,6 +54,7 @@ from isobit.records.text import (
     without_beginning,
     written_messages,
 )
+from isobit.records.text import Prompt
 from isobit.util.errors import DataError
 
 Answer: TypeAlias = str | Message

@@ -15,23 +15,19 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config import data as tables
 from isobit.config.base import MAX_COUNT
 from isobit.config.data import ChatConfig, DataConfig, DataSource
-from isobit.data.sources import Row, load_rows
-from isobit.data.tokenizer import (
-    check_variables,
-    mentions,
+from isobit.data.chat_template import check_variables, mentions, reads_key, rendered
+from isobit.data.encoding import (
     most_characters,
     quoted,
     quoted_values,
-    reads_key,
-    rendered,
     token_ids_up_to,
     unmarked,
     written_twice,
 )
-from isobit.records.text import (
+from isobit.data.sources import Row, load_rows
+from isobit.records.messages import (
     VARIABLES_COLUMN,
     Message,
-    Prompt,
     as_messages,
     calls_of,
     other_forms,
@@ -39,6 +35,7 @@ from isobit.records.text import (
     with_read_arguments,
     written_arguments,
 )
+from isobit.records.text import Prompt
 from isobit.util.errors import DataError
 
 
@@ -381,7 +378,7 @@ def render_chat(
     continues: str | None = None,
 ) -> str:
     """The chat template's text of ``messages``, which are of ``row``; marked
-    (``isobit.data.tokenizer``) where a message spells a control token. Raises ``DataError`` if the
+    (``isobit.data.encoding``) where a message spells a control token. Raises ``DataError`` if the
     template refuses them, or reads no variable of such a name as the configuration or the row sets.
     """
     variables = {**chat.chat_template_kwargs, **row.variables}

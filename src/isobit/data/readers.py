@@ -1,32 +1,22 @@
-"""What rows are read from: JSONL, CSV and Parquet files, which may be compressed and named by
-patterns, reasoning-gym's procedural tasks, and environments of verifiers. Errors name the file and
-the line, or what exists.
+"""Readers of JSONL, CSV and Parquet files, which may be compressed. Errors name the file and the
+line.
 """
 
 import bz2
 import csv
-import glob
 import gzip
 import io
 import json
 import lzma
-import subprocess
-import sys
 import zlib
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 from isobit.util.errors import DataError
 from isobit.util.plain_files import check_plain, open_plain
-from isobit.util.user_code import from_environment
-
-if TYPE_CHECKING:
-    from reasoning_gym.dataset import ProceduralDataset
 
 LONGEST_LINE = 1 << 26
 """Bytes; a device or a binary file without line ends would fill the memory."""
@@ -158,37 +148,6 @@ def _opened(path: Path) -> IO[bytes]:
 
 def _damaged(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is a damaged compressed file ({error}); write or fetch it again")
-
-
-def source_files(given: Path | tuple[Path, ...]) -> list[Path]:
-    """The files that a key ``path`` names, in the order of the list, those of a pattern by name.
-
-    Raises ``DataError`` for a pattern without files and for a file that is named twice.
-    """
-    found: list[Path] = []
-    for path in (given,) if isinstance(given, Path) else given:
-        if not glob.has_magic(str(path)) or path.exists():
-            found.append(path)
-            continue
-        matches = sorted(glob.glob(str(path), recursive=True))
-        files = [Path(name) for name in matches if not Path(name).is_dir()]
-        if not files:
-            listed = str(path).startswith("[") and "," in str(path)
-            raise DataError(
-                f"no file matches {path}; "
-                + (
-                    """a list on the command line is written '["a.jsonl", "b.jsonl"]'"""
-                    if listed
-                    else "correct the pattern, or name the files"
-                )
-            )
-        found += files
-    for place, path in enumerate(found):
-        if path in found[:place]:
-            raise DataError(
-                f"{path} is named twice; name it once (a mixture's `weights` repeat a source)"
-            )
-    return found
 
 
 class _TwiceError(Exception):
@@ -326,96 +285,3 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"cannot read {path}: {reason}; expected a Parquet file") from error
     except (pyarrow.ArrowException, ValueError) as error:
         raise DataError(f"{path}: not a Parquet file that can be read: {error}") from error
-
-
-TASK_COLUMN = "reasoning_gym"
-"""Column with the task's name, size, seed and options, to build the task again."""
-
-
-def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> "ProceduralDataset":
-    """The task ``name`` with ``size`` entries drawn from ``seed``.
-
-    ``composite`` mixes tasks: its option ``datasets`` lists tables with ``name``, ``weight`` and
-    ``config``, the task's own options. Raises ``DataError`` for an unknown task (with the nearest
-    name), an unknown option (with those that exist) and a value that the task refuses.
-    """
-    import reasoning_gym  # takes about two seconds
-
-    _check(name, options, drawn=True)
-    try:
-        given = (
-            {**options, "datasets": _specs(options["datasets"])}
-            if name == "composite" and "datasets" in options
-            else options
-        )
-        return reasoning_gym.create_dataset(name, **given, size=size, seed=seed)
-    except DataError:
-        raise
-    except Exception as error:  # tasks raise AssertionError, ValueError, TypeError and more
-        raise DataError(
-            f"reasoning-gym task {name!r} refuses the options {dict(options)}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _check(name: str, options: Mapping[str, Any], drawn: bool) -> None:
-    """Refuse an unknown name or option; size and seed are none of a task that is ``drawn``."""
-    from reasoning_gym.factory import DATASETS
-
-    if name not in DATASETS:
-        near = get_close_matches(name, DATASETS, n=3)
-        hint = (
-            f"did you mean {' or '.join(map(repr, near))}?"
-            if near
-            else f"it has {len(DATASETS)}, from {min(DATASETS)!r} to {max(DATASETS)!r}"
-        )
-        raise DataError(f"reasoning-gym has no task {name!r}; {hint}")
-    known = {field.name for field in fields(DATASETS[name][1])} - (
-        {"size", "seed"} if drawn else set()
-    )
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise DataError(
-            f"reasoning-gym task {name!r} has no option {unknown[0]!r}; its options are "
-            f"{', '.join(sorted(known)) or 'none'}"
-        )
-
-
-def _specs(parts: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The parts of a mix as the library's own records."""
-    from reasoning_gym.composite import DatasetSpec
-
-    for part in parts:
-        if set(part) - {"name", "weight", "config"} or not isinstance(part.get("name"), str):
-            raise DataError(
-                f"a part of reasoning-gym's composite is {dict(part)}; expected a table with name, "
-                "weight and config"
-            )
-        _check(part["name"], part.get("config", {}), drawn=False)
-    return [
-        DatasetSpec(part["name"], part.get("weight", 1.0), dict(part.get("config", {})))
-        for part in parts
-    ]
-
-
-_PRINTS = """
-import json, sys
-from isobit.environments.tasksets import print_rows
-print_rows(*json.load(sys.stdin))
-"""
-
-
-def read_verifiers(
-    place: str, options: Mapping[str, Any], split: str
-) -> Iterator[Mapping[str, Any]]:
-    """The dataset of an environment of verifiers, which another process loads.  Raises
-    ``DataError``.
-    """
-    given = json.dumps([place, from_environment(options, "environment"), split])
-    command = [sys.executable, "-c", _PRINTS]
-    found = subprocess.run(command, input=given, capture_output=True, text=True, check=False)  # noqa: S603
-    if found.returncode:
-        said = found.stderr.strip().rpartition("\n")[2]
-        raise DataError(f"the dataset of the environment {place!r} cannot be read: {said}")
-    for line in found.stdout.splitlines():
-        yield json.loads(line)

@@ -6,6 +6,7 @@ and only datasets of the hub are downloaded. Of rows passed from Python the conf
 number and the digest, so that a run that is resumed with other rows is refused.
 """
 
+import glob
 import hashlib
 import json
 import math
@@ -34,16 +35,9 @@ from isobit.config.data import (
     VerifiersData,
 )
 from isobit.data.hugging_face import dataset_folder, read_hugging_face
-from isobit.data.readers import (
-    TASK_COLUMN,
-    create_task,
-    read_csv,
-    read_jsonl,
-    read_parquet,
-    read_verifiers,
-    source_files,
-)
-from isobit.records.text import (
+from isobit.data.readers import read_csv, read_jsonl, read_parquet
+from isobit.data.tasks import TASK_COLUMN, create_task, read_verifiers
+from isobit.records.messages import (
     VARIABLES_COLUMN,
     Messages,
     as_messages,
@@ -357,3 +351,34 @@ def _task_rows(source: ReasoningGymData) -> Iterator[Row]:
             ) from error
         prompt = _with_system(entry["question"], source.system, place)
         yield Row(prompt, {**entry, TASK_COLUMN: identity}, place)
+
+
+def source_files(given: Path | tuple[Path, ...]) -> list[Path]:
+    """The files that a key ``path`` names, in the order of the list, those of a pattern by name.
+
+    Raises ``DataError`` for a pattern without files and for a file that is named twice.
+    """
+    found: list[Path] = []
+    for path in (given,) if isinstance(given, Path) else given:
+        if not glob.has_magic(str(path)) or path.exists():
+            found.append(path)
+            continue
+        matches = sorted(glob.glob(str(path), recursive=True))
+        files = [Path(name) for name in matches if not Path(name).is_dir()]
+        if not files:
+            listed = str(path).startswith("[") and "," in str(path)
+            raise DataError(
+                f"no file matches {path}; "
+                + (
+                    """a list on the command line is written '["a.jsonl", "b.jsonl"]'"""
+                    if listed
+                    else "correct the pattern, or name the files"
+                )
+            )
+        found += files
+    for place, path in enumerate(found):
+        if path in found[:place]:
+            raise DataError(
+                f"{path} is named twice; name it once (a mixture's `weights` repeat a source)"
+            )
+    return found

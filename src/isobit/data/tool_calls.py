@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig, ToolFormat
-from isobit.data.tokenizer import mentions
+from isobit.data.chat_template import mentions
 from isobit.records.text import THINK, THOUGHT
 from isobit.util.errors import ConfigError
 

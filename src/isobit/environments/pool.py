@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
 from isobit.environments.given import packed_environment
 from isobit.environments.hosted import Start, Turn
-from isobit.records.text import Message
+from isobit.records.messages import Message
 from isobit.rewards.outcome import LARGEST, Failure, frame
 from isobit.rewards.pool import START_DEADLINE_S, GraderProcess
 from isobit.util.errors import ToolError

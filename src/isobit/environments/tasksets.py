@@ -98,7 +98,7 @@ def _importable(place: str) -> str:
 
 
 def print_rows(place: str, options: Mapping[str, Any], split: str) -> None:
-    """Write the dataset of an environment as lines of JSON, for ``isobit.data.readers``."""
+    """Write the dataset of an environment as lines of JSON, for ``isobit.data.tasks``."""
     with redirect_stdout(sys.stderr):
         if is_classic():
             environment = load_verifiers(place, options)

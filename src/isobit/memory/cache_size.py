@@ -29,7 +29,7 @@ from isobit.kernels.backend import DeviceMemory
 from isobit.kernels.sizes import Sizes
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
-from isobit.models.policy_share import SampledPolicy
+from isobit.models.function import SampledPolicy
 from isobit.precision.flow import PrecisionFlow
 from isobit.util.errors import ConfigError, OutOfMemoryError
 from isobit.util.machine import read_memory

@@ -33,6 +33,7 @@ from isobit.models.config import ModelConfig, rotary_buffer
 from isobit.models.decoder import NAME as EMBEDDING
 from isobit.models.decoder import build_decoder
 from isobit.models.layers import Master
+from isobit.models.master_values import MasterValues
 from isobit.models.quantised_checkpoint import (
     FORMATS,
     FP8,
@@ -41,7 +42,6 @@ from isobit.models.quantised_checkpoint import (
     SUFFIXES,
     Fp8Format,
     Int8Format,
-    MasterValues,
     check_eight_bits,
     check_int8,
     check_scales,

@@ -22,18 +22,9 @@ from isobit.config.tables import (
     Family,
     LoraConfig,
 )
-from isobit.models.families import (
-    ARCHITECTURES,
-    FAMILIES,
-    FEATURES,
-    REWARD_ARCHITECTURES,
-    ConfigFields,
-    Llama3Scaling,
-    RopeScaling,
-    is_neutral,
-    read_rope,
-    rope_json,
-)
+from isobit.models.config_fields import ConfigFields, is_neutral
+from isobit.models.families import ARCHITECTURES, FAMILIES, FEATURES, REWARD_ARCHITECTURES
+from isobit.models.rope import Llama3Scaling, RopeScaling, read_rope, rope_json
 from isobit.util.errors import ConfigError, ModelError
 
 MAX_HEAD_DIM = 256

@@ -26,13 +26,8 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config.base import Device
 from isobit.config.tables import PrecisionConfig, RolloutConfig, named_precision
-from isobit.data.tokenizer import (
-    check_vocabulary,
-    further_stops,
-    load_tokenizer,
-    stop_token_ids,
-    tokenizer_size,
-)
+from isobit.data.stop_tokens import further_stops, stop_token_ids
+from isobit.data.tokenizer import check_vocabulary, load_tokenizer, tokenizer_size
 from isobit.kernels import backend
 from isobit.models.adapter_folder import (
     CONFIG_FILE,
@@ -52,9 +47,11 @@ from isobit.models.adapters import (
 from isobit.models.checkpoint import Checkpoint, read_json, shard_names, weight_files
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
+from isobit.models.function import SampledPolicy
+from isobit.models.master_values import MasterValues
 from isobit.models.policy import Policy
-from isobit.models.policy_share import PolicyShare, SampledPolicy
-from isobit.models.quantised_checkpoint import MasterValues, read_quantisation
+from isobit.models.policy_share import PolicyShare
+from isobit.models.quantised_checkpoint import read_quantisation
 from isobit.models.safetensors import INDEX_FILE
 from isobit.models.saving import (
     TEMPLATES,

@@ -23,12 +23,13 @@ from isobit.models.config import ModelConfig
 from isobit.models.decoder import LM_HEAD, Decoder, build_decoder, decoder_shape
 from isobit.models.folder import read_config, read_masters, read_reward_config
 from isobit.models.layers import Weights
+from isobit.models.master_values import MasterValues
 from isobit.models.policy import Policy
-from isobit.models.quantised_checkpoint import MasterValues
 from isobit.models.scorer import Scorer
 from isobit.precision.flow import Graph, PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import QuantisedWeight, Side
-from isobit.records.batch import PackedBatch, first_fit_decreasing
+from isobit.records.batch import PackedBatch
+from isobit.records.packing import first_fit_decreasing
 from isobit.util.errors import CheckpointError, ModelError
 
 SIDE: Side = "training"  # the side that scores

@@ -1,5 +1,5 @@
-"""What the units of a decoder share: published weights, masters, linears, norms, the routing of a
-forward, and bytes for the memory plan.
+"""What the units of a decoder share: published weights, masters, linears, norms, and bytes for the
+memory plan.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,6 @@ from isobit.kernels.operands import (
 from isobit.kernels.sizes import Sizes
 from isobit.models.config import Lora
 from isobit.models.tensor_parallel import WHOLE, Cuts, TensorParallel
-from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import Graph, LinearShape, SiteShape
 from isobit.precision.kv_scales import KvScales
 from isobit.precision.quant_tensor import DTYPES
@@ -52,35 +51,6 @@ class Weights:
         """``head`` of a language model."""
         assert self.head is not None, "a reward model has no lm_head"
         return self.head
-
-
-class PublishedChange:
-    """Counts how many of the quantised weights a publication changes.
-
-        share = changed numbers / numbers     over the matrices of all linears: E4M3 or INT8 bytes
-                                              without scales, or BF16 numbers if a matrix stays BF16
-
-    An update that moves masters by much less than their format's spacing changes few of them.
-    Counts stay on the device until ``share`` is read.
-    """
-
-    def __init__(self, world: World = ALONE) -> None:
-        self._world = world
-        self._changed: list[torch.Tensor] = []
-        self._numbers = 0
-
-    def add(self, changed: torch.Tensor, numbers: int) -> None:
-        """One matrix of so many numbers; ``changed`` is an int64 scalar on its device."""
-        self._changed.append(changed)
-        self._numbers += numbers
-
-    @property
-    def share(self) -> float:
-        """From 0 to 1, over the rows of all ranks, which all call it; 0 if nothing changed."""
-        changed = int(torch.stack(self._changed).sum()) if self._changed else 0
-        counts = self._world.all_gather((changed, self._numbers))
-        numbers = sum(one[1] for one in counts)
-        return sum(one[0] for one in counts) / numbers if numbers else 0.0
 
 
 Gradient = Callable[[str], torch.Tensor]

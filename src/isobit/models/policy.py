@@ -12,26 +12,20 @@ up are fused along their outputs), ``layers.N.qkv_proj.bias``, ``norm.weight``, 
 if it is not tied, and ``value_head.weight`` or ``score.weight``.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from isobit.config.tables import PrecisionConfig, named_precision
-from isobit.kernels.backend import Backend, backend_of
-from isobit.kernels.operands import HeadWeight, LinearWeight, RopeTable
-from isobit.models.adapters import Adapted, JoinedAdapters, check_delivered, drawn_adapters
+from isobit.kernels.backend import backend_of
+from isobit.models.adapter_delivery import JoinedAdapters, check_delivered
+from isobit.models.adapters import Adapted, drawn_adapters
 from isobit.models.checkpoint import is_equal_in_pieces
-from isobit.models.config import ModelConfig, inverse_frequencies
-from isobit.models.decoder import LM_HEAD, about_folded, build_decoder, fold_norms, master_shapes
-from isobit.models.layers import PublishedChange, Weights
-from isobit.models.quantised_checkpoint import (
-    MasterValues,
-    ScaleConversion,
-    is_taken,
-    master_of,
-)
-from isobit.models.safetensors import checksum_of
+from isobit.models.config import ModelConfig
+from isobit.models.decoder import build_decoder, master_shapes
+from isobit.models.layers import Weights
+from isobit.models.master_values import MasterValues, ScaleConversion
+from isobit.models.published import PublishedChange, PublishedWeights
 from isobit.parallel.gradient_sum import (
     ONE_SLOT,
     ExchangedSum,
@@ -42,203 +36,10 @@ from isobit.parallel.gradient_sum import (
     fold_of,
 )
 from isobit.parallel.world import ALONE, World, raised_on_all
-from isobit.precision.flow import PrecisionFlow, Site, build_flow
+from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.kv_scales import KvScales
-from isobit.precision.quant_tensor import DTYPES, QuantisedWeight, QuantTensor, Side
+from isobit.precision.quant_tensor import Side
 from isobit.util.errors import MismatchError
-from isobit.util.terminal import say
-
-SIDES: tuple[Side, Side] = ("rollout", "training")
-
-
-class Published:
-    """The weights of a decoder in a flow, on one device, published from masters."""
-
-    def __init__(self, config: ModelConfig, flow: PrecisionFlow, backend: Backend) -> None:
-        frequencies = inverse_frequencies(config)
-        rope = RopeTable.build(frequencies, config.max_positions, config.attention_scaling)
-        rope, decoder = rope.to(backend.device), build_decoder(config)
-        self.sides: dict[Side, Weights] = {
-            side: Weights(backend, rope, flow.graph(side)) for side in SIDES
-        }
-        self.conversion = ScaleConversion()
-        """For a folder's FP8 with scales that the flow does not have."""
-        self.reads_folder = False  # whether matrices are a folder's FP8, unchanged
-        self.kv_scales = KvScales.of(flow, backend.device)
-        for weights in self.sides.values():
-            weights.kv_scales = self.kv_scales
-        if self.kv_scales is not None:
-            self.sides["rollout"].kv_maxima = self.kv_scales.sampled
-        self._decoder, self._flow, self._backend = decoder, flow, backend
-        self._described = decoder.masters()
-
-    def take_all(
-        self,
-        masters: Mapping[str, torch.Tensor] | Iterator[tuple[str, MasterValues]],
-        keep: Collection[str],
-    ) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Publish whole masters, in the order of the forward; -> each by name, after it was
-        published, as FP32 numbers on the device, or None for a folder's FP8 that is used unchanged
-        and not one of those to ``keep``. Masters of a mapping are copied, pairs are taken over.
-        """
-        pairs = masters.items() if isinstance(masters, Mapping) else masters
-        names: list[str] = []
-        folded: list[int] = []
-        for name, values in self.folded(pairs, folded.append):
-            names.append(name)
-            if isinstance(values, QuantisedWeight):
-                master = self.take(name, values, name in keep)
-            else:
-                copy, device = isinstance(masters, Mapping), self._backend.device
-                master = values.to(device, torch.float32, copy=copy)
-                self.publish(name, master.detach())
-            yield name, master
-        if len(self.conversion):
-            say(f"isobit: {self.conversion}")
-        if folded:
-            say(about_folded(folded))
-        assert names == list(self._described), "masters do not fit the configuration"
-
-    def folded(
-        self, masters: Iterable[tuple[str, MasterValues]], note: Callable[[int], None]
-    ) -> Iterator[tuple[str, MasterValues]]:
-        """A folder's masters, in the order of the forward, as the flow has them."""
-        return fold_norms(masters, self._is_int8, note)
-
-    @torch.no_grad()
-    def publish(self, name: str, master: torch.Tensor) -> None:
-        path, kind = name.rpartition(".")[0], self._described[name].kind
-        if kind == "matrix":
-            made = {
-                site: LinearWeight(site, self._backend.publish(site, master))
-                for site in self._sites(path).values()
-            }
-            for side, site in self._sites(path).items():
-                self.sides[side].linears[path] = made[site]
-            return
-        held = master.to(DTYPES[self._flow.training.activations], copy=True)  # for both sides
-        if kind == "bias":
-            with_bias: dict[int, LinearWeight] = {}
-            for weights in self.sides.values():
-                linear = weights.linears[path]
-                made_once = with_bias.setdefault(id(linear.matrix), replace(linear, bias=held))
-                weights.linears[path] = made_once
-            return
-        for weights in self.sides.values():
-            weights.plain[name] = held
-        if self._decoder.head is not None and name == self._decoder.head.master:
-            self._derive_head()
-
-    @torch.no_grad()
-    def take(self, name: str, given: QuantisedWeight, keep_master: bool) -> torch.Tensor | None:
-        """Use a folder's FP8 or INT8 unchanged on each side whose flow has its form, and publish
-        its numbers on the other; -> these numbers, if ``keep_master``. Raises ModelError for INT8
-        whose numbers are needed.
-        """
-        path = name.rpartition(".")[0]
-        sites = self._sites(path)
-        taken = {site: is_taken(site, given) for site in sites.values()}
-        master = master_of(given) if keep_master or not all(taken.values()) else None
-        made = {site: LinearWeight(site, given) for site in sites.values() if taken[site]}
-        self.reads_folder |= bool(made)
-        for side, site in sites.items():
-            if site not in made:
-                assert master is not None
-                matrix = self._backend.publish(site, master)
-                made[site] = LinearWeight(site, matrix)
-                if isinstance(given, QuantTensor) and isinstance(matrix, QuantTensor):
-                    self.conversion.add(path, given, matrix)
-            self.sides[side].linears[path] = made[site]
-        return master if keep_master else None
-
-    @torch.no_grad()
-    def republish(
-        self, name: str, rows: torch.Tensor, first: int, last: int, change: PublishedChange
-    ) -> None:
-        """Overwrite what is published of rows ``first`` to ``last``, of a matrix whole blocks."""
-        path, kind = name.rpartition(".")[0], self._described[name].kind
-        if kind == "matrix":
-            for held in self._of(path):
-                part = held.rows(first, last)
-                change.add(self._backend.republish(part, rows), rows.numel())
-        elif kind == "bias":
-            for bias in _distinct([held.bias for held in self._of(path)]):
-                bias[first:last].copy_(rows)
-        else:
-            self.sides["rollout"].plain[name][first:last].copy_(rows)
-
-    @torch.no_grad()
-    def gather(
-        self, world: World, cuts: Mapping[str, Sequence[int]], places: Sequence[int] | None = None
-    ) -> None:
-        """Take the rows of each master that other ranks have republished
-        (``World.all_gather_rows``), and derive what depends on several ranks' rows.
-        """
-        if world.size > 1:
-            pairs = list(self._tensors(cuts))
-            world.all_gather_rows([tensor for tensor, _ in pairs], [at for _, at in pairs], places)
-        if not self._decoder.has_adapters:  # with them it stays
-            self._derive_head()
-
-    def checksum(self, without: Collection[str] = ()) -> int:
-        """The checksum of all published bytes (``isobit.models.safetensors``), by their places, but
-        for those of some masters.
-        """
-        names = [name for name in self._described if name not in without]
-        tensors = self._tensors(dict.fromkeys(names, (0,)))
-        return checksum_of({str(place): tensor for place, (tensor, _) in enumerate(tensors)})
-
-    def _tensors(
-        self, cuts: Mapping[str, Sequence[int]]
-    ) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
-        """Each published tensor once, and where its rows are cut."""
-        for name, at in cuts.items():
-            path, kind = name.rpartition(".")[0], self._described[name].kind
-            if kind == "matrix":
-                for held in self._of(path):
-                    if isinstance(held.matrix, QuantisedWeight):
-                        yield held.matrix.values, at
-                        yield held.matrix.scales, held.matrix.scales_above(at)
-                    else:
-                        assert isinstance(held.matrix, torch.Tensor)
-                        yield held.matrix, at
-            elif kind == "bias":
-                for bias in _distinct([held.bias for held in self._of(path)]):
-                    yield bias, at
-            else:
-                yield self.sides["rollout"].plain[name], at
-
-    def _is_int8(self, path: str) -> bool:
-        """Whether either side reads the linear ``path`` in INT8."""
-        described = self._described.get(f"{path}.weight")
-        if described is None or described.kind != "matrix":
-            return False
-        return any(site.forward == "int8" for site in self._sites(path).values())
-
-    def _sites(self, path: str) -> dict[Side, Site]:
-        return {side: self._flow.graph(side).site(path) for side in SIDES}
-
-    def _of(self, path: str) -> list[LinearWeight]:
-        """A linear's published weights: one, or two if the sides differ."""
-        rollout, training = (self.sides[side].linears[path] for side in SIDES)
-        return [rollout] if rollout.matrix is training.matrix else [rollout, training]
-
-    def _derive_head(self) -> None:
-        """Compute lm_head's operands from its table, in place for all who hold them."""
-        if self._decoder.head is None:
-            return
-        table = self.sides["training"].plain[self._decoder.head.master]
-        made: dict[Site, HeadWeight] = {}
-        for weights in self.sides.values():
-            site = weights.graph.site(LM_HEAD)
-            if site not in made:
-                made[site] = self._backend.publish_head(site, table, weights.head)
-            weights.head = made[site]
-
-
-def _distinct(biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    found = {id(bias): bias for bias in biases if bias is not None}
-    return list(found.values())
 
 
 class Policy:
@@ -260,7 +61,7 @@ class Policy:
         Those of a mapping are copied. Pairs are taken over one by one, so they need not fit the
         memory together: FP32 values on the device become the master itself, and a folder's FP8
         matrix is used unchanged if the flow has the form of its scales
-        (``isobit.models.quantised_checkpoint``). ``slots`` are those of an update.
+        (``isobit.models.master_values``). ``slots`` are those of an update.
         """
         self.config = config
         self.decoder = build_decoder(config)
@@ -278,7 +79,7 @@ class Policy:
         self.shapes = master_shapes(config)
         """Of the masters that learn."""
         self.ownership = self.decoder.ownership(world.size, slots.hosts)
-        self._published = Published(config, self.flow, self.backend)
+        self._published = PublishedWeights(config, self.flow, self.backend)
         kept = self.shapes if trainable else {}
         for name, master in self._published.take_all(masters, kept):
             if name in kept and master is not None:

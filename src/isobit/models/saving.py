@@ -24,24 +24,23 @@ here scales are sqrt(n) times as large: exactly for n = 64, rounded to FP32 for 
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer, named_stops, stop_token_ids
+from isobit.data.stop_tokens import named_stops, stop_token_ids
+from isobit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
-from isobit.models.decoder import about_folded, build_decoder, checkpoint_shapes, fold_norms
+from isobit.models.decoder import build_decoder, checkpoint_shapes
+from isobit.models.master_values import parts_of
+from isobit.models.outliers import about_folded, fold_norms
 from isobit.models.policy import Policy
-from isobit.models.quantised_checkpoint import (
-    fp8_config,
-    int8_config,
-    parts_of,
-)
+from isobit.models.quantised_checkpoint import fp8_config, int8_config
 from isobit.models.safetensors import (
     INT8_SCALES_SUFFIX,
     SCALES_SUFFIX,
@@ -67,6 +66,9 @@ from isobit.util.plain_files import read_plain
 from isobit.util.strict_json import json_text
 from isobit.util.terminal import say
 
+if TYPE_CHECKING:
+    from isobit.models.policy import Policy
+
 
 class Tensors(Protocol):
     """A checkpoint's tensors by name, each read only when it is asked for."""
@@ -81,6 +83,36 @@ class Tensors(Protocol):
     def quantised(self, name: str) -> QuantTensor | None:
         """A matrix stored in E4M3, with its scales; None for any other tensor."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class MergedTensors:
+    """A base's tensors with its adapters added, W + scale B A in FP64, rounded to FP32 once."""
+
+    base: Tensors
+    adapters: Mapping[str, torch.Tensor]  # by PEFT's names
+    scale: float
+
+    def tensor(self, name: str) -> torch.Tensor:
+        values, change = self.base.tensor(name), self.change(name)
+        return values if change is None else (values.double() + change).float()
+
+    def change(self, name: str) -> torch.Tensor | None:
+        """What is added to a tensor, FP64; None where there is no adapter."""
+        path = f"base_model.model.{name.removesuffix('.weight')}"
+        down = self.adapters.get(f"{path}.lora_A.weight")
+        if down is None:
+            return None
+        up = self.adapters[f"{path}.lora_B.weight"]
+        return (up.double() @ down.double()).mul_(self.scale)
+
+    @property
+    def in_e4m3(self) -> frozenset[str]:
+        """None: a merged matrix is in FP32."""
+        return frozenset()
+
+    def quantised(self, name: str) -> QuantTensor | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

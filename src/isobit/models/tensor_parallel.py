@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from isobit.kernels.backend import Backend
 from isobit.kernels.operands import LinearInput, Operand
 from isobit.models.config import ModelConfig
-from isobit.models.quantised_checkpoint import parts_of
+from isobit.models.master_values import parts_of
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import Site
 from isobit.precision.quant_tensor import BLOCK, E4M3, Int8Rows, QuantTensor, num_blocks

@@ -32,7 +32,7 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.data.tokenizer import special_token_ids
+from isobit.data.encoding import special_token_ids
 from isobit.records.metrics import Metrics
 from isobit.records.rounding import are_level, settled
 from isobit.records.text import CUT, Completion, Group

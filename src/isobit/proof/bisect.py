@@ -37,7 +37,7 @@ from isobit.proof.verify import (
     scenarios_of,
     verify_policy,
 )
-from isobit.records.batch import pack
+from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence
 
 TOKENS_MEASURED = 256

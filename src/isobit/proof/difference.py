@@ -38,10 +38,11 @@ import torch
 
 from isobit.kernels.noise import splitmix64
 from isobit.kernels.operands import UNROUNDED, observing
-from isobit.models.policy_share import SampledPolicy
+from isobit.models.function import SampledPolicy
 from isobit.models.scorer import Scorer
 from isobit.precision.quant_tensor import BLOCK, DTYPES, E8M0_BIAS
-from isobit.records.batch import PackedBatch, TokenScores, pack
+from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence
 from isobit.rollout.runner import ForwardBatch, PolicyRunner
 from isobit.rollout.sequence import States

@@ -29,7 +29,8 @@ from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World
 from isobit.proof.scenarios import Scenario, Workload
 from isobit.proof.verify import ScenarioResult, VerifyResult, run_scenario
-from isobit.records.batch import PackedBatch, pack
+from isobit.records.batch import PackedBatch
+from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Prompt
 from isobit.rollout.runner import page_tokens_of

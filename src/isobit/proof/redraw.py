@@ -21,7 +21,7 @@ from isobit.kernels.operands import Draws
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.proof.scenarios import up_to
-from isobit.records.batch import lay_end_to_end
+from isobit.records.packing import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout.engine import Request

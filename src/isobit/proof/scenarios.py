@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from isobit.config.tables import RolloutConfig
 from isobit.memory.cache_size import pages_for
-from isobit.models.policy import SIDES, Policy
+from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare
+from isobit.models.published import SIDES
 from isobit.precision.quant_tensor import Side
-from isobit.records.batch import PackedBatch, pack
+from isobit.records.batch import PackedBatch
+from isobit.records.packing import pack
 from isobit.records.sequence import COLUMN, TokenSequence
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Request

@@ -38,9 +38,10 @@ from typing import Any
 from isobit.config.base import Device
 from isobit.config.tables import PrecisionConfig
 from isobit.models.folder import choose_device, load_policy, model_folder, read_config, read_masters
+from isobit.models.kv_calibration import calibrate_kv_scales
 from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare
-from isobit.models.scorer import Scorer, calibrate_kv_scales
+from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World
 from isobit.proof.difference import (
     Checksums,
@@ -63,7 +64,8 @@ from isobit.proof.scenarios import (
     packings,
     tied_routers,
 )
-from isobit.records.batch import PackedBatch, sequences_of
+from isobit.records.batch import PackedBatch
+from isobit.records.packing import sequences_of
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group
 from isobit.rollout.engine import EngineStats, Handle, Request, RolloutEngine, generate

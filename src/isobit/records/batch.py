@@ -1,70 +1,58 @@
-"""A micro-batch of the trainer: which sequences go into it, their columns laid end to end, and what
-a forward says of its tokens.
+"""A micro-batch of the trainer, and what a forward says of its tokens."""
 
-    sequence    given tokens | answer | given tokens | answer     L tokens, positions 0 .. L-1
-    row i       predicts token i + 1: the rows that are learnt from stand before the tokens in the
-                loss mask, of which there may be several spans
-
-Sequences are packed first-fit decreasing within a budget of tokens: longest first, each into the
-first bin that has space for it.  That fills the bins (never more than 11/9 of the fewest possible,
-and one) and puts sequences of similar length side by side, which is what the attention over a
-packed batch likes.  Ties keep the order given, so that the same sequences make the same bins.
-
-The first bin with space is found in a tree of the largest spaces, in log n steps: every rank packs
-the step of all, and hundreds of GPUs have 100,000 sequences.
-"""
-
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from isobit.records.sequence import COLUMNS, Column, PackedBatch, TokenSequence
-from isobit.records.text import Group
 
-_FULL = -1
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Whole sequences laid end to end without padding: T tokens of S sequences, N of them in a loss
+    mask.
 
-
-def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices into ``lengths``, cut into bins whose lengths sum to at most ``budget``, or that hold
-    one index.
-    """
-    bins: list[list[int]] = []
-    spaces = _Spaces(len(lengths), budget)
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = spaces.first(lengths[index]) if lengths[index] <= budget else len(bins)
-        if place == len(bins):
-            bins.append([])
-        bins[place].append(index)
-        spaces.fill(place, lengths[index])
-    return bins
-
-
-class _Spaces:
-    """The space left in every bin, those not yet begun too: node i of a tree has the larger one of
-    its children 2 i and 2 i + 1, the leaves are the bins.
+    Row ``i`` of the forward predicts token ``i + 1`` of the same sequence; ``rows`` names the N
+    rows whose prediction is learnt from and ``targets`` the tokens predicted there.  The columns
+    are those that ``COLUMNS`` packs, with the entries of the N targets.  All on the host.
     """
 
-    def __init__(self, bins: int, budget: int) -> None:
-        self._leaves = 1 << max(bins - 1, 0).bit_length()
-        self._largest = [budget] * (2 * self._leaves)
-
-    def first(self, length: int) -> int:
-        """The first bin with space for ``length`` tokens."""
-        node = 1
-        while node < self._leaves:
-            node *= 2
-            node += self._largest[node] < length
-        return node - self._leaves
-
-    def fill(self, place: int, length: int) -> None:
-        """Put ``length`` tokens into a bin."""
-        node = place + self._leaves
-        self._largest[node] = max(self._largest[node] - length, _FULL)
-        while node > 1:
-            node //= 2
-            self._largest[node] = max(self._largest[2 * node], self._largest[2 * node + 1])
+    token_ids: torch.Tensor
+    """int64 [T]"""
+    positions: torch.Tensor
+    """int64 [T], from 0 in each sequence."""
+    lengths: tuple[int, ...]
+    """S of them, summing to T."""
+    rows: torch.Tensor
+    """int64 [N], ascending."""
+    targets: torch.Tensor
+    """int64 [N]"""
+    sequence: torch.Tensor
+    """int64 [N], 0..S-1, ascending: the sequence each target belongs to."""
+    temperatures: torch.Tensor
+    """float32 [N]"""
+    recorded_log_probs: torch.Tensor
+    """float32 [N], by whoever drew the targets."""
+    old_log_probs: torch.Tensor
+    """float32 [N], that the ratio of the loss is taken to: the trainer's own from before its first
+    update, or the recorded ones where those are the same function's.
+    """
+    advantages: torch.Tensor
+    """float32 [N]"""
+    recorded_routings: torch.Tensor | None = None
+    """int64 [N], of the row that each target was drawn from; 0 where none is known (of what is
+    replayed), and None where no sequence has any.
+    """
+    fresh: torch.Tensor | None = None
+    """bool [N], whether a target was drawn from the weights of before the step's updates; None is
+    everywhere.
+    """
+    reference_log_probs: torch.Tensor | None = None
+    """float32 [N], by the reference model."""
+    values: torch.Tensor | None = None
+    """float32 [N], by the value head before the first update of the batch."""
+    returns: torch.Tensor | None = None
+    """float32 [N], what the value head is to learn."""
+    importance: torch.Tensor | None = None
+    """float32 [N], the weights of the corrections; None is 1 everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,83 +90,4 @@ class TokenScores:
     router: RouterScores | None = None
     """Of a mixture of experts in a pass that is learnt from."""
     divergences: torch.Tensor | None = None
-    """From the teacher's distribution, nats (``isobit.models.scorer``); None without a teacher."""
-
-
-def sequences_of(
-    groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
-) -> list[TokenSequence]:
-    """The sequences of graded groups, with ``advantages[g][i]`` at every token that completion i of
-    group g drew.
-
-    An advantage of None (no valid reward, or nothing to compare it with) leaves the completion out;
-    so does an empty response.
-    """
-    return [
-        completion.sequence.with_columns(advantages=advantage)
-        for group, group_advantages in zip(groups, advantages, strict=True)
-        for completion, advantage in zip(group.completions, group_advantages, strict=True)
-        if advantage is not None and completion.length
-    ]
-
-
-def pack(sequences: Sequence[TokenSequence], tokens_per_microbatch: int) -> list[PackedBatch]:
-    """Sequences -> micro-batches of at most ``tokens_per_microbatch`` tokens; a longer sequence
-    gets a micro-batch of its own.
-    """
-    bins = first_fit_decreasing([sequence.length for sequence in sequences], tokens_per_microbatch)
-    return [lay_end_to_end([sequences[index] for index in members]) for members in bins]
-
-
-def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
-    """One micro-batch of the sequences in their order, with every column that ``COLUMNS`` packs."""
-    lengths = [sequence.length for sequence in sequences]
-    token_ids = torch.from_numpy(np.concatenate([one.token_ids for one in sequences])).long()
-    mask = torch.from_numpy(np.concatenate([one.loss_mask for one in sequences]))
-    learnt = mask.nonzero().squeeze(1)
-    owner = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))[learnt]
-    columns = {
-        column.packed: _packed(sequences, column) for column in COLUMNS if column.packed is not None
-    }
-    temperatures = torch.tensor(
-        [sequence.temperature for sequence in sequences], dtype=torch.float32
-    )
-    return PackedBatch(
-        token_ids=token_ids,
-        positions=torch.cat([torch.arange(length) for length in lengths]),
-        lengths=tuple(lengths),
-        rows=learnt - 1,
-        targets=token_ids[learnt],
-        sequence=owner,
-        temperatures=temperatures[owner],
-        fresh=torch.tensor([sequence.fresh for sequence in sequences])[owner],
-        **columns,  # pyright: ignore[reportArgumentType]
-    )
-
-
-def _packed(sequences: Sequence[TokenSequence], column: Column) -> torch.Tensor | None:
-    """The entries of all responses; None where no sequence has the column.  Of what a replayed
-    sequence is without, the fill is packed; of other columns all sequences have one, or none.
-    """
-    found: list[np.ndarray | None] = [getattr(one, column.name) for one in sequences]
-    if column.stand_in is not None:
-        others = [getattr(one, column.stand_in) for one in sequences]
-        found = [other if one is None else one for one, other in zip(found, others, strict=True)]
-    missing = sum(one is None for one in found)
-    if missing == len(found):
-        return None
-    is_lost_in_replay = column.writer == "rollout" and not column.replayed
-    assert not missing or is_lost_in_replay, "all sequences have a column, or none"
-    return responses(
-        sequences,
-        [
-            np.full(sequence.length, column.fill, column.dtype) if one is None else one
-            for sequence, one in zip(sequences, found, strict=True)
-        ],
-    )
-
-
-def responses(sequences: Sequence[TokenSequence], columns: Iterable[np.ndarray]) -> torch.Tensor:
-    """The entries of all response tokens of a column each, end to end."""
-    pairs = zip(sequences, columns, strict=True)
-    return torch.from_numpy(np.concatenate([one.of_response(column) for one, column in pairs]))
+    """From the teacher's distribution, nats (``isobit.models.teacher``); None without a teacher."""

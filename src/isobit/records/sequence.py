@@ -21,13 +21,10 @@ without looking at each.  Nothing here imports torch; rewards and data import th
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Numbers: TypeAlias = NDArray[np.float32]
 """FP32: log-probabilities and all else that a loss reads."""
@@ -54,7 +51,7 @@ class Column:
     """
     sent: bool
     """Whether it goes to other ranks, and into the checkpoint of a batch that waits for its step
-    (``isobit.records.kept_groups``).
+    (``isobit.records.wire``).
     """
     replayed: bool
     """Whether the replay buffer and its checkpoint keep it.  What is recorded and not replayed may
@@ -331,53 +328,3 @@ def _spread(
     assert given.shape in ((), (count,)), "one entry a token of the response, or one for all"
     column[mask] = given
     return column
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """Whole sequences laid end to end without padding: T tokens of S sequences, N of them in a loss
-    mask.
-
-    Row ``i`` of the forward predicts token ``i + 1`` of the same sequence; ``rows`` names the N
-    rows whose prediction is learnt from and ``targets`` the tokens predicted there.  The columns
-    are those that ``COLUMNS`` packs, with the entries of the N targets.  All on the host.
-    """
-
-    token_ids: "Tensor"
-    """int64 [T]"""
-    positions: "Tensor"
-    """int64 [T], from 0 in each sequence."""
-    lengths: tuple[int, ...]
-    """S of them, summing to T."""
-    rows: "Tensor"
-    """int64 [N], ascending."""
-    targets: "Tensor"
-    """int64 [N]"""
-    sequence: "Tensor"
-    """int64 [N], 0..S-1, ascending: the sequence each target belongs to."""
-    temperatures: "Tensor"
-    """float32 [N]"""
-    recorded_log_probs: "Tensor"
-    """float32 [N], by whoever drew the targets."""
-    old_log_probs: "Tensor"
-    """float32 [N], that the ratio of the loss is taken to: the trainer's own from before its first
-    update, or the recorded ones where those are the same function's.
-    """
-    advantages: "Tensor"
-    """float32 [N]"""
-    recorded_routings: "Tensor | None" = None
-    """int64 [N], of the row that each target was drawn from; 0 where none is known (of what is
-    replayed), and None where no sequence has any.
-    """
-    fresh: "Tensor | None" = None
-    """bool [N], whether a target was drawn from the weights of before the step's updates; None is
-    everywhere.
-    """
-    reference_log_probs: "Tensor | None" = None
-    """float32 [N], by the reference model."""
-    values: "Tensor | None" = None
-    """float32 [N], by the value head before the first update of the batch."""
-    returns: "Tensor | None" = None
-    """float32 [N], what the value head is to learn."""
-    importance: "Tensor | None" = None
-    """float32 [N], the weights of the corrections; None is 1 everywhere."""

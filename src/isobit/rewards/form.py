@@ -20,7 +20,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from isobit.records.text import Completion, Prompt, without_beginning
+from isobit.records.messages import without_beginning
+from isobit.records.text import Completion, Prompt
 from isobit.rewards.graders import SANDBOXED
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 from isobit.rewards.sandbox import launcher

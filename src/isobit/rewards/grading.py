@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from isobit.config.data import DEFAULT_FUNCTION, WHOLE, RewardConfig
-from isobit.data.readers import TASK_COLUMN
+from isobit.data.tasks import TASK_COLUMN
 from isobit.records.rounding import rounded_sum
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.form import Reward

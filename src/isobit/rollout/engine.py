@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol
 
 from isobit.kernels.noise import sample_key
 from isobit.memory.cache_size import pages_for
-from isobit.models.policy_share import LogProbFunction
+from isobit.models.function import LogProbFunction
 from isobit.precision.kv_scales import KvScales
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.util.errors import RequestError

@@ -46,7 +46,7 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import EnvironmentConfig, ToolFormat
 from isobit.data.continuation import Continuation, messages_of
-from isobit.data.tokenizer import most_characters, token_ids
+from isobit.data.encoding import most_characters, token_ids
 from isobit.data.tool_calls import MalformedCall, Parsed, Said, read_turn
 from isobit.environments.hosted import Call, Turn
 from isobit.environments.pool import Answer, Environments, KnownAnswers, Opening, Result

@@ -34,7 +34,7 @@ from isobit.kernels import backend as back_ends
 from isobit.kernels.backend import Backend, Captured
 from isobit.kernels.operands import DecodeBatch, Drawn, Draws
 from isobit.models.folder import model_needs
-from isobit.models.policy_share import SampledPolicy
+from isobit.models.function import SampledPolicy
 from isobit.parallel.world import Pulse
 from isobit.rollout.runner import (
     DrawnToken,

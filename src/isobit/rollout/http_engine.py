@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import isobit
 from isobit.config.tables import RunRolloutConfig
+from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
-from isobit.models.policy_share import LogProbFunction, SentWeights, function_of
+from isobit.models.weight_deltas import SentWeights
 from isobit.rollout.answers import Drawn, UnavailableError
 from isobit.rollout.books import SampleBooks
 from isobit.rollout.engine import Handle, Limits

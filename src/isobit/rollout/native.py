@@ -32,7 +32,7 @@ from isobit.memory.cache_size import (
     choose_num_pages,
     out_of_memory_named,
 )
-from isobit.models.policy_share import LogProbFunction, SampledPolicy, function_of
+from isobit.models.function import LogProbFunction, SampledPolicy, function_of
 from isobit.records.text import Completion
 from isobit.rollout.engine import (
     EngineStats,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from isobit.kernels.operands import Attend, Drawn, Draws, KvCache, PagedBatch
 from isobit.memory.cache_size import pages_for
-from isobit.models.policy_share import SampledPolicy
+from isobit.models.function import SampledPolicy
 from isobit.rollout.scheduler import Plan
 from isobit.rollout.sequence import Sample, SharedPrompt, States
 from isobit.util.errors import NonFiniteError

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from isobit.data.tokenizer import byte_token_ids, is_of_tokenizer, special_token_ids
+from isobit.data.encoding import byte_token_ids, special_token_ids
+from isobit.data.tokenizer import is_of_tokenizer
 from isobit.memory.cache_size import PageAllocator, Parked
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason

@@ -24,7 +24,7 @@ from secrets import token_hex
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from isobit.models.policy_share import SentWeights
+from isobit.models.weight_deltas import SentWeights
 from isobit.rollout.answers import (
     MOST_ANSWERED,
     AnswerError,

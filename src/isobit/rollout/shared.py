@@ -37,8 +37,8 @@ from time import perf_counter, sleep
 from typing import Any
 
 from isobit.parallel.world import World, decode, encode, is_raised_on_all, run_and_gather
-from isobit.records.kept_groups import completions_of, completions_value
 from isobit.records.text import Completion
+from isobit.records.wire import completions_of, completions_value
 from isobit.rollout.engine import (
     EngineStats,
     Handle,

@@ -30,8 +30,8 @@ import torch
 
 from isobit.config.tables import RunRolloutConfig
 from isobit.memory.cache_size import batched_tokens, out_of_memory_named
+from isobit.models.function import LogProbFunction
 from isobit.models.policy import Policy
-from isobit.models.policy_share import LogProbFunction
 from isobit.models.saving import published_tensors
 from isobit.rollout.books import SampleBooks
 from isobit.rollout.engine import Handle, Limits, Request

@@ -30,9 +30,9 @@ from safetensors.torch import load_file
 import isobit
 from isobit.config.tables import MIXTURES
 from isobit.models.policy import Policy
-from isobit.models.policy_share import digest_of
 from isobit.models.safetensors import SCALES_SUFFIX
 from isobit.models.saving import quantisation_of
+from isobit.models.weight_deltas import digest_of
 from isobit.precision.quant_tensor import BLOCK, E4M3
 from isobit.util.errors import ConfigError, MismatchError, NonFiniteError, shown
 

@@ -31,9 +31,10 @@ from safetensors.torch import save_file
 
 import isobit
 from isobit.config.tables import RunRolloutConfig
+from isobit.models.function import LogProbFunction
 from isobit.models.policy import Policy
-from isobit.models.policy_share import LogProbFunction, digest_of
 from isobit.models.saving import published_tensors, quantised_sites, whole_blocks
+from isobit.models.weight_deltas import digest_of
 from isobit.rollout.answers import (
     MOST_ANSWERED,
     Answer,

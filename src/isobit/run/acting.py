@@ -15,7 +15,7 @@ from isobit.config.data import (
 )
 from isobit.config.tables import RolloutConfig
 from isobit.data.continuation import Continuation, Speaker
-from isobit.data.tokenizer import most_characters
+from isobit.data.encoding import most_characters
 from isobit.data.tool_calls import tool_format
 from isobit.environments.pool import Environments
 from isobit.models.folder import SamplingModel

@@ -20,8 +20,9 @@ from isobit.observe.flow_choice import (
 )
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import Int8Rows
-from isobit.records.batch import pack
-from isobit.records.sequence import PackedBatch, TokenSequence
+from isobit.records.batch import PackedBatch
+from isobit.records.packing import pack
+from isobit.records.sequence import TokenSequence
 
 
 def measure_crests(policy: Scorable, batch: PackedBatch) -> list[Crest]:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.data import ChatConfig, DataSource
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import EvaluationConfig, RolloutConfig
+from isobit.data.chat_template import CLOCK, mentions
 from isobit.data.prompts import (
     Noticed,
     TooLong,
@@ -18,9 +19,8 @@ from isobit.data.prompts import (
     drop_evaluated,
     prompts_sha256,
 )
-from isobit.data.sampler import Spool, in_chunks
 from isobit.data.sources import iter_rows
-from isobit.data.tokenizer import CLOCK, mentions
+from isobit.data.spool import Spool, in_chunks
 from isobit.models.folder import DescribedModel
 from isobit.records.text import Prompt
 from isobit.rewards.grading import check_references

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from isobit.config.data import ChatConfig
 from isobit.config.recipes import RunConfig, SftConfig
-from isobit.data.tokenizer import reads_clock
+from isobit.data.chat_template import reads_clock
 from isobit.models.folder import model_folder
 from isobit.parallel.world import ALONE, World, broadcast
 

@@ -35,7 +35,7 @@ from isobit.models.frozen import (
     frozen_config,
 )
 from isobit.models.policy import Policy
-from isobit.models.scorer import Teacher
+from isobit.models.teacher import Teacher
 from isobit.precision.flow import build_flow
 from isobit.util.errors import CheckpointError, ConfigError
 

@@ -33,7 +33,8 @@ from isobit.observe.evaluation import (
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.records.metrics import METRICS, Metrics, listed
-from isobit.records.text import Group, describe_untaught
+from isobit.records.no_signal import describe_untaught
+from isobit.records.text import Group
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.pending import COMPARED, GradedBatch

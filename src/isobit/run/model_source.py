@@ -15,13 +15,8 @@ from isobit.config.tables import (
     ModelShape,
     PrecisionConfig,
 )
-from isobit.data.tokenizer import (
-    check_vocabulary,
-    load_tokenizer,
-    pad_token_id,
-    stop_token_ids,
-    tokenizer_size,
-)
+from isobit.data.stop_tokens import stop_token_ids
+from isobit.data.tokenizer import check_vocabulary, load_tokenizer, pad_token_id, tokenizer_size
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.folder import (
     DescribedModel,

@@ -15,7 +15,7 @@ taken to them.  The train-inference mismatch is therefore counted when the batch
 some of its completions.
 
 Between two steps the k waiting batches are part of a checkpoint: whole, as they were sampled and
-graded, each as one message (``isobit.records.kept_groups``).  The figures of the engine and its
+graded, each as one message (``isobit.records.wire``).  The figures of the engine and its
 seconds stay with the step that sampled.
 """
 
@@ -31,9 +31,9 @@ from isobit.parallel.world import (
     decode,
     encode,
 )
-from isobit.records.kept_groups import groups_of, groups_value
 from isobit.records.metrics import Metrics
 from isobit.records.text import Group, Prompt
+from isobit.records.wire import groups_of, groups_value
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.training.comparison import ComparedTokens, Comparison

@@ -18,21 +18,21 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import PpoConfig
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_run
-from isobit.data.sampler import Mapped
-from isobit.data.tokenizer import describe_end_of_turn
+from isobit.data.spool import Mapped
+from isobit.data.stop_tokens import describe_end_of_turn
 from isobit.environments.pool import Environments
 from isobit.memory.cache_size import batched_tokens
-from isobit.models.adapters import filled
+from isobit.models.adapter_delivery import filled
 from isobit.models.config import ModelConfig
-from isobit.models.policy_share import is_one_function
-from isobit.models.scorer import calibrate_kv_scales
+from isobit.models.function import is_one_function
+from isobit.models.kv_calibration import calibrate_kv_scales
 from isobit.observe.console import describe_policy
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.metrics import check_package, check_tracking
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import describe_flow
 from isobit.proof.redraw import redraw_some
-from isobit.records.batch import pack
+from isobit.records.packing import pack
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout.engine import EngineStats, Handle, Progress, Request
 from isobit.rollout.episodes import Episodes, Tools

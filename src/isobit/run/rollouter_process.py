@@ -15,7 +15,7 @@ from typing import Any
 
 from isobit.config.recipes import RunConfig
 from isobit.parallel.world import ALONE, World
-from isobit.records.kept_groups import completions_value, groups_value
+from isobit.records.wire import completions_value, groups_value
 from isobit.rewards.grading import Graders
 from isobit.run.agreement import check_recipes
 from isobit.run.interruption import Interruption

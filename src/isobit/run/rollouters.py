@@ -44,8 +44,8 @@ from isobit.parallel.world import (
     is_raised_on_all,
     run_and_gather,
 )
-from isobit.records.kept_groups import completions_of, groups_of
 from isobit.records.text import Completion, Group
+from isobit.records.wire import completions_of, groups_of
 from isobit.rewards.grading import GradeStats
 from isobit.run.agreement import check_alike
 from isobit.run.evaluation import Evaluation, Evaluator

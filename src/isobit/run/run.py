@@ -41,7 +41,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
-from isobit.data.sampler import Mapped, PromptSampler
+from isobit.data.sampler import PromptSampler
+from isobit.data.spool import Mapped
 from isobit.kernels.backend import support
 from isobit.memory.turns import DeviceTurns, Turns, allocate_in_pages
 from isobit.models.config import ModelConfig

@@ -26,7 +26,7 @@ from isobit.data.prompts import (
     drop_evaluated,
     learnt_sha256,
 )
-from isobit.data.sampler import Mapped, Spool, in_chunks
+from isobit.data.spool import Mapped, Spool, in_chunks
 from isobit.models.folder import DescribedModel
 from isobit.records.text import Prompt
 from isobit.run.data import rendering_notes

@@ -3,7 +3,7 @@ docs/engines.md):
 
     GET  /isobit/engine            what computes here, and the digest of its weights
     POST /isobit/weights/begin     {"base": "<digest>"}: what the update starts from, or null
-    POST /isobit/weights/part      a safetensors file (``isobit.models.policy_share``); repeatedly
+    POST /isobit/weights/part      a safetensors file (``isobit.models.weight_deltas``); repeatedly
     POST /isobit/weights/publish   {"sha256": "<digest>"} -> {"sha256", "published"}
     POST /isobit/step              {"client", "session", "weights", "ask", "drop"} -> {"samples"}
 
@@ -33,7 +33,7 @@ from isobit.config.tables import MAX_POSITIONS, MAX_VOCAB_SIZE
 from isobit.models.adapter_folder import check_numbers
 from isobit.models.checkpoint import is_finite
 from isobit.models.policy import Policy
-from isobit.models.policy_share import apply_change, digest_of, parted_names, read_file
+from isobit.models.weight_deltas import apply_change, digest_of, parted_names, read_file
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Handle, Request, SampleEvent
 from isobit.serve.engine import Accepted, Call, DisconnectedError, EngineThread

@@ -13,7 +13,7 @@ when they come.  Nothing is published before the update is whole and every numbe
 published between two answers, as the weights of a followed run are.  The bytes that are drawn
 afterwards are those of a server that was started on a folder with these tensors.
 
-The digest of an update is ``isobit.models.policy_share.digest_of`` over its tensors.  Runs that
+The digest of an update is ``isobit.models.weight_deltas.digest_of`` over its tensors.  Runs that
 sample here have routes of their own (``isobit.serve.runs``).
 """
 
@@ -31,9 +31,9 @@ import torch
 from isobit.models.checkpoint import is_finite, open_checkpoint
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy
-from isobit.models.policy_share import digest_of, read_file
 from isobit.models.quantised_checkpoint import FORMATS
 from isobit.models.safetensors import DTYPES, TensorFile
+from isobit.models.weight_deltas import digest_of, read_file
 from isobit.serve.engine import Call, EngineThread, PauseMode
 from isobit.serve.protocol import ApiError
 from isobit.serve.runs import Runs

@@ -22,7 +22,7 @@ resumed run makes them again at the same updates.  From the update after 13 othe
     {"step": 7, "update": 13, "old": 4096, "new": 2048}
 
 ``digests.jsonl`` has a line for each step, with which ``isobit replay`` compares a repeated step:
-three digests of the groups that it trained on (``isobit.records.kept_groups``), and checksums of
+three digests of the groups that it trained on (``isobit.records.digests``), and checksums of
 the published weights, the FP32 masters and AdamW's state after it.  A line does not depend on the
 number of processes.
 
@@ -46,7 +46,7 @@ from isobit.models.policy import Policy
 from isobit.models.safetensors import Slice, TensorFile, added_up, checksum, checksum_of
 from isobit.parallel.ownership import Ownership
 from isobit.parallel.world import run_on_all
-from isobit.records.kept_groups import group_digests
+from isobit.records.digests import group_digests
 from isobit.records.text import Group
 from isobit.store.checkpoint import Checkpoint, Snapshot
 from isobit.store.directory import RunDirectory, read_lines, whole_lines

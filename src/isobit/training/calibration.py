@@ -52,7 +52,8 @@ from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.frozen import FrozenPolicy, frozen_config
 from isobit.models.policy import Policy
 from isobit.precision.flow import build_flow
-from isobit.records.batch import TokenScores, responses
+from isobit.records.batch import TokenScores
+from isobit.records.packing import responses
 from isobit.records.sequence import Numbers, TokenSequence
 from isobit.training.judge import scores_by_frozen, scores_by_policy
 from isobit.training.trainer import Trainer

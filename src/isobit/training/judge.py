@@ -48,7 +48,8 @@ from isobit.memory.turns import measured_within_memory, within_memory
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World, map_on_all
-from isobit.records.batch import TokenScores, first_fit_decreasing, lay_end_to_end, responses
+from isobit.records.batch import TokenScores
+from isobit.records.packing import first_fit_decreasing, lay_end_to_end, responses
 from isobit.records.rounding import are_level
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group

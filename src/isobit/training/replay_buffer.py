@@ -23,9 +23,9 @@ from hashlib import blake2b
 import torch
 
 from isobit.config.algorithm import ReplayConfig
-from isobit.records.kept_groups import joined, parted
 from isobit.records.sequence import COLUMNS, TokenSequence
 from isobit.records.text import Completion, Group, Prompt
+from isobit.records.wire import joined, parted
 
 _CONSTANT_BYTES = 1024
 """Of a completion, whatever its length: generously, the record and the heads of its arrays, which

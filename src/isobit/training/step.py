@@ -43,8 +43,9 @@ from isobit.algorithms.policy_gradient import explained_variance
 from isobit.config.algorithm import StepConfig
 from isobit.config.tables import TrainingConfig
 from isobit.memory.turns import within_memory
-from isobit.records.batch import PackedBatch, pack, responses
+from isobit.records.batch import PackedBatch
 from isobit.records.metrics import Metrics, over_updates
+from isobit.records.packing import pack, responses
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.training.calibration import Calibration
@@ -270,7 +271,7 @@ def train_on_groups(
     reference model, no corrections, no replay, no calibration.
 
     ``exact``: whether the recorded log-probabilities are those of the trainer's own function, as
-    ``isobit.models.policy_share.is_one_function`` says of an engine and a trainer.  Raises as
+    ``isobit.models.function.is_one_function`` says of an engine and a trainer.  Raises as
     ``Learner.learn`` does.
     """
     judge = Judge(trainer, algorithm, StepConfig(), exact, max_new_tokens=0)

@@ -5,7 +5,7 @@ loss = -1/N * sum over the N completion tokens of a step of log pi(token | every
 
 Distillation from a teacher, with the same trainer: the mean divergence of the policy from the
 teacher over the same N places, each over the whole vocabulary or the teacher's likeliest tokens
-(``isobit.models.scorer``).  With the policy's own start in BF16 as the teacher it is
+(``isobit.models.teacher``).  With the policy's own start in BF16 as the teacher it is
 quantisation-aware distillation (arXiv 2601.20088): the policy in 8 bits is pulled to the function
 that it was before its rounding.
 
@@ -36,7 +36,8 @@ from isobit.algorithms.policy_gradient import token_mean_weights
 from isobit.models.frozen import last_tokens_batch, without_padding
 from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World, map_on_all
-from isobit.records.batch import PackedBatch, TokenScores, first_fit_decreasing, pack
+from isobit.records.batch import PackedBatch, TokenScores
+from isobit.records.packing import first_fit_decreasing, pack
 from isobit.records.sequence import TokenSequence
 from isobit.training.trainer import Trainer
 

@@ -24,10 +24,11 @@ import torch
 from isobit.algorithms.objective import Objective
 from isobit.config.tables import TrainingConfig
 from isobit.models.decoder import VALUE_HEAD
+from isobit.models.function import LogProbFunction, function_of
 from isobit.models.mlp import RouterCoefficients
 from isobit.models.policy import Policy
-from isobit.models.policy_share import LogProbFunction, function_of
-from isobit.models.scorer import Scorer, Teacher
+from isobit.models.scorer import Scorer
+from isobit.models.teacher import Teacher
 from isobit.parallel.world import raised_on_all, run_and_gather, run_on_all
 from isobit.records.batch import PackedBatch
 from isobit.records.metrics import Metrics

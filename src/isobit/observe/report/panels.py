@@ -14,7 +14,7 @@ from isobit.config.rules import ONE_SAMPLE
 from isobit.observe.report.chart import Chart, Curve, Panel, draw, duration_text, number_text
 from isobit.observe.report.source import RunRecord
 from isobit.records.metrics import METRICS, TABLE, Metric, chosen_name, find_metric
-from isobit.records.text import UNTAUGHT, describe_untaught
+from isobit.records.no_signal import UNTAUGHT, describe_untaught
 
 TRUNCATED = 0.05
 """A larger share of the last step's completions at the length limit is a notice."""

@@ -16,7 +16,7 @@ from copy import deepcopy
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from isobit.data.readers import TASK_COLUMN, create_task
+from isobit.data.tasks import TASK_COLUMN, create_task
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.graders.text import closed, last_tagged, visible
 from isobit.rewards.outcome import DeadlineError, count, deadline

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from isobit.parallel.world import decode, encode
-from isobit.records.kept_groups import completions_of, completions_value, groups_of, groups_value
 from isobit.records.sequence import GIVEN, TokenSequence
 from isobit.records.text import Completion, FinishReason, Group, Prompt
+from isobit.records.wire import completions_of, completions_value, groups_of, groups_value
 from tests.sequences import turns_of
 
 PROMPTS = {name: Prompt(name, f"text of {name}", (5, 6), {"answer": 1}) for name in ("a/0", "a/1")}

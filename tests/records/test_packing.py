@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.records.batch import first_fit_decreasing, pack, sequences_of
+from isobit.records.packing import first_fit_decreasing, pack, sequences_of
 from isobit.records.sequence import GIVEN, TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from tests.sequences import turns_of

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.records.text import message_of, read_prompt, read_tools, read_variables
+from isobit.records.messages import message_of, read_prompt, read_tools, read_variables
 from isobit.util.errors import DataError
 
 USER = {"role": "user", "content": "a"}

@@ -1,0 +1,62 @@
+"""The reasons for which a completion gives no signal to learn from, and what to do about each."""
+
+from collections.abc import Mapping
+
+UNTAUGHT: Mapping[str, tuple[str, str]] = {
+    "failed": ("without a valid reward", "the first error of the reward is noted above"),
+    "excluded": (
+        'cut off by the length limit (algorithm.truncated = "exclude")',
+        "raise rollout.max_new_tokens",
+    ),
+    "masked": (
+        'cut off by the length limit (algorithm.truncated = "mask")',
+        "raise rollout.max_new_tokens",
+    ),
+    "empty": ("empty", "see completions.jsonl, and which tokens end a completion"),
+    "alone": (
+        "with the only valid reward of their prompt, where it takes two",
+        "see why the other rewards are missing",
+    ),
+    "no_baseline": (
+        "of prompts whose greedy completion has no valid reward",
+        "see why that reward is missing",
+    ),
+    "left_out": ("left out by the algorithm", "see its method credit"),
+    "rejected": ("given the weight 0 by corrections", "widen their bounds"),
+    "zero": (
+        "with reward 0, as all others of their prompt",
+        "see whether the reward reads the answers (completions.jsonl); if it does, the model never "
+        "gets one right: fine-tune it first (docs/tutorial.md)",
+    ),
+    "cancelled": (
+        "with the same total reward as all others of their prompt, though its parts differ",
+        "see reward.parts.NAME.weight",
+    ),
+    "level": (
+        "with the same reward as all others of their prompt: rewards are equal",
+        "see whether the reward tells right answers from wrong ones (completions.jsonl)",
+    ),
+    "as_greedy": (
+        "with the reward of their prompt's greedy completion",
+        "see whether the reward tells right answers from wrong ones (completions.jsonl)",
+    ),
+    "no_advantage": ("with an advantage of 0", "see their rewards in completions.jsonl"),
+}
+"""Why a completion taught nothing, by name: the rest of a sentence, and what to do."""
+
+
+def describe_untaught(untaught: Mapping[str, float], advise: bool = False) -> str:
+    """Why completions, counted by the names of ``UNTAUGHT``, taught nothing; with ``advise`` also
+    what to do about most of them.
+    """
+    found = [(name, untaught[name]) for name in UNTAUGHT if untaught.get(name)]
+    total = sum(count for _, count in found)
+    if not found:
+        return "no completions"
+    parts = [f"{count:,.0f} {UNTAUGHT[name][0]}" for name, count in found]
+    if len(found) == 1:
+        text = f"{total:,.0f} completions, all {UNTAUGHT[found[0][0]][0]}"
+    else:
+        text = f"{total:,.0f} completions, {', '.join(parts[:-1])} and {parts[-1]}"
+    most = max(found, key=lambda pair: pair[1])[0]
+    return f"{text}; {UNTAUGHT[most][1]}" if advise else text
