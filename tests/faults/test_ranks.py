@@ -22,8 +22,8 @@ from isobit.rollout.native import NativeEngine
 from isobit.run.loop import train, train_by_ranks
 from isobit.store import checkpoint as checkpoint_format
 from isobit.training.trainer import Trainer
+from isobit.util.disk_space import LineFile
 from isobit.util.errors import IsobitError, MismatchError
-from isobit.util.files import LineFile
 from tests.worlds import in_world
 
 MakeConfig = Callable[..., RunConfig]

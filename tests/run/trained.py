@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from isobit.parallel.launched import end_with_launcher
+from isobit.parallel.black_box import end_with_launcher
 from isobit.parallel.world import World, run_on_all
 from isobit.run.launch_ranks import as_rank
 from isobit.util.errors import DataError

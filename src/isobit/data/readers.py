@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from isobit.util.errors import DataError
+from isobit.util.option_secrets import from_environment
 from isobit.util.plain_files import check_plain, open_plain
-from isobit.util.user_code import from_environment
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset

@@ -75,7 +75,7 @@ TOKENS_PER_BATCH = 16384
 
 
 class Reference:
-    """The reference model of one policy (``isobit.store.manifest.Extra``)."""
+    """The reference model of one policy (``isobit.store.training_run.Extra``)."""
 
     def __init__(
         self, frozen: FrozenPolicy, policy: Policy, folder: str, refresh_every: int = 0
@@ -319,7 +319,7 @@ def plan_reward_models(
 
 
 class ModelRewards:
-    """All reward models of a recipe on their device (``isobit.store.manifest.Extra``)."""
+    """All reward models of a recipe on their device (``isobit.store.training_run.Extra``)."""
 
     def __init__(
         self, reward: RewardConfig | None, device: torch.device, date: datetime | None = None

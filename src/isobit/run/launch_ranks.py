@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from isobit.parallel.launched import SAVES, STOPS, BlackBox
+from isobit.parallel.black_box import BlackBox
+from isobit.parallel.launched import SAVES, STOPS
 from isobit.util.errors import Interrupted, IsobitError, MismatchError, PeerError
 from isobit.util.terminal import gib, say, settle
 
@@ -124,7 +125,7 @@ class Rank(ABC):
     @property
     @abstractmethod
     def notes(self) -> Mapping[str, Any]:
-        """Its black box (``isobit.parallel.launched``)."""
+        """Its black box (``isobit.parallel.black_box``)."""
 
     @property
     @abstractmethod

@@ -43,9 +43,9 @@ from isobit.store.state import StateDigest, StepDigests, state_digest
 from isobit.training.comparison import Comparison
 from isobit.training.judge import sequences_learnt_from
 from isobit.training.step import Findings, StepMetrics
+from isobit.util.clock import Clock
+from isobit.util.disk_space import LineFile
 from isobit.util.errors import MismatchError, NoSignalError
-from isobit.util.files import LineFile
-from isobit.util.terminal import Clock
 
 if TYPE_CHECKING:
     from isobit.run.setup import RlRun

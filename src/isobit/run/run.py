@@ -46,7 +46,7 @@ from isobit.config.tables import RolloutConfig, RunRolloutConfig
 from isobit.data.sampler import Mapped, PromptSampler
 from isobit.kernels.backend import support
 from isobit.memory.cache_size import choose_num_pages
-from isobit.memory.turns import DeviceTurns, Turns, allocate_in_pages
+from isobit.memory.sharing import DeviceSharing, MemorySharing, allocate_in_pages
 from isobit.models.config import ModelConfig
 from isobit.models.folder import LoadedModel
 from isobit.observe.console import Console, silent
@@ -65,17 +65,18 @@ from isobit.run.frozen_models import ModelRewards, load_teacher, teacher_table
 from isobit.run.grading import Interruption, RecordedGrading
 from isobit.run.lessons import SftData
 from isobit.run.plan import Plan, check_requests, plan_device_memory
-from isobit.store.disk import WaitingWriter
 from isobit.store.keeper import CheckpointKeeper, check_hook
-from isobit.store.manifest import Extra, environment
+from isobit.store.manifest import environment
 from isobit.store.resume import Start, begin
 from isobit.store.reward_record import RewardRecord
 from isobit.store.state import Boundary, take_boundary
+from isobit.store.training_run import Extra
+from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.trainer import Trainer
+from isobit.util.clock import Clock
+from isobit.util.disk_space import disk_errors
 from isobit.util.errors import ConfigError
-from isobit.util.files import disk_errors
-from isobit.util.terminal import Clock
-from isobit.util.user_code import ENVIRONMENT, secret_notes
+from isobit.util.option_secrets import ENVIRONMENT, secret_notes
 
 Config = TypeVar("Config", RunConfig, SftConfig)
 Data = TypeVar("Data", RlData, SftData)
@@ -127,9 +128,9 @@ class Run(ABC, Generic[Config, Data, Log]):
             head_rate=plan.head_rate,
             teacher=None if self.teacher is None else self.teacher.divergence,
         )
-        self.turns: Turns = Turns()
+        self.turns: MemorySharing = MemorySharing()
         if device_plan is not None:
-            self.turns = DeviceTurns(device_plan, self._engine, self.trainer)
+            self.turns = DeviceSharing(device_plan, self._engine, self.trainer)
         self.reward_models = ModelRewards(config.reward, device, config.data.date)
         self.evaluator: Evaluator | None = None
         if self._engine is not None:
@@ -449,7 +450,8 @@ def check_machines(world: World, device: torch.device) -> None:
     threads.
     """
     found = environment(device)
-    # of a CPU it is compared what the instructions compute (isobit.store.manifest), not their name
+    # of a CPU it is compared what its instructions compute (isobit.store.class_of_bits), and not
+    # their name
     del found["device"]["instructions" if device.type == "cpu" else "threads"]
     check_alike(world.all_gather({"host": world.host, **found}))
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from isobit.config.recipes import SftConfig
 from isobit.config.rules import check_sft
 from isobit.config.tables import OptimisationConfig, TrainingConfig
-from isobit.memory.turns import measured_within_memory, within_memory
+from isobit.memory.retry import measured_within_memory, within_memory
 from isobit.observe.console import (
     Console,
     Part,
@@ -45,7 +45,7 @@ from isobit.run.run import Run, begin_run, start_run
 from isobit.store.resume import Start
 from isobit.training.comparison import UpdateMetrics
 from isobit.training.supervised import DistilFigures, PairFigures
-from isobit.util.terminal import Clock
+from isobit.util.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,8 +79,8 @@ from isobit.training.optimiser import (
     gradient_norm,
     learning_rate,
 )
+from isobit.util.clock import Timing, untimed
 from isobit.util.errors import NonFiniteError
-from isobit.util.terminal import Timing, untimed
 
 FORWARD = "forward"
 
