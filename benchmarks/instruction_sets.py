@@ -3,7 +3,7 @@ process of its own that is kept from newer instructions.
 
     python benchmarks/instruction_sets.py
 
-prints the class of bits (``isobit.store.manifest``) and a
+prints the class of bits (``isobit.store.class_of_bits``) and a
 digest of the trained weights and completions
 by instruction set and flow: where the first differs, the second may.  Run it on a machine with
 AVX-512.

@@ -32,7 +32,8 @@ from benchmarks.whole_run import write_prompts, write_tokenizer
 from isobit.models.config import model_shape
 from isobit.models.folder import describe_model
 from isobit.models.safetensors import SHARD_BYTES
-from isobit.store.directory import RunDirectory, whole_lines
+from isobit.store.directory import RunDirectory
+from isobit.store.journals import whole_lines
 
 _LUCK = Path(__file__).with_name("whole_run.py")
 

@@ -52,17 +52,17 @@ from benchmarks.common import (
 from isobit.config.tables import Moments, Recompute, RolloutConfig, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
 from isobit.memory.device import DevicePlanner
+from isobit.memory.sharing import DeviceSharing
 from isobit.memory.speed import ROWS as SPEED_ROWS
 from isobit.memory.speed import SpeedShape, StepWork, estimate_step
-from isobit.memory.turns import DeviceTurns
 from isobit.models.config import model_shape
 from isobit.models.policy import random_policy
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
+from isobit.util.clock import Clock
 from isobit.util.strict_json import json_text
-from isobit.util.terminal import Clock
 
 RESULTS = Path(__file__).with_name("results")
 GIB = 1 << 30
@@ -358,7 +358,7 @@ def two_steps(
     policy = random_policy(case.config, precision, seed=0, device=device)
     engine = NativeEngine(policy, rollout.model_copy(update={"kv_pages": plan.pages}), None, seed=0)
     trainer, batches = Trainer(policy, training, total_updates=1000), case.batches(2)
-    turns, clock = DeviceTurns(plan, engine, trainer), BothWays()
+    turns, clock = DeviceSharing(plan, engine, trainer), BothWays()
     seconds: dict[str, float] = {}
     reserved: dict[str, int] = {}
     for step in range(2):

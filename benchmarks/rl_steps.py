@@ -63,7 +63,7 @@ from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.tables import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
 from isobit.memory.activations import FrozenModel
-from isobit.memory.turns import DeviceTurns
+from isobit.memory.sharing import DeviceSharing
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import decoder_shape
 from isobit.models.frozen import FrozenPolicy
@@ -153,7 +153,7 @@ class Loop:
         self._engine = NativeEngine(self._policy, rollout, None, seed=0)
         self._phases = Phases(on_gpu=device != "cpu")
         self._trainer = Trainer(self._policy, training, total_updates=1000, timing=self._phases)
-        self._turns = None if plan is None else DeviceTurns(plan, self._engine, self._trainer)
+        self._turns = None if plan is None else DeviceSharing(plan, self._engine, self._trainer)
         self._learner = Learner(self._judge(precision, reference))
         self._random = Random(0)  # noqa: S311 (no secret)
         self._visit = 0

@@ -41,7 +41,8 @@ from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare
 from isobit.models.tensor_parallel import check_ranks
-from isobit.parallel.launched import end_with_launcher, is_launched
+from isobit.parallel.black_box import end_with_launcher
+from isobit.parallel.launched import is_launched
 from isobit.parallel.world import ALONE, World
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine

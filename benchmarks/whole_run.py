@@ -44,7 +44,7 @@ from isobit.models.config import ModelConfig, model_shape
 from isobit.models.folder import describe_model
 from isobit.models.safetensors import SHARD_BYTES
 from isobit.records.text import Completion, Prompt
-from isobit.store.directory import whole_lines
+from isobit.store.journals import whole_lines
 from isobit.util.strict_json import json_text
 
 STEP = (

@@ -19,9 +19,16 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from isobit.kernels.backend import Backend
-from isobit.kernels.operands import LinearInput, LinearWeight, Normed, Operand, OutputGradient
+from isobit.kernels.operands import (
+    LinearInput,
+    LinearWeight,
+    Normed,
+    Operand,
+    OutputGradient,
+    RopeTable,
+)
 from isobit.kernels.spec.linear import dequantised
-from isobit.kernels.spec.qkv import RopeTable, rotate
+from isobit.kernels.spec.qkv import rotate
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.policy import Policy
 from isobit.precision.flow import Site

@@ -49,7 +49,7 @@ from experiments.proof.page import accuracy_chart, write_accuracy
 from experiments.proof.rows import FIGURES, Row, steps_of
 from experiments.proof.runs import by_key, parted, words_of
 from isobit.observe.evaluation import wilson_interval
-from isobit.store.directory import whole_lines
+from isobit.store.journals import whole_lines
 
 ROOT = Path(__file__).parent.parent
 SFT, RL = ROOT / "recipes" / "tools_sft.toml", ROOT / "recipes" / "tools.toml"

@@ -21,7 +21,8 @@ from typing import Any, TypeAlias
 from experiments.proof import runs
 from experiments.proof.rows import steps_of
 from experiments.proof.suite import Changes, Run
-from isobit.store.directory import whole_lines, write_json
+from isobit.store.directory import write_json
+from isobit.store.journals import whole_lines
 
 Cost: TypeAlias = Mapping[str, Any]
 Costs: TypeAlias = Mapping[str, Mapping[str, Cost]]

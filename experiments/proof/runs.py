@@ -40,7 +40,8 @@ from experiments.proof.suite import LADDERS, Changes, Run
 from isobit import load_config
 from isobit.commands.evaluate import evaluate_folder
 from isobit.records.text import Group
-from isobit.store.directory import whole_lines, write_json
+from isobit.store.directory import write_json
+from isobit.store.journals import whole_lines
 
 
 def answering(folder: Path, recipe: Path, out: Path, words: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
 from isobit.run.loop import train
-from isobit.store.directory import locked
+from isobit.store.lock import locked
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from shlex import split
 import pytest
 
 from isobit.cli.main import main
+from isobit.util.disk_space import LineFile
 from isobit.util.errors import StorageError
-from isobit.util.files import LineFile
 from tests.forked import ran
 
 ONE = ["starter", "--prompt", "1"]

@@ -30,6 +30,7 @@ from isobit.precision.quant_tensor import Int8Rows, QuantTensor
 from isobit.proof.verify import VerifyOptions, verify
 from isobit.run.loop import train
 from isobit.starter import starter_folder
+from isobit.util import disk_space
 from isobit.util import files as storage
 from isobit.util.errors import CheckpointError, ConfigError, ModelError, StorageError
 from tests.tiny import TINY
@@ -293,7 +294,7 @@ def test_a_fault_leaves_the_old_folder_and_nothing_else(
 def test_a_full_disk_is_found_before_anything_is_written(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines
 ) -> None:
-    monkeypatch.setattr(storage, "free_bytes", lambda _: 10_000)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda _: 10_000)
     with pytest.raises(StorageError, match=r"needs [\d,]+ bytes, but 10,000 are free"):
         export(find_source(tiny_folder, None, lines.append), tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -20,10 +20,10 @@ from isobit.models import saving
 from isobit.models.safetensors import write_shards
 from isobit.run.loop import train
 from isobit.store import checkpoint as checkpoint_format
-from isobit.store import disk
-from isobit.util import files as storage
+from isobit.store import disk_plan, waiting_writer
+from isobit.util import disk_space
+from isobit.util.disk_space import LineFile, disk_errors
 from isobit.util.errors import NoSpaceError, StorageError
-from isobit.util.files import LineFile, disk_errors
 from tests.forked import ran
 
 MakeConfig = Callable[..., RunConfig]
@@ -33,7 +33,7 @@ def test_too_little_space_is_said_before_anything_is_written(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config()
-    monkeypatch.setattr(disk, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(disk_plan, "free_bytes", lambda path: 1000)
     with pytest.raises(
         StorageError,
         match=r"disk: 4.42 MiB of 0.977 KiB free.*at most 3 at once.*lower checkpoint.keep_last",
@@ -52,7 +52,7 @@ def test_a_disk_that_has_filled_up_stops_the_run_before_the_write(
     with monkeypatch.context() as patch:
         checkpoints = config.output / "checkpoints"
         patch.setattr(
-            storage,
+            disk_space,
             "free_bytes",
             lambda path: 1000 if (checkpoints / "step_000002").exists() else 10**12,
         )
@@ -109,8 +109,8 @@ def test_a_save_goes_through_once_there_is_space(
     """The disk is full for three pauses, and nothing is lost or written twice."""
     config = make_config(checkpoint={"wait_for_space_s": 60})
     slept: list[float] = []
-    monkeypatch.setattr(disk, "sleep", slept.append)
-    monkeypatch.setattr(disk, "LOOK_S", 1000.0)  # a pause is one sleep
+    monkeypatch.setattr(waiting_writer, "sleep", slept.append)
+    monkeypatch.setattr(waiting_writer, "LOOK_S", 1000.0)  # a pause is one sleep
     sync, write = checkpoint_format.sync, LineFile.write
 
     def fill() -> None:
@@ -155,9 +155,9 @@ def test_a_signal_ends_the_waiting_for_space_at_once(
         if len(pauses) == 7:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(disk, "sleep", sleep)
+    monkeypatch.setattr(waiting_writer, "sleep", sleep)
     first = config.output / "checkpoints" / "step_000002"
-    monkeypatch.setattr(storage, "free_bytes", lambda path: 1000 if first.exists() else 10**12)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda path: 1000 if first.exists() else 10**12)
     with pytest.raises(NoSpaceError, match="the checkpoint of step 4 needs"):
         train(config)  # which is why there is no checkpoint where the signal stopped the run
     assert pauses == [0.5] * 7

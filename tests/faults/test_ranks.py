@@ -23,8 +23,8 @@ from isobit.run.loop import train
 from isobit.run.rollouter_process import train_by_ranks
 from isobit.store import checkpoint as checkpoint_format
 from isobit.training.trainer import Trainer
+from isobit.util.disk_space import LineFile
 from isobit.util.errors import IsobitError, MismatchError
-from isobit.util.files import LineFile
 from tests.worlds import in_world
 
 MakeConfig = Callable[..., RunConfig]

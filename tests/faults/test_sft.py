@@ -19,8 +19,8 @@ from isobit.cli.main import main
 from isobit.config.recipes import SftConfig
 from isobit.run.sft import sft
 from isobit.starter.tasks import problems, question, worked_out
-from isobit.store import disk
-from isobit.store.directory import locked
+from isobit.store import disk_plan
+from isobit.store.lock import locked
 from isobit.training.comparison import UpdateMetrics
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError, ConfigError, Interrupted, StorageError
@@ -295,7 +295,7 @@ def test_another_configuration_and_other_data_are_refused(
 def test_too_little_space_is_said_before_anything_is_written(
     make_tuning: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(disk_plan, "free_bytes", lambda path: 1000)
     for start in (
         {},
         {

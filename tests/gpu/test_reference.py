@@ -15,7 +15,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.kernels.backend import DeviceMemory
 from isobit.memory.activations import FrozenModel
 from isobit.memory.device import DevicePlanner
-from isobit.memory.turns import DeviceTurns
+from isobit.memory.sharing import DeviceSharing
 from isobit.models.config import model_shape
 from isobit.models.decoder import Scorable
 from isobit.models.frozen import FrozenPolicy
@@ -24,7 +24,7 @@ from isobit.models.scorer import Scorer
 from isobit.records.batch import PackedBatch
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
-from isobit.util.terminal import Clock
+from isobit.util.clock import Clock
 
 MakePolicy = Callable[..., Policy]
 PRESETS: list[Preset] = ["bf16", "fp8-linear", "fp8", "fp8-rollout"]
@@ -122,7 +122,7 @@ def test_training_with_a_reference_takes_what_is_planned(preset: Preset, offload
     planner = DevicePlanner(shape, policy.flow, backend.sizes, memory.available(), (model,))
     plan = planner.plan(None, config, 16384)
     trainer = Trainer(policy, config, total_updates=4)
-    turns, clock = DeviceTurns(plan, None, trainer), Clock()
+    turns, clock = DeviceSharing(plan, None, trainer), Clock()
     packed = batches((16384, 8192, 8192), shape.vocab_size, config.tokens_per_microbatch)
     scored = 0
     for _ in range(2):

@@ -94,7 +94,7 @@ def main() -> None:
     import torch
 
     from isobit.config.tables import PrecisionConfig, RunRolloutConfig
-    from isobit.memory.turns import allocate_in_pages
+    from isobit.memory.sharing import allocate_in_pages
     from isobit.models.policy import random_policy
     from isobit.models.scorer import Scorer
     from isobit.rollout.engine import generate

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from isobit.parallel.launched import end_with_launcher
+from isobit.parallel.black_box import end_with_launcher
 
 
 def main() -> None:

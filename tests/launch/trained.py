@@ -8,7 +8,7 @@ import time
 import torch
 
 from isobit.launch.own_rank import as_rank
-from isobit.parallel.launched import end_with_launcher
+from isobit.parallel.black_box import end_with_launcher
 from isobit.parallel.world import World, run_on_all
 from isobit.util.errors import DataError
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.parallel import ownership
+from isobit.parallel import gather_rows
 from isobit.parallel.world import World, decode, encode, run_on_all
 from isobit.util.errors import PeerError
 from tests.worlds import in_world
@@ -28,7 +28,7 @@ def travel(world: World, _: Any) -> dict[str, Any]:
     world.all_gather_rows([table], [cuts])
     stacked = world.all_gather_stack(torch.tensor([[world.rank, 1.5]], dtype=torch.bfloat16))
     tables, many = _tables(world.rank)
-    ownership._GROUP = 3 << 20  # bytes: the tables of a megabyte and more are two groups
+    gather_rows._GROUP = 3 << 20  # bytes: the tables of a megabyte and more are two groups
     world.all_gather_rows(tables, many)
     series = world.exchanges(world.rank + 4, torch.device("cpu"))
     sums = torch.zeros(3)

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before anything is imported that has constants
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.run.loop import train
 from isobit.run.sft import sft
-from isobit.store.manifest import arithmetic_sha256
+from isobit.store.class_of_bits import arithmetic_sha256
 from tests.run.test_moe import SHAPE
 
 ROWS = {"type": "jsonl", "path": "starter:train.jsonl", "limit": 8}

@@ -15,8 +15,8 @@ from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders
 from isobit.run.grading import RecordedGrading
 from isobit.run.interruption import Interruption
-from isobit.store.disk import WaitingWriter
 from isobit.store.reward_record import RewardRecord
+from isobit.store.waiting_writer import WaitingWriter
 from isobit.util.errors import IsobitError
 from tests.worlds import in_world
 

@@ -27,8 +27,8 @@ from isobit.run.loop import train
 from isobit.run.rl_run import prepare_rl
 from isobit.store.checkpoint import folder_name
 from isobit.store.resume import begin
+from isobit.util.clock import Clock
 from isobit.util.errors import NoSignalError
-from isobit.util.terminal import Clock
 
 METRICS: dict[str, float] = {
     "reward/mean": 0.5,

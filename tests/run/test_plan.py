@@ -184,7 +184,7 @@ def test_a_gpu_that_is_not_here_is_planned_without_the_weights_and_this_machine(
         monkeypatch.setattr(planning, name, None)
     monkeypatch.setattr(planning, "choose_device", None)
     monkeypatch.setattr(dry_run, "check_unused", None)
-    monkeypatch.setattr("isobit.store.disk.free_bytes", lambda _: 0)
+    monkeypatch.setattr("isobit.store.disk_plan.free_bytes", lambda _: 0)
     training = {"moments": "bf16", "prompts_per_step": 8, "samples_per_prompt": 4}
     for gpus in (1, 2, 8):
         config = make_config(

@@ -134,7 +134,7 @@ def unlike(world: World, case: dict[str, Any]) -> dict[str, str]:
                 rollout = config.rollout.model_copy(update={"temperature": 0.5})
                 config = config.model_copy(update={"rollout": rollout})
             elif world.rank == 1:
-                patch.setattr("isobit.store.manifest.kernels_sha256", lambda: "others")
+                patch.setattr("isobit.store.class_of_bits.kernels_sha256", lambda: "others")
             try:
                 train_by_ranks(config, world=world)
             except Exception as error:

@@ -19,7 +19,7 @@ from isobit.config.load import build
 from isobit.config.recipes import SftConfig
 from isobit.config.tables import Preset
 from isobit.kernels.backend import support
-from isobit.memory.turns import DeviceTurns
+from isobit.memory.sharing import DeviceSharing
 from isobit.models.folder import load_model, read_masters
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
@@ -141,7 +141,7 @@ def test_a_gpu_has_no_cache_where_nothing_is_generated(
     )
     own_memory()
     run = prepare_sft(config)
-    assert run.evaluator is None and isinstance(run.turns, DeviceTurns)
+    assert run.evaluator is None and isinstance(run.turns, DeviceSharing)
     assert run.turns.plan.peaks.keys() == {"training"}
     graded = make_config(rollout={"kv_memory_gib": 12.0}, reward=REWARD)
     for refused in (plan_sft, prepare_sft):

@@ -18,7 +18,7 @@ from isobit.config.recipes import SftConfig
 from isobit.config.tables import PrecisionConfig, Preset
 from isobit.data.examples import conversation_ids
 from isobit.data.sources import Row
-from isobit.memory.turns import within_memory
+from isobit.memory.retry import within_memory
 from isobit.models.frozen import load_reward_model
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import guess, problems, question, worked_out

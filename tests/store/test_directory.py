@@ -12,17 +12,9 @@ from isobit.config.recipes import RunConfig
 from isobit.models.folder import read_config
 from isobit.observe.metrics import MetricsWriter
 from isobit.starter import starter_folder
-from isobit.store.directory import (
-    EVENTS_SUFFIX,
-    RunDirectory,
-    check_no_links,
-    check_positions,
-    check_unused,
-    locked,
-    positions,
-    rewind,
-    write_json,
-)
+from isobit.store.directory import RunDirectory, check_no_links, check_unused, write_json
+from isobit.store.journals import EVENTS_SUFFIX, check_positions, positions, rewind
+from isobit.store.lock import locked
 from isobit.store.resume import begin
 from isobit.util.errors import CheckpointError, ConfigError
 

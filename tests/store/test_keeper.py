@@ -13,7 +13,7 @@ from isobit.config.recipes import RunConfig
 from isobit.observe import console
 from isobit.run.loop import train
 from isobit.store import checkpoint as checkpoint_format
-from isobit.store import disk, keeper
+from isobit.store import keeper, newest
 from isobit.store.keeper import SaveTime, hook_command
 from isobit.util.errors import ConfigError, RewardError, StorageError
 
@@ -72,7 +72,7 @@ def test_large_files_are_announced_with_their_size_and_then_the_seconds(
     train(config)
     assert "writing" not in capsys.readouterr().out, "small ones are not worth a line"
     monkeypatch.setattr(console, "LARGE", 0)
-    monkeypatch.setattr(disk, "LARGE", 0)
+    monkeypatch.setattr(newest, "LARGE", 0)
     train(
         config.model_copy(update={"training": config.training.model_copy(update={"steps": 2})}),
         resume=True,

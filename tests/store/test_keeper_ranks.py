@@ -22,7 +22,7 @@ from isobit.models.safetensors import write_shards
 from isobit.observe.console import Console
 from isobit.parallel.world import ALONE, World, raised_on_all
 from isobit.starter import starter_folder
-from isobit.store import disk, state
+from isobit.store import shared_disk, state
 from isobit.store.checkpoint import read_checkpoint
 from isobit.store.keeper import CheckpointKeeper
 from isobit.store.resume import begin
@@ -165,7 +165,7 @@ def refusals(world: World, place: Path) -> list[str]:
     used = SmallRun.of(world, place / "all")
     apart = SmallRun.of(world, place / f"disk{world.rank}" / "run")
     apart.config.output.parent.mkdir()
-    with patch.object(disk, "PATIENCE_S", 0.3):
+    with patch.object(shared_disk, "PATIENCE_S", 0.3):
         return [raised(partial(enter, world, one)) for one in (used, apart)]
 
 

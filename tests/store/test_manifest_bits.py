@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from isobit.config.recipes import RunConfig
-from isobit.store import manifest
+from isobit.store import class_of_bits as class_of_bits_module
+from isobit.store.class_of_bits import arithmetic_sha256, class_of_bits
 from isobit.store.compatible import Recorded, compare
-from isobit.store.manifest import class_of_bits, definitions_sha256, environment
+from isobit.store.kernels_digest import definitions_sha256, kernels_sha256
+from isobit.store.manifest import environment
 from isobit.util.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -23,9 +25,9 @@ def test_the_arithmetic_of_another_instruction_set_is_refused(
     assert compare(old, CONFIG, {}, environment(CPU), ()) == {}
     softmax = torch.Tensor.softmax
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: softmax(x, dim).nextafter(x))
-    manifest.arithmetic_sha256.cache_clear()
+    arithmetic_sha256.cache_clear()
     now = environment(CPU)
-    manifest.arithmetic_sha256.cache_clear()
+    arithmetic_sha256.cache_clear()
     with pytest.raises(ConfigError) as refused:
         compare(old, CONFIG, {}, now, ())
     assert "bits.arithmetic: SHA-256 " in str(refused.value)
@@ -38,8 +40,8 @@ def test_the_arithmetic_does_not_depend_on_the_threads() -> None:
     threads, found = torch.get_num_threads(), set()
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        manifest.arithmetic_sha256.cache_clear()
-        found.add(manifest.arithmetic_sha256())
+        arithmetic_sha256.cache_clear()
+        found.add(arithmetic_sha256())
         assert torch.get_num_threads() == count
     torch.set_num_threads(threads)
     assert len(found) == 1
@@ -47,7 +49,7 @@ def test_the_arithmetic_does_not_depend_on_the_threads() -> None:
 
 def test_another_torch_and_other_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = Recorded({}, environment(CPU))
-    monkeypatch.setattr(manifest, "kernels_sha256", lambda: "0" * 64)
+    monkeypatch.setattr(class_of_bits_module, "kernels_sha256", lambda: "0" * 64)
     monkeypatch.setattr(torch, "__version__", "1.0")
     with pytest.raises(ConfigError) as refused:
         compare(old, CONFIG, {}, {"bits": class_of_bits(CPU, {})}, ())
@@ -164,4 +166,4 @@ def test_definitions_of_one_name_are_told_apart() -> None:
 
 
 def test_the_kernels_of_this_package_are_digested() -> None:
-    assert len(manifest.kernels_sha256()) == 64
+    assert len(kernels_sha256()) == 64

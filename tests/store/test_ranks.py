@@ -25,7 +25,7 @@ from isobit.parallel.world import ALONE, World
 from isobit.store import checkpoint as checkpoint_format
 from isobit.store.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from isobit.store.directory import RunDirectory
-from isobit.store.disk import newest_usable
+from isobit.store.newest import newest_usable
 from isobit.store.state import Share
 from isobit.training.optimiser import build_optimiser
 from isobit.util.errors import CheckpointError, IsobitError

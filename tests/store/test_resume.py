@@ -13,7 +13,7 @@ import torch
 from isobit.models.safetensors import Slice
 from isobit.store.checkpoint import MANIFEST, MASTERS, OPTIMISER, STATE, Snapshot, write_checkpoint
 from isobit.store.directory import RunDirectory
-from isobit.store.disk import newest_usable
+from isobit.store.newest import newest_usable
 from isobit.util.errors import CheckpointError
 
 FILES = (MASTERS, OPTIMISER, STATE, MANIFEST)

@@ -11,10 +11,10 @@ from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.given import RewardFunction
 from isobit.rewards.grading import GradeStats, Grading, grade
-from isobit.store.directory import whole_lines
+from isobit.store.journals import whole_lines
 from isobit.store.reward_record import RewardRecord, SentRecord
+from isobit.util.disk_space import LineFile
 from isobit.util.errors import RewardError, StorageError
-from isobit.util.files import LineFile
 
 
 def groups(token: int = 5, version: int = 1) -> list[Group]:

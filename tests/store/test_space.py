@@ -14,7 +14,7 @@ from isobit.config.recipes import RunConfig
 from isobit.config.tables import Moments
 from isobit.models.folder import read_config
 from isobit.run.loop import train
-from isobit.store.disk import DiskPlan, most_at_once, plan_disk
+from isobit.store.disk_plan import DiskPlan, most_at_once, plan_disk
 from isobit.store.keeper import steps_to_keep
 from isobit.util.errors import StorageError
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from isobit.parallel.world import ALONE, World, is_raised_on_all, write_on_all
-from isobit.store import disk as module
-from isobit.store.disk import WaitingWriter
+from isobit.store import waiting_writer as module
+from isobit.store.waiting_writer import WaitingWriter
 from isobit.util.errors import Interrupted, NoSpaceError, StorageError
 from tests.worlds import in_world
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isobit.config.tables import PrecisionConfig, TrainingConfig
-from isobit.memory.turns import HostMoments
+from isobit.memory.sharing import HostMoments
 from isobit.models.policy import random_policy
 from isobit.training.trainer import Trainer
 from tests.tiny import tiny_model

@@ -14,7 +14,7 @@ from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.tables import LORA_TARGETS, PrecisionConfig, TrainingConfig
-from isobit.memory.turns import within_memory
+from isobit.memory.retry import within_memory
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.decoder import Layer
 from isobit.models.packed_pass import PackedPass

@@ -19,7 +19,8 @@ from isobit.models.adapter_folder import CONFIG_FILE, read_adapter_config
 from isobit.models.checkpoint import read_json
 from isobit.models.safetensors import TensorFile
 from isobit.observe.report.source import read_object
-from isobit.store.directory import is_held, read_lines
+from isobit.store.journals import read_lines
+from isobit.store.lock import is_held
 from isobit.util.errors import ConfigError, DataError, IsobitError, ModelError
 from isobit.util.files import file_sha256
 from isobit.util.plain_files import check_plain, open_plain, read_plain
@@ -130,7 +131,7 @@ OWN = {
     "memory/speed.py", "observe/flow_choice.py",
     "observe/report/page.py", "observe/viewer.py", "parallel/watch.py",
     "proof/doctor_environment.py", "rewards/confined/main.py", "rewards/worker.py",
-    "store/manifest.py", "util/machine.py", "util/plain_files.py",
+    "store/kernels_digest.py", "util/machine.py", "util/plain_files.py",
 }  # fmt: skip
 """They also read files of the package, of /proc, or that they have written before."""
 

@@ -64,7 +64,7 @@ DIGESTS_AND_MESSAGES = """
 config/tables.py data/hugging_face.py data/prompts.py data/sources.py data/stop_tokens.py
 data/tasks.py environments/hosted.py environments/openenv.py
 environments/tasksets.py environments/worker.py models/safetensors.py
-observe/flow_choice.py observe/model_card.py parallel/launched.py parallel/watch.py
+observe/flow_choice.py observe/model_card.py parallel/black_box.py parallel/watch.py
 parallel/world.py
 records/digests.py records/messages.py rewards/confined/main.py
 rewards/confined/wire.py rewards/graders/judge.py rewards/graders/reasoning_gym.py

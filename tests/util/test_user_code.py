@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from isobit.util.user_code import source_sha256
+from isobit.util.user_source import source_sha256
 
 REWARD = (
     "import json\nimport torch\nfrom helpers_of_mine import double\ndef f(p, c):\n    return 1.0\n"

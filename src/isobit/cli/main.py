@@ -21,7 +21,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 import isobit
-from isobit.parallel.launched import SAVES, end_with_launcher, is_launched
+from isobit.parallel.black_box import end_with_launcher
+from isobit.parallel.launched import SAVES, is_launched
 from isobit.util.errors import Interrupted, IsobitError, shown
 from isobit.util.terminal import Standard, prepare, say, settle, tell
 

@@ -22,8 +22,8 @@ from isobit.cli.arguments import (
 from isobit.cli.main import obey_as_rank, start_ranks, starting
 from isobit.cli.serve import served_settings
 from isobit.config.base import MAX_BATCH
+from isobit.util.disk_space import LineFile, disk_errors
 from isobit.util.errors import ConfigError, DataError, IsobitError
-from isobit.util.files import LineFile, disk_errors
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:

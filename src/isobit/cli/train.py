@@ -23,7 +23,8 @@ from isobit.cli.arguments import (
     recipe_parser,
 )
 from isobit.cli.main import requests_wait, starting
-from isobit.parallel.launched import end_with_launcher, is_launched
+from isobit.parallel.black_box import end_with_launcher
+from isobit.parallel.launched import is_launched
 from isobit.util.errors import ConfigError
 from isobit.util.plain_files import read_plain
 

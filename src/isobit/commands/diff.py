@@ -36,7 +36,9 @@ from isobit.models.safetensors import TensorFile
 from isobit.observe.model_card import CARD_FILE
 from isobit.store.checkpoint import STATE, folders_by_step
 from isobit.store.compatible import MAY_CHANGE, changed_keys, is_allowed
-from isobit.store.directory import RunDirectory, is_held, read_lines
+from isobit.store.directory import RunDirectory
+from isobit.store.journals import read_lines
+from isobit.store.lock import is_held
 from isobit.util.errors import ConfigError, IsobitError
 from isobit.util.plain_files import read_plain
 

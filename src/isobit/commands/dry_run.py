@@ -35,7 +35,7 @@ from isobit.run.settings import settled, with_date_of_run
 from isobit.run.sft_data import SftData
 from isobit.store.checkpoint import folders_by_step
 from isobit.store.directory import RunDirectory, check_unused
-from isobit.store.disk import DiskPlan, plan_disk
+from isobit.store.disk_plan import DiskPlan, plan_disk
 from isobit.store.resume import preview
 from isobit.util.errors import ConfigError, ModelError
 from isobit.util.machine import Memory

@@ -54,10 +54,11 @@ from isobit.precision.quant_tensor import QuantTensor
 from isobit.run.model_source import source_config
 from isobit.store.checkpoint import MASTERS, Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.directory import RunDirectory
-from isobit.store.disk import newest_usable
 from isobit.store.keeper import best_on_disk
+from isobit.store.newest import newest_usable
+from isobit.util.disk_space import check_free, disk_errors
 from isobit.util.errors import CheckpointError, ConfigError, ModelError
-from isobit.util.files import check_free, disk_errors, file_sha256, new_folder
+from isobit.util.files import file_sha256, new_folder
 
 Say = Callable[[str], None]
 """Prints a line."""

@@ -39,7 +39,8 @@ from isobit.run.rl_run import RlRun, read_rl
 from isobit.run.run import start_run
 from isobit.store.checkpoint import Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.compatible import REPLAYING, check_compatible, is_allowed
-from isobit.store.directory import RunDirectory, check_unused, read_lines
+from isobit.store.directory import RunDirectory, check_unused
+from isobit.store.journals import read_lines
 from isobit.store.resume import Say, begin_again
 from isobit.store.reward_record import (
     AnswerRecord,

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from isobit.util.errors import DataError
-from isobit.util.user_code import from_environment
+from isobit.util.option_secrets import from_environment
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset

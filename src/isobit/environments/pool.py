@@ -26,7 +26,7 @@ from isobit.records.messages import Message
 from isobit.rewards.outcome import LARGEST, Failure, frame
 from isobit.rewards.pool import START_DEADLINE_S, GraderProcess
 from isobit.util.errors import ToolError
-from isobit.util.user_code import from_environment
+from isobit.util.option_secrets import from_environment
 
 PLACES = {name: f"isobit.environments.shipped:{name.title()}" for name in ENVIRONMENTS}
 """Environments that ship with Isobit, by name."""

@@ -400,7 +400,7 @@ class Backend(Protocol):
     @property
     def memory(self) -> "DeviceMemory | None":
         """The device's own memory, in which engine and trainer take turns
-        (``isobit.memory.turns``); None where it computes in the host's.
+        (``isobit.memory.sharing``); None where it computes in the host's.
         """
         ...
 

@@ -2,7 +2,7 @@
 
     launcher ──> rank 0    the terminal is its own
              ──> rank 1    what it prints is kept, its last lines, and shown if it fails
-             ──> ..        each with a black box (`isobit.parallel.launched`)
+             ──> ..        each with a black box (`isobit.parallel.black_box`)
 
 The launcher computes nothing and imports no torch.  When it is killed, the kernel ends the ranks.
 Ctrl-C reaches the launcher alone, which hands it on once: the ranks then stop where it is safe.  A
@@ -12,7 +12,7 @@ A rank that is a child of this process.
 
 Each is a process group of its own, so that Ctrl-C reaches the launcher alone, which hands it on
 once.  The kernel ends it when this process ends, however that happens
-(``isobit.parallel.launched.end_with_launcher``).
+(``isobit.parallel.black_box.end_with_launcher``).
 
 Ranks that were lost, and the run that goes on without a hand (``cluster.restarts``).
 """
@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isobit.launch.ranks import KILL_S, ORDERLY_S, Rank, RankError, RankFailure, Ranks
-from isobit.parallel.launched import VARIABLE, BlackBox
+from isobit.parallel.black_box import VARIABLE, BlackBox
 from isobit.util.machine import usable_cores
 from isobit.util.terminal import say
 

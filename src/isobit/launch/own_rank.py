@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from isobit.parallel.launched import BlackBox
+from isobit.parallel.black_box import BlackBox
 from isobit.util.errors import Interrupted, IsobitError, PeerError
 from isobit.util.terminal import say, settle
 

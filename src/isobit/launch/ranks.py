@@ -113,7 +113,7 @@ class Rank(ABC):
     @property
     @abstractmethod
     def notes(self) -> Mapping[str, Any]:
-        """Its black box (``isobit.parallel.launched``)."""
+        """Its black box (``isobit.parallel.black_box``)."""
 
     @property
     @abstractmethod

@@ -1,8 +1,8 @@
 """A plan of a device's own memory in a run, made before anything is allocated there.
 
 Weights stay; the engine's KV cache and the trainer's gradients and activations alternate
-(``isobit.memory.turns``), so that each phase has the whole device. If both fit together, the cache
-stays, with the graphs captured over it. With the sizes of ``isobit.memory.host``,
+(``isobit.memory.sharing``), so that each phase has the whole device. If both fit together, the
+cache stays, with the graphs captured over it. With the sizes of ``isobit.memory.host``,
 
     rollout     masters + published weights + moments + KV pages + forward
     training    masters + published weights + moments + gradients + saved activations + what passes

@@ -64,8 +64,9 @@ from isobit.parallel.gradient_sum import ONE_SLOT, Slots
 from isobit.parallel.world import ALONE, World, write_on_all
 from isobit.records.text import SamplingParams
 from isobit.starter import starter_folder
+from isobit.util.disk_space import disk_errors
 from isobit.util.errors import ModelError, hub_errors, shown
-from isobit.util.files import disk_errors, new_folder
+from isobit.util.files import new_folder
 from isobit.util.plain_files import read_plain
 from isobit.util.terminal import say
 

@@ -35,9 +35,9 @@ from uuid import uuid4
 
 from isobit.config.tables import TrackerName, TrackingConfig
 from isobit.records.metrics import Metrics
-from isobit.store.directory import EVENTS_SUFFIX
+from isobit.store.journals import EVENTS_SUFFIX
+from isobit.util.disk_space import LineFile
 from isobit.util.errors import ConfigError
-from isobit.util.files import LineFile
 from isobit.util.plain_files import read_plain
 from isobit.util.strict_json import json_line, json_text
 

@@ -22,7 +22,9 @@ from time import monotonic
 from typing import Any, BinaryIO
 
 from isobit.observe.report.source import RunRecord, add_figures, read_object
-from isobit.store.directory import RunDirectory, is_held, parsed_line
+from isobit.store.directory import RunDirectory
+from isobit.store.journals import parsed_line
+from isobit.store.lock import is_held
 from isobit.util.plain_files import open_plain
 
 LOOK_S = 0.5

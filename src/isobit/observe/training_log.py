@@ -21,20 +21,22 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.memory.turns import PhaseMemory
+from isobit.memory.sharing import PhaseMemory
 from isobit.observe.console import Console, TimeLeft
 from isobit.observe.metrics import MetricsWriter, open_trackers
 from isobit.records.metrics import Metrics
 from isobit.records.rounding import are_level
 from isobit.records.text import Completion, Group
-from isobit.store.directory import RunDirectory, completions_file, positions, write_json
-from isobit.store.manifest import TrainingRun
+from isobit.store.directory import RunDirectory, completions_file, write_json
+from isobit.store.journals import positions
 from isobit.store.resume import Start
 from isobit.store.state import write_change
+from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
-from isobit.util.files import LineFile, disk_errors, sync
+from isobit.util.clock import Clock
+from isobit.util.disk_space import LineFile, disk_errors
+from isobit.util.files import sync
 from isobit.util.strict_json import json_line, json_text
-from isobit.util.terminal import Clock
 
 
 @dataclass(frozen=True, slots=True)

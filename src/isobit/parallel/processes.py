@@ -27,8 +27,8 @@ from isobit.parallel.exchanges import (
     shared_numbers,
     try_copies,
 )
+from isobit.parallel.gather_rows import complete
 from isobit.parallel.launched import is_launched, rank_of_host, restarts, take_place
-from isobit.parallel.ownership import complete
 from isobit.parallel.world import Alone, Board, Pulse, World, decode, encode
 from isobit.util.errors import ConfigError, PeerError
 from isobit.util.terminal import say

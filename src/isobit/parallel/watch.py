@@ -28,7 +28,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from isobit.parallel.launched import BlackBox
+from isobit.parallel.black_box import BlackBox
 from isobit.parallel.processes import Processes
 from isobit.parallel.world import Pulse
 from isobit.util.errors import PeerError

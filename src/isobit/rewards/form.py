@@ -26,7 +26,7 @@ from isobit.rewards.graders import SANDBOXED
 from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 from isobit.rewards.sandbox import launcher
 from isobit.util.errors import RewardError
-from isobit.util.user_code import hidden, is_secret
+from isobit.util.option_secrets import hidden, is_secret
 
 if TYPE_CHECKING:
     import asyncio

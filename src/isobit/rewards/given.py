@@ -30,7 +30,9 @@ from isobit.records.text import Completion, Prompt
 from isobit.rewards.form import Reward, recognise
 from isobit.rewards.graders import GRADERS
 from isobit.util.errors import RewardError
-from isobit.util.user_code import describe_missing, from_environment, is_installed, run_file
+from isobit.util.option_secrets import from_environment
+from isobit.util.user_code import describe_missing, run_file
+from isobit.util.user_source import is_installed
 
 Seen: TypeAlias = dict[int, Any]
 """Objects already visited, by identity, and kept alive, so that no other gets the same one."""

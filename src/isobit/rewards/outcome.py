@@ -40,7 +40,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
 from isobit.util.errors import escaped, shown
-from isobit.util.user_code import hidden
+from isobit.util.option_secrets import hidden
 
 LARGEST = 1e18
 """The largest reward: sums of squares of such numbers are still finite in FP32."""

@@ -43,7 +43,7 @@ _TICK_S = 0.1
 
 def described(policy: Policy, bits: Mapping[str, str]) -> dict[str, Any]:
     """What a server must have in common with the run, as it comes out of JSON; ``bits`` is the
-    class of the run's machine (``isobit.store.manifest``).
+    class of the run's machine (``isobit.store.class_of_bits``).
     """
     graph = policy.flow.graph("rollout")
     value = {

@@ -31,7 +31,7 @@ from isobit.environments.shipped import documents_sha256
 from isobit.rewards.graders import GRADERS
 from isobit.rewards.graders.judge import rubric_file
 from isobit.util.files import file_sha256
-from isobit.util.user_code import source_sha256
+from isobit.util.user_source import source_sha256
 
 _TOKENIZER = (
     "tokenizer*",

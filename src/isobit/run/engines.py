@@ -9,7 +9,7 @@ from isobit.rollout.engine import RolloutEngine
 from isobit.rollout.native import NativeEngine
 from isobit.store.manifest import environment
 from isobit.util.errors import ConfigError
-from isobit.util.user_code import ENVIRONMENT
+from isobit.util.option_secrets import ENVIRONMENT
 
 
 def make_engine(model: LoadedModel, rollout: RolloutConfig, seed: int) -> RolloutEngine:

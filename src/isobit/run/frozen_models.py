@@ -43,7 +43,7 @@ REFERENCE = "reference model"
 
 
 class Reference:
-    """The reference model of one policy (``isobit.store.manifest.Extra``)."""
+    """The reference model of one policy (``isobit.store.training_run.Extra``)."""
 
     def __init__(
         self, frozen: FrozenPolicy, policy: Policy, folder: str, refresh_every: int = 0

@@ -17,8 +17,8 @@ from isobit.parallel.world import World, raised_on_all, run_and_gather
 from isobit.records.text import Group
 from isobit.rewards.grading import Graders, GradeStats, ModelScores, Tally
 from isobit.run.interruption import Interruption
-from isobit.store.disk import WaitingWriter
 from isobit.store.reward_record import RewardRecord
+from isobit.store.waiting_writer import WaitingWriter
 from isobit.util.errors import RewardError
 
 

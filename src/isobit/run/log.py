@@ -44,9 +44,9 @@ from isobit.training.checks import action_of, check_state, check_step
 from isobit.training.comparison import Comparison
 from isobit.training.judge import sequences_learnt_from
 from isobit.training.step import Findings, StepMetrics
+from isobit.util.clock import Clock
+from isobit.util.disk_space import LineFile
 from isobit.util.errors import MismatchError, NoSignalError
-from isobit.util.files import LineFile
-from isobit.util.terminal import Clock
 
 if TYPE_CHECKING:
     from isobit.run.rl_run import RlRun

@@ -18,7 +18,7 @@ Who waits for whom:
 
 - Grading begins as soon as a group is complete, beside the rollout of the others, on the rank that
   has taken its prompt.  All ranks get all groups with their rewards.
-- Engine and trainer take turns with the device's memory (``isobit.memory.turns``).
+- Engine and trainer take turns with the device's memory (``isobit.memory.sharing``).
 - With ``async.lag`` = k a batch waits for k steps between grading and learning
   (``isobit.run.pending``).
 - With ``cluster.rollouters`` some of the processes only sample: while the trainers learn batch t,

@@ -92,7 +92,7 @@ def pending_bytes(config: RunConfig) -> int:
 
 
 class Pending:
-    """The queue of batches, and what a checkpoint holds of it (``isobit.store.manifest.Extra``)."""
+    """The queue of batches, and its state in checkpoints (``isobit.store.training_run.Extra``)."""
 
     def __init__(self, lag: int, steps: int, prompts: Mapping[str, Prompt]) -> None:
         """``prompts`` are all that the run learns from, by id."""

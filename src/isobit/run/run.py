@@ -44,7 +44,7 @@ from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.data.sampler import PromptSampler
 from isobit.data.spool import Mapped
 from isobit.kernels.backend import support
-from isobit.memory.turns import DeviceTurns, Turns, allocate_in_pages
+from isobit.memory.sharing import DeviceSharing, MemorySharing, allocate_in_pages
 from isobit.models.config import ModelConfig
 from isobit.observe.console import Console, silent
 from isobit.observe.model_card import write_card
@@ -65,16 +65,16 @@ from isobit.run.interruption import Interruption
 from isobit.run.plan import Plan, check_requests, plan_device_memory
 from isobit.run.reward_models import ModelRewards
 from isobit.run.sft_data import SftData
-from isobit.store.disk import WaitingWriter
 from isobit.store.keeper import CheckpointKeeper, check_hook
-from isobit.store.manifest import Extra
 from isobit.store.resume import Start, begin
 from isobit.store.reward_record import RewardRecord
 from isobit.store.state import Boundary, take_boundary
+from isobit.store.training_run import Extra
+from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.trainer import Trainer
-from isobit.util.files import disk_errors
-from isobit.util.terminal import Clock
-from isobit.util.user_code import secret_notes
+from isobit.util.clock import Clock
+from isobit.util.disk_space import disk_errors
+from isobit.util.option_secrets import secret_notes
 
 Config = TypeVar("Config", RunConfig, SftConfig)
 
@@ -130,9 +130,9 @@ class Run(ABC, Generic[Config, Data, Log]):
             head_rate=plan.head_rate,
             teacher=None if self.teacher is None else self.teacher.divergence,
         )
-        self.turns: Turns = Turns()
+        self.turns: MemorySharing = MemorySharing()
         if device_plan is not None:
-            self.turns = DeviceTurns(device_plan, self._engine, self.trainer)
+            self.turns = DeviceSharing(device_plan, self._engine, self.trainer)
         self.reward_models = ModelRewards(config.reward, device, config.data.date)
         self.evaluator: Evaluator | None = None
         if self._engine is not None:

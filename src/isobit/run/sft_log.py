@@ -28,7 +28,7 @@ from isobit.training.supervised import (
     DistilFigures,
     PairFigures,
 )
-from isobit.util.terminal import Clock
+from isobit.util.clock import Clock
 
 if TYPE_CHECKING:
     from isobit.run.sft import SftRun

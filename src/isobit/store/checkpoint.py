@@ -6,7 +6,7 @@
                                  ``MASTER.exp_avg_sq``, ``MASTER.step``, and of 8-bit moments the
                                  scales, ``MASTER.exp_avg_scale``, ``MASTER.exp_avg_sq_scale``
         EXTRA.safetensors        tensors of other parts with a state, such as a refreshed reference
-                                 model (``isobit.store.manifest.Extra``)
+                                 model (``isobit.store.training_run.Extra``)
         state.json               counters and cursors (``isobit.store.state``)
         manifest.json            format, step, resolved configuration, versions, figures of the
                                  evaluation, and of every other file the size and the SHA-256 of
@@ -50,8 +50,9 @@ from isobit.parallel.world import (
     write_on_all,
     write_on_first,
 )
+from isobit.util.disk_space import check_free, disk_errors
 from isobit.util.errors import CheckpointError
-from isobit.util.files import check_free, commit_folder, disk_errors, sync
+from isobit.util.files import commit_folder, sync
 from isobit.util.plain_files import open_plain, read_plain
 
 CHUNK_BYTES = 64 << 20

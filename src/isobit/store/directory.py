@@ -26,22 +26,15 @@ A checkpoint records the size of each file that only grows (the ``.jsonl`` files
 events).  What follows belongs to steps that a resumed run repeats, and is cut.
 """
 
-import fcntl
-import json
 import os
 import shlex
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from isobit.util.errors import CheckpointError, ConfigError, StorageError
-from isobit.util.files import sync
-from isobit.util.plain_files import open_plain, read_plain
+from isobit.store.lock import LOCK_FILE
+from isobit.util.errors import ConfigError
 from isobit.util.strict_json import json_text
 
-LOCK_FILE = ".lock"
 _BEFORE_A_RUN = {LOCK_FILE, ".run.json.partial"}
 _ADVICE = "name another directory (--output PATH)"
 
@@ -163,61 +156,6 @@ def _removal(root: Path) -> str:
     return "" if holds_more else f", or remove it (rm -r {shlex.quote(str(root))})"
 
 
-EVENTS_SUFFIX = ".isobit"
-"""Of the event files that a run writes; other files in their folder are left alone."""
-Positions = Mapping[str, int]  # bytes by path relative to the run's directory
-
-
-def positions(directory: RunDirectory) -> dict[str, int]:
-    """The sizes of the files now, once they are flushed."""
-    return {
-        str(path.relative_to(directory.root)): path.stat().st_size for path in _journals(directory)
-    }
-
-
-def sync_journals(directory: RunDirectory) -> None:
-    """Sync the files, before a checkpoint that records their sizes."""
-    for path in _journals(directory):
-        sync(path)
-    for folder in (directory.tensorboard, directory.root):
-        if folder.is_dir():
-            sync(folder)
-
-
-def check_positions(directory: RunDirectory, recorded: Positions) -> None:
-    """Raise CheckpointError for a file that is missing or shorter than a checkpoint recorded."""
-    for name, size in recorded.items():
-        path = directory.root / name
-        try:
-            found = path.stat().st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing, which had {size:,} bytes then") from None
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-        if found < size:
-            raise CheckpointError(
-                f"{path} has {found:,} bytes, fewer than the {size:,} it had then"
-            )
-
-
-def rewind(directory: RunDirectory, recorded: Positions) -> None:
-    """Cut every file to its recorded size and remove those of the run that did not exist.
-
-    ``rewards.jsonl``, ``environment.jsonl`` and ``budget.jsonl`` stay whole: repeated steps read
-    what follows.  A file that has lost lines keeps those that are whole.
-    """
-    names = {str(path.relative_to(directory.root)) for path in _journals(directory)}
-    for name in sorted(names | recorded.keys()):
-        path, size = directory.root / name, recorded.get(name)
-        if path in (directory.rewards, directory.answers, directory.budget):
-            continue
-        if size is None:
-            path.unlink()
-        elif path.is_file():
-            is_short = path.stat().st_size < size
-            os.truncate(path, sum(map(len, whole_lines(path, 0))) if is_short else size)
-
-
 def completions_file(directory: RunDirectory, step: int, evaluates: bool) -> Path:
     """The Parquet file of a step's completions, or of those of the evaluation after it."""
     return directory.kept_completions / f"{'evaluation' if evaluates else 'step'}_{step:06}.parquet"
@@ -229,177 +167,3 @@ def drop_completions(directory: RunDirectory, step: int) -> None:
         at = path.stem.rpartition("_")[2]
         if path.name.startswith(".") or not at.isdecimal() or int(at) > step:
             path.unlink()
-
-
-def whole_lines(path: Path, position: int) -> list[bytes]:
-    """The lines after byte ``position``, up to the first that is unfinished or damaged."""
-    if not path.is_file():
-        return []
-    lines: list[bytes] = []
-    for line in read_plain(path, largest=None)[position:].splitlines(keepends=True):
-        try:
-            whole = line.endswith(b"\n") and isinstance(json.loads(line), dict)
-        except ValueError:
-            whole = False
-        if not whole:
-            break
-        lines.append(line)
-    return lines
-
-
-def _journals(directory: RunDirectory) -> list[Path]:
-    """The files that exist and are not links."""
-    events = sorted(directory.tensorboard.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}"))
-    files = (*directory.growing, *events)
-    return [path for path in files if path.is_file() and not path.is_symlink()]
-
-
-_held: set[int] = set()  # descriptors of this process's locks
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory by an advisory lock of the kernel on ``.lock``, which ends with the
-    process. Raises ConfigError naming the process and the machine that holds it, which the file
-    names too.
-    """
-    descriptor = os.open(
-        directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666
-    )
-    with open(descriptor, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{directory} is in use by {_holder(directory / LOCK_FILE)}; "
-                "wait for it or stop it, or name another directory (--output PATH)"
-            ) from None
-        file.truncate(0)
-        file.write(json_text({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
-        file.flush()
-        _held.add(descriptor)
-        try:
-            yield
-        finally:
-            _held.discard(descriptor)
-
-
-def is_held(directory: Path) -> bool:
-    """Whether a process of this machine writes into a run's directory."""
-    try:
-        with open_plain(directory / LOCK_FILE) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _let_go() -> None:
-    """A forked child (of a reward, say) gives up its copy of the descriptor, so that it does not
-    hold the directory once the run has ended.  The number stays taken until it is closed.
-    """
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in _held:
-        os.dup2(nothing, descriptor, inheritable=False)
-    os.close(nothing)
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
-def _holder(path: Path) -> str:
-    try:
-        holder = json.loads(read_plain(path))
-        return f"process {holder['pid']} on {holder['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
-
-
-_REMOVED = " (deleted)"
-
-
-class DirectoryWatch:
-    """Where the directory of a run is, which a user may move or remove during the run.
-
-    The directory is held open, and Linux says where it is now.  Open files move with it; what is
-    opened by its path would be created at the old place.
-    """
-
-    def __init__(self) -> None:
-        self._root = Path()
-        self._descriptor: int | None = None
-        self._name: str | None = None  # the kernel's name for it at first
-
-    def hold(self, root: Path) -> None:
-        """Keep the directory open until ``release``.  Raises OSError."""
-        self.release()
-        self._root = root
-        self._descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-        self._name = self._name_now()
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor = None
-
-    def now(self) -> Path | None:
-        """The directory's path, perhaps a new one; None where it was removed."""
-        if self._descriptor is None:
-            return self._root
-        name = self._name_now()
-        if name is None or name == self._name:
-            return self._root if _is_there(Path(name or self._root)) else None
-        return None if name.endswith(_REMOVED) else Path(name)
-
-    def check(self) -> None:
-        """Raise StorageError, saying what happened, where it was moved or removed."""
-        place = self.now()
-        if place == self._root:
-            return
-        if place is None:
-            raise StorageError(
-                f"the run's directory {self._root} was removed while the run went on: its metrics, "
-                "completions and checkpoints are lost"
-            )
-        raise StorageError(
-            f"the run's directory {self._root} was moved to {place} while the run went on; put it "
-            f"back, or go on there (--output {place} --resume)"
-        )
-
-    def _name_now(self) -> str | None:
-        """None where the system does not say it."""
-        try:
-            return os.readlink(f"/proc/self/fd/{self._descriptor}")
-        except OSError:
-            return None
-
-
-def _is_there(path: Path) -> bool:
-    """Whether a path exists, as far as the disk answers."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def read_lines(path: Path, position: int = 0) -> list[dict[str, Any] | None]:
-    """The JSON objects from byte ``position`` on, None for a damaged line.  Raises OSError."""
-    if not path.is_file():
-        return []
-    with open_plain(path) as file:
-        file.seek(position)
-        return [parsed_line(line) for line in file]
-
-
-def parsed_line(line: bytes) -> dict[str, Any] | None:
-    """A line's JSON object; None where it is damaged."""
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None

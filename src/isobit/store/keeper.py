@@ -42,10 +42,12 @@ from isobit.store.checkpoint import (
     read_manifest,
     write_checkpoint,
 )
-from isobit.store.directory import RunDirectory, sync_journals, write_json
-from isobit.store.manifest import TrainingRun, environment
+from isobit.store.directory import RunDirectory, write_json
+from isobit.store.journals import sync_journals
+from isobit.store.manifest import environment
 from isobit.store.resume import Start
 from isobit.store.state import Boundary, holds, snapshot
+from isobit.store.training_run import TrainingRun
 from isobit.util.errors import (
     CheckpointError,
     ConfigError,

@@ -35,30 +35,25 @@ from isobit.store.compatible import (
     run_manifest,
 )
 from isobit.store.directory import (
-    DirectoryWatch,
     RunDirectory,
     check_unused,
     drop_completions,
     holds_run,
-    locked,
-    rewind,
-    whole_lines,
     write_json,
 )
-from isobit.store.disk import (
-    DiskPlan,
-    Say,
-    WaitingWriter,
-    check_shared,
-    newest_usable,
-    plan_disk,
-    tidy,
-)
-from isobit.store.manifest import TrainingRun, environment, manifest, processes
+from isobit.store.directory_watch import DirectoryWatch
+from isobit.store.disk_plan import DiskPlan, plan_disk
+from isobit.store.journals import rewind, whole_lines
+from isobit.store.lock import locked
+from isobit.store.manifest import environment, manifest, processes
+from isobit.store.newest import Say, newest_usable, tidy
 from isobit.store.reward_record import AnswerRecord, RewardRecord
+from isobit.store.shared_disk import check_shared
 from isobit.store.state import drop_torn_line, read_changes
+from isobit.store.training_run import TrainingRun
+from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.budget import BudgetChange
-from isobit.util.files import disk_errors
+from isobit.util.disk_space import disk_errors
 
 _GIVEN = ("rewards", "answers")
 """What a run was given from outside and is given again (``isobit.store.reward_record``)."""

@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 from isobit.records.text import Group
 from isobit.rewards.grading import GradeStats, Grading
-from isobit.util.files import LineFile
+from isobit.util.disk_space import LineFile
 from isobit.util.strict_json import json_line
 
 Say = Callable[[str], None]

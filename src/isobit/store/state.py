@@ -3,12 +3,12 @@
 A checkpoint saves and restores:
 
     tensors    FP32 masters, AdamW's moments, and the tensors of extras
-               (``isobit.store.manifest.Extra``)
+               (``isobit.store.training_run.Extra``)
     counters   the trainer's updates and skipped steps, the version of the weights, and the scales
                of Q, K and V that go with it (``isobit.precision.kv_scales``); with LoRA the
                checksum of the base, of which nothing is saved
     cursors    the sampler's epoch and place, and the size of every file that grows
-               (``isobit.store.directory``)
+               (``isobit.store.journals``)
     budget     the tokens a micro-batch, as far as out-of-memories have lowered them
     log        evaluations so far, totals and seconds of the summary
 
@@ -49,11 +49,12 @@ from isobit.parallel.world import run_on_all
 from isobit.records.digests import group_digests
 from isobit.records.text import Group
 from isobit.store.checkpoint import Checkpoint, Snapshot
-from isobit.store.directory import RunDirectory, read_lines, whole_lines
-from isobit.store.manifest import TrainingRun
+from isobit.store.directory import RunDirectory
+from isobit.store.journals import read_lines, whole_lines
+from isobit.store.training_run import TrainingRun
 from isobit.training.budget import BudgetChange
+from isobit.util.disk_space import LineFile
 from isobit.util.errors import CheckpointError
-from isobit.util.files import LineFile
 from isobit.util.strict_json import json_line
 
 _STEP, _SCALE = "step", "_scale"

@@ -75,7 +75,7 @@ class Begun:
 
 
 class Calibration:
-    """The bounds of a run's clip, as a checkpoint holds them (``isobit.store.manifest.Extra``).
+    """The bounds of a run's clip, as a checkpoint holds them (``isobit.store.training_run.Extra``).
 
     The configured ones stand until the first calibration.
     """

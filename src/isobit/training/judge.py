@@ -44,7 +44,7 @@ from isobit.algorithms.objective import Algorithm, Columns
 from isobit.algorithms.policy_gradient import token_kl
 from isobit.config.algorithm import Correction, RunTeacher, StepConfig
 from isobit.config.tables import OldLogProbs
-from isobit.memory.turns import measured_within_memory, within_memory
+from isobit.memory.retry import measured_within_memory, within_memory
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World, map_on_all

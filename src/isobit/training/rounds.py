@@ -24,14 +24,15 @@ from isobit.algorithms.objective import Objective, Shares
 from isobit.config.tables import Recompute
 from isobit.models.mlp import RouterCoefficients
 from isobit.models.policy import Policy
-from isobit.models.scorer import ScoredPass, Teacher
+from isobit.models.scorer import ScoredPass
+from isobit.models.teacher import Teacher
 from isobit.parallel.gradient_sum import SlotSum
 from isobit.parallel.world import World, run_and_gather
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.training.comparison import (
     microbatch_figures,
 )
-from isobit.util.terminal import Timing
+from isobit.util.clock import Timing
 
 Member = tuple[PackedBatch, Shares]
 """A micro-batch, and its shares of the update."""

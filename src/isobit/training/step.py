@@ -6,7 +6,7 @@
     updates         ``epochs`` times over the parts, one update each; a part without a signal is
                     left out, unless ``training.without_signal`` asks for it
                     (``isobit.training.step``); one that runs out of memory is packed and done
-                    again (``isobit.memory.turns``); the clip of the last may be
+                    again (``isobit.memory.retry``); the clip of the last may be
                     calibrated just before it (``isobit.training.calibration``)
     keep            what was judged, for later steps, where there is a replay buffer
 
@@ -42,7 +42,7 @@ from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.policy_gradient import explained_variance
 from isobit.config.algorithm import StepConfig
 from isobit.config.tables import TrainingConfig
-from isobit.memory.turns import within_memory
+from isobit.memory.retry import within_memory
 from isobit.records.batch import PackedBatch
 from isobit.records.metrics import Metrics, over_updates
 from isobit.records.packing import pack, responses

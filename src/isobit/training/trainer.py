@@ -47,8 +47,8 @@ from isobit.training.optimiser import (
 )
 from isobit.training.repeat import Pass, Repeat, compare_passes, digest_of, figures_text
 from isobit.training.rounds import Rounds
+from isobit.util.clock import Timing, untimed
 from isobit.util.errors import NonFiniteError
-from isobit.util.terminal import Timing, untimed
 
 _LARGEST_NORM = torch.finfo(torch.float32).max
 """Gradients are clipped in FP32, where a larger norm, which FP64 still holds, would make zeros of

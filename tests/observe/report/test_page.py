@@ -20,7 +20,7 @@ from isobit.config.recipes import RunConfig
 from isobit.observe.report.page import visible, watch_run, write_comparison, write_report
 from isobit.observe.report.source import view_settings
 from isobit.run.loop import train
-from isobit.store.directory import locked
+from isobit.store.lock import locked
 from isobit.util.errors import ConfigError
 from tests.observe.pages import Page, assert_self_contained
 from tests.observe.report.run_files import completion_line, evaluation_line, manifest, step_line

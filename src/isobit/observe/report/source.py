@@ -20,7 +20,8 @@ from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import precision_name
 from isobit.observe.report.chart import MINUS, number_text
 from isobit.records.rounding import are_level, settled
-from isobit.store.directory import RunDirectory, is_held
+from isobit.store.directory import RunDirectory
+from isobit.store.lock import is_held
 from isobit.util.errors import ConfigError
 from isobit.util.plain_files import read_plain
 from isobit.util.strict_json import json_text

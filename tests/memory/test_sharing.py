@@ -16,7 +16,7 @@ from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import TrainingConfig
 from isobit.memory.device import DevicePlan
 from isobit.memory.host import microbatch_tokens
-from isobit.memory.turns import DeviceTurns, PhaseMemory
+from isobit.memory.sharing import DeviceSharing, PhaseMemory
 from isobit.records.batch import PackedBatch
 from isobit.rewards.grading import grade
 from isobit.rollout.native import NativeEngine
@@ -57,7 +57,7 @@ def turns(own_memory: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> lis
 
     def with_turns(run: Run[Any, Any, Any]) -> Any:
         own_memory().events = events
-        run.turns = DeviceTurns(PLAN, run._engine, run.trainer)
+        run.turns = DeviceSharing(PLAN, run._engine, run.trainer)
         return run
 
     monkeypatch.setattr(loop, "prepare_rl", lambda *given: with_turns(prepare_rl(*given)))
