@@ -128,7 +128,7 @@ OWN = {
     "config/foreign.py", "config/load.py", "config/shipped.py", "environments/worker.py",
     "memory/speed.py", "observe/flow_choice.py",
     "observe/report/page.py", "observe/viewer.py", "parallel/watch.py",
-    "proof/doctor_environment.py", "rewards/confined/main.py", "rewards/worker.py",
+    "proof/doctor_environment.py", "rewards/sandboxed/main.py", "rewards/supervisor.py",
     "store/manifest.py", "util/machine.py", "util/plain_files.py",
 }  # fmt: skip
 """They also read files of the package, of /proc, or that they have written before."""

@@ -62,13 +62,14 @@ def test_what_no_one_knows_is_refused() -> None:
 
 DIGESTS_AND_MESSAGES = """
 config/tables.py data/hugging_face.py data/prompts.py data/readers.py data/sources.py
-data/tokenizer.py environments/hosted.py environments/openenv.py
+data/tokenizer.py environments/env_backends.py environments/verifiers_classic.py
+environments/openenv.py
 environments/tasksets.py environments/worker.py models/safetensors.py
 observe/flow_choice.py observe/model_card.py parallel/launched.py parallel/watch.py
 parallel/world.py
-records/kept_groups.py records/text.py rewards/confined/main.py
-rewards/confined/wire.py rewards/graders/judge.py rewards/graders/reasoning_gym.py
-rewards/outcome.py rewards/sandbox.py rollout/episodes.py rollout/http_engine.py
+records/kept_groups.py records/text.py rewards/sandboxed/main.py
+rewards/sandboxed/wire.py rewards/graders/judge.py rewards/graders/reasoning_gym.py
+rewards/messages.py rewards/sandbox.py rollout/episodes.py rollout/http_engine.py
 rollout/servers.py rollout/vllm_engine.py rollout/vllm_model.py rollout/vllm_server.py
 run/diff.py run/redo.py serve/protocol.py serve/work.py store/checkpoint.py
 store/resume.py store/reward_record.py util/strict_json.py

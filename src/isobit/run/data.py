@@ -51,13 +51,13 @@ from isobit.data.prompts import (
 from isobit.data.sampler import Spool, in_chunks
 from isobit.data.sources import iter_rows
 from isobit.data.tokenizer import CLOCK, mentions, reads_clock
-from isobit.environments.shipped import documents_sha256
+from isobit.environments.document_index import documents_sha256
 from isobit.models.folder import DescribedModel, model_folder, read_config
 from isobit.parallel.world import ALONE, World, broadcast
 from isobit.records.text import Prompt
 from isobit.rewards.graders import GRADERS
 from isobit.rewards.graders.judge import rubric_file
-from isobit.rewards.grading import check_references
+from isobit.rewards.reference_check import check_references
 from isobit.store.checkpoint import MANIFEST, folders_by_step
 from isobit.store.directory import RunDirectory
 from isobit.util.errors import ConfigError

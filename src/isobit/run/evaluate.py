@@ -43,7 +43,9 @@ from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.evaluation import EvalResult, describe_hidden, result_of
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group, Prompt
-from isobit.rewards.grading import Graders, GradeStats, Grading, check_references
+from isobit.rewards.grading import Graders, Grading
+from isobit.rewards.reference_check import check_references
+from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine import (
     EngineStats,
     Handle,

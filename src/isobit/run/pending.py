@@ -70,7 +70,7 @@ from isobit.parallel.world import (
 from isobit.records.kept_groups import completions_of, groups_of, groups_value
 from isobit.records.metrics import Metrics
 from isobit.records.text import Completion, Group, Prompt
-from isobit.rewards.grading import GradeStats
+from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.evaluate import Evaluation, Evaluator
 from isobit.run.grading import RecordedGrading

@@ -21,8 +21,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobit.records.text import Completion, Prompt, without_beginning
+from isobit.rewards.grade import Failure, Outcome, failure_of, outcome_of
 from isobit.rewards.graders import SANDBOXED
-from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 from isobit.rewards.sandbox import launcher
 from isobit.util.errors import RewardError
 from isobit.util.user_code import hidden, is_secret
