@@ -53,8 +53,8 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.records.text import Group as Group
     from isobit.records.text import Prompt as Prompt
     from isobit.records.text import SamplingParams as SamplingParams
-    from isobit.rewards.given import load_reward as load_reward
     from isobit.rewards.grading import grade as grade
+    from isobit.rewards.load import load_reward as load_reward
     from isobit.rollout.engine import Request as Request
     from isobit.rollout.engine import RolloutEngine as RolloutEngine
     from isobit.rollout.native import NativeEngine as NativeEngine
@@ -123,8 +123,8 @@ _HOMES = {
         "Prompt",
         "SamplingParams",
     ),
-    "rewards.given": ("load_reward",),
     "rewards.grading": ("grade",),
+    "rewards.load": ("load_reward",),
     "rollout.engine": (
         "Request",
         "RolloutEngine",

@@ -4,7 +4,8 @@
 A recipe is a TOML file, its tables as a mapping, or a configuration; keyword arguments change keys
 of it, tables as mappings.  Rewards may be functions and data lists of rows, which no file can hold:
 
-    reward=f                        reward.function = the name of f (``isobit.rewards.given``)
+    reward=f                        reward.function = the name of f
+                                    (``isobit.rewards.python_rewards``)
     reward=[f, g]                   reward.parts, each by its function's name, added up
     reward={"function": f, ..}      that key alone
     data=rows                       data.train = the digest of the rows (``isobit.data.sources``)
@@ -12,7 +13,7 @@ of it, tables as mappings.  Rewards may be functions and data lists of rows, whi
           "eval": {"held_out": rows}}
     data={"train": {"rows": rows, "prompt": "question"}}
     environment=Shop                environment.class = the name of the class, whose public methods
-                                    are the tools (``isobit.environments.given``)
+                                    are the tools (``isobit.environments.python_environments``)
     environment={"class": Shop, "max_turns": 4}
     environment=[f, g]              functions as tools; also tools=[f, g], as TRL has it
 
@@ -34,7 +35,11 @@ from isobit.config.load import Override, apply_overrides, build, nested_override
 from isobit.config.recipes import GenerationConfig, RunConfig, SftConfig, VerifyConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.data.sources import give_rows
-from isobit.environments.given import give_environment, is_environment, takes_environments
+from isobit.environments.python_environments import (
+    give_environment,
+    is_environment,
+    takes_environments,
+)
 from isobit.models.folder import model_folder
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.flow_choice import Comparison
@@ -44,7 +49,7 @@ from isobit.parallel.world import World
 from isobit.proof import verify as verification
 from isobit.proof.verify import VerifyOptions, VerifyResult
 from isobit.records.text import Group
-from isobit.rewards.given import give_reward
+from isobit.rewards.python_rewards import give_reward
 from isobit.run import loop as rl_loop
 from isobit.run import sft as sft_loop
 from isobit.run.log import RlSummary
@@ -69,9 +74,9 @@ def train(
     output="runs/x", training={"steps": 5})``, or from Python alone: ``train(model="starter",
     output="runs/x", data=[{"prompt": "1+2=", "answer": "3"}, ..], reward=f)``.
 
-    ``reward`` may be a function of any form of ``isobit.rewards.form``, or a list of them that are
-    added up; ``data`` may be rows, of which the column ``prompt`` is the prompt.  The functions
-    run in processes of their own, each with a copy.
+    ``reward`` may be a function of any form of ``isobit.rewards.signatures``, or a list of them
+    that are added up; ``data`` may be rows, of which the column ``prompt`` is the prompt.  The
+    functions run in processes of their own, each with a copy.
 
     With ``resume`` the run in the output directory goes on from its newest checkpoint, where there
     is one; ``allow_change`` names keys and inputs that may be other than they were. Raises an

@@ -10,10 +10,10 @@ from unittest.mock import ANY
 import pytest
 
 from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
-from isobit.environments.hosted import Call, Turn
+from isobit.environments.env_backends import Call, Turn
 from isobit.environments.pool import Answer, Environments, Result
-from isobit.rewards.outcome import Failure
-from isobit.rewards.worker import descendants
+from isobit.rewards.grade import Failure
+from isobit.rewards.supervisor import descendants
 from isobit.util.errors import ToolError
 
 TOOLS = Path(__file__).parent / "tools.py"

@@ -11,7 +11,7 @@ import pytest
 
 from isobit.config.data import EnvironmentConfig, VerifiersData
 from isobit.data.sources import load_rows
-from isobit.environments.hosted import Call, Turn
+from isobit.environments.env_backends import Call, Turn
 from isobit.environments.pool import Answer, Environments
 from isobit.environments.tasksets import is_classic
 from isobit.util.errors import DataError, ToolError

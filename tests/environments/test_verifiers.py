@@ -10,8 +10,9 @@ from transformers import AutoTokenizer
 
 from isobit.config.data import ChatConfig, EnvironmentConfig, VerifiersData
 from isobit.data.sources import load_rows
-from isobit.environments.hosted import Call, Conversation, HostedVerifiers, Start, Turn
+from isobit.environments.env_backends import Call, Start, Turn
 from isobit.environments.pool import Environments
+from isobit.environments.verifiers_classic import Conversation, HostedVerifiers
 from isobit.run.acting import open_environments, read_tools
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError, DataError, ToolError

@@ -478,8 +478,8 @@ ROWS: dict[int, Row] = {
         "draw from a global generator, start threads",
         "each defined; what they change stays in their process",
         (
-            "rewards/test_form.py::test_anything_else_is_refused_with_the_forms",
-            "rewards/test_form.py::test_trls_none_and_lists_that_do_not_fit",
+            "rewards/test_signatures.py::test_anything_else_is_refused_with_the_forms",
+            "rewards/test_signatures.py::test_trls_none_and_lists_that_do_not_fit",
             "rewards/test_grading.py::test_every_kind_of_number_is_a_float",
             "rewards/test_grading.py::test_a_reward_that_exits_is_a_failure_not_an_end",
             "rewards/test_pool.py::test_printing_reaches_nobody_and_holds_nobody_up",
@@ -515,8 +515,8 @@ ROWS: dict[int, Row] = {
             "rewards/test_sandbox.py::test_no_sockets",
             "rewards/test_sandbox.py::test_nothing_outside_is_written",
             "rewards/test_sandbox.py::test_nothing_of_the_host_is_read",
-            "rewards/confined/test_judge.py::test_faked_passes_fail",
-            "rewards/confined/test_judge.py::test_forged_replies_neither_pass_nor_exclude",
+            "rewards/sandboxed/test_judge.py::test_faked_passes_fail",
+            "rewards/sandboxed/test_judge.py::test_forged_replies_neither_pass_nor_exclude",
         ),
     ),
     44: Row(

@@ -10,20 +10,21 @@ from isobit.data.tasks import TASK_COLUMN
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import sandbox
-from isobit.rewards.grading import Graders, check_references
-from isobit.rewards.outcome import LONGEST_KIND, MOST_KINDS, OTHER_KINDS, count
+from isobit.rewards.counts import LONGEST_KIND, MOST_KINDS, OTHER_KINDS, count
+from isobit.rewards.grading import Graders
+from isobit.rewards.reference_check import check_references
 from isobit.util.errors import RewardError
 
 TOWER = r"\boxed{9^{9^{9^9}}}"
 HOSTILE_REWARD = """
 import os
-from isobit.rewards import outcome
+from isobit.rewards import counts
 
-outcome.count("while it was loaded")
+counts.count("while it was loaded")
 
 def many(prompt, completion):
     for n in range(len(completion.text)):
-        outcome.count(f"{n:03}" + "\\U0001f4a9" * 1000)
+        counts.count(f"{n:03}" + "\\U0001f4a9" * 1000)
     if not completion.text:
         return 1.0
     raise type("\\U0001f4a9" * 1000, (Exception,), {})("\\U0001f4a9" * 10**5)

@@ -20,9 +20,10 @@ from isobit.observe.evaluation import reward_metrics
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import grading
-from isobit.rewards.given import RewardFunction
-from isobit.rewards.grading import KIND, Graders, Tally, grade
-from isobit.rewards.outcome import Failure, failure_of, outcome_of
+from isobit.rewards.grade import Failure, failure_of, outcome_of
+from isobit.rewards.grading import KIND, Graders, grade
+from isobit.rewards.load import RewardFunction
+from isobit.rewards.tally import Tally
 from isobit.util.errors import RewardError
 
 REWARDS = """

@@ -17,7 +17,8 @@ from isobit.config.data import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import pool
-from isobit.rewards.grading import Graders, GradeStats
+from isobit.rewards.grading import Graders
+from isobit.rewards.tally import GradeStats
 from isobit.util.errors import RewardError
 
 HANG_S = 60.0

@@ -13,10 +13,7 @@ from pathlib import Path
 import pytest
 
 from isobit.rewards import sandbox
-from isobit.rewards.confined import namespaces
-from isobit.rewards.confined.kernel import THREADS
-from isobit.rewards.confined.main import MEMORY
-from isobit.rewards.given import load_reward
+from isobit.rewards.load import load_reward
 from isobit.rewards.sandbox import (
     Bubblewrap,
     Launcher,
@@ -31,6 +28,9 @@ from isobit.rewards.sandbox import (
     launchers,
     trial,
 )
+from isobit.rewards.sandboxed import namespaces
+from isobit.rewards.sandboxed.kernel import THREADS
+from isobit.rewards.sandboxed.main import MEMORY
 from isobit.util.errors import RewardError
 
 LIMITS = Limits(20.0, 256 << 20)
@@ -199,7 +199,7 @@ def test_nothing_outside_is_written(inside: Launcher, tmp_path: Path) -> None:
         "/x",
         "/usr/lib/x",
         "/dev/x",
-        "/isobit/confined/x",
+        "/isobit/sandboxed/x",
         str(canary),
         sys.base_prefix + "/lib/x",
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isobit.rewards import worker
+from isobit.rewards import supervisor
 
 
 def in_a_child(work: Callable[[], None]) -> int:
@@ -39,7 +39,7 @@ def test_memory_beyond_the_limit_is_refused(
 
     def work() -> None:
         before = resource.getrlimit(resource.RLIMIT_AS)
-        worker.limit_memory(16 << 30)
+        supervisor.limit_memory(16 << 30)
         assert (resource.getrlimit(resource.RLIMIT_AS) == before) == kernel_knows
         bytearray(1 << 20)
         with pytest.raises(MemoryError):

@@ -23,7 +23,7 @@ from isobit.parallel.world import ALONE
 from isobit.records.packing import lay_end_to_end
 from isobit.records.sequence import COLUMNS, GIVEN, TokenSequence
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rewards.outcome import Failure
+from isobit.rewards.grade import Failure
 from isobit.rollout import episodes
 from isobit.rollout.engine import EngineStats, Handle, Request
 from isobit.rollout.episodes import Episodes, Tools

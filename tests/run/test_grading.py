@@ -24,7 +24,7 @@ REWARDS = """
 import os
 
 from isobit.util.errors import RewardError
-from isobit.rewards.outcome import count
+from isobit.rewards.counts import count
 
 def length(prompt, completion):
     with open(os.environ["GRADED"], "a") as file:

@@ -147,7 +147,7 @@ def test_what_graders_met_is_noted_under_its_step(
 ) -> None:
     body = (
         "token = completion.token_ids[0] % 2; "
-        "token or __import__('isobit.rewards.outcome').rewards.outcome.count('mine: even'); "
+        "token or __import__('isobit.rewards.counts').rewards.counts.count('mine: even'); "
         "return float(token)"
     )
     config = make_config(write_reward(body), data={"eval": {}})

@@ -6,9 +6,9 @@ import pytest
 
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.given import load_reward
+from isobit.rewards.grade import Failure
 from isobit.rewards.graders.judge import FORM
-from isobit.rewards.outcome import Failure
+from isobit.rewards.load import load_reward
 from tests.serve.servers import KEY, Running
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
-from isobit.rewards.given import RewardFunction
-from isobit.rewards.grading import GradeStats, Grading, grade
+from isobit.rewards.grading import Grading, grade
+from isobit.rewards.load import RewardFunction
+from isobit.rewards.tally import GradeStats
 from isobit.store.journals import whole_lines
 from isobit.store.reward_record import RewardRecord, SentRecord
 from isobit.util.disk_space import LineFile

@@ -20,7 +20,9 @@ from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.evaluation import EvalResult, describe_hidden
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group, Prompt
-from isobit.rewards.grading import Graders, GradeStats, check_references
+from isobit.rewards.grading import Graders
+from isobit.rewards.reference_check import check_references
+from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine import (
     generate,
 )

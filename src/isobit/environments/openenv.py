@@ -25,8 +25,8 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from isobit.environments.hosted import Call, Start, Turn, rewarded, told
-from isobit.rewards.outcome import outcome_of
+from isobit.environments.env_backends import Call, Start, Turn, rewarded, truncated_result
+from isobit.rewards.grade import outcome_of
 from isobit.util.errors import ToolError, shown
 
 _LARGEST_MESSAGE = 64 << 20
@@ -319,7 +319,7 @@ class OpenEnvEpisode:
             raise LostEpisodeError("reset", str(error)) from error
         if seen.is_done:
             return {"over": True, **rewarded(outcome_of(seen.reward))}
-        said = told(seen.observation, self._start.most_characters)[1]
+        said = truncated_result(seen.observation, self._start.most_characters)[1]
         return {"opening": said} if seen.observation else {}
 
     def answer(self, turns: Sequence[Turn], wants_reward: bool) -> dict[str, Any]:
@@ -371,8 +371,10 @@ def _result(observation: Mapping[str, Any], most: int) -> list[str]:
                 for one in parts
                 if isinstance(one, dict) and one.get("type") == "text"
             ]
-            found = told("\n".join(map(str, texts)) if texts else rest.get("data"), most)
+            found = truncated_result(
+                "\n".join(map(str, texts)) if texts else rest.get("data"), most
+            )
             return ["error", found[1]] if rest.get("is_error") is True else found
         case {"tool_name": _, "result": value}:
-            return told(value, most)
-    return told(observation, most)
+            return truncated_result(value, most)
+    return truncated_result(observation, most)

@@ -20,10 +20,11 @@ from time import monotonic
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
-from isobit.environments.given import packed_environment
-from isobit.environments.hosted import Start, Turn
+from isobit.environments.env_backends import Start, Turn
+from isobit.environments.python_environments import packed_environment
 from isobit.records.messages import Message
-from isobit.rewards.outcome import LARGEST, Failure, frame
+from isobit.rewards.grade import LARGEST, Failure
+from isobit.rewards.messages import frame
 from isobit.rewards.pool import START_DEADLINE_S, GraderProcess
 from isobit.util.errors import ToolError
 from isobit.util.option_secrets import from_environment

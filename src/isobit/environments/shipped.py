@@ -7,15 +7,14 @@ search       a folder of documents with a full-text index, which all episodes sh
 """
 
 import ast
-import hashlib
 import operator
-import os
 import re
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from isobit.environments.document_index import SUFFIXES, built_index
 from isobit.rewards.sandbox import (
     Limits,
     OutputLimitError,
@@ -24,13 +23,14 @@ from isobit.rewards.sandbox import (
     TimeLimitError,
     launcher,
 )
-from isobit.util.errors import ToolError
-from isobit.util.files import file_sha256
-from isobit.util.plain_files import read_plain
 
 _LONGEST = 200
 """Characters of an expression."""
+
+
 _LARGEST = 10**50
+
+
 _PROGRAM = """import sys, traceback
 try:
     exec(compile({code!r}, "<program>", "exec"), {{"__name__": "__main__"}})
@@ -39,11 +39,14 @@ except Exception as error:
     traceback.print_exception(own, file=sys.stdout)
     sys.exit(1)
 """
+
+
 _MOST_OUTPUT = 1 << 20
 """Bytes that a program may write."""
+
+
 _MOST_FOUND = 20
 """Documents of one search."""
-_SUFFIXES = (".txt", ".md")
 
 
 class Calculator:
@@ -188,9 +191,9 @@ class Search:
 
     @classmethod
     def _prepare(
-        cls, folder: str, suffixes: Sequence[str] = _SUFFIXES, index: str | None = None
+        cls, folder: str, suffixes: Sequence[str] = SUFFIXES, index: str | None = None
     ) -> None:
-        cls._place = _built_index(Path(folder).expanduser(), suffixes, index)
+        cls._place = built_index(Path(folder).expanduser(), suffixes, index)
 
     def search(self, query: str, k: int = 3) -> list[dict[str, str]]:
         """Find documents.
@@ -228,57 +231,3 @@ class Search:
         if found is None:
             raise ValueError(f"there is no document {document!r:.80}")
         return found[0][max(0, int(start)) :]
-
-
-def _documents(folder: Path, suffixes: Sequence[str]) -> list[tuple[str, Path]]:
-    """Names and paths, sorted."""
-    found = (path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file())
-    return sorted((path.relative_to(folder).as_posix(), path) for path in found)
-
-
-def documents_sha256(
-    folder: str, suffixes: Sequence[str] = _SUFFIXES, index: str | None = None
-) -> str:
-    """Of the names and contents of the documents that ``Search`` finds with these options."""
-    digest = hashlib.sha256()
-    for name, path in _documents(Path(folder).expanduser(), suffixes):
-        digest.update(f"{name}\0{file_sha256(path)}\0".encode())
-    return digest.hexdigest()
-
-
-def _built_index(folder: Path, suffixes: Sequence[str], index: str | None) -> Path:
-    """The file of the index, which is written unless it is there: its name tells the folder, and
-    the sizes and times of its files.  Raises ToolError for a folder without documents.
-    """
-    documents = _documents(folder, suffixes)
-    if not documents:
-        raise ToolError(
-            f"{folder} (environment.options.folder) has no file with the suffix "
-            f"{' or '.join(suffixes)}"
-        )
-    seen = hashlib.sha256(str(folder.absolute()).encode())
-    for name, path in documents:
-        about = path.stat()
-        seen.update(f"\0{name}\0{about.st_size}\0{about.st_mtime_ns}".encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "isobit" / "search"
-    home = Path(index).expanduser() if index else cache
-    place = home / f"{seen.hexdigest()[:32]}.sqlite"
-    if place.exists():
-        return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = place.with_suffix(f".{os.getpid()}")
-    unfinished.unlink(missing_ok=True)
-    database = sqlite3.connect(unfinished)
-    try:
-        with database:
-            database.execute("CREATE VIRTUAL TABLE documents USING fts5(document UNINDEXED, text)")
-            rows = (
-                (name, read_plain(path, largest=None).decode("utf-8", "replace"))
-                for name, path in documents
-            )
-            database.executemany("INSERT INTO documents VALUES (?, ?)", rows)
-            database.execute("INSERT INTO documents(documents) VALUES ('optimize')")
-    finally:
-        database.close()
-    unfinished.replace(place)  # whoever builds it at the same time writes the same
-    return place

@@ -21,16 +21,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from isobit.environments.hosted import (
-    CLASSIC,
-    Conversation,
-    Start,
-    Turn,
-    defines,
-    load_verifiers,
-    rewarded,
-)
-from isobit.rewards.outcome import outcome_of
+from isobit.environments.env_backends import Start, Turn, rewarded
+from isobit.environments.verifiers_classic import CLASSIC, Conversation, defines, load_verifiers
+from isobit.rewards.grade import outcome_of
 from isobit.util.errors import ToolError
 
 _MODEL = "isobit"
@@ -242,8 +235,11 @@ class Played(Conversation):
         try:
             message, reason = await self.reply(body["messages"], tools)
         except LimitError as error:
-            told = {"message": f"maximum context length: {error}", "type": "invalid_request_error"}
-            whole = {"error": {**told, "code": "context_length_exceeded"}}
+            refusal = {
+                "message": f"maximum context length: {error}",
+                "type": "invalid_request_error",
+            }
+            whole = {"error": {**refusal, "code": "context_length_exceeded"}}
             return web.json_response(whole, status=400)
         about = {"id": f"turn_{self._turns}", "created": 0, "model": _MODEL}
         usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)

@@ -1,5 +1,5 @@
 """The process that hosts environments: ``python -m isobit.environments.worker``, started by
-``isobit.environments.pool`` and supervised like one that grades (``isobit.rewards.worker``).
+``isobit.environments.pool`` and supervised like one that grades (``isobit.rewards.supervisor``).
 
 It imports the user's class once and forks a process for each episode, which makes the instance,
 calls ``reset`` and then the tools.  So an episode that hangs, dies or floods ends alone, and what a
@@ -43,11 +43,14 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NoReturn, Protocol
 
-from isobit.environments.hosted import HostedClass, HostedVerifiers, Start, Turn
+from isobit.environments.env_backends import Start, Turn
 from isobit.environments.openenv import HostedOpenEnv, LostEpisodeError
 from isobit.environments.tasksets import HostedTaskset, is_classic
-from isobit.rewards.outcome import failure_of, frame, read_frame, write_all
-from isobit.rewards.worker import descendants, leave_to_trainer, limit_memory, supervised
+from isobit.environments.tool_classes import HostedClass
+from isobit.environments.verifiers_classic import HostedVerifiers
+from isobit.rewards.grade import failure_of
+from isobit.rewards.messages import frame, read_frame, write_all
+from isobit.rewards.supervisor import descendants, leave_to_trainer, limit_memory, supervised
 from isobit.util.errors import ToolError
 
 _END_S = 0.3

@@ -10,11 +10,7 @@
 completions and parts, however long each took. ``collect`` is ``fill`` and ``stats``: several ranks
 each fill some of the groups, and count all of them.
 
-    reward = sum of weight * part's reward over the parts that apply to the completion
-
-A part that returns None does not apply; where none applies, the reward fails.
-A failed reward is ``None``, which excludes the completion from its group, and never 0, which would
-teach the policy that the answer was wrong. Failures are counted by kind, and too many stop the run.
+What the parts add up to, and what becomes of one that fails, is in ``isobit.rewards.tally``.
 
 The 8th, 16th, 32nd, ... grading is repeated for one group, to detect rewards that depend on more
 than the completion, such as a counter, a running mean or random numbers: a resumed run, or one with
@@ -25,129 +21,21 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from isobit.config.data import DEFAULT_FUNCTION, WHOLE, RewardConfig
-from isobit.data.tasks import TASK_COLUMN
-from isobit.records.rounding import rounded_sum
+from isobit.config.data import WHOLE, RewardConfig
 from isobit.records.text import Completion, Group, Prompt
-from isobit.rewards.form import Reward
-from isobit.rewards.given import RewardFunction, load_reward
-from isobit.rewards.graders import REFERENCES
-from isobit.rewards.graders.text import UnusableReferenceError, references
-from isobit.rewards.outcome import (
-    NO_REWARD,
-    Failure,
-    Outcome,
-    bounded,
-    failure_of,
-    outcome_of,
-    take,
-)
+from isobit.rewards.counts import take
+from isobit.rewards.grade import Outcome, failure_of, outcome_of
+from isobit.rewards.load import RewardFunction, load_reward
 from isobit.rewards.pool import Inside, Pool, Task, Watch
+from isobit.rewards.signatures import Reward
+from isobit.rewards.tally import GradeStats, Tally
 from isobit.util.errors import RewardError
-
-Weights: TypeAlias = Mapping[str, float]
-"""The parts' weights by name, in the order of addition."""
-
-
-@dataclass(frozen=True, slots=True)
-class GradeStats:
-    """Completions graded and failed, failures by kind, the first message, and graders' counts."""
-
-    graded: int
-    failed: int
-    failures: dict[str, int]
-    """Failures by kind (``Failure.kind``), each of several rewards of a completion counted."""
-    first_error: str | None
-    counts: dict[str, int] = field(default_factory=dict)
-    """Unusual answers among the graded ones, by kind (``isobit.rewards.outcome``)."""
-
-    @property
-    def failed_fraction(self) -> float:
-        return self.failed / max(1, self.graded + self.failed)
-
-    def all_counts(self) -> dict[str, int]:
-        """``counts``, and how many rewards failed by kind."""
-        return self.counts | {f"failed: {kind}": n for kind, n in self.failures.items()}
-
-    def __add__(self, other: "GradeStats") -> "GradeStats":
-        return GradeStats(
-            self.graded + other.graded,
-            self.failed + other.failed,
-            dict(Counter(self.failures) + Counter(other.failures)),
-            self.first_error or other.first_error,
-            bounded(Counter(self.counts) + Counter(other.counts)),
-        )
-
 
 Grading: TypeAlias = Callable[[Sequence[Group]], GradeStats]
 """Fills the rewards of groups; raises RewardError if too many failed."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts completions and failures as groups are filled."""
-
-    completions: int = 0
-    failed: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    first_error: str | None = None
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def fill(
-        self, group: Group, weights: Weights, outcomes: Mapping[str, Sequence[Outcome]]
-    ) -> None:
-        """Write the rewards of a group, one for each completion in order, from the outcomes of each
-        part; the parts themselves too if there are several.
-        """
-        several = len(weights) > 1
-        group.rewards = []
-        group.reward_parts = {name: [] for name in weights} if several else {}
-        for index in range(len(group.completions)):
-            parts = {name: outcomes[name][index] for name in weights}
-            for name, outcome in parts.items():
-                if isinstance(outcome, Failure) and outcome.kind != NO_REWARD:
-                    self._count(outcome, group, index, f", {name}" if several else "")
-                if several:
-                    group.reward_parts[name].append(_number_of(outcome))
-            reward = _weighted(weights, parts)
-            if isinstance(reward, Failure) and reward not in parts.values():
-                self._count(reward, group, index, "")
-            group.rewards.append(_number_of(reward))
-            self.completions += 1
-            self.failed += isinstance(reward, Failure)
-
-    def add(self, later: "Tally") -> None:
-        self.completions += later.completions
-        self.failed += later.failed
-        self.failures.update(later.failures)
-        self.first_error = self.first_error or later.first_error
-        self.counts.update(later.counts)
-
-    def stats(self, max_failed_fraction: float) -> GradeStats:
-        """The counts. Raises ``RewardError`` if too large a share failed, or all did."""
-        stats = GradeStats(
-            self.completions - self.failed,
-            self.failed,
-            dict(self.failures),
-            self.first_error,
-            bounded(self.counts),
-        )
-        if self.failed and (stats.graded == 0 or stats.failed_fraction > max_failed_fraction):
-            raise RewardError(
-                f"{self.failed} of {self.completions} rewards failed, more than the allowed share "
-                f"of {max_failed_fraction:g} (reward.max_failed_fraction); the first was "
-                f"{self.first_error}"
-            )
-        return stats
-
-    def _count(self, failure: Failure, group: Group, index: int, part: str) -> None:
-        self.failures[failure.kind] += 1
-        if self.first_error is None:
-            self.first_error = f"prompt {group.prompt.id}, sample {index}{part}: {failure.message}"
 
 
 def grade(
@@ -176,28 +64,9 @@ def _outcome(reward: RewardFunction, prompt: Prompt, completion: Completion) -> 
         return failure_of(error)
 
 
-def _weighted(weights: Weights, parts: Mapping[str, Outcome]) -> Outcome:
-    """The sum over the parts that apply, a failure where one failed or none applies."""
-    terms = list[float]()
-    for name, weight in weights.items():
-        outcome = parts[name]
-        if not isinstance(outcome, Failure):
-            terms.append(weight * outcome)
-        elif outcome.kind != NO_REWARD:
-            return outcome
-    return outcome_of(rounded_sum(terms)) if terms else _nothing_applies(parts)
-
-
-def _nothing_applies(parts: Mapping[str, Outcome]) -> Failure:
-    which = "the reward" if len(parts) == 1 else f"each of the parts {', '.join(parts)}"
-    return Failure(NO_REWARD, f"{which} returned None, so none applies to the completion")
-
-
-def _number_of(outcome: Outcome) -> float | None:
-    return None if isinstance(outcome, Failure) else outcome
-
-
 FIRST = 8
+
+
 KIND = "another reward for the same completion"
 
 
@@ -227,65 +96,6 @@ class Repetition:
             for first, second in zip(task.outcomes, again[name].outcomes, strict=True)
         )
         return Counter({KIND: differing}) if differing else Counter()
-
-
-def check_references(
-    reward: RewardConfig | None, sets: Mapping[str, Sequence[Prompt]]
-) -> Sequence[str]:
-    """A line for each set of prompts and each grader that cannot use some of the references.
-
-    Raises ``RewardError`` where a set has none that can be used, or a prompt no such column, or
-    where tasks' own scorers are to grade prompts that come from none.
-    """
-    parts = {} if reward is None else reward.named()
-    lines: list[str] = []
-    if any(part.function == DEFAULT_FUNCTION for part in parts.values()):
-        for name, prompts in sets.items():
-            _check_tasks(name, prompts)
-    for grader, column in dict.fromkeys(
-        (part.function, part.options.get("column", "answer"))
-        for part in parts.values()
-        if part.function in REFERENCES
-    ):
-        for name, prompts in sets.items():
-            lines += _unusable(grader, column, name, prompts)
-    return lines
-
-
-def _check_tasks(name: str, prompts: Sequence[Prompt]) -> None:
-    others = [prompt.id for prompt in prompts if TASK_COLUMN not in prompt.row]
-    if others:
-        raise RewardError(
-            f"reward.function is {DEFAULT_FUNCTION!r}, the default, which is the own scorer of a "
-            f"reasoning-gym task, and {len(others):,} of the {len(prompts):,} prompts of {name} "
-            f"come from none, the first is {others[0]}; name another grader, such as exact_match "
-            "or math_verify, a function of yours, or 'none' to learn from a teacher alone"
-        )
-
-
-def _unusable(grader: str, column: str, name: str, prompts: Sequence[Prompt]) -> Sequence[str]:
-    kinds: Counter[str] = Counter()
-    first: dict[str, str] = {}
-    for prompt in prompts:
-        try:
-            references(prompt, column, grader, REFERENCES[grader])
-        except UnusableReferenceError as error:
-            kinds[error.kind] += 1
-            first.setdefault(error.kind, str(error))
-    if not kinds:
-        return ()
-    unusable = sum(kinds.values())
-    counted = " and ".join(f"{number:,} {kind}" for kind, number in kinds.items())
-    examples = "; ".join(first.values())
-    if unusable == len(prompts):
-        raise RewardError(
-            f"{grader} can use none of the {unusable:,} references of {name} ({counted}): "
-            f"{examples}; name the column with the answers in reward.options.column"
-        )
-    return (
-        f"references of {name} for {grader}: {counted} of {len(prompts):,} "
-        f"({unusable / len(prompts):.1%}); their completions fail and are left out: {examples}",
-    )
 
 
 ModelScores: TypeAlias = Mapping[str, Callable[[Sequence[tuple[Prompt, Completion]]], list[float]]]

@@ -31,17 +31,11 @@ from time import monotonic
 from typing import Any, get_args
 
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.form import Mode
-from isobit.rewards.given import PREFIX, packed_reward
-from isobit.rewards.outcome import (
-    LARGEST,
-    LINE_LIMIT,
-    Failure,
-    Outcome,
-    bounded,
-    frame,
-    read_line,
-)
+from isobit.rewards.counts import bounded
+from isobit.rewards.grade import LARGEST, Failure, Outcome
+from isobit.rewards.messages import LINE_LIMIT, frame, read_line
+from isobit.rewards.python_rewards import PREFIX, packed_reward
+from isobit.rewards.signatures import Mode
 from isobit.rewards.worker import Start
 from isobit.util.errors import RewardError
 
@@ -190,7 +184,7 @@ class Task:
     completions: Sequence[Completion]
     outcomes: list[Outcome | None] = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
-    """What the grader counted (``isobit.rewards.outcome``)."""
+    """What the grader counted (``isobit.rewards.counts``)."""
 
     def __post_init__(self) -> None:
         self.outcomes = [None] * len(self.completions)

@@ -1,8 +1,8 @@
 """A sandbox for code that a model wrote: processes in a bare, read-only system.
 
-It is made by bubblewrap (``bwrap``) or by our own code (`confined.namespaces`,
-`confined.kernel.build_root`). Both give namespaces for users, mounts, processes, network, IPC and
-host name; inside, `confined.kernel` adds limits and a filter of system calls.
+It is made by bubblewrap (``bwrap``) or by our own code (`sandboxed.namespaces`,
+`sandboxed.kernel.build_root`). Both give namespaces for users, mounts, processes, network, IPC and
+host name; inside, `sandboxed.kernel` adds limits and a filter of system calls.
 
     visible    Python and its library, the system's libraries, all read-only
     writable   /tmp of 16 MiB, which is lost with the process
@@ -39,9 +39,9 @@ from isobit.util.errors import RewardError
 
 Role = Literal["candidate", "tests", "script", "probe"]
 FILE_BYTES = 16 << 20
-CONFINED = Path(__file__).parent / "confined"
-INSIDE = "/isobit/confined"
-"""Where the sandbox sees `isobit.rewards.confined`."""
+SANDBOXED_CODE = Path(__file__).parent / "sandboxed"
+INSIDE = "/isobit/sandboxed"
+"""Where the sandbox sees `isobit.rewards.sandboxed`."""
 TIDY_SECONDS = 5.0
 ENVIRONMENT = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
@@ -76,7 +76,7 @@ class Launcher(ABC):
     as_nobody: bool = False
     """Whether programs run as a user of their own, for which one must be root."""
     dies_by_itself: bool = False
-    """Whether ``command`` ends its process with the starter; otherwise `confined.main` does."""
+    """Whether ``command`` ends its process with the starter; otherwise `sandboxed.main` does."""
     threads: int | None = None
     """How many a program may have, the first included; known after a ``trial``."""
 
@@ -85,7 +85,7 @@ class Launcher(ABC):
         """The command that runs the command ``python`` in the sandbox."""
 
     def root(self) -> dict[str, Any] | None:
-        """The arguments of `confined.kernel.build_root`; None if ``command`` makes the root."""
+        """The arguments of `sandboxed.kernel.build_root`; None if ``command`` makes the root."""
         return None
 
     def describe(self) -> str:
@@ -106,7 +106,7 @@ def interpreter() -> str:
 class Process:
     """One process in the sandbox, and all that it starts.
 
-    ``job`` is what its role needs (`confined.main`); ``pass_fds`` are descriptors that it keeps;
+    ``job`` is what its role needs (`sandboxed.main`); ``pass_fds`` are descriptors that it keeps;
     ``stdin`` its input.
     """
 
@@ -138,9 +138,9 @@ class Process:
         }
         self._job = _file(json.dumps(described).encode("ascii"))
         self._errors = _file(b"")
-        boot = "import sys; sys.path[:0] = sys.argv[2:]; from confined.main import main; main()"
+        boot = "import sys; sys.path[:0] = sys.argv[2:]; from sandboxed.main import main; main()"
         python = [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", boot, str(self._job)]
-        python += [os.path.dirname(INSIDE), str(CONFINED.parent)]
+        python += [os.path.dirname(INSIDE), str(SANDBOXED_CODE.parent)]
         given = _file(stdin)
         try:
             self._process = subprocess.Popen(  # noqa: S603  (words, no shell)
@@ -194,7 +194,7 @@ class Process:
             if not os.read(stdout.fileno(), 1 << 20):
                 break
         stdout.close()
-        self.started = os.fstat(self._job).st_size == 0  # `confined.main` empties it
+        self.started = os.fstat(self._job).st_size == 0  # `sandboxed.main` empties it
         self._close()
 
     def _close(self) -> None:
@@ -245,7 +245,7 @@ def shown() -> dict[str, str]:
             paths.append(python)
     if Path("/etc/ld.so.cache").is_file():
         paths.append(Path("/etc/ld.so.cache"))
-    return {**{str(path): str(path) for path in paths}, INSIDE: str(CONFINED)}
+    return {**{str(path): str(path) for path in paths}, INSIDE: str(SANDBOXED_CODE)}
 
 
 def links() -> dict[str, str]:
@@ -274,7 +274,7 @@ class Bubblewrap(Launcher):
 
 
 class Namespaces(Launcher):
-    """`confined.namespaces` makes the namespaces, `confined.kernel.build_root` the root."""
+    """`sandboxed.namespaces` makes the namespaces, `sandboxed.kernel.build_root` the root."""
 
     name = "namespaces"
 

@@ -48,12 +48,12 @@ from isobit.config.data import EnvironmentConfig, ToolFormat
 from isobit.data.continuation import Continuation, messages_of
 from isobit.data.encoding import most_characters, token_ids
 from isobit.data.tool_calls import MalformedCall, Parsed, Said, read_turn
-from isobit.environments.hosted import Call, Turn
+from isobit.environments.env_backends import Call, Turn
 from isobit.environments.pool import Answer, Environments, KnownAnswers, Opening, Result
 from isobit.parallel.world import World
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason, ends_in_thinking
-from isobit.rewards.outcome import Failure
+from isobit.rewards.grade import Failure
 from isobit.rollout.engine import (
     EngineStats,
     Follow,

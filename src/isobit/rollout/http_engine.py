@@ -27,8 +27,8 @@ from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.models.weight_deltas import SentWeights
 from isobit.rollout.answers import Drawn, UnavailableError
-from isobit.rollout.books import SampleBooks
 from isobit.rollout.engine import Handle, Limits
+from isobit.rollout.remote_samples import SampleBooks
 from isobit.rollout.sequence import Sample
 from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, Weights
 from isobit.util.errors import ConfigError, ServerError, shown

@@ -23,7 +23,7 @@ from isobit.data.sources import iter_rows
 from isobit.data.spool import Spool, in_chunks
 from isobit.models.folder import DescribedModel
 from isobit.records.text import Prompt
-from isobit.rewards.grading import check_references
+from isobit.rewards.reference_check import check_references
 
 
 @dataclass(frozen=True, slots=True)

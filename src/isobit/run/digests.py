@@ -27,7 +27,7 @@ from pathlib import Path
 
 from isobit.config.data import ENVIRONMENTS, WHOLE
 from isobit.config.recipes import Recipe, RunConfig
-from isobit.environments.shipped import documents_sha256
+from isobit.environments.document_index import documents_sha256
 from isobit.rewards.graders import GRADERS
 from isobit.rewards.graders.judge import rubric_file
 from isobit.util.files import file_sha256

@@ -15,7 +15,8 @@ from typing import Any
 
 from isobit.parallel.world import World, raised_on_all, run_and_gather
 from isobit.records.text import Group
-from isobit.rewards.grading import Graders, GradeStats, ModelScores, Tally
+from isobit.rewards.grading import Graders, ModelScores
+from isobit.rewards.tally import GradeStats, Tally
 from isobit.run.interruption import Interruption
 from isobit.store.reward_record import RewardRecord
 from isobit.store.waiting_writer import WaitingWriter

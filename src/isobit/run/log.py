@@ -35,7 +35,7 @@ from isobit.parallel.world import raised_on_all
 from isobit.records.metrics import METRICS, Metrics, listed
 from isobit.records.no_signal import describe_untaught
 from isobit.records.text import Group
-from isobit.rewards.grading import GradeStats
+from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.pending import COMPARED, GradedBatch
 from isobit.store.resume import Start

@@ -34,7 +34,7 @@ from isobit.parallel.world import (
 from isobit.records.metrics import Metrics
 from isobit.records.text import Group, Prompt
 from isobit.records.wire import groups_of, groups_value
-from isobit.rewards.grading import GradeStats
+from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.judge import scores_by_policy, with_old_columns

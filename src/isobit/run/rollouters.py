@@ -46,7 +46,7 @@ from isobit.parallel.world import (
 )
 from isobit.records.text import Completion, Group
 from isobit.records.wire import completions_of, groups_of
-from isobit.rewards.grading import GradeStats
+from isobit.rewards.tally import GradeStats
 from isobit.run.agreement import check_alike
 from isobit.run.evaluation import Evaluation, Evaluator
 from isobit.run.grading import RecordedGrading

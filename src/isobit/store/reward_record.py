@@ -6,7 +6,7 @@
     "rewards": [[1.0, null], ..], "parts": {"format": [[0.5, null], ..], ..}, ..}
 
 ``parts`` is present where a run has several rewards, ``counts`` where graders met something unusual
-(``isobit.rewards.outcome``).
+(``isobit.rewards.grade``).
 
 ``environment.jsonl``, of a run with an environment: what tools have said, a line a rollout
 
@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from isobit.records.text import Group
-from isobit.rewards.grading import GradeStats, Grading
+from isobit.rewards.grading import Grading
+from isobit.rewards.tally import GradeStats
 from isobit.util.disk_space import LineFile
 from isobit.util.strict_json import json_line
 

@@ -17,7 +17,7 @@ from isobit.config.data import ReasoningGymData
 from isobit.data.sources import load_rows
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
-from isobit.rewards import outcome as outcome_module
+from isobit.rewards import counts
 from isobit.rewards.graders import reasoning_gym as grader
 
 ENTRIES = int(os.environ.get("ISOBIT_SWEEP", "1"))
@@ -95,7 +95,7 @@ def sweep(task: str) -> dict[str, Any]:
     """What the answers get from entries of ``task``: those that get anything, and the counts."""
     paid: list[tuple[int, str, float | str]] = []
     wrong: list[int] = []
-    outcome_module.take()
+    counts.take()
     counted = Counter[str]()
     for index, row in enumerate(load_rows(ReasoningGymData(task=task, size=ENTRIES))):
         prompt = Prompt(f"train/{index}", str(row.prompt), (1,), row.columns)
@@ -104,7 +104,7 @@ def sweep(task: str) -> dict[str, Any]:
             given = outcome(prompt, answer)
             if given != 0.0 and given != share_held(answer, str(own)):
                 paid.append((index, answer[:40], given))
-        counted.update(outcome_module.take())
+        counted.update(counts.take())
         if own is not None and outcome(prompt, str(own)) != 1.0:
             wrong.append(index)
     return {"task": task, "paid": paid, "counts": counted, "own answers not 1": wrong}

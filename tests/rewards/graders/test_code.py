@@ -13,7 +13,7 @@ import pytest
 from isobit.config.data import CODE_SECONDS
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
-from isobit.rewards import outcome, sandbox
+from isobit.rewards import counts, sandbox
 from isobit.rewards.graders import code as grader
 from isobit.rewards.graders.code import MOST_CODE, UnusableTestsError
 from isobit.rewards.sandbox import SandboxError
@@ -35,9 +35,9 @@ def counted() -> Iterator[None]:
             break
     else:
         pytest.skip("no sandbox works here")
-    outcome.take()
+    counts.take()
     yield
-    outcome.take()
+    counts.take()
 
 
 def score(code: str, row: dict[str, Any], fence: str = "python", **options: Any) -> float:
@@ -65,7 +65,7 @@ def test_right_and_wrong_functions(row: dict[str, Any]) -> None:
     assert score(RIGHT, row) == 1.0
     assert score("def square(x):\n    return x + 1", row) == 0.0
     assert score("def cube(x):\n    return x * x", row) == 0.0
-    assert outcome.take() == {}
+    assert counts.take() == {}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def square(x): return 1
     "patched runner": """
 import sys
 for name, module in list(sys.modules.items()):
-    if name.startswith('confined'):
+    if name.startswith('sandboxed'):
         for key in list(vars(module)):
             if not key.startswith('__'):
                 setattr(module, key, lambda *a, **k: ['value', True])
@@ -262,7 +262,7 @@ def limit_for(kind: str) -> float:
 )
 def test_what_is_hostile_scores_zero_and_is_counted(code: str, kind: str) -> None:
     assert score(code, SQUARE, seconds=limit_for(kind), memory_mib=256) == 0.0
-    assert outcome.take() == {kind: 1}
+    assert counts.take() == {kind: 1}
 
 
 def test_a_packed_bomb_is_bounded_by_memory() -> None:
@@ -276,7 +276,7 @@ def test_a_packed_bomb_is_bounded_by_memory() -> None:
     )
     assert len(code) < MOST_CODE
     assert score(code, SQUARE, seconds=8, memory_mib=256) == 0.0
-    assert outcome.take() == {"code: memory limit": 1}
+    assert counts.take() == {"code: memory limit": 1}
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_packed_bomb_is_bounded_by_memory() -> None:
 )
 def test_hostile_programs_score_zero_and_are_counted(code: str, kind: str) -> None:
     assert score(code, PRINTED, seconds=limit_for(kind)) == 0.0
-    assert outcome.take() == {kind: 1}
+    assert counts.take() == {kind: 1}
 
 
 def test_forks_sockets_and_writes_outside_do_not_happen() -> None:
@@ -308,7 +308,7 @@ def test_a_completion_without_code_scores_zero_and_is_counted() -> None:
     prompt = Prompt("train/0", "", (1,), SQUARE)
     completion = Completion(TokenSequence.of_answer((1,), (2,)), RIGHT, "stop")
     assert grader.score(prompt, completion) == 0.0
-    assert outcome.take() == {"code: no block": 1}
+    assert counts.take() == {"code: no block": 1}
 
 
 @pytest.mark.parametrize(

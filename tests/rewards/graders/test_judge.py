@@ -14,9 +14,9 @@ import pytest
 from isobit.config.data import JUDGE_SECONDS, RewardConfig
 from isobit.config.rules import _check_seconds
 from isobit.records.text import Prompt
-from isobit.rewards.given import load_reward
+from isobit.rewards.grade import Failure
 from isobit.rewards.graders import judge
-from isobit.rewards.outcome import Failure
+from isobit.rewards.load import load_reward
 from isobit.util.errors import ConfigError, RewardError
 from tests.rewards.graders.test_text_graders import completion
 

@@ -16,7 +16,7 @@ from sympy.parsing import sympy_parser
 from benchmarks.graders import COUNT, answers
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
-from isobit.rewards import outcome
+from isobit.rewards import counts
 from isobit.rewards.graders import math as grader
 from isobit.rewards.graders.math import LONGEST, excess, plain
 from isobit.util.errors import RewardError
@@ -95,9 +95,9 @@ SEQUENCE = TokenSequence.of_answer((1,), (2,))
 
 @pytest.fixture(autouse=True)
 def counted() -> Iterator[None]:
-    outcome.take()
+    counts.take()
     yield
-    outcome.take()
+    counts.take()
 
 
 def completed(reference: str, text: str, **options: Any) -> float:
@@ -258,12 +258,12 @@ CASES = [(kind, text) for kind, texts in HOSTILE.items() for text in texts]
 def test_what_is_out_of_bounds_scores_zero_and_is_counted(kind: str, text: str) -> None:
     for reference in ("42", "x+1"):
         assert completed(reference, f"<answer>{text}</answer>") == 0.0
-        assert outcome.take() == {f"math_verify: {kind}": 1}
+        assert counts.take() == {f"math_verify: {kind}": 1}
 
 
 def test_within_the_bounds_time_is_bounded() -> None:
     assert completed("5", "(a+b+c+d+e)^{30}", seconds=0.2) == 0.0
-    assert outcome.take() == {"math_verify: time limit": 1}
+    assert counts.take() == {"math_verify: time limit": 1}
     assert score("x+1", "1+x") == 1.0
 
 
@@ -307,9 +307,9 @@ def test_it_works_outside_the_main_thread() -> None:
 @pytest.mark.parametrize("reference", ["\\frac{1}{", "9^{9^{9}}", "Straße & Co."])
 def test_a_reference_that_is_no_expression_is_compared_as_text(reference: str) -> None:
     assert score(reference, reference) == 1.0 or reference.count("{") != reference.count("}")
-    outcome.take()
+    counts.take()
     assert score(reference, "5") == 0.0
-    assert outcome.take() == {"math_verify: reference compared as text": 1}
+    assert counts.take() == {"math_verify: reference compared as text": 1}
 
 
 def test_a_missing_column_ends_the_run() -> None:
@@ -327,7 +327,7 @@ def test_five_hundred_short_answers() -> None:
     made = answers()
     assert len(made) == COUNT and 200 < sum(answer.equal for answer in made) < 300
     assert [a for a in made if completed(a.reference, a.completion) != a.equal] == []
-    assert outcome.take() == {}
+    assert counts.take() == {}
 
 
 EXPONENTS = st.integers(-60, 60)

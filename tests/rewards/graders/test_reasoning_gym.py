@@ -20,7 +20,7 @@ from isobit.config.data import ReasoningGymData
 from isobit.data.sources import load_rows
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
-from isobit.rewards import outcome
+from isobit.rewards import counts
 from isobit.rewards.graders import reasoning_gym as grader
 from isobit.rewards.graders.reasoning_gym import (
     EXECUTES_ANSWERS,
@@ -48,9 +48,9 @@ def prompt(task: str, **options: Any) -> Prompt:
 
 @pytest.fixture(autouse=True)
 def counted() -> Iterator[None]:
-    outcome.take()
+    counts.take()
     yield
-    outcome.take()
+    counts.take()
 
 
 def score(prompt: Prompt, text: str) -> float:
@@ -69,7 +69,7 @@ def test_answers_inside_thinking_score_nothing() -> None:
     made = prompt("chain_sum")
     answer = f"<answer>{made.row['answer']}</answer>"
     assert score(made, f"<think>{answer}") == score(made, f"<think>{answer}</think>") == 0.0
-    assert outcome.take() == {"reasoning_gym: unfinished thinking": 1}
+    assert counts.take() == {"reasoning_gym: unfinished thinking": 1}
     assert score(made, f"<think>1?</think>{answer}") == 1.0
     completion = Completion(TokenSequence.of_answer((1,), (2,)), f"<think>{answer}", "stop")
     assert grader.score(made, completion, read_thinking=True) == 1.0
@@ -167,7 +167,7 @@ def test_the_tasks_own_answers_have_its_form(task: str) -> None:
         answer = made.row["answer"] or made.row["metadata"].get("example_answer")
         if answer is not None:
             assert score(made, str(answer)) == 1.0, (made.row["question"], answer)
-    assert outcome.take() == {}
+    assert counts.take() == {}
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_tasks_own_answers_have_its_form(task: str) -> None:
 def test_hostile_answers_score_zero_and_are_counted(task: str, answer: str, kind: str) -> None:
     for made in prompts(task, 3):
         assert score(made, answer) == 0.0
-        assert outcome.take() == {f"reasoning_gym: {kind}": 1}
+        assert counts.take() == {f"reasoning_gym: {kind}": 1}
 
 
 def test_moves_of_a_car_are_still_moves() -> None:
@@ -216,7 +216,7 @@ def test_a_scorer_that_takes_too_long_scores_zero(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(grader, "_task", lambda identity: Slow())
     completion = Completion(TokenSequence.of_answer((1,), (2,)), "5", "stop")
     assert grader.score(made, completion, seconds=0.1) == 0.0
-    assert outcome.take() == {"reasoning_gym: time limit": 1}
+    assert counts.take() == {"reasoning_gym: time limit": 1}
 
 
 def test_a_task_whose_own_answer_raises_is_no_wrong_answer() -> None:

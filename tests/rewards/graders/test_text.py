@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
-from isobit.rewards import outcome
+from isobit.rewards import counts
 from isobit.rewards.graders.text import (
     answer_of,
     cell,
@@ -88,9 +88,9 @@ def found(text: str, prompt: str = "", answer: str = "boxed", read_thinking: boo
     ],
 )
 def test_the_answer_stands_after_the_thinking(text: str, answer: str) -> None:
-    outcome.take()
+    counts.take()
     assert found(text) == answer
-    assert outcome.take() == {}
+    assert counts.take() == {}
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_the_answer_stands_after_the_thinking(text: str, answer: str) -> None:
     ],
 )
 def test_unfinished_thinking_is_no_answer_and_counted(prompt: str, text: str) -> None:
-    outcome.take()
+    counts.take()
     assert found(text, prompt) == ""
-    assert outcome.take() == {"g: unfinished thinking": 1}
+    assert counts.take() == {"g: unfinished thinking": 1}
     assert found(text, prompt, read_thinking=True) == "1"
-    assert outcome.take() == {}
+    assert counts.take() == {}
 
 
 def test_thinking_that_the_prompt_began_may_end() -> None:

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.confined.main import MEMORY
+from isobit.rewards.counts import count
 from isobit.rewards.graders.text import cell, closed, last_code, visible
-from isobit.rewards.outcome import count, read_line
+from isobit.rewards.messages import read_line
 from isobit.rewards.sandbox import (
     Launcher,
     Limits,
@@ -38,6 +38,7 @@ from isobit.rewards.sandbox import (
     TimeLimitError,
     launcher,
 )
+from isobit.rewards.sandboxed.main import MEMORY
 
 MOST_CODE = 100_000
 """Characters of code; longer code scores 0."""

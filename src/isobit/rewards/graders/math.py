@@ -51,8 +51,9 @@ from math_verify.grader import is_atomic_or_pct_atomic, should_treat_as_complex
 from math_verify.parser import get_last_eq
 
 from isobit.records.text import Completion, Prompt
+from isobit.rewards.counts import count
+from isobit.rewards.deadline import DeadlineError, deadline
 from isobit.rewards.graders.text import answer_of, is_prose, references, without_unit
-from isobit.rewards.outcome import DeadlineError, count, deadline
 
 LONGEST = 500
 DIGITS = 100

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from isobit.data.tasks import TASK_COLUMN, create_task
 from isobit.records.text import Completion, Prompt
+from isobit.rewards.counts import count
+from isobit.rewards.deadline import DeadlineError, deadline
 from isobit.rewards.graders.text import closed, last_tagged, visible
-from isobit.rewards.outcome import DeadlineError, count, deadline
 from isobit.util.errors import RewardError
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from math import isnan
 from typing import Any
 
 from isobit.records.text import THINK, THOUGHT, Completion, Prompt, ends_in_thinking
-from isobit.rewards.outcome import NO_REWARD, count
+from isobit.rewards.counts import count
+from isobit.rewards.grade import NO_REWARD
 from isobit.util.errors import RewardError
 
 OPENING, CLOSING = "<answer>", "</answer>"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from isobit.environments.hosted import defines, load_verifiers
 from isobit.environments.tasksets import load_taskset
+from isobit.environments.verifiers_classic import defines, load_verifiers
 from isobit.util.errors import ToolError
 
 CLASSIC = "import verifiers as vf\ndef load_environment(**options):\n    return vf.ToolEnv()\n"

@@ -5,8 +5,8 @@ import struct
 
 import pytest
 
-from isobit.rewards.confined import kernel
-from isobit.rewards.confined.kernel import (
+from isobit.rewards.sandboxed import kernel
+from isobit.rewards.sandboxed.kernel import (
     ALLOW,
     ARCHITECTURES,
     CLONE,

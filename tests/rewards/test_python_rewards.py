@@ -13,8 +13,10 @@ import pytest
 from isobit.config.data import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.given import PREFIX, digest_of, give_reward, load_reward, packed_reward
+from isobit.rewards.behaviour_digest import digest_of
 from isobit.rewards.grading import Graders
+from isobit.rewards.load import load_reward
+from isobit.rewards.python_rewards import PREFIX, give_reward, packed_reward
 from isobit.starter.tasks import correct_answer
 from isobit.util.errors import RewardError
 from tests.rewards.test_grading import group as make_group
@@ -122,7 +124,7 @@ def digests(script: str, *names: str) -> list[str]:
 
 def test_another_process_with_another_seed_of_hashes_has_the_same_digests(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
-    lines = "from isobit.rewards.given import digest_of\n" + "".join(
+    lines = "from isobit.rewards.behaviour_digest import digest_of\n" + "".join(
         f"print(digest_of({name}))\n" for name in ALL
     )
     path.write_text("# a comment\n\n" + SCRIPT + lines)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from isobit.rewards.confined import main as candidate
-from isobit.rewards.confined.judge import free_names, judge
-from isobit.rewards.confined.wire import Channel
+from isobit.rewards.sandboxed import main as candidate
+from isobit.rewards.sandboxed.judge import free_names, judge
+from isobit.rewards.sandboxed.wire import Channel
 
 Answering = Callable[[Channel], None]
 

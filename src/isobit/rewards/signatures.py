@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobit.records.messages import without_beginning
 from isobit.records.text import Completion, Prompt
+from isobit.rewards.grade import Failure, Outcome, failure_of, outcome_of
 from isobit.rewards.graders import SANDBOXED
-from isobit.rewards.outcome import Failure, Outcome, failure_of, outcome_of
 from isobit.rewards.sandbox import launcher
 from isobit.util.errors import RewardError
 from isobit.util.option_secrets import hidden, is_secret

@@ -11,19 +11,9 @@ from typing import Any
 
 import pytest
 
-from isobit.rewards.outcome import (
-    LONGEST_KIND,
-    MOST,
-    MOST_KINDS,
-    OTHER_KINDS,
-    DeadlineError,
-    Failure,
-    bounded,
-    count,
-    deadline,
-    failure_of,
-    take,
-)
+from isobit.rewards.counts import LONGEST_KIND, MOST, MOST_KINDS, OTHER_KINDS, bounded, count, take
+from isobit.rewards.deadline import DeadlineError, deadline
+from isobit.rewards.grade import Failure, failure_of
 
 
 def test_counts_are_taken_once() -> None:
@@ -70,7 +60,7 @@ def test_what_takes_too_long_is_interrupted_whatever_it_survives() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_alarm_that_python_swallows_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobit.rewards.outcome.AGAIN_S", 0.3)
+    monkeypatch.setattr("isobit.rewards.deadline.AGAIN_S", 0.3)
 
     class Rubbish:
         def __del__(self) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
-from isobit.rewards.form import recognise
-from isobit.rewards.outcome import Failure, Outcome
+from isobit.rewards.grade import Failure, Outcome
+from isobit.rewards.signatures import recognise
 from isobit.util.errors import RewardError
 
 ROW = {"answer": "22", "level": 3, "prompt": "not this one"}

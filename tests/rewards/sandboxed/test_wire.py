@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.rewards.confined.wire import DEEPEST, MOST_BYTES, Channel, WireError, decode, encode
+from isobit.rewards.sandboxed.wire import DEEPEST, MOST_BYTES, Channel, WireError, decode, encode
 
 Point = namedtuple("Point", "x y")
 SCALARS = st.one_of(

@@ -7,13 +7,14 @@ import pytest
 
 from isobit.config.data import EnvironmentConfig
 from isobit.environments import shipped
-from isobit.environments.given import (
+from isobit.environments.env_backends import Call, Start, Turn
+from isobit.environments.pool import Environments
+from isobit.environments.python_environments import (
     give_environment,
     packed_environment,
     takes_environments,
 )
-from isobit.environments.hosted import Call, HostedClass, Start, Turn
-from isobit.environments.pool import Environments
+from isobit.environments.tool_classes import HostedClass
 from isobit.util.errors import ConfigError, ToolError
 
 

@@ -3,7 +3,7 @@ list of functions that are the tools, with TRL's rewards of them.
 
 A class that a new process can import is named ``module:Class``.  Any other one (of a script or
 notebook), and functions, are named ``python:NAME@DIGEST`` as rewards are
-(``isobit.rewards.given``), and the host of the environment gets a copy.
+(``isobit.rewards.python_rewards``), and the host of the environment gets a copy.
 """
 
 import inspect
@@ -15,7 +15,8 @@ from types import FunctionType
 from typing import Any, TypeAlias, get_type_hints
 from weakref import WeakValueDictionary
 
-from isobit.rewards.given import PREFIX, digest_of, place_of
+from isobit.rewards.behaviour_digest import digest_of
+from isobit.rewards.python_rewards import PREFIX, place_of
 from isobit.util.errors import ConfigError, ToolError
 
 Tools: TypeAlias = "type | tuple[Callable[..., Any], ...]"

@@ -1,0 +1,92 @@
+"""The grade of one completion: a finite number, or a failure with its kind.
+
+A reward may return a number of Python, numpy or torch, or, as in verl, a dict with the number as
+``score``. None instead of the number says that the reward does not apply to the completion
+(``NO_REWARD``): of several parts the others make its reward, and alone it is a failure.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeAlias
+
+from isobit.util.errors import escaped, shown
+from isobit.util.option_secrets import hidden
+
+LARGEST = 1e18
+"""The largest reward: sums of squares of such numbers are still finite in FP32."""
+
+
+NO_REWARD = "no reward"
+"""The kind of a reward that does not apply to a completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why there is no number. Both texts may come from untrusted processes and are printed, so
+    that unprintable characters are escaped.
+    """
+
+    kind: str
+    """The exception's name, ``not finite``, ``too large``, ``not a number``, ``no reward``,
+    ``deadline`` or ``crash``.
+    """
+    message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", shown(self.kind))
+        object.__setattr__(self, "message", escaped(hidden(self.message)))
+
+
+Outcome: TypeAlias = float | Failure
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The failure of a reward that raised, with a shortened message."""
+    kind = type(error).__name__[:100]
+    try:
+        message = f"{kind}: {error}"
+    except Exception as another:  # raised by the exception's own method
+        message = f"{kind}, whose text raises {type(another).__name__:.100}"
+    return Failure(kind, message[:2000])
+
+
+def outcome_of(value: Any) -> Outcome:
+    """The outcome for a reward's return value: integers, floats, booleans and tensors of no
+    dimension are numbers; anything else, or one that raises when it is converted, is a failure.
+    """
+    try:
+        return _number_or_failure(value)
+    except Exception as error:  # a tensor without data, an object with methods of its own
+        return failure_of(error)
+
+
+def _number_or_failure(value: Any) -> Outcome:
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            keys = ", ".join(map(repr, value)) or "nothing"
+            return Failure(
+                "not a number", f"the reward returned a dict with {keys:.200}, expected 'score'"
+            )
+        value = value["score"]
+    if value is None:
+        return Failure(NO_REWARD, "the reward returned None, so it does not apply")
+    if not isinstance(value, Real) and getattr(value, "shape", None) == ():
+        value = value.item()
+    if not isinstance(value, Real):
+        return Failure(
+            "not a number",
+            f"the reward returned {type(value).__name__} {value!r:.80}, expected a number",
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        return Failure("not finite", f"the reward returned {number}, expected a finite number")
+    if abs(number) > LARGEST:
+        return Failure(
+            "too large", f"the reward returned {number}, expected at most {LARGEST:g} in magnitude"
+        )
+    return number
