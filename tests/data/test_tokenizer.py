@@ -28,7 +28,7 @@ from isobit.data.tokenizer import (
     token_ids,
     unmarked,
 )
-from isobit.observe.evaluation import describe_hidden
+from isobit.observe.group_metrics import describe_hidden
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion
 from isobit.util.errors import ConfigError, DataError, ModelError

@@ -40,7 +40,8 @@ from isobit.data.tool_calls import tool_format
 from isobit.environments.pool import Environments
 from isobit.models.folder import DescribedModel, SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
-from isobit.observe.evaluation import EvalResult, describe_hidden, result_of
+from isobit.observe.evaluation import EvalResult, result_of
+from isobit.observe.group_metrics import describe_hidden
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders, GradeStats, Grading, check_references

@@ -49,7 +49,7 @@ from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer, calibrate_kv_scales
 from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.console import Console, silent
-from isobit.observe.evaluation import paired_interval, result_of
+from isobit.observe.evaluation import result_of
 from isobit.observe.flow_choice import (
     CREST,
     THRESHOLD,
@@ -61,6 +61,7 @@ from isobit.observe.flow_choice import (
     differences_of,
     read_by_size,
 )
+from isobit.observe.intervals import paired_interval
 from isobit.parallel.world import ALONE
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import Int8Rows

@@ -51,7 +51,7 @@ from isobit.models.config import ModelConfig
 from isobit.models.folder import LoadedModel
 from isobit.observe.console import Console, silent
 from isobit.observe.model_card import write_card
-from isobit.observe.report.source import read_run
+from isobit.observe.run_record import read_run
 from isobit.observe.training_log import TrainingLog
 from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World, raised_on_all, run_on_all
