@@ -48,7 +48,7 @@ from experiments.proof.figures import after, before, by_arm, differing, interval
 from experiments.proof.page import accuracy_chart, write_accuracy
 from experiments.proof.rows import FIGURES, Row, steps_of
 from experiments.proof.runs import by_key, parted, words_of
-from isobit.observe.evaluation import wilson_interval
+from isobit.observe.intervals import wilson_interval
 from isobit.store.journals import whole_lines
 
 ROOT = Path(__file__).parent.parent

@@ -32,8 +32,9 @@ from isobit.observe.report.chart import (
     round_ticks,
     tick_text,
 )
-from isobit.observe.report.page import MOST_RUNS, render_page, write_page
+from isobit.observe.report.comparison import MOST_RUNS
 from isobit.observe.report.panels import section_of
+from isobit.observe.report.templates import render_page, write_page
 
 _ACCURACY = "accuracy"
 _SHARE = "differing share"

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.proof.suite import write_whole
-from isobit.observe.report.source import flatten
+from isobit.observe.report.settings import flatten
 from isobit.util.files import file_sha256
 
 Row = Mapping[str, Any]

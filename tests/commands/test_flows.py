@@ -26,7 +26,7 @@ from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import Scorer
 from isobit.observe import flow_choice
 from isobit.observe.console import Console
-from isobit.observe.evaluation import EvalResult, paired_interval
+from isobit.observe.evaluation import EvalResult
 from isobit.observe.flow_choice import (
     Closeness,
     Comparison,
@@ -38,6 +38,7 @@ from isobit.observe.flow_choice import (
     problems_needed,
     recommend,
 )
+from isobit.observe.intervals import paired_interval
 from isobit.precision.flow import build_flow
 from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence

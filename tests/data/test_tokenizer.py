@@ -17,7 +17,7 @@ from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row
 from isobit.data.stop_tokens import describe_end_of_turn, end_of_turn, further_stops, stop_token_ids
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer
-from isobit.observe.evaluation import describe_hidden
+from isobit.observe.group_metrics import describe_hidden
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion
 from isobit.util.errors import ConfigError, DataError, ModelError

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from isobit.config.recipes import RunConfig
-from isobit.observe.report.source import read_run
+from isobit.observe.run_record import read_run
 from isobit.run.loop import train
 from isobit.training.trainer import Trainer
 from isobit.util.errors import Interrupted, NonFiniteError, StorageError

@@ -12,15 +12,9 @@ from statistics import fmean, pstdev
 import pytest
 
 from isobit.observe.console import describe_gain, describe_result, shares_right
-from isobit.observe.evaluation import (
-    EvalResult,
-    bootstrap_interval,
-    mean_interval,
-    pass_at_k,
-    result_of,
-    reward_metrics,
-    wilson_interval,
-)
+from isobit.observe.evaluation import EvalResult, result_of
+from isobit.observe.group_metrics import reward_metrics
+from isobit.observe.intervals import bootstrap_interval, mean_interval, pass_at_k, wilson_interval
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.tables import TrackingConfig
-from isobit.observe.evaluation import length_metrics, reward_metrics
+from isobit.observe.group_metrics import length_metrics, reward_metrics
 from isobit.observe.metrics import COLUMNS, MetricsWriter, MlflowTracker, open_trackers
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt

@@ -14,7 +14,7 @@ from isobit.config.tables import PrecisionConfig
 from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.observe.model_card import CardFacts, model_card
-from isobit.observe.report.source import read_run
+from isobit.observe.run_record import read_run
 from isobit.precision.flow import build_flow
 from isobit.run.loop import train
 

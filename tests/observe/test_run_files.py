@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 
-from isobit.observe import run_files
-from isobit.observe.run_files import (
-    GrowingFigures,
-    LineCompletions,
-    Query,
-    TableCompletions,
-    find_runs,
-)
+from isobit.observe import completion_files, growing_file
+from isobit.observe.completion_files import LineCompletions, Query, TableCompletions
+from isobit.observe.run_list import find_runs
+from isobit.observe.run_record import GrowingFigures
 from isobit.observe.training_log import write_completions
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
@@ -66,7 +62,8 @@ def test_a_look_ends_in_time_and_the_next_goes_on(
 ) -> None:
     path = lines_of(tmp_path / "completions.jsonl", [sample(step) for step in range(100)])
     clock = iter(range(10_000))
-    monkeypatch.setattr(run_files, "monotonic", lambda: next(clock))
+    for module in (growing_file, completion_files):
+        monkeypatch.setattr(module, "monotonic", lambda: next(clock))
     found = LineCompletions(path)
     shares = list[float]()
     while not shares or shares[-1] < 1.0:
@@ -92,7 +89,7 @@ def test_pages_go_through_all_that_fits_once(tmp_path: Path) -> None:
         places = list[int]()
         while at is not None:
             rows, at = found.find(query, at, step, 60)
-            assert len(rows) <= run_files.PAGE
+            assert len(rows) <= completion_files.PAGE
             places += [content["step"] for _, content in rows]
         return places
 
@@ -116,7 +113,7 @@ def test_links_pipes_and_lines_without_end_are_not_read(
         for found in (LineCompletions(tmp_path / name), TableCompletions(tmp_path / name)):
             found.look()
             assert (len(found.index), found.progress) == (0, 1.0)
-    monkeypatch.setattr(run_files, "LONGEST_LINE", 400)
+    monkeypatch.setattr(growing_file, "LONGEST_LINE", 400)
     path = lines_of(tmp_path / "long", [sample(1), sample(2, completion="x" * 999), sample(3)])
     found = LineCompletions(path)
     found.look()

@@ -18,9 +18,9 @@ import uvicorn
 
 from isobit.algorithms.advantages import group_advantages
 from isobit.config.recipes import RunConfig
+from isobit.observe.completion_files import TableCompletions
 from isobit.observe.console import silent
 from isobit.observe.report.chart import number_text
-from isobit.observe.run_files import TableCompletions
 from isobit.observe.training_log import write_completions
 from isobit.observe.viewer import HEADERS, Viewer
 from isobit.records.sequence import TokenSequence

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from isobit.config.data import RewardConfig
-from isobit.observe.evaluation import reward_metrics
+from isobit.observe.group_metrics import reward_metrics
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import grading

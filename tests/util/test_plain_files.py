@@ -18,7 +18,7 @@ from isobit.data.tokenizer import load_tokenizer
 from isobit.models.adapter_folder import CONFIG_FILE, read_adapter_config
 from isobit.models.checkpoint import read_json
 from isobit.models.safetensors import TensorFile
-from isobit.observe.report.source import read_object
+from isobit.observe.run_record import read_object
 from isobit.store.journals import read_lines
 from isobit.store.lock import is_held
 from isobit.util.errors import ConfigError, DataError, IsobitError, ModelError
@@ -129,7 +129,7 @@ def test_a_file_without_an_end_is_no_tokenizer(tmp_path: Path) -> None:
 OWN = {
     "config/foreign.py", "config/load.py", "config/shipped.py", "environments/worker.py",
     "memory/speed.py", "observe/flow_choice.py",
-    "observe/report/page.py", "observe/viewer.py", "parallel/watch.py",
+    "observe/report/templates.py", "observe/viewer.py", "parallel/watch.py",
     "proof/doctor_environment.py", "rewards/confined/main.py", "rewards/worker.py",
     "store/kernels_digest.py", "util/machine.py", "util/plain_files.py",
 }  # fmt: skip

@@ -17,7 +17,8 @@ from isobit.data.prompts import (
 )
 from isobit.models.folder import SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
-from isobit.observe.evaluation import EvalResult, describe_hidden
+from isobit.observe.evaluation import EvalResult
+from isobit.observe.group_metrics import describe_hidden
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group, Prompt
 from isobit.rewards.grading import Graders

@@ -48,7 +48,7 @@ from isobit.models.saving import (
     write_folder,
 )
 from isobit.observe.model_card import CARD_FILE, CardFacts, model_card
-from isobit.observe.report.source import RunRecord, read_run
+from isobit.observe.run_record import RunRecord, read_run
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.run.model_source import source_config

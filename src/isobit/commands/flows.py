@@ -45,7 +45,7 @@ from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.models.tensor_parallel import check_ranks
 from isobit.observe.console import Console, silent
-from isobit.observe.evaluation import paired_interval, result_of
+from isobit.observe.evaluation import result_of
 from isobit.observe.flow_choice import (
     THRESHOLD,
     Closeness,
@@ -54,6 +54,7 @@ from isobit.observe.flow_choice import (
     differences_of,
     read_by_size,
 )
+from isobit.observe.intervals import paired_interval
 from isobit.parallel.world import ALONE
 from isobit.precision.flow import build_flow
 from isobit.records.batch import PackedBatch

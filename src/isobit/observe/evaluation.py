@@ -1,174 +1,23 @@
-"""Metrics of graded groups: rewards, lengths, and evaluations with 95% intervals.
+"""The result of an evaluation, with 95% intervals (``isobit.observe.intervals``).
 
 The mean reward over problems is called an accuracy where every reward is 0 or 1.  Greedy decoding
 takes one sample a problem; above temperature 0 a problem's score is the mean of its n samples
 (mean@n), and a sample counts as right for pass@k where its reward is at least 1.  A sample whose
 reward failed is left out and counted; a problem all of whose samples failed is left out of every
 metric.
-
-The problem is the unit of sampling: several samples of one problem are averaged first, so that they
-do not count as independent evidence (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640,
-section 2.2).
-
-    pass@k      mean over problems of 1 - C(n - c, k) / C(n, k): n samples, c of them right;
-                unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1)
-    Wilson 1927, one score of 0 or 1 a problem:  (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2))
-                                                 / (1 + z^2/n)
-    bootstrap, any other scores: 2.5% and 97.5% of the means of n scores that are drawn from the n
-                                 at random, with replacement (Efron 1979, Annals of Statistics 7:1)
-
-Wilson keeps its coverage at 0% and 100% and for few problems.  The bootstrap stays within the
-scores: the normal interval, m +- z s / sqrt(n), reaches below 0 where most partial credits are 0.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
-from random import Random
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any, Self
 
-from transformers import PreTrainedTokenizerBase
-
-from isobit.data.encoding import special_token_ids
+from isobit.observe.group_metrics import length_metrics
+from isobit.observe.intervals import Interval, mean_interval, pass_at_k
 from isobit.records.metrics import Metrics
-from isobit.records.rounding import are_level, settled
-from isobit.records.text import CUT, Completion, Group
-
-Interval = tuple[float, float]
-
-Z_95 = 1.959963984540054
-
-_RESAMPLES = 1000
-"""0.1 s for 1,000 problems."""
-
-
-def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The probability that at least one of ``k`` samples is right, estimated from ``right`` of
-    ``samples``; 1 <= k <= samples.
-    """
-    if not (0 <= right <= samples and 1 <= k <= samples):
-        raise ValueError(f"pass@{k} cannot be estimated from {right} right of {samples} samples")
-    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
-
-
-def wilson_interval(right: int, problems: int) -> Interval:
-    """The 95% score interval of a proportion; (0, 1) without problems."""
-    if problems == 0:
-        return 0.0, 1.0
-    share, spread = right / problems, Z_95**2 / problems
-    middle = share + spread / 2
-    half = Z_95 * math.sqrt(share * (1 - share) / problems + spread / (4 * problems))
-    low = (middle - half) / (1 + spread) if right else 0.0  # 0 and 1 without rounding
-    return low, (middle + half) / (1 + spread) if right < problems else 1.0
-
-
-def bootstrap_interval(scores: Sequence[float]) -> Interval:
-    """The 95% interval of the mean of at least two problems' scores, which may be any finite
-    numbers; the same for the same scores in the same order.
-    """
-    random, count = Random(0), len(scores)  # noqa: S311 - no secret
-    means = sorted(fmean(random.choices(scores, k=count)) for _ in range(_RESAMPLES))
-    outside = _RESAMPLES // 40
-    return means[outside], means[-1 - outside]
-
-
-def paired_interval(differences: Sequence[float]) -> Interval:
-    """The 95% bootstrap interval of the mean of paired differences of at least two problems, no
-    nearer to the mean than Wilson's bound of an event that was never seen: few problems, or none
-    whose answer changes, prove little.
-    """
-    mean, least = fmean(differences), wilson_interval(0, len(differences))[1]
-    low, high = bootstrap_interval(differences)
-    return min(low, mean - least), max(high, mean + least)
-
-
-def mean_interval(scores: Sequence[float]) -> Interval | None:
-    """Wilson's interval where every problem scored 0 or 1, else the bootstrap's, or None for fewer
-    than two scores.
-    """
-    if scores and all(score in (0.0, 1.0) for score in scores):
-        return wilson_interval(sum(score == 1.0 for score in scores), len(scores))
-    return bootstrap_interval(scores) if len(scores) > 1 else None
-
-
-def reward_metrics(groups: Sequence[Group]) -> Metrics:
-    """Mean and standard deviation of the rewards that did not fail, and of each part by name, with
-    the number of completions that it graded; without a mean where there is none.
-    """
-    names = groups[0].reward_parts if groups else ()
-    columns = {f"reward/{name}": [group.reward_parts[name] for group in groups] for name in names}
-    columns["reward"] = [group.rewards for group in groups]
-    metrics: Metrics = {}
-    for name, column in columns.items():
-        rewards = [reward for group in column for reward in group if reward is not None]
-        metrics |= {f"{name}/graded": len(rewards)} if name != "reward" else {}
-        if rewards:
-            std = 0.0 if are_level(rewards) else pstdev(rewards)
-            metrics |= {f"{name}/mean": fmean(rewards), f"{name}/std": std}
-    return metrics
-
-
-def length_metrics(groups: Sequence[Group]) -> Metrics:
-    """Lengths of the completions in tokens, and the share that the length limit ended."""
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = [completion.length for completion in completions]
-    return {
-        "response_length/mean": fmean(lengths),
-        "response_length/max": max(lengths),
-        "response_length/truncated": fmean(
-            completion.finish_reason == "length" for completion in completions
-        ),
-    }
-
-
-def episode_metrics(groups: Sequence[Group]) -> Metrics:
-    """Turns, calls, rewards of turns and ends of the episodes; empty without an environment."""
-    completions = [completion for group in groups for completion in group.completions]
-    episodes = [one.episode for one in completions if one.episode is not None]
-    if not episodes:
-        return {}
-    told = [[kind for behind in one.results for kind, _ in behind] for one in episodes]
-    calls = [[kind for kind in kinds if kind != "user"] for kinds in told]
-    kinds = Counter(kind for kinds in calls for kind in kinds)
-    ends = Counter(one.finish_reason for one in completions if one.is_cut)
-    failures = Counter(one.failure for one in episodes if one.failure)
-    return {
-        "episode/turns": fmean(len(one.turns) for one in episodes),
-        "episode/calls": fmean(map(len, calls)),
-        **{f"episode/results/{kind}": kinds[kind] for kind in ("error", "malformed", "cut")},
-        **{f"episode/ended/{reason}": ends[reason] for reason in CUT},
-        **{f"episode/failed/{kind}": count for kind, count in sorted(failures.items())},
-        **_turn_rewards(completions),
-    }
-
-
-_TURNS_SHOWN = 8
-
-
-def _turn_rewards(completions: Sequence[Completion]) -> Metrics:
-    """Rewards of turns that called tools: the mean over episodes of their sum, and over those of
-    each of the first turns; empty without any.
-    """
-    given = [
-        one.sequence.rewards_of_turns[: len(one.episode.results)]
-        for one in completions
-        if one.episode is not None and one.sequence.rewards_of_turns is not None
-    ]
-    known = [[reward for reward in rewards if reward is not None] for rewards in given]
-    if not known:
-        return {}
-    by_turn = list(zip_longest(*known))[:_TURNS_SHOWN]
-    return {
-        "episode/turn_rewards": fmean(map(math.fsum, known)),
-        **{
-            f"episode/turn_reward/{turn}": fmean(one for one in rewards if one is not None)
-            for turn, rewards in enumerate(by_turn, 1)
-        },
-    }
-
+from isobit.records.rounding import settled
+from isobit.records.text import Group
 
 RIGHT = 1.0
 """The reward from which a sample counts as right; 0.1 * 10 added up counts as 1."""
@@ -277,25 +126,3 @@ def _pass_at(graded: Sequence[Sequence[float]], samples: int) -> dict[int, float
                 for rewards in enough
             )
     return figures
-
-
-def describe_hidden(
-    completions: Sequence[Completion],
-    tokenizer: PreTrainedTokenizerBase,
-    stop_token_ids: Sequence[int],
-) -> str | None:
-    """A line if completions hold special tokens, their last stop aside; None if none does."""
-    special, found = special_token_ids(tokenizer), list[int]()
-    for one in completions:
-        ids = one.token_ids
-        ids = ids[:-1] if ids and ids[-1] in stop_token_ids else ids
-        if not special.isdisjoint(ids):
-            found.append(next(token for token in ids if token in special))
-    if not found:
-        return None
-    first = tokenizer.convert_ids_to_tokens(found)[0]
-    return (
-        f"{len(found):,} of {len(completions):,} completions ({len(found) / len(completions):.0%}) "
-        f"hold a special token, such as {first!r}, which rewards do not see: "
-        'rollout.special_tokens = "show" shows them'
-    )

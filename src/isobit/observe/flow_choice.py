@@ -14,7 +14,8 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from isobit.config.tables import PrecisionConfig
-from isobit.observe.evaluation import Z_95, EvalResult, Interval
+from isobit.observe.evaluation import EvalResult
+from isobit.observe.intervals import Z_95, Interval
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import EIGHT_BITS
 from isobit.util.terminal import gib

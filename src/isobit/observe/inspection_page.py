@@ -11,8 +11,8 @@ from textwrap import wrap
 from isobit.memory.speed import describe_step
 from isobit.observe.inspection import HIGH_CREST, GpuFigures, Inspection
 from isobit.observe.report.chart import Chart, Curve, Figures, Panel, draw
-from isobit.observe.report.page import render_page, write_page
-from isobit.observe.report.panels import Tile
+from isobit.observe.report.headline import Tile
+from isobit.observe.report.templates import render_page, write_page
 from isobit.precision.quant_tensor import EightBitFigures, Format, together
 from isobit.util.terminal import gib
 

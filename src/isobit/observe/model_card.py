@@ -21,9 +21,9 @@ from isobit.models.adapters import adapter_masters
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import parameter_count
 from isobit.models.folder import base_folder, is_hub_name
-from isobit.observe.report.page import visible
 from isobit.observe.report.panels import evaluation_sets, is_accuracy
-from isobit.observe.report.source import RunRecord
+from isobit.observe.report.templates import visible
+from isobit.observe.run_record import RunRecord
 from isobit.precision.flow import PrecisionFlow, describe_flow
 from isobit.util.files import file_sha256
 from isobit.util.plain_files import read_plain

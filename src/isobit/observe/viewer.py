@@ -29,27 +29,22 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from isobit.observe.completion_files import Completions, Query
 from isobit.observe.report.chart import number_text
-from isobit.observe.report.page import (
+from isobit.observe.report.comparison import (
     MOST_RUNS,
     compare_sections,
     differing_settings,
     ends_of,
-    fill,
     notes_on,
-    reason_of,
-    state_of,
 )
-from isobit.observe.report.panels import build_sections, notices, tiles_of
-from isobit.observe.report.source import RunRecord, flatten, view_flow, view_settings
-from isobit.observe.run_files import (
-    Completions,
-    Query,
-    WatchedRun,
-    find_runs,
-    last_figures,
-    record_of,
-)
+from isobit.observe.report.flow_view import view_flow
+from isobit.observe.report.headline import notices, reason_of, state_of, tiles_of
+from isobit.observe.report.panels import build_sections
+from isobit.observe.report.settings import flatten, view_settings
+from isobit.observe.report.templates import fill
+from isobit.observe.run_list import find_runs
+from isobit.observe.run_record import RunRecord, WatchedRun, last_figures, record_of
 from isobit.records.rounding import are_level
 from isobit.util.errors import IsobitError
 from isobit.util.hosts import HostCheck

@@ -23,8 +23,8 @@ from isobit.observe.console import (
     shares_right,
     time_left,
 )
-from isobit.observe.evaluation import (
-    EvalResult,
+from isobit.observe.evaluation import EvalResult
+from isobit.observe.group_metrics import (
     describe_hidden,
     episode_metrics,
     length_metrics,

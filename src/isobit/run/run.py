@@ -48,7 +48,7 @@ from isobit.memory.sharing import DeviceSharing, MemorySharing, allocate_in_page
 from isobit.models.config import ModelConfig
 from isobit.observe.console import Console, silent
 from isobit.observe.model_card import write_card
-from isobit.observe.report.source import read_run
+from isobit.observe.run_record import read_run
 from isobit.observe.training_log import TrainingLog
 from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World, run_on_all

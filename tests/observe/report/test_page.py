@@ -17,8 +17,10 @@ import pytest
 
 import isobit
 from isobit.config.recipes import RunConfig
-from isobit.observe.report.page import visible, watch_run, write_comparison, write_report
-from isobit.observe.report.source import view_settings
+from isobit.observe.report.comparison import write_comparison
+from isobit.observe.report.page import watch_run, write_report
+from isobit.observe.report.settings import view_settings
+from isobit.observe.report.templates import visible
 from isobit.run.loop import train
 from isobit.store.lock import locked
 from isobit.util.errors import ConfigError

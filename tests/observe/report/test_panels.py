@@ -6,8 +6,9 @@ What a reader has to know of a run before its charts.
 from collections.abc import Callable
 from pathlib import Path
 
-from isobit.observe.report.panels import Section, build_sections, notices
-from isobit.observe.report.source import read_run
+from isobit.observe.report.headline import notices
+from isobit.observe.report.panels import Section, build_sections
+from isobit.observe.run_record import read_run
 from isobit.records.metrics import find_metric
 from tests.observe.report.run_files import manifest, step_line
 

@@ -5,13 +5,9 @@ The precision flow out of the manifest.
 
 from pathlib import Path
 
-from isobit.observe.report.source import (
-    MOST_PROMPTS,
-    MOST_TOKENS,
-    RunRecord,
-    choose_samples,
-    view_flow,
-)
+from isobit.observe.report.flow_view import view_flow
+from isobit.observe.report.samples import MOST_PROMPTS, MOST_TOKENS, choose_samples
+from isobit.observe.run_record import RunRecord
 from tests.observe.report.run_files import SITES, completion_line, manifest
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from isobit.observe.report.source import read_run
+from isobit.observe.run_record import read_run
 from tests.observe.report.run_files import manifest
 
 

@@ -1,4 +1,4 @@
-"""What the report shows of a run: notices, charts, and the figures at the top of the page.
+"""The charts of a run, in sections.
 
 The charts are those of the table of metrics (``isobit.records.metrics``): a row that names a chart
 is drawn there, in the section of its row.  A metric without a chart gets its own, in a section that
@@ -6,63 +6,13 @@ is folded.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from isobit.config.rules import ONE_SAMPLE
-from isobit.observe.report.chart import Chart, Curve, Panel, draw, duration_text, number_text
-from isobit.observe.report.source import RunRecord
+from isobit.observe.report.chart import Chart, Curve, Panel, draw
+from isobit.observe.run_record import RunRecord
 from isobit.records.metrics import METRICS, TABLE, Metric, chosen_name, find_metric
-from isobit.records.no_signal import UNTAUGHT, describe_untaught
-
-TRUNCATED = 0.05
-"""A larger share of the last step's completions at the length limit is a notice."""
-LEVEL = 0.5
-"""A larger share of zero-variance groups over all steps is a notice."""
-
-
-def notices(record: RunRecord) -> Iterator[str]:
-    """Sentences, the most serious first."""
-    differing = record.total("log_prob_diff/tokens_differing")
-    if differing and record.setting("precision", "exact"):
-        yield (
-            f"{differing:,.0f} log-probabilities differ between rollout and training, in a flow "
-            "where none should: isobit verify --bisect names the place"
-        )
-    if failed := record.total("reward/failed"):
-        yield (
-            f"{failed:,.0f} rewards failed, and their completions were left out; the console says "
-            "of each step which error came first"
-        )
-    if skipped := record.total("updates/skipped"):
-        yield f"{skipped:,.0f} updates were skipped: loss or gradient norm was not finite"
-    steps = [row for row in record.figures.values() if "updates/skipped" in row]
-    if without_signal := record.total("updates/without_signal"):
-        without = sum(row.get("updates/taken") == 0 for row in steps)
-        untaught = {name: record.total(f"no_signal/{name}") for name in UNTAUGHT}
-        why = f" ({describe_untaught(untaught, advise=True)})" if any(untaught.values()) else ""
-        yield (
-            f"{without_signal:,.0f} updates had nothing to learn from; no weight changed in "
-            f"{without:,} of {len(steps):,} steps{why}"
-        )
-    shares = [v for row in steps if (v := row.get("reward/level_share")) is not None]
-    compares = record.setting("config", "algorithm", "name") not in ONE_SAMPLE
-    if compares and shares and (mean := sum(shares) / len(shares)) > LEVEL:
-        yield (
-            f"{100 * mean:.0f}% of all groups were level: no two of their rewards differ, and "
-            "nothing is learnt from them; the problems are too easy or too hard for this model"
-        )
-    cut = record.values("response_length/truncated")
-    if cut and cut[-1] > TRUNCATED:
-        limit = record.setting("config", "rollout", "max_new_tokens")
-        of_limit = f" of {limit} tokens" if isinstance(limit, int) else ""
-        yield (
-            f"{100 * cut[-1]:.0f}% of the last step's completions were cut off by the length limit"
-            f"{of_limit} (rollout.max_new_tokens)"
-        )
-    yield from record.problems
-
 
 MOST_OTHERS = 24
 """Charts of metrics that the table draws nowhere."""
@@ -167,87 +117,3 @@ _TAKEN: Mapping[str, Literal["max", "min"]] = {"max": "max", "min": "min", "sum"
 """What a point shows of several steps, if not the mean: no counted event is averaged away."""
 MOST_CURVES = 7
 """The number of colours."""
-_MOST_SETS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A figure at the top of the page."""
-
-    label: str
-    value: str
-    detail: str
-
-
-def tiles_of(record: RunRecord) -> list[Tile]:
-    """Losses of fine-tuning first, then evaluations, then the rest."""
-    losses = evaluation_sets(record.names, "loss")[:_MOST_SETS]
-    return [
-        *(_change(record, name) for name in losses),
-        *(_accuracy(record, name) for name in evaluation_sets(record.names)[:_MOST_SETS]),
-        *_differing(record, "log_prob_diff", "log-probabilities"),
-        *_differing(record, "routing_diff", "routings"),
-        *_last(record),
-        *_time(record),
-    ]
-
-
-def _change(record: RunRecord, name: str) -> Tile:
-    values = record.values(f"eval/{name}/loss")
-    if not values:
-        return Tile(f"{name} loss", number_text(None), "no evaluation has a figure")
-    before = "measured once" if len(values) == 1 else f"from {number_text(values[0])}"
-    return Tile(f"{name} loss", number_text(values[-1]), before)
-
-
-def _accuracy(record: RunRecord, name: str) -> Tile:
-    rows = [row for row in record.figures.values() if row.get(f"eval/{name}/accuracy") is not None]
-    if not rows:
-        return Tile(f"{name} accuracy", number_text(None), "no evaluation has a figure")
-    first, last = rows[0], rows[-1]
-    before, after = (row[f"eval/{name}/accuracy"] or 0.0 for row in (first, last))
-    percent = is_accuracy(record, name)
-    low, high = (last.get(f"eval/{name}/{side}") for side in ("low", "high"))
-    problems = last.get(f"eval/{name}/problems")
-    parts = [] if len(rows) == 1 else [f"from {number_text(before, percent)}"]
-    if low is not None and high is not None:
-        parts.append(f"95% interval {number_text(low, percent)} to {number_text(high, percent)}")
-    if not percent:
-        right = last.get(f"eval/{name}/right", after if 0.0 <= after <= 1.0 else None)
-        parts.append(f"{number_text(right, percent=True)} exactly right")
-    if problems is not None:
-        parts.append(f"{number_text(problems)} problems")
-    label = f"{name} accuracy" if percent else f"{name} mean reward"
-    return Tile(label, number_text(after, percent), "; ".join(parts))
-
-
-def _differing(record: RunRecord, kind: str, noun: str) -> Iterator[Tile]:
-    compared = record.total(f"{kind}/tokens_compared")
-    differing = record.total(f"{kind}/tokens_differing")
-    if compared:
-        yield Tile(
-            f"{noun} that differ",
-            "0" if not differing else f"{100 * differing / compared:.3g}%",
-            f"{differing:,.0f} of {compared:,.0f} in rollout and training",
-        )
-
-
-def _last(record: RunRecord) -> Iterator[Tile]:
-    """The first and the last step's reward, or loss where there is none."""
-    for metric, label in (("reward/mean", "training reward"), ("loss", "training loss")):
-        if values := record.values(metric):
-            detail = f"mean of the last step; {number_text(values[0])} in the first"
-            yield Tile(label, number_text(values[-1]), detail)
-            return
-
-
-def _time(record: RunRecord) -> Iterator[Tile]:
-    phases = {
-        name: record.total(f"time/{name}_s")
-        for name in ("rollout", "training", "grading", "evaluation")
-    }
-    if sum(phases.values()):
-        parts = [
-            f"{name} {duration_text(spent)}" for name, spent in phases.items() if spent >= 0.05
-        ]
-        yield Tile("time", duration_text(sum(phases.values())), ", ".join(parts))

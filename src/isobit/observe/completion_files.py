@@ -1,10 +1,7 @@
-"""Reads the files of runs for the viewer: a part at a time, while they are being written.
+"""The completions that a run has written, read while it goes on.
 
-A file of lines is read on from where the last look ended, for a limited time, up to its last whole
-line; of ``completions.jsonl`` only the place of each line and a few numbers stay in memory, and of
-the Parquet files of ``completions/`` the numbers alone.  A page of results reads its own lines
-again.  A file that was replaced or cut, as by a run that is resumed, is read anew.  Links in place
-of a run's files are not followed, and of a file that is not there nothing is known.
+Of ``completions.jsonl`` the place of each line and a few numbers stay in memory, of the Parquet
+files of ``completions/`` the numbers alone; a page of results reads its own lines again.
 """
 
 import json
@@ -13,126 +10,20 @@ import os
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from time import monotonic
-from typing import Any, BinaryIO
+from typing import Any
 
-from isobit.observe.report.source import RunRecord, add_figures, read_object
-from isobit.store.directory import RunDirectory
+from isobit.observe.growing_file import LONGEST_LINE, LOOK_S, GrowingFile
 from isobit.store.journals import parsed_line
-from isobit.store.lock import is_held
 from isobit.util.plain_files import open_plain
 
-LOOK_S = 0.5
-"""How long one look at a file may read."""
-LONGEST_LINE = 64 << 20
-"""Bytes; a longer line is left out."""
-TAIL = 1 << 18
-"""Bytes at the end of ``metrics.jsonl`` that the list of runs reads."""
-HEAD = 64
-"""Bytes before the place of a look that must be as they were, or the file is read anew."""
 PAGE = 50
 """Completions of a page of results."""
-
-
-class GrowingFile(ABC):
-    """The whole lines of a file that grows."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.version = 0
-        """A number that changes with what is known of the file."""
-        self.position, self.size, self.damaged = 0, 0, 0
-        """Bytes that were read, bytes that are there, lines that cannot be read."""
-        self._identity, self._last, self._in_long_line = (0, 0), b"", False
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the last look left nothing; an unfinished line does not count."""
-        return self.position >= self.size
-
-    def look(self, seconds: float = LOOK_S) -> None:
-        """Read on, for that long at most."""
-        until = monotonic() + seconds
-        try:
-            with open_plain(self.path, follow_links=False) as file:
-                self._find_place(file)
-                for at, line in self._lines(file, until):
-                    content = parsed_line(line)
-                    self.damaged += content is None
-                    if content is not None:
-                        self._take(at, content)
-                    self.version += 1
-        except OSError:
-            self._forget()
-
-    def _find_place(self, file: BinaryIO) -> None:
-        about = os.fstat(file.fileno())
-        identity = about.st_dev, about.st_ino
-        file.seek(self.position - len(self._last))
-        if identity != self._identity or file.read(len(self._last)) != self._last:
-            self._forget()
-            file.seek(0)
-        self._identity, self.size = identity, about.st_size
-
-    def _forget(self) -> None:
-        if self.position:
-            self.version += 1
-        self.position, self.size, self.damaged = 0, 0, 0
-        self._identity, self._last, self._in_long_line = (0, 0), b"", False
-        self._clear()
-
-    def _lines(self, file: BinaryIO, until: float) -> Iterator[tuple[int, bytes]]:
-        while monotonic() < until:
-            line = file.readline(LONGEST_LINE)
-            is_whole = line.endswith(b"\n")
-            if not is_whole and len(line) < LONGEST_LINE:
-                self.size = self.position
-                return
-            at, self.position = self.position, self.position + len(line)
-            self._last = line[-HEAD:]
-            if is_whole and not self._in_long_line:
-                yield at, line
-            self.damaged += is_whole and self._in_long_line
-            self._in_long_line = not is_whole
-
-    @abstractmethod
-    def _take(self, at: int, content: dict[str, Any]) -> None:
-        """Keep what is needed of the object in the line at byte ``at``."""
-
-    @abstractmethod
-    def _clear(self) -> None:
-        """Forget every line."""
-
-
-class GrowingFigures(GrowingFile):
-    """The figures of ``metrics.jsonl`` by step, as ``RunRecord`` has them."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.steps: dict[int, dict[str, float | None]] = {}
-
-    def _take(self, at: int, content: dict[str, Any]) -> None:
-        add_figures(self.steps, content)
-
-    def _clear(self) -> None:
-        self.steps = {}
-
-
-def last_figures(path: Path) -> dict[int, dict[str, float | None]]:
-    """The figures in the last lines of a file, which may be long; none where there is no file."""
-    steps: dict[int, dict[str, float | None]] = {}
-    with suppress(OSError), open_plain(path, follow_links=False) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
-        for line in file.read(TAIL).split(b"\n"):
-            if (content := parsed_line(line)) is not None:
-                add_figures(steps, content)
-    return steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,80 +242,3 @@ class TableCompletions(Completions):
             with suppress(ValueError):
                 row["messages"] = json.loads(row["messages"])
         return row
-
-
-class WatchedRun:
-    """A run's directory and what was read of it so far."""
-
-    def __init__(self, root: Path) -> None:
-        directory = RunDirectory(root)
-        self.root, self._directory = root, directory
-        self.figures = GrowingFigures(directory.metrics)
-        self.samples = LineCompletions(directory.completions)
-        self.kept = TableCompletions(directory.kept_completions)
-
-    def record(self) -> RunRecord:
-        """What the report reads, without completions, after one more look at the figures."""
-        self.figures.look()
-        problems = list[str]()
-        if self.figures.damaged:
-            problems.append(f"metrics.jsonl: {self.figures.damaged} lines cannot be read")
-        return record_of(self.root, self.figures.steps, problems)
-
-
-def record_of(
-    root: Path, steps: Mapping[int, Mapping[str, float | None]], problems: list[str]
-) -> RunRecord:
-    """The record of a run with these figures and no completions.  ``problems`` may grow."""
-    directory = RunDirectory(root)
-    return RunRecord(
-        root=root,
-        manifest={}
-        if directory.manifest.is_symlink()
-        else read_object(directory.manifest, problems),
-        figures=dict(sorted(steps.items())),
-        completions=(),
-        finished=directory.summary.is_file(),
-        ending={} if directory.ending.is_symlink() else read_object(directory.ending, []),
-        is_running=is_held(root),
-        problems=tuple(problems),
-    )
-
-
-MOST_FOLDERS = 5000
-"""Looked into for runs."""
-DEPTH = 4
-"""Of folders below the one that was named."""
-
-
-def find_runs(roots: Sequence[Path]) -> dict[str, Path]:
-    """The runs in and below folders, by a name that no two share: the path below the folder.
-    Folders that cannot be read are passed over.
-    """
-    found: dict[str, Path] = {}
-    for root in roots:
-        for path in _runs_below(root):
-            name = path.relative_to(root).as_posix() if path != root else root.resolve().name
-            if len(roots) > 1 and path != root:
-                name = f"{root.resolve().name}/{name}"
-            same = sum(one == name or one.startswith(f"{name} (") for one in found)
-            name = f"{name} ({same + 1})" if same else name
-            found[name] = path
-    return found
-
-
-def _runs_below(root: Path) -> Iterator[Path]:
-    waiting, looked = [(root, 0)], 0
-    while waiting and looked < MOST_FOLDERS:
-        (folder, depth), looked = waiting.pop(), looked + 1
-        directory = RunDirectory(folder)
-        if directory.manifest.is_file() or directory.metrics.is_file():
-            yield folder
-        elif depth < DEPTH:
-            with suppress(OSError):
-                below = [Path(one.path) for one in os.scandir(folder) if _is_folder(one)]
-                waiting += [(one, depth + 1) for one in sorted(below, reverse=True)]
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")

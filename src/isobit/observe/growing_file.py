@@ -1,0 +1,94 @@
+"""The lines of a file that another process is writing.
+
+A file of lines is read on from where the last look ended, for a limited time, up to its last whole
+line.  A file that was replaced or cut, as by a run that is resumed, is read anew.  Links in place
+of a run's files are not followed, and of a file that is not there nothing is known.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any, BinaryIO
+
+from isobit.store.journals import parsed_line
+from isobit.util.plain_files import open_plain
+
+LOOK_S = 0.5
+"""How long one look at a file may read."""
+LONGEST_LINE = 64 << 20
+
+
+HEAD = 64
+"""Bytes before the place of a look that must be as they were, or the file is read anew."""
+
+
+class GrowingFile(ABC):
+    """The whole lines of a file that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.version = 0
+        """A number that changes with what is known of the file."""
+        self.position, self.size, self.damaged = 0, 0, 0
+        """Bytes that were read, bytes that are there, lines that cannot be read."""
+        self._identity, self._last, self._in_long_line = (0, 0), b"", False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the last look left nothing; an unfinished line does not count."""
+        return self.position >= self.size
+
+    def look(self, seconds: float = LOOK_S) -> None:
+        """Read on, for that long at most."""
+        until = monotonic() + seconds
+        try:
+            with open_plain(self.path, follow_links=False) as file:
+                self._find_place(file)
+                for at, line in self._lines(file, until):
+                    content = parsed_line(line)
+                    self.damaged += content is None
+                    if content is not None:
+                        self._take(at, content)
+                    self.version += 1
+        except OSError:
+            self._forget()
+
+    def _find_place(self, file: BinaryIO) -> None:
+        about = os.fstat(file.fileno())
+        identity = about.st_dev, about.st_ino
+        file.seek(self.position - len(self._last))
+        if identity != self._identity or file.read(len(self._last)) != self._last:
+            self._forget()
+            file.seek(0)
+        self._identity, self.size = identity, about.st_size
+
+    def _forget(self) -> None:
+        if self.position:
+            self.version += 1
+        self.position, self.size, self.damaged = 0, 0, 0
+        self._identity, self._last, self._in_long_line = (0, 0), b"", False
+        self._clear()
+
+    def _lines(self, file: BinaryIO, until: float) -> Iterator[tuple[int, bytes]]:
+        while monotonic() < until:
+            line = file.readline(LONGEST_LINE)
+            is_whole = line.endswith(b"\n")
+            if not is_whole and len(line) < LONGEST_LINE:
+                self.size = self.position
+                return
+            at, self.position = self.position, self.position + len(line)
+            self._last = line[-HEAD:]
+            if is_whole and not self._in_long_line:
+                yield at, line
+            self.damaged += is_whole and self._in_long_line
+            self._in_long_line = not is_whole
+
+    @abstractmethod
+    def _take(self, at: int, content: dict[str, Any]) -> None:
+        """Keep what is needed of the object in the line at byte ``at``."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Forget every line."""
