@@ -1,5 +1,6 @@
 """What the documentation's site has beyond docs/: pages that lie elsewhere in the repository, the
-page of all keys of a recipe, and a reference page for each package.  MkDocs calls these functions (``mkdocs.yml``, hooks).
+page of all keys of a recipe, and a reference page for each package.  MkDocs calls these functions
+(``mkdocs.yml``, hooks).
 
 Pages are written for GitHub, so their links are paths in the repository.  Here a link to a page of
 the site leads to where the site has it, and a link to anything else to the repository on the web.
