@@ -5,7 +5,7 @@
 #   make lint         ruff, pyright, the import rules and the limits of the structure
 #   make docs         write the figures and pictures of the documentation, and build it as a site, in site/
 #   make figures      write the figures and pictures alone, and tighten tools/structure/gates.toml to them
-#   make schema       write docs/*.schema.json and the tables of docs/metrics.md and docs/coming_from.md
+#   make schema       write docs/*.schema.json and the tables of docs/metrics.md
 #   make lock         write requirements.lock, constraints.txt with hashes, and constraints-hopper.txt
 #   make clean        remove the environment and the caches (never runs/)
 #
