@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -48,14 +47,6 @@ def test_the_public_page_names_what_the_package_does_functions_first() -> None:
     assert re.search(r"^\| \[`isobit\.rollout`\]\(rollout\.md\) \| \w.+ \|$", page, re.MULTILINE)
 
 
-def test_modules_with_public_names_come_first_in_their_package() -> None:
-    public = {full.rpartition(".")[0] for full in site.public_names().values()}
-    models = site.modules("models")
-    assert models[0] == "isobit.models"
-    ours = [name for name in models if name in public]
-    assert len(ours) > 2 and models[1 : 1 + len(ours)] == ours
-
-
 def test_nothing_is_fetched_from_elsewhere() -> None:
     """The shim that searches from disk is in the repository; ``offline`` would name a copy of it on
     the web where the configuration names none.
@@ -69,14 +60,6 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
     assert config["theme"]["font"] is False
     page = '<a href="x" class="md-source" data-md-component="source">'
     assert site.on_post_page(page, None, None) == '<a href="x" class="md-source">'
-
-
-def test_pages_of_links_do_not_stand_before_those_that_explain() -> None:
-    for uri, search in (("CHANGELOG.md", {"boost": 0.5}), ("tutorial.md", None)):
-        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
-        site.on_page_markdown("# Title\n", page, None, SimpleNamespace(src_uris=[]))
-        assert page.meta.get("search") == search
-    assert site.SEARCHED.keys() <= set(site.ADDED.values())
 
 
 def test_code_is_coloured_and_its_lines_are_not_cut() -> None:
