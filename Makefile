@@ -5,7 +5,7 @@
 #   make lint         ruff, pyright, the import rules and the limits of the structure
 #   make docs         write the figures and pictures of the documentation, and build it as a site, in site/
 #   make figures      write the figures and pictures alone, and tighten tools/structure/gates.toml to them
-#   make schema       write docs/*.schema.json, docs/configuration.md and the tables of docs/metrics.md
+#   make schema       write docs/*.schema.json and the tables of docs/metrics.md
 #   make lock         write requirements.lock, constraints.txt with hashes, and constraints-hopper.txt
 #   make clean        remove the environment and the caches (never runs/)
 #
@@ -61,7 +61,6 @@ lint: $(READY)
 schema: $(READY)
 	$(VENV)/bin/isobit schema train > docs/run.schema.json
 	$(VENV)/bin/isobit schema sft > docs/sft.schema.json
-	$(VENV)/bin/isobit schema --markdown > docs/configuration.md
 	$(VENV)/bin/python -m tools.metrics_page
 
 figures: $(READY)

@@ -1,23 +1,19 @@
-"""The tables of ``docs/metrics.md``, from the table of metrics (``isobit.records.metrics``), and of
-``docs/coming_from.md``, from the names of other frameworks (``isobit.config.foreign``).
+"""The tables of ``docs/metrics.md``, from the table of metrics (``isobit.records.metrics``).
 
     python -m tools.metrics_page     # write them again, between their markers (make schema)
 
 The prose around the tables is the page's own.  A table stands between ``<!-- metrics: SECTION -->``
-or ``<!-- names: SECTION -->`` and ``<!-- end -->``.
+and ``<!-- end -->``.
 """
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from isobit.config.foreign import FRAMEWORKS, ForeignRow, foreign_rows
 from isobit.records.metrics import TABLE, Metric
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE, NAMES_PAGE = DOCS / "metrics.md", DOCS / "coming_from.md"
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 _MARKED = re.compile(r"(<!-- metrics: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-_NAMES = re.compile(r"(<!-- names: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _COMMANDS = {
     ("train",): "",
     ("sft",): " (`sft`)",
@@ -51,34 +47,5 @@ def _row(metric: Metric) -> str:
     return f"| {name} | {metric.unit} | {metric.help} | {healthy} |"
 
 
-def with_names(page: str) -> str:
-    """The page with its tables of names as the rows have them.  Raises ValueError where its
-    sections are others.
-    """
-    rows, found = (
-        foreign_rows(),
-        [match[1] for match in re.finditer(r"<!-- names: (.+?) -->", page)],
-    )
-    if sorted(found) != sorted(rows):
-        raise ValueError(f"the page has the sections {found}, the names {list(rows)}")
-    return _NAMES.sub(lambda match: match[1] + _name_table(rows[match[2]]) + match[3], page)
-
-
-def _name_table(rows: Sequence[ForeignRow]) -> str:
-    head = f"| {' | '.join(FRAMEWORKS.values())} | here |"
-    rule = f"|{'---|' * (len(FRAMEWORKS) + 1)}"
-    return "\n".join([head, rule, *map(_name_row, rows), ""])
-
-
-def _name_row(row: ForeignRow) -> str:
-    names = [", ".join(f"`{name}`" for name in row.names.get(one, ())) for one in FRAMEWORKS]
-    if row.key:
-        here = f"`{row.key}`{row.say and f': {row.say}'}"
-    else:
-        here = f"{'not here' if row.needed else 'nothing to set'}: {row.say}"
-    return f"| {' | '.join([*names, here])} |"
-
-
 if __name__ == "__main__":
-    NAMES_PAGE.write_text(with_names(NAMES_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

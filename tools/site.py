@@ -1,5 +1,6 @@
-"""What the documentation's site has beyond docs/: pages that lie elsewhere in the repository, and a
-reference page for each package.  MkDocs calls these functions (``mkdocs.yml``, hooks).
+"""What the documentation's site has beyond docs/: pages that lie elsewhere in the repository, the
+page of all keys of a recipe, the names of other frameworks, and a reference page for each package.
+MkDocs calls these functions (``mkdocs.yml``, hooks).
 
 Pages are written for GitHub, so their links are paths in the repository.  Here a link to a page of
 the site leads to where the site has it, and a link to anything else to the repository on the web.
@@ -27,10 +28,21 @@ ADDED = {
     "CHANGELOG.md": "CHANGELOG.md",
 }
 """Path in the repository -> path on the site, whose home is README.md."""
+CONFIGURATION = "configuration.md"
+"""The page of all keys, which the site alone has: ``isobit schema --markdown`` prints it."""
+INSTEAD = {"docs/README.md#configuration": CONFIGURATION}
+"""Place in the repository that stands for a page of the site alone -> that page."""
+NAMES = "<!-- names -->"
+"""Where docs/coming_from.md has the tables of other frameworks' names."""
+NAMES_SAY = (
+    "verl's names leave out `actor_rollout_ref.`, and those of OpenRLHF, of which there are two "
+    "sets, the dashes. A name that ends in `.*` is a table: it stands for each key below it that "
+    "has no row of its own."
+)
 ORIGINS = {uri: path for path, uri in ADDED.items()}
 ASSETS = ("iframe-worker.js", "site.css")
-SEARCHED = {"field_reports.md": {"exclude": True}, "CHANGELOG.md": {"boost": 0.5}}
-"""How the search takes pages that name everything and explain nothing."""
+SEARCHED = {"CHANGELOG.md": {"boost": 0.5}}
+"""How the search takes a page that names everything and explains nothing."""
 LINK = re.compile(r"(?P<image>!?)\[(?P<words>[^\]]+)\]\((?P<target>[^)\s]+)\)")
 FRONT_MATTER = re.compile(r"\A---\n.*?^---\n", re.DOTALL | re.MULTILINE)
 
@@ -95,6 +107,29 @@ def reference_page(room: str) -> str:
     return "\n".join(parts)
 
 
+def tables_of_names() -> str:
+    """The names of other frameworks (``isobit.config.foreign``), a table for each section."""
+    from isobit.config.foreign import FRAMEWORKS, foreign_rows
+
+    head = f"| {' | '.join(FRAMEWORKS.values())} | here |\n|{'---|' * (len(FRAMEWORKS) + 1)}\n"
+    return f"## All names\n\n{NAMES_SAY}\n\n" + "\n".join(
+        f"### {title}\n\n{head}{''.join(map(row_of_names, rows))}"
+        for title, rows in foreign_rows().items()
+    )
+
+
+def row_of_names(row: Any) -> str:
+    """A ``ForeignRow`` as a line of such a table."""
+    from isobit.config.foreign import FRAMEWORKS
+
+    names = [", ".join(f"`{name}`" for name in row.names.get(key, ())) for key in FRAMEWORKS]
+    if row.key:
+        here = f"`{row.key}`{row.say and f': {row.say}'}"
+    else:
+        here = f"{'not here' if row.needed else 'nothing to set'}: {row.say}"
+    return f"| {' | '.join([*names, here])} |\n"
+
+
 def public_page() -> str:
     """The names of ``import isobit`` and the packages, each with a sentence."""
     names = "\n".join(
@@ -126,6 +161,8 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages from elsewhere, the recipes themselves, the reference, and the home page."""
     from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]
 
+    from isobit.config.recipes import configuration_page
+
     files.remove(files.get_file_from_path("README.md"))  # which is documentation.md there
     for path, uri in ADDED.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
@@ -135,6 +172,7 @@ def on_files(files: Any, config: Any) -> Any:
     for path in sorted((ROOT / "recipes").iterdir()):
         if path.suffix in {".toml", ".py", ".jsonl"}:
             files.append(File.generated(config, f"recipes/{path.name}", abs_src_path=str(path)))
+    files.append(File.generated(config, CONFIGURATION, content=configuration_page()))
     files.append(File.generated(config, "reference/index.md", content=public_page()))
     for room in rooms():
         uri = f"reference/{room}.md"
@@ -149,6 +187,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return markdown
     if uri in SEARCHED:
         page.meta["search"] = SEARCHED[uri]
+    if NAMES in markdown:
+        markdown = markdown.replace(NAMES, tables_of_names())
     there = set(files.src_uris)
     return LINK.sub(lambda link: turned(link, uri, there), FRONT_MATTER.sub("", markdown))
 
@@ -161,10 +201,14 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
 def turned(link: re.Match[str], uri: str, there: set[str]) -> str:
     """A link of the page at ``uri``, which names a path in the repository, as the site has it."""
     target, _, anchor = link["target"].partition("#")
-    if "://" in target or not target:
+    if "://" in target:
         return link[0]
     origin = PurePosixPath(ORIGINS.get(uri, f"docs/{uri}"))
-    path = normpath(str(origin.parent / target))
+    path = normpath(str(origin.parent / target)) if target else str(origin)
+    if page := INSTEAD.get(f"{path}#{anchor}"):
+        path, anchor = page, ""
+    elif not target:
+        return link[0]
     found = ADDED.get(path, path.removeprefix("docs/"))
     if found in there:
         where = relpath(found, str(PurePosixPath(uri).parent))

@@ -17,7 +17,7 @@ seeds, on a real checkpoint.
     python -m experiments.proof table ROWS                  # DIR/rows, or experiments/results/proof
     python -m experiments.proof decide ROWS                  # arms by the rewards of training
     python -m experiments.proof page ROWS [--out proof.html] [--picture docs/pictures/proof.svg]
-    python -m experiments.proof sizes ROWS [--page docs/proof.md] [--advice PATH]
+    python -m experiments.proof sizes ROWS [--page results.md] [--advice PATH]
         [--picture docs/pictures/proof_sizes.svg]
 
 ``run`` goes on with what is not finished, ``--jobs`` runs at a time on each card, and tells its

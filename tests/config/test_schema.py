@@ -81,17 +81,14 @@ def test_the_published_schema_is_current(command: str) -> None:
     assert written == json_schema(RECIPES[command]), "the models have changed: run make schema"
 
 
-def test_the_published_page_is_current_and_lists_every_key() -> None:
-    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert written == configuration_page(), "the models have changed: run make schema"
+def test_the_page_of_all_keys_lists_every_key() -> None:
+    page = configuration_page()
     assert all(
-        f"| `{key.path.rpartition('.')[2]}` |" in written
+        f"| `{key.path.rpartition('.')[2]}` |" in page
         for model in RECIPES.values()
         for key in all_keys(model)
     )
-    assert all(
-        len(line.split(" | ")) == 4 for line in written.splitlines() if line.startswith("| `")
-    )
+    assert all(len(line.split(" | ")) == 4 for line in page.splitlines() if line.startswith("| `"))
 
 
 @pytest.mark.parametrize(

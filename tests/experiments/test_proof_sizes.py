@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.proof import figures, ladder, page, rows, sizes, suite
+from experiments.proof import figures, ladder, rows, sizes, suite
 from experiments.proof.ladder import PARAMETERS, PRETRAINED
 from experiments.proof.sizes import measured
 from isobit.config.tables import PrecisionConfig
@@ -176,36 +176,6 @@ def test_repeats_and_other_starts_are_told() -> None:
     given[3] = {**given[3], "start": {"model.safetensors": "other"}}
     _, note = sizes.notes(given, rows.Repeats())
     assert note.startswith("- `ladder-27m`: Not the same in all rows: start.model.safetensors")
-
-
-def test_the_picture_has_each_moment_and_the_same_bytes(tmp_path: Path) -> None:
-    known = measured([*pair("multiply"), *pair("ladder-27m"), *pair("ladder-443m")], {}, {})
-    before, after = page.size_charts(known)
-    assert before.rows == (
-        (PRETRAINED, known[1].differences["before"].text),
-        ("27m", known[3].differences["before"].text),
-        ("443m", known[5].differences["before"].text),
-    )
-    law, fp8 = after.marks
-    assert law.place == 0 and law.line.count("M") == 1 and not law.dots
-    assert fp8.place == 2 and len(fp8.dots) == 2, "the pretrained model is a diamond"
-    assert fp8.bars.count("M") == 4 and fp8.bars.count("Z") == 1
-    assert not fp8.line, "nothing is known of 108m, which lies between"
-    closer = measured([*pair("ladder-108m"), *pair("ladder-443m")], {}, {})
-    assert page.size_charts(closer)[1].marks[0].line.count("L") == 1
-    assert [text for _, text in after.x_ticks] == ["27m", "108m", "443m", "1.1b"]
-    out = page.write_sizes_picture(known, tmp_path / "sizes.svg")
-    first = out.read_bytes()
-    assert page.write_sizes_picture(known, out).read_bytes() == first
-    with pytest.raises(ValueError, match="nothing to draw"):
-        page.write_sizes_picture(measured(pair("multiply"), {}, {}), out)
-
-
-def test_the_page_has_the_sizes_where_the_ladder_was_measured(tmp_path: Path) -> None:
-    given = pair("ladder-27m")
-    for known, is_there in ((measured(given, {}, {}), True), ([], False)):
-        out = page.write_html(given, rows.Repeats(), {}, tmp_path / "page.html", known)
-        assert ("Over model sizes" in out.read_text(encoding="utf-8")) is is_there
 
 
 def test_the_table_goes_between_the_marks_of_a_page(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ of GSM8K, MATH, multiple choice and others.
 
 Keys of ``verdicts.jsonl``: ``form``, ``reference``, ``completion``, ``verdict`` (1, 0, "missing" or
 "unreadable"); where they are not the default, ``grader`` and ``options``; and the public ``report``
-that a row comes from (docs/field_reports.md).
+that a row comes from (experiments/field_reports.md).
 """
 
 import json

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -25,6 +24,7 @@ def nav_pages(entry: object) -> list[str]:
 def test_the_navigation_names_every_page_and_no_other() -> None:
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} | set(site.ADDED.values())
+    pages.add(site.CONFIGURATION)
     assert sorted(nav_pages(config["nav"])) == sorted(pages)
     assert config["strict"] is True
 
@@ -47,14 +47,6 @@ def test_the_public_page_names_what_the_package_does_functions_first() -> None:
     assert re.search(r"^\| \[`isobit\.rollout`\]\(rollout\.md\) \| \w.+ \|$", page, re.MULTILINE)
 
 
-def test_modules_with_public_names_come_first_in_their_package() -> None:
-    public = {full.rpartition(".")[0] for full in site.public_names().values()}
-    models = site.modules("models")
-    assert models[0] == "isobit.models"
-    ours = [name for name in models if name in public]
-    assert len(ours) > 2 and models[1 : 1 + len(ours)] == ours
-
-
 def test_nothing_is_fetched_from_elsewhere() -> None:
     """The shim that searches from disk is in the repository; ``offline`` would name a copy of it on
     the web where the configuration names none.
@@ -68,14 +60,6 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
     assert config["theme"]["font"] is False
     page = '<a href="x" class="md-source" data-md-component="source">'
     assert site.on_post_page(page, None, None) == '<a href="x" class="md-source">'
-
-
-def test_pages_of_links_do_not_stand_before_those_that_explain() -> None:
-    for uri, search in (("field_reports.md", {"exclude": True}), ("tutorial.md", None)):
-        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
-        site.on_page_markdown("# Title\n", page, None, SimpleNamespace(src_uris=[]))
-        assert page.meta.get("search") == search
-    assert all((ROOT / "docs" / uri).is_file() or (ROOT / uri).is_file() for uri in site.SEARCHED)
 
 
 def test_code_is_coloured_and_its_lines_are_not_cut() -> None:
@@ -110,10 +94,13 @@ def test_code_is_coloured_and_its_lines_are_not_cut() -> None:
         ("memory.md", "[gone](nowhere.md)", "[gone](nowhere.md)"),
         ("exactness.md", "[a](https://arxiv.org/abs/1)", "[a](https://arxiv.org/abs/1)"),
         ("memory.md", "[below](#here)", "[below](#here)"),
+        ("README.md", "[k](docs/README.md#configuration)", "[k](configuration.md)"),
+        ("documentation.md", "[k](#configuration)", "[k](configuration.md)"),
+        ("algorithms.md", "[k](README.md#configuration)", "[k](configuration.md)"),
     ],
 )
 def test_links_of_the_repository_are_turned_to_the_site(uri: str, link: str, turned: str) -> None:
-    there = {*site.ADDED.values(), "metrics.md", "glossary.md"}
+    there = {*site.ADDED.values(), site.CONFIGURATION, "metrics.md", "glossary.md"}
     there |= {"recipes/quickstart.toml", "pictures/loop.svg"}
     (found,) = site.LINK.finditer(link)
     assert site.turned(found, uri, there) == turned

@@ -4,8 +4,7 @@
 - **Sizes** of modules and functions are lines as they stand in the file.  Modules of ``kernels/``
   may be of any size, and functions there too, since a Triton kernel cannot be cut.
 - **Prose** is what people read: the pages of the repository, without tables, code, HTML comments
-  and lines that are too long only because of one unbreakable word (a link), and docstrings.  Pages
-  that a program writes are skipped.
+  and lines that are too long only because of one unbreakable word (a link), and docstrings.
 """
 
 import ast
@@ -21,7 +20,6 @@ SMALL, LARGE, LONG = 40, 600, 60
 LABEL = 20
 """Characters beside a word that cannot be broken."""
 PAGES = ("*.md", "docs/*.md", "recipes/*.md", "src/isobit/starter/*.md")
-GENERATED = {"docs/configuration.md"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,6 @@ def wide_prose(root: Path, sources: list[Source]) -> list[str]:
     found = [
         f"{name}:{number}"
         for name, path in names.items()
-        if name not in GENERATED
         for number in wide_lines(path.read_text(encoding="utf-8"))
     ]
     for source in sources:

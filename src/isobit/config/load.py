@@ -83,7 +83,7 @@ def _other_format(path: Path, text: str) -> str:
         return ""
     return (
         f". This looks like {found}; a recipe is TOML, in which `training: {{steps: 5}}` is a line "
-        "`[training]` and below it `steps = 5`; docs/configuration.md has all keys, and "
+        "`[training]` and below it `steps = 5`; `isobit schema --markdown` prints all keys, and "
         "`isobit recipe quickstart` prints an example"
     )
 

@@ -1,6 +1,6 @@
 """The recipes of ``isobit train`` and ``isobit sft``, the settings of the other commands, and their
 keys: as dotted paths for help and errors, as a JSON schema (draft 7, for editors of TOML), and as
-the page ``docs/configuration.md``.
+the page of all keys (``isobit schema --markdown``).
 
 A key is the path through the tables of a TOML file: ``training.steps``. ``NAME`` is a free name
 (``data.eval.NAME.task``), ``[]`` a list of tables (``corrections[]``). Where a table's ``type`` or
@@ -464,8 +464,6 @@ def _plain_text(part: Any) -> Any:
 
 _HEAD = """# Configuration
 
-<!-- Written by `make schema` from src/isobit/config; change the models there. -->
-
 A recipe is a TOML file. `isobit train RECIPE.toml --training.steps 5` overrides any key of it;
 `--print-config` prints what comes out, and `--dry-run` what the run would use and take. An unknown
 key is an error that suggests the right one. `precision = "fp8"` is short for the table with that
@@ -486,7 +484,7 @@ _TITLES = {"train": "isobit train (run.schema.json)", "sft": "isobit sft (sft.sc
 
 
 def configuration_page() -> str:
-    """The text of ``docs/configuration.md``; a table equal to an earlier one refers to it."""
+    """The page of all keys in Markdown; a table equal to an earlier one refers to it."""
     titles: dict[str, str] = {}
     page = _HEAD
     for command, model in RECIPES.items():
