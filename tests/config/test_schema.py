@@ -94,6 +94,7 @@ def test_the_published_page_is_current_and_lists_every_key() -> None:
     )
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(
     "recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem
 )
