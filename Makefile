@@ -1,7 +1,8 @@
 # Everything happens in a virtual environment inside the checkout; nothing outside it is touched.
 #
 #   make quickstart   set up, train the starter model with reinforcement learning in FP8, show the result
-#   make test         set up, run the tests
+#   make test         set up, run the quick tests: every behaviour is guarded once
+#   make test-all     all tests: whole grids, kills and soaks too
 #   make lint         ruff, pyright, the import rules and the limits of the structure
 #   make docs         write the figures and pictures of the documentation, and build it as a site, in site/
 #   make figures      write the figures and pictures alone, and tighten tools/structure/gates.toml to them
@@ -27,7 +28,7 @@ CONSTRAINTS := constraints$(if $(GPU),-hopper).txt
 RUN := runs/quickstart
 PIP_INSTALL := $(PIP) install --disable-pip-version-check --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help setup quickstart test lint figures docs schema lock clean
+.PHONY: help setup quickstart test test-all lint figures docs schema lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -47,9 +48,14 @@ quickstart: $(READY)
 	@if [ -e $(RUN) ]; then moved=$(RUN)-$$(date +%Y%m%d-%H%M%S); mv $(RUN) $$moved; echo "== the previous run is now in $$moved"; fi
 	$(VENV)/bin/isobit train recipes/quickstart.toml --output $(RUN)
 
+# Dozens of their processes would compile the same modules, each for itself.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/pytest --numprocesses $(TEST_WORKERS) --dist worksteal --quiet
+
 test: $(READY)
-	@# Dozens of its processes would compile the same modules, each for itself.
-	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/pytest --numprocesses $(TEST_WORKERS) --dist worksteal --quiet
+	$(PYTEST)
+
+test-all: $(READY)
+	$(PYTEST) --all
 
 lint: $(READY)
 	$(VENV)/bin/ruff check

@@ -23,7 +23,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from isobit.config.tables import PrecisionConfig
 from isobit.config.recipes import RunConfig
@@ -35,10 +34,7 @@ from isobit.starter import starter_folder
 from tests.death import lie_still
 from tests.tiny import save_tiny, tiny_model, with_sections
 
-settings.register_profile(
-    "isobit", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("isobit")
+pytest_plugins = ["tests.suites"]
 
 
 @pytest.hookimpl(wrapper=True)

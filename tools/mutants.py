@@ -3,6 +3,7 @@
     python -m tools.mutants                  # all of tools/mutants.toml
     python -m tools.mutants NAME ...         # these
     python -m tools.mutants --list
+    python -m tools.mutants --all            # by the tests of `make test-all`, not of `make test`
 
 A fault is planted in a copy of ``src``, never in the tree.  Its tests run until one fails; a fault
 that none of them finds is printed, and the exit code is 1.  Each entry of the table is
@@ -57,9 +58,9 @@ def read_table(path: Path = TABLE) -> list[Mutant]:
     return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
-def is_found(mutant: Mutant) -> tuple[bool, str]:
+def is_found(mutant: Mutant, words: Sequence[str] = ()) -> tuple[bool, str]:
     """Whether a test fails with the fault, and the last line of pytest. Raises RuntimeError where
-    pytest ran no test.
+    pytest ran no test. ``words`` are further ones for pytest.
     """
     with tempfile.TemporaryDirectory(prefix="isobit-mutant-") as made:
         source = Path(made) / "src"
@@ -69,7 +70,7 @@ def is_found(mutant: Mutant) -> tuple[bool, str]:
         environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
         try:
             done = subprocess.run(  # noqa: S603
-                [*command, *mutant.tests],
+                [*command, *words, *mutant.tests],
                 cwd=ROOT,
                 env=environment,
                 capture_output=True,
@@ -89,6 +90,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="of the table; all by default")
     parser.add_argument("--list", action="store_true", help="print the names, run nothing")
+    parser.add_argument("--all", action="store_true", help="with the tests of `make test-all`")
     options = parser.parse_args(words)
     table = read_table()
     if unknown := set(options.names) - {mutant.name for mutant in table}:
@@ -100,7 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
     missed = 0
     for mutant in wanted:
         began = perf_counter()
-        found, last = is_found(mutant)
+        found, last = is_found(mutant, ["--all"] if options.all else [])
         missed += not found
         how = "found" if found else "NOT FOUND"
         print(f"{how}  {mutant.name} ({mutant.file}; {perf_counter() - began:.0f} s; {last})")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from isobit.algorithms.policy_gradient import ClipBounds
 from isobit.training.calibration import calibrated_bounds
+from tests.suites import examples
 
 CONFIGURED = ClipBounds(0.2, 0.28)
 PAIRS = st.lists(
@@ -34,7 +35,7 @@ def contributions(
     return positive, negative
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(PAIRS)
 def test_equal_ratios_keep_the_bounds(pairs: list[tuple[float, float]]) -> None:
     log_ratios = torch.tensor([log_ratio for log_ratio, _ in pairs], dtype=torch.float64)
@@ -66,7 +67,7 @@ def test_bounds_by_hand() -> None:
     assert 1 + found.clip_high == pytest.approx(1.15), "between 1.1 and 1.2"
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(PAIRS, st.lists(st.floats(-0.5, 0.5), min_size=30, max_size=30))
 def test_as_many_are_cut_off_below_and_the_balance_is_reached(
     pairs: list[tuple[float, float]], noise: list[float]

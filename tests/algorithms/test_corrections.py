@@ -17,6 +17,7 @@ from isobit.config.algorithm import (
     NormaliseCorrection,
     TisCorrection,
 )
+from tests.suites import examples
 
 SEQUENCE = torch.tensor([0, 0, 0, 1, 1, 2])
 RHO = [1.5, 0.5, 4.0, 1.0, 1.001, 0.1]
@@ -134,7 +135,7 @@ def test_a_log_ratio_counts_for_no_more_than_its_bound() -> None:
 
 
 @pytest.mark.parametrize("correction", EVERY, ids=str)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(order=st.permutations(range(3)), log_rho=st.lists(st.floats(-3, 3), min_size=6, max_size=6))
 def test_the_order_of_sequences_does_not_matter(
     correction: Any, order: list[int], log_rho: list[float]
@@ -146,7 +147,7 @@ def test_the_order_of_sequences_does_not_matter(
     assert torch.equal(moved, correction_weights([correction], values, SEQUENCE)[rows])
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=9), st.floats(0.1, 5))
 def test_the_effective_sample_size_is_a_share_that_no_scale_changes(
     weights: list[float], scale: float

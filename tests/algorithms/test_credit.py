@@ -28,6 +28,7 @@ from isobit.config.algorithm import (
 )
 from isobit.records.text import Group
 from tests.sequences import answer_of, group_of
+from tests.suites import examples
 
 RELATIVE = [
     GrpoConfig(),
@@ -102,7 +103,7 @@ def test_a_level_group_beside_others_stays_exactly_zero(config: Any) -> None:
 
 
 @pytest.mark.parametrize("config", RELATIVE + SINGLE, ids=lambda config: config.name)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(rewards=STEPS)
 def test_completions_without_reward_are_left_out_and_touch_no_other(
     config: Any, rewards: list[list[float | None]]
@@ -122,7 +123,7 @@ def test_completions_without_reward_are_left_out_and_touch_no_other(
 
 
 @pytest.mark.parametrize("config", RELATIVE + SINGLE, ids=lambda config: config.name)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(rewards=STEPS, seed=st.randoms(use_true_random=False))
 def test_the_order_of_groups_and_samples_does_not_matter(
     config: Any, rewards: list[list[float | None]], seed: Any
@@ -141,7 +142,7 @@ def test_the_order_of_groups_and_samples_does_not_matter(
 
 
 @pytest.mark.parametrize("config", [*RELATIVE, *SINGLE[:2]], ids=lambda config: config.name)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(rewards=STEPS)
 def test_a_shift_of_all_rewards_does_not_matter(
     config: Any, rewards: list[list[float | None]]

@@ -31,6 +31,7 @@ from isobit.records.packing import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group
 from tests.sequences import group_of
+from tests.suites import examples
 
 BY_TURN = [GrpoConfig(), DrGrpoConfig(), RlooConfig(), CispoConfig(), ReinforcePpBaselineConfig()]
 NUMBERS = st.sampled_from([0.0, 0.0, 1.0, 0.25, -0.7])
@@ -125,7 +126,7 @@ def step_deviation(played: Played, turn: int, gamma: float) -> float:
 
 
 @pytest.mark.parametrize("config", BY_TURN, ids=lambda config: config.name)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(played=STEPS, gamma=st.sampled_from([1.0, 0.5, 0.0]))
 def test_turns_agree_with_the_slow_definition(config: Any, played: Played, gamma: float) -> None:
     groups = groups_of(played)
@@ -138,7 +139,7 @@ def test_turns_agree_with_the_slow_definition(config: Any, played: Played, gamma
 
 
 @pytest.mark.parametrize("config", BY_TURN, ids=lambda config: config.name)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(played=STEPS)
 def test_a_reward_at_the_end_alone_gives_every_turn_the_bits_of_the_episode(
     config: Any, played: Played
@@ -180,7 +181,7 @@ def test_equal_returns_are_exactly_level_in_whatever_order_rewards_came() -> Non
         assert 0.0 not in (rows[4], rows[7])
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(played=STEPS, seed=st.randoms(use_true_random=False))
 def test_the_order_of_a_group_does_not_matter(played: Played, seed: Any) -> None:
     groups = groups_of(played)

@@ -251,6 +251,7 @@ def test_halves_of_two_cards_are_not_added_up(shown: Callable[..., str], tmp_pat
     assert "| 2k | isobit `bf16` | refused |" in text
 
 
+@pytest.mark.exhaustive
 def test_the_page_on_memory_holds_the_planned_tables(tmp_path: Path) -> None:
     done = ran("tests.forked:be_module", tmp_path, "benchmarks.memory", "plan")
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from isobit.models.policy import random_policy
 from isobit.records.text import Completion
 
 
+@pytest.mark.exhaustive
 def test_every_arm_draws_the_same_tokens() -> None:
     arguments = Namespace(
         prompts=2, samples=3, turns=3, turn_tokens=4, median=0.02, sigma=0.5,

@@ -28,6 +28,7 @@ def words(folder: Path, directory: Path, steps: int) -> list[str]:
     return [*places, *named, "--kv-memory-gib", "0.01"]
 
 
+@pytest.mark.exhaustive
 def test_a_long_run_keeps_a_line_of_each_step(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +51,7 @@ def test_a_long_run_keeps_a_line_of_each_step(
     assert line.count("- -> -") == 2, "a CPU has no memory of its own"
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_stopped_counts_the_steps_that_it_did(folder: Path, tmp_path: Path) -> None:
     options = whole_run.parse(words(folder, tmp_path, 10_000))
     whole_run.write_prompts(TINY, 4, tmp_path / "prompts.jsonl")

@@ -32,6 +32,7 @@ def command_that(raises: BaseException):
     return lambda name: Command
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "words",
     [

@@ -85,6 +85,7 @@ def test_a_fault_is_no_difference(
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_several_processes_say_once_what_they_found(run: Path, tmp_path: Path) -> None:
     words = ["replay", str(run), "--processes", "2"]
     assert ran("isobit.cli.main:main", tmp_path, words).returncode == 0

@@ -158,6 +158,7 @@ def test_a_dry_run_without_weights_says_how_to_plan_it(tmp_path, capsys, config_
     assert "neither model.safetensors nor" in said and "--gpu h200 plans from config.json" in said
 
 
+@pytest.mark.exhaustive
 def test_a_plan_takes_no_triton(tmp_path, config_alone):
     """On a machine that has neither a GPU nor the packages for one."""
     recipe = tmp_path / "r.toml"

@@ -22,6 +22,7 @@ from tests.forked import command
 SMALL = ["--prompts", "2", "--samples", "2", "--max-new-tokens", "4", "--threads", "1"]
 
 
+@pytest.mark.exhaustive
 def test_an_exact_flow_has_no_difference_and_as_json_the_counts(capsys):
     code = main(["verify", "starter", "--precision", "fp32", *SMALL, "--json"])
     result = json.loads(capsys.readouterr().out)
@@ -45,6 +46,7 @@ def test_a_flow_with_two_functions_exits_1(capsys, tiny_folder):
     assert not total.startswith("fp8-rollout: 0 of ")
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_sample_together_say_once_what_they_found(tmp_path):
     shared = ["--cluster.rollout_tp", "2"]
     out, errors = tmp_path / "out", tmp_path / "errors"
@@ -152,6 +154,7 @@ def lines(shown: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.exhaustive
 def test_this_machine_passes(tmp_path, monkeypatch, capsys):
     """With half the tokens of the starter model's check."""
     monkeypatch.setattr(doctor, "_SMALL", replace(doctor._SMALL, max_new_tokens=6))
@@ -172,6 +175,7 @@ def test_this_machine_passes(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_gemm_fails_by_name_with_a_fix(no_starter, tmp_path, monkeypatch, capsys):
     exact = linear.fp8_gemm_nt
     monkeypatch.setattr(linear, "fp8_gemm_nt", lambda a, b: exact(a, b).bfloat16().float())
@@ -191,6 +195,7 @@ def found(name: str, status: str, capsys, directory) -> Iterator[None]:
     assert code == (1 if status == "FAIL" else 0)
 
 
+@pytest.mark.exhaustive
 def test_what_surrounds_it(no_starter, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "kernel_checks", lambda threads: [])
     monkeypatch.setattr(doctor, "quantiser_checks", list[Check])

@@ -316,6 +316,7 @@ def test_the_flow_of_a_folder_can_be_chosen(tmp_path: Path, lines: Lines) -> Non
         export(source, tmp_path / "none", "fp8", PrecisionConfig(preset="bf16"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scales", ["power_of_two", "fp32"])
 def test_fp8_exported_and_imported_has_the_same_bytes_and_is_exact(
     scales: str, tmp_path: Path, lines: Lines

@@ -160,6 +160,7 @@ def test_a_step_is_done_from_the_checkpoint_before_it(step: int, first: int, who
     assert found(result) == [] and result.steps == range(first, step + 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sections",
     [

@@ -91,6 +91,7 @@ def test_the_page_of_all_keys_lists_every_key() -> None:
     assert all(len(line.split(" | ")) == 4 for line in page.splitlines() if line.startswith("| `"))
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(
     "recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem
 )

@@ -65,6 +65,7 @@ def refusal(model: type[BaseModel], path: list[str]) -> str:
     return "\n".join(messages)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", RECIPES)
 def test_every_misspelt_key_is_answered_with_the_right_one(command: str) -> None:
     model = RECIPES[command]

@@ -141,6 +141,7 @@ def ours(
     return prompt.text, list(prompt.token_ids)
 
 
+@pytest.mark.few(71)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_and_tokens_are_those_of_transformers(family: str, name: str) -> None:

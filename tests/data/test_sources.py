@@ -31,6 +31,7 @@ from isobit.data.readers import read_jsonl
 from isobit.data.sources import give_rows, load_rows
 from isobit.records.messages import written_messages
 from isobit.util.errors import DataError
+from tests.suites import examples
 
 ROWS = [
     {"prompt": "1+1=", "answer": "2"},
@@ -542,6 +543,7 @@ def test_no_tools_are_no_tools(tmp_path: Path, tools: Any) -> None:
     assert load_rows(source)[0].tools is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["end", "middle"])
 def test_zeros_behind_compressed_rows_come_to_an_end(tmp_path: Path, place: str) -> None:
     """Python's gzip skips them one by one, which takes days for a hole of a terabyte."""
@@ -648,7 +650,7 @@ def test_patterns_without_files_and_files_named_twice_are_refused(tmp_path: Path
         load_rows(JsonlData(path=(tmp_path / "*.jsonl", tmp_path / "a.jsonl")))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     weights=st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]), min_size=4, max_size=4),

@@ -46,6 +46,7 @@ def small_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.exhaustive
 def test_the_examples_of_the_python_page_run(
     small_checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +80,7 @@ def small_notebook() -> dict[str, Any]:
     return json.loads(text.replace(full, "STEPS, LIMIT = 2, 4"))
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_runs_cell_by_cell(
     small_checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +104,7 @@ def test_the_notebook_is_kept_with_small_outputs_of_a_run_that_learnt() -> None:
     assert float(found[1]) < 20 and float(found[2]) > 70
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_runs_in_a_kernel(small_checkout: Path) -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")

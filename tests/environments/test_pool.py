@@ -133,6 +133,7 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model() -> None:
         assert said[7] == "total 1"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("tool", "kind", "message"),
     [
@@ -250,6 +251,7 @@ def test_a_reset_that_returns_text_against_its_annotation_is_refused() -> None:
             answers(made)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("place", "message"),
     [

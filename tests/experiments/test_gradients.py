@@ -60,6 +60,7 @@ def test_the_exact_backward_has_the_same_forward_and_is_left_behind(
     ) == pytest.approx(alone[last][1], abs=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_small_comparison_meets_the_bars_and_says_which(size: gradients.Size) -> None:
     found = gradients.compare(size, "cpu")
     assert list(found["bars"].values()) == [True] * 5
@@ -79,6 +80,7 @@ def found() -> list[Outcome]:
     return campaign(int(os.environ.get("ISOBIT_FLIPS", "16")), seed=1)
 
 
+@pytest.mark.exhaustive
 def test_what_is_missed_has_a_reason(found: list[Outcome]) -> None:
     made = table(found)
     assert sum(made["all"].values()) == made["flips"] == len(found)

@@ -91,6 +91,7 @@ wide = cache(partial(descend, "fp32", 0.999))
 """By seed."""
 
 
+@pytest.mark.exhaustive
 def test_nearest_rounding_freezes_the_second_moment_and_stochastic_rounding_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -108,6 +109,7 @@ def test_nearest_rounding_freezes_the_second_moment_and_stochastic_rounding_does
         assert nearest_loss > 1.8 * loss
 
 
+@pytest.mark.exhaustive
 def test_8_bit_moments_end_where_fp32_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in SEEDS:
         loss, second = wide(seed)

@@ -52,6 +52,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
         monkeypatch.setattr(module, name, watched(getattr(module, name)))
 
 
+@pytest.mark.exhaustive
 def test_dying_at_any_write_boundary_loses_nothing(
     make_config: MakeConfig,
     expected: dict[str, Any],

@@ -67,6 +67,7 @@ def test_a_disk_that_has_filled_up_stops_the_run_before_the_write(
     assert outcome(config.output) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["masters.safetensors", "optimiser.safetensors", "manifest.json"])
 def test_no_space_in_the_middle_of_a_write_leaves_the_last_checkpoint_and_no_rest(
     name: str,
@@ -95,6 +96,7 @@ def test_no_space_in_the_middle_of_a_write_leaves_the_last_checkpoint_and_no_res
     assert "step_000002; once the cause is gone, go on with --resume" in capsys.readouterr().out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["the checkpoint", "the model", "metrics.jsonl", "completions.jsonl", "rewards.jsonl"]
 )
@@ -185,6 +187,7 @@ def train_within_a_quota(recipe: Path) -> int:
     return main(["train", str(recipe)])
 
 
+@pytest.mark.exhaustive
 def test_a_small_file_system_stops_the_run_and_it_goes_on_with_more_space(
     values: dict[str, Any],
     make_config: MakeConfig,

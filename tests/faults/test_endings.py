@@ -33,6 +33,7 @@ def ending(root: Path) -> dict[str, Any]:
     return json.loads((root / "ending.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError])
 def test_an_exception_of_any_kind_leaves_a_checkpoint_and_its_reason(
     error: type[BaseException],
@@ -68,6 +69,7 @@ def test_an_exception_of_any_kind_leaves_a_checkpoint_and_its_reason(
     assert outcome(config.output) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGXCPU"])
 def test_a_closed_terminal_and_a_limit_on_time_stop_like_sigterm(
     name: str, make_config: MakeConfig, hook: Hook
@@ -221,6 +223,7 @@ def test_another_run_in_the_place_of_a_removed_directory_is_left_alone(
     assert not list(config.output.iterdir())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", ["completions.jsonl", "metrics.jsonl", "rewards.jsonl", "digests.jsonl"]
 )

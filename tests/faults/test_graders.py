@@ -56,6 +56,7 @@ def test_a_pool_gives_the_files_of_a_run_that_grades_itself(
     assert outcome(recipe.parent / "run") == expected
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_run_whose_reward_hangs_can_be_stopped_and_goes_on(
     how: signal.Signals,

@@ -209,6 +209,7 @@ def tables_of(stage: Stage, values: dict[str, Any], reward_folder: Path) -> dict
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STAGES)
 def test_killed_and_resumed_runs_leave_the_files_of_one_never_killed(
     name: str,

@@ -531,6 +531,7 @@ def tried(subject: str, place: Path, count: int) -> tuple[Counter[str], list[str
     return found, broken
 
 
+@pytest.mark.few(1)
 @pytest.mark.timeout(COUNT * LONGEST)
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_what_is_mutated_is_used_or_refused_with_a_sentence(subject: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.timeout(300)
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("file", [MANIFEST, STATE, "masters.safetensors"])
 def test_checkpoint(tmp_path: Path, file: str) -> None:
     tensor = {"a": Slice.whole(torch.arange(64.0))}

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import tomli_w
 
 from isobit.cli.main import main
@@ -49,6 +50,7 @@ def finished(output: Path, outcome: Outcome) -> dict[str, Any]:
     return outcome(output)
 
 
+@pytest.mark.exhaustive
 def test_killed_and_resumed_it_leaves_the_same_files(
     place: Path, outcome: Outcome, tmp_path: Path
 ) -> None:

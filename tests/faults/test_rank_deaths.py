@@ -47,6 +47,7 @@ def without_the_machine(outcome: dict[str, Any]) -> dict[str, Any]:
     return {**outcome, "metrics": lines}
 
 
+@pytest.mark.exhaustive
 def test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run(
     recipe: Path,
     expected: dict[str, Any],
@@ -66,6 +67,7 @@ def test_rank_1_dies_in_phases_and_hangs_and_one_process_ends_the_run(
     assert without_the_machine(outcome(run)) == without_the_machine(expected)
 
 
+@pytest.mark.exhaustive
 def test_a_signal_to_the_launcher_leaves_a_checkpoint_of_both(
     recipe: Path, expected: dict[str, Any], outcome: Callable[[Path], dict[str, Any]]
 ) -> None:

@@ -46,6 +46,7 @@ def train_and_be_killed(world: World, values: dict[str, Any]) -> None:
     train(RunConfig.model_validate(values), world=world)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_killed_while_all_write(
     make_config: MakeConfig,
     expected: dict[str, Any],
@@ -155,6 +156,7 @@ def short_of_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Trainer, "update", failing)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rollouters", [0, 1])
 def test_what_one_rank_alone_writes_ends_all_where_it_cannot(
     rollouters: int, make_config: MakeConfig

@@ -84,6 +84,7 @@ def start_again(words: list[str], restarts: int) -> None:
     with_restarts(lambda words, _: launch(words, 2, threads=1), words, restarts)
 
 
+@pytest.mark.exhaustive
 def test_our_launcher(
     command: Callable[[dict[str, int]], list[str]],
     tmp_path: Path,
@@ -108,6 +109,7 @@ def start_torchrun(words: list[str]) -> None:
     agent.main(words)
 
 
+@pytest.mark.exhaustive
 def test_torchrun(
     command: Callable[[dict[str, int]], list[str]],
     tmp_path: Path,

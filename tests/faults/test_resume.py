@@ -37,6 +37,7 @@ def stop(
         train(config, resume=resume)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "call",
     [
@@ -151,6 +152,7 @@ def test_another_configuration_is_refused_with_all_keys_and_both_values(
     ) == [pair for pair in before if pair[0].name != ".lock"]
 
 
+@pytest.mark.exhaustive
 def test_what_may_change_may_and_more_steps_are_those_of_a_longer_run(
     make_config: MakeConfig, outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -288,6 +290,7 @@ def kept(root: Path) -> dict[str, list[dict[str, Any]]]:
     return {path.name: parquet.read_table(path).to_pylist() for path in sorted(folder.iterdir())}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "call", [EVALUATION + 1, EVALUATION + 3 * STEP + 1, 2 * EVALUATION + 5 * STEP]
 )

@@ -52,6 +52,7 @@ def judge(prompt, completion, api_key, url="none"):
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_process", [False, True])
 def test_a_key_of_a_reward_stands_in_the_environment_alone(
     in_process: bool,

@@ -146,6 +146,7 @@ class Attempt:
         assert self._process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.exhaustive
 def test_killed_in_training_and_while_a_checkpoint_is_written_it_leaves_the_same_files(
     tuning: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
@@ -171,6 +172,7 @@ def test_killed_in_training_and_while_a_checkpoint_is_written_it_leaves_the_same
     assert not list(checkpoints.glob(".*"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("call", "checkpoints"),
     [(SETS - 1, None), (SETS + 2, ["step_000002"]), (3 * SETS + 1, ["step_000003", "step_000006"])],
@@ -195,6 +197,7 @@ def test_stopped_in_an_evaluation_it_goes_on_there(
     assert outcome(config.output) == tuned
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_in_a_step_ends_the_run_with_a_checkpoint_its_weights_and_its_code(
     name: str,
@@ -400,6 +403,7 @@ def test_the_lowest_loss_is_kept_as_the_best(make_tuning: MakeConfig) -> None:
         sft(make_tuning(output="nowhere", checkpoint={"keep_best": "eval/held_out/pass@2"}))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dies_after", "every"), [(5, 3), (6, 5)])
 def test_a_killed_run_makes_a_change_of_the_budget_again(
     dies_after: int,

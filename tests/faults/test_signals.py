@@ -35,6 +35,7 @@ def recipe(values: dict[str, Any], tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_its_code(
     name: str,
@@ -82,6 +83,7 @@ def test_a_second_ctrl_c_ends_at_once(
     assert not (config.output / "model").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_policy_half_updated_is_never_saved(
     error: type[BaseException],

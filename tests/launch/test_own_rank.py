@@ -124,6 +124,7 @@ def test_a_rank_dies_and_no_launcher_ends_the_other(dead: int, waiting: Waiting)
     assert DEATHS[dead] in re.sub(r"process \d+", "process ..", said)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", HANGS)
 def test_what_never_ends_is_ended(case: str, waiting: Waiting) -> None:
     end = waiting.hangs[case].end()

@@ -57,6 +57,7 @@ def test_planned_bytes_are_those_of_the_tensors(preset: Preset, shape: str) -> N
     assert model.checkpoint_bytes(spec_sizes) == saved
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8", "fp8-rollout"])
 @pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-0.6b", "qwen2.5-7b"])
 def test_bytes_on_a_gpu_are_exact_and_what_scoring_takes_is_near(

@@ -48,6 +48,7 @@ def precision(name: str) -> PrecisionConfig:
     return MIXED if name == "mixed" else PrecisionConfig.model_validate(name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp8", "fp8-linear", "bf16", "mixed"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_pass_of_a_real_model_takes_what_is_planned(
@@ -57,6 +58,7 @@ def test_the_pass_of_a_real_model_takes_what_is_planned(
     check_passes(replace(model_shape(shape), num_layers=4), preset)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("preset", ["fp8", "int8", "mixed"])
 @pytest.mark.parametrize("shape", ["smollm2-135m", "smollm2-360m"])
 def test_so_does_that_of_a_model_with_short_blocks(
@@ -66,6 +68,7 @@ def test_so_does_that_of_a_model_with_short_blocks(
     check_passes(replace(model_shape(shape), num_layers=4), preset, ("none",))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 @pytest.mark.parametrize("targets", [LORA_TARGETS, ("q_proj", "v_proj")])
 def test_so_does_that_of_adapters(
@@ -173,6 +176,7 @@ def test_split_products_are_within_what_is_planned(
     assert any(taken.values()) == (k >= 1024 and n < 16384)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("head", HEADS)
 def test_scalar_heads_are_within_what_is_planned(
     head: str, monkeypatch: pytest.MonkeyPatch

@@ -99,6 +99,7 @@ def pass_bytes(policy: Policy, tokens: int, length: int, recompute: Recompute) -
     return kept, live.peak
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recompute", get_args(Recompute))
 @pytest.mark.parametrize("shape", [QWEN3, QWEN2, VALUES, REWARD, ADAPTED], ids=SHAPES)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])

@@ -20,6 +20,7 @@ LORA_8B = replace(QWEN3_8B, lora=Lora(32, 64.0, LORA_TARGETS))
 LONG_8B = replace(QWEN3_8B, max_positions=131072)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
@@ -113,6 +114,7 @@ def offers(text: str) -> list[str]:
     return [clause for clause in first if re.search(ways, clause)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_each_way_out_works(case: str) -> None:
     made, longest, training, rollout = CASES[case]

@@ -81,6 +81,7 @@ def content(root: Path) -> dict[str, bytes]:
     return {name: (root / name).read_bytes() for name in names}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("offload", [False, True])
 def test_turns_change_no_bit(
     offload: bool,

@@ -19,6 +19,7 @@ from isobit.memory.speed import (
     estimate_step,
     measured_speed,
 )
+from tests.suites import examples
 
 COMMITTED = json.loads(ROWS.read_text(encoding="utf-8"))
 STEP = StepWork(
@@ -111,7 +112,7 @@ def test_lines_say_what_an_estimate_rests_on() -> None:
     assert "as 2 GPUs scale" in text and "steps" not in text.splitlines()[0]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.integers(1, 300),
     st.integers(1, 500),

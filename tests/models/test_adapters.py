@@ -73,6 +73,7 @@ def tokens(policy: Policy, seed: int = 3) -> torch.Tensor:
     return torch.randint(policy.config.vocab_size, (sum(LENGTHS),), generator=generator)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("preset", FLOWS)
 def test_rollout_and_training_are_one_function_in_which_adapters_count(
@@ -86,6 +87,7 @@ def test_rollout_and_training_are_one_function_in_which_adapters_count(
     assert not torch.equal(packed(base, ids, LENGTHS), trained)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lora", [SOME, replace(ALL, rank=33), replace(ALL, targets=("o_proj",))])
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_any_rank_and_targets_are_exact(preset: str, lora: Lora) -> None:
@@ -112,6 +114,7 @@ def gradients(policy: Policy, recompute: Recompute = "none") -> dict[str, torch.
     return {name: master.grad for name, master in policy.masters.items() if master.grad is not None}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("lora", [ALL, SOME])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_the_merged_matrices(family: Family, lora: Lora) -> None:
@@ -149,6 +152,7 @@ def test_gradients_are_those_of_the_merged_matrices(family: Family, lora: Lora) 
         torch.testing.assert_close(d_b, s * dw @ a.t(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_gradients_do_not_depend_on_what_is_computed_again(preset: str) -> None:
     policy = make(preset, family="qwen2")

@@ -33,6 +33,7 @@ from isobit.models.policy import Policy
 from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.engine import Request, generate
 from isobit.rollout.native import NativeEngine
+from tests.suites import examples
 
 DENSE: dict[Family, Any] = {
     "llama": LlamaConfig,
@@ -187,13 +188,13 @@ def check_greedy(tokens: torch.Tensor, logits: torch.Tensor) -> None:
     assert torch.equal(tokens[clear], best.indices[clear, 0])
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=QUICK)
 @given(configurations(DENSE), st.integers(0, 1000))
 def test_logits_and_gradients(hf_config: PreTrainedConfig, seed: int) -> None:
     check_logits_and_gradients(hf_config, seed)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=QUICK)
 @given(configurations(MIXTURES), st.integers(0, 1000))
 def test_logits_and_gradients_of_mixtures(hf_config: PreTrainedConfig, seed: int) -> None:
     check_logits_and_gradients(hf_config, seed)
@@ -228,7 +229,7 @@ def check_logits_and_gradients(hf_config: PreTrainedConfig, seed: int) -> None:
         assert (master.grad - gradients[name]).abs().max() <= 1e-4 * scale, name
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=QUICK)
 @given(configurations(DENSE | MIXTURES), st.integers(0, 1000))
 def test_greedy_tokens_of_the_engine(hf_config: PreTrainedConfig, seed: int) -> None:
     """Over the pages of the KV cache: each token is theirs after the same tokens before it."""

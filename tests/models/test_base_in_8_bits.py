@@ -88,6 +88,7 @@ def loaded(folder: Path, preset: str) -> tuple[Policy, set[torch.dtype]]:
     return policy, {dtype for dtype, shape in made.found if shape in shapes}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp8", "int8"])
 def test_under_adapters_bytes_are_taken_over_and_no_number_of_a_matrix_is_ever_made(
     preset: str, tmp_path: Path
@@ -130,6 +131,7 @@ print(most, largest)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", ["fp8", "int8"])
 def test_a_folder_of_several_files_is_read_a_matrix_at_a_time(preset: Any, tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_heads": 16, "num_kv_heads": 16}
@@ -147,6 +149,7 @@ def test_a_folder_of_several_files_is_read_a_matrix_at_a_time(preset: Any, tmp_p
     assert most < 3 * largest + (6 << 20) < stored / 4, (most, largest)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["int8", "int8-linear"])
 def test_an_int8_folder_samples_what_its_model_does(preset: str, base: Path, int8: Path) -> None:
     """Integers are equal, and scales where sqrt(n) is a power of two; others in all but one unit

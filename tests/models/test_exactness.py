@@ -34,6 +34,7 @@ def with_all_instructions(threads: int) -> Compared:
     return exactness_probe.compared(threads, (*EXACT, CONTROL))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("threads", "avx2"), [(1, False), (2, False), (4, False), (1, True), (2, True)]
 )

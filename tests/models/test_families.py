@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from isobit.util.errors import ModelError
+from tests.suites import examples
 
 HIDDEN, POSITIONS = 64, 4096
 LLAMA3 = {
@@ -59,7 +60,7 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
     return table
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(tables(), st.sampled_from([1e4, 5e5]), st.sampled_from([8, 64, 128]))
 def test_frequencies_and_attention_factor_are_those_of_transformers(
     table: dict[str, Any], theta: float, head_dim: int

@@ -82,6 +82,7 @@ def masters_of(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: master.detach() for name, master in policy.masters.items()}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("preset", PRESETS)
 def test_log_probs_are_the_policys_until_it_moves_and_again_when_it_is_taken(
@@ -368,6 +369,7 @@ def theirs(model: PreTrainedModel, ids: Sequence[Sequence[int]], side: str) -> l
     return scores[:, 0].tolist()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_the_folder_and_gives_the_same_scores(
     family: Family, tmp_path: Path
@@ -384,6 +386,7 @@ def test_transformers_reads_the_folder_and_gives_the_same_scores(
         assert theirs(model, sequences(), side) == pytest.approx(ours, abs=1e-4)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_of_transformers_is_read_as_it_is_and_written_back(
     family: Family, tmp_path: Path
@@ -431,6 +434,7 @@ def test_the_score_is_that_of_the_last_token_that_is_no_padding(tmp_path: Path) 
     assert list(without_padding([3, 0, 0], None)) == [3, 0, 0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])
 def test_a_score_does_not_depend_on_neighbours_order_or_packing(
     preset: str, tmp_path: Path

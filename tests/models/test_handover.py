@@ -121,6 +121,7 @@ def hand_over(world: World, way: str) -> dict[str, list[object]]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("way", "size"), [("to rollouters", 3), ("between ranks", 2)])
 def test_weights_that_arrive_otherwise_end_all_ranks_before_they_are_read(
     way: str, size: int

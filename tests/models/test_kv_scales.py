@@ -77,6 +77,7 @@ def test_given_scales_saturate_and_maxima_are_behind_the_hadamard_matrix(hadamar
         assert float(vectors[0][vectors[0].isfinite()].max()) <= 448 * 2.0 ** (122 - 127)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp8", "fp8-rollout"])
 def test_the_scales_do_not_depend_on_batches(preset: Preset) -> None:
     policy = policy_of(preset)
@@ -144,6 +145,7 @@ def differing(policy: Policy, engine: NativeEngine) -> list[bool]:
     return (Scorer(policy).score(batch).log_probs != batch.recorded_log_probs).tolist()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp8", "fp8-rollout"])
 def test_both_sides_have_the_scales_however_far_they_reach(preset: Preset) -> None:
     policy = policy_of(preset)

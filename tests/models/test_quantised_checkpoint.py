@@ -189,6 +189,7 @@ def test_other_flows_read_the_numbers(tmp_path: Path, preset: Preset) -> None:
         assert is_as_stored(qkv_of(policy), stored, QKV)
 
 
+@pytest.mark.exhaustive
 def test_what_is_sampled_from_a_folders_bytes_is_what_training_computes(tmp_path: Path) -> None:
     write(tmp_path, power_of_two=False)
     policy = load_policy(tmp_path, FP8_FP32_SCALES, trainable=False)
@@ -196,6 +197,7 @@ def test_what_is_sampled_from_a_folders_bytes_is_what_training_computes(tmp_path
     assert result.comparison.tokens_compared > 100 and result.comparison.tokens_differing == 0
 
 
+@pytest.mark.exhaustive
 def test_so_is_what_ranks_sample_that_share_the_folders_bytes(tmp_path: Path) -> None:
     write(tmp_path, power_of_two=False)
     options = VerifyOptions(prompts=3, samples=1, max_new_tokens=4)
@@ -294,6 +296,7 @@ def set_byte(tensors: Tensors) -> None:
     tensors[DOWN].view(torch.uint8)[3, 4] = 0xFF
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

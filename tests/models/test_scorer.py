@@ -55,6 +55,7 @@ def test_values_and_all_gradients_are_those_of_autograd(tied: bool) -> None:
         assert error(ours[name], gradient) < 3 * error(yardstick[name], gradient) + 1e-6, name
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("flow", ["bf16", "fp8", "int8", "mixed"])
 def test_gradients_in_lower_precision_are_near_those(flow: str) -> None:
     policy, others = make("qwen3", FLOWS[flow], head="value"), some_others()
@@ -64,6 +65,7 @@ def test_gradients_in_lower_precision_are_near_those(flow: str) -> None:
         assert cosine > (0.999 if flow == "bf16" else 0.95), (name, float(cosine))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flow", FLOWS)
 def test_computing_again_changes_no_bit(flow: str) -> None:
     policy, others = make("qwen3", FLOWS[flow], head="value"), some_others()
@@ -72,6 +74,7 @@ def test_computing_again_changes_no_bit(flow: str) -> None:
         assert all(torch.equal(saved[name], other[name]) for name in saved)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("flow", FLOWS)
 def test_a_value_head_changes_nothing_else(flow: str) -> None:
     """Scores and gradients of the loss by the log-probabilities alone."""
@@ -150,6 +153,7 @@ def test_a_reward_models_scores_and_gradients_are_those_of_autograd() -> None:
         assert error(master.grad, wanted[name]) < limit, name
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("head", get_args(ScalarHead))
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8"])

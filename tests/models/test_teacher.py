@@ -87,6 +87,7 @@ def plain(
     return found.detach(), dict(zip(masters, gradients, strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("top_k", [0, 1, 7, 63])
 @pytest.mark.parametrize("kl", KLS)
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
@@ -110,6 +111,7 @@ def test_values_and_gradients_are_those_of_autograd(
         assert error(ours[name], gradient) < 3 * error(yardstick[name], gradient) + 1e-6, name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kl", KLS)
 @pytest.mark.parametrize("flow", ["bf16", "fp8", "int8", "mixed"])
 def test_gradients_in_lower_precision_are_near_those(flow: str, kl: KlDirection) -> None:
@@ -121,6 +123,7 @@ def test_gradients_in_lower_precision_are_near_those(flow: str, kl: KlDirection)
         assert cosine > (0.999 if flow == "bf16" else 0.95), (name, float(cosine))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("top_k", [0, 7])
 @pytest.mark.parametrize("kl", KLS)
 @pytest.mark.parametrize("flow", FLOWS)
@@ -133,6 +136,7 @@ def test_a_model_is_at_0_from_itself(flow: str, kl: KlDirection, top_k: int) -> 
         assert torch.equal(gradient, torch.zeros_like(gradient)), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kl", KLS)
 def test_all_tokens_are_the_whole_vocabulary(kl: KlDirection) -> None:
     policy = make("qwen3", FLOWS["fp8"])
@@ -161,6 +165,7 @@ def test_tokens_as_likely_as_the_last_one_count_by_themselves() -> None:
     assert found is not None and whole is not None and torch.equal(found, whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kl", KLS)
 @pytest.mark.parametrize("flow", ["bf16", "fp8", "int8"])
 def test_a_divergence_depends_on_its_row_alone(
@@ -195,6 +200,7 @@ def test_a_divergence_depends_on_its_row_alone(
         assert found is not None and torch.equal(found, whole[mine])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kl", KLS)
 def test_computing_again_changes_no_bit(kl: KlDirection) -> None:
     policy, (batch, d) = make("qwen3", FLOWS["fp8"], tied=True), make_batch(64)

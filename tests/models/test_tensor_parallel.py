@@ -67,6 +67,7 @@ def forward(policy: SampledPolicy) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden, policy.decoder.lm_head.logits(policy.weights("rollout"), hidden)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", EXACT)
 @pytest.mark.parametrize(
     ("config", "ranks"),

@@ -57,6 +57,7 @@ def batch() -> tuple[Any, torch.Tensor]:
     return packed, torch.linspace(-1, 1, 70)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_scores_and_gradients_are_those_of_a_model_without_these_rows(
@@ -80,6 +81,7 @@ def test_scores_and_gradients_are_those_of_a_model_without_these_rows(
         assert torch.equal(master.grad[: len(expected)], expected), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sampling",
     [{}, {"temperature": 0.0}, {"top_k": 120}, {"top_p": 0.95}, {"min_p": 0.01}],
@@ -101,12 +103,14 @@ def drawn_by(policy: Policy, sampling: dict[str, Any]) -> list[int]:
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", EXACT)
 def test_rollout_and_training_have_the_same_bits(preset: Preset) -> None:
     result = verify_policy(made(WIDE, preset, tied=False), VerifyOptions(5, 2, 6))
     assert result.comparison.tokens_differing == 0 < result.comparison.tokens_compared
 
 
+@pytest.mark.exhaustive
 def test_a_side_that_counts_them_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training takes the softmax over all rows."""
     original = Head.token_log_probs

@@ -112,6 +112,7 @@ class Rank:
             )
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("shared", [False, True], ids=["streams", "one hardware queue"])
 @pytest.mark.parametrize(("size", "buffers"), [(2, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("seed", range(8))

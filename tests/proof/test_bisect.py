@@ -154,6 +154,7 @@ IN_INT8 = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("side", ["rollout", "training"])
 @pytest.mark.parametrize(
     ("preset", "kind"), [*(("fp8", kind) for kind in FAULTS), *(("int8", kind) for kind in IN_INT8)]
@@ -302,6 +303,7 @@ def test_formats_that_differ_are_named_before_anything_computed_from_them() -> N
     assert (first.prompt_id, first.sample, first.position) == ("verify/0", 0, 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8"])
 def test_exact_flows_part_nowhere(preset: str) -> None:
     assert part(cast(Preset, preset)) is None

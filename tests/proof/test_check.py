@@ -199,6 +199,7 @@ def damaged_batch(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "collect", collect)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_fault_that_does_not_come_again_leaves_no_trace(
     lag: int, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -49,6 +49,7 @@ def failures(checks: list[Check]) -> dict[str, Finding]:
     return {name: finding for name, finding in found.items() if finding.status == "fail"}
 
 
+@pytest.mark.exhaustive
 def test_kernels_as_they_are_pass() -> None:
     assert failures([*quantiser_checks(), *kernel_checks((1, 2)), *gradient_checks((1, 2))]) == {}
 
@@ -303,6 +304,7 @@ def exp_that_depends_on_its_place(patch: Patch) -> None:
     patch.setattr(torch, "exp", lambda x: exact(x).index_fill_(0, torch.tensor(0), 0.5))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("mutate", "name"),
     [
@@ -392,6 +394,7 @@ BACKWARDS: list[tuple[Any, str, int | None, str]] = [
 """Of what, which function, the argument that it adds to (None: what it returns), and the check."""
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize(("owner", "name", "target", "check"), BACKWARDS)
 def test_a_backward_that_is_one_percent_wrong(
     owner: Any, name: str, target: int | None, check: str, monkeypatch: Patch
@@ -411,6 +414,7 @@ def test_a_backward_that_is_one_percent_wrong(
     assert list(found) == [name] and "Error" not in found[name].detail
 
 
+@pytest.mark.exhaustive
 def test_a_starter_model_that_differs_in_one_bit(monkeypatch: Patch) -> None:
     exact = head.log_softmax
 

@@ -68,6 +68,7 @@ def with_bf16_logits(
     return Routing(experts.int(), weights / weights.sum(-1, keepdim=True), logits)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "int8"])
 def test_exact_flows_route_alike(preset: Preset) -> None:
     result = verify_policy(make(preset), SMALL)
@@ -91,6 +92,7 @@ def test_a_dense_model_compares_no_routing() -> None:
     assert "routings_compared" not in result.as_json()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize(
     ("mutant", "site", "kind"),

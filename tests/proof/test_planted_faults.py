@@ -283,6 +283,7 @@ def test_nothing_differs_with_a_head_in_int8() -> None:
     assert result.exit_code == 0 and operations.difference is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_seen_and_named(
@@ -302,6 +303,7 @@ def test_a_planted_fault_is_seen_and_named(
 BELOW_BF16 = (rope_beyond_64, sums_of_as_many_keys_as_there_are, silu_of_torch_in_rollout)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("one_scenario")
 @pytest.mark.parametrize("fault", BELOW_BF16, ids=lambda fault: fault.__name__)
 def test_faults_that_no_log_probability_shows(

@@ -77,6 +77,7 @@ HEADS: dict[str, tuple[Preset, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("preset", "changes"), HEADS.values(), ids=HEADS)
 def test_windows_and_head_sizes_have_no_differences(
     preset: Preset, changes: dict[str, Any], config: ModelConfig
@@ -85,6 +86,7 @@ def test_windows_and_head_sizes_have_no_differences(
     assert is_proved(verify_policy(policy, SMALL))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", EXACT)
 def test_exact_flows_have_no_differences(preset: Preset, tiny_folder: Path) -> None:
     result = verify(tiny_folder, PrecisionConfig(preset=preset), SMALL)
@@ -101,6 +103,7 @@ def two_functions(tiny_folder: Path) -> VerifyResult:
     return verify(tiny_folder, PrecisionConfig(preset="fp8-rollout"), SMALL)
 
 
+@pytest.mark.exhaustive
 def test_two_functions_show_their_differences(two_functions: VerifyResult) -> None:
     result = two_functions
     assert result.exit_code == 1
@@ -108,6 +111,7 @@ def test_two_functions_show_their_differences(two_functions: VerifyResult) -> No
     assert result.comparison.max_abs_diff > 1e-5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("preset", "threads"), [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8", 4), ("int8", 2)]
 )
@@ -119,6 +123,7 @@ def test_outliers_and_large_biases_on_k(
     assert is_proved(verify_policy(planted(preset), SMALL))
 
 
+@pytest.mark.exhaustive
 def test_avx2_kernels(tmp_path: Path) -> None:
     """Every operation of a layer, in a process of its own, since the instruction set is chosen at
     the first use.

@@ -95,6 +95,7 @@ def test_a_shared_partial_page_that_is_not_copied(
     assert check(tiny_folder).exit_code == 1
 
 
+@pytest.mark.exhaustive
 def test_later_pieces_of_a_prompt_one_position_off(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ MIXTURE = ModelConfig(
 )
 
 
+@pytest.mark.exhaustive
 def test_ties_of_experts_broken_the_other_way_in_rollout(
     in_rollout: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +155,7 @@ def test_ties_of_experts_broken_the_other_way_in_rollout(
     assert policy.checksum() == before, "the routers are as they were"
 
 
+@pytest.mark.exhaustive
 def test_noise_keyed_by_the_row_in_the_batch(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +176,7 @@ def test_noise_keyed_by_the_row_in_the_batch(
     assert result.as_json()["completions_differing"] == result.redrawn[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["bf16", "fp8-linear", "fp8-rollout", "int8", "fp32"])
 def test_completions_are_the_same_in_every_batch(tiny_folder: Path, preset: Preset) -> None:
     assert check(tiny_folder, preset).redrawn == (30, 0)
@@ -189,6 +193,7 @@ def only_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("only_turns")
 def test_what_is_parked_survives_a_publication(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -91,6 +91,7 @@ def test_every_recipe_is_listed_here_and_in_the_table() -> None:
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("precision", "is_exact"), [("fp8", True), ("fp8-rollout", False)])
 def test_the_loop_on_the_public_interface_trains(
     precision: str,
@@ -109,6 +110,7 @@ def test_the_loop_on_the_public_interface_trains(
     assert len(re.findall(r"% of 100 held-out sums are right", printed)) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["quickstart", "your_data"])
 def test_recipes_of_the_starter_model_train(name: str, tmp_path: Path) -> None:
     summary = run(
@@ -122,6 +124,7 @@ def test_recipes_of_the_starter_model_train(name: str, tmp_path: Path) -> None:
     assert summary["tokens_differing"] == 0 != summary["tokens_compared"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CLAIMS)
 def test_recipes_of_one_capability_show_it(name: str, tmp_path: Path) -> None:
     small = {"training__prompts_per_step": 4, "training__samples_per_prompt": 4}
@@ -135,6 +138,7 @@ def test_recipes_of_one_capability_show_it(name: str, tmp_path: Path) -> None:
     assert CLAIMS[name](first, last)
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_what_the_recipe_for_them_trains(tmp_path: Path) -> None:
     changes = {"training__prompts_per_step": 8, "training__samples_per_prompt": 8, **FEW_ROWS}
     summary = run("train", "lora", tmp_path / "run", data__eval__held_out__limit=4, **changes)
@@ -144,6 +148,7 @@ def test_adapters_are_what_the_recipe_for_them_trains(tmp_path: Path) -> None:
     assert all("lora_" in name and values.any() for name, values in adapters.items())
 
 
+@pytest.mark.exhaustive
 def test_the_mix_of_tasks_trains_and_evaluates_each(tmp_path: Path) -> None:
     tasks = ("chain_sum", "spell_backward", "letter_counting", "gcd")
     few = {f"data__eval__{task}__size": 2 for task in tasks}

@@ -82,6 +82,7 @@ def grade(make_graders: MakeGraders) -> Grade:
     return graded
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("harm", "kind", "message"),
     [
@@ -432,6 +433,7 @@ def test_async_functions_have_their_deadlines(tmp_path: Path) -> None:
     assert graded.rewards == [None, 2.0, 1.0] and stats.failures == {"deadline": 1}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("head", "message"),
     [

@@ -47,6 +47,7 @@ class Judge:
         return float(len(solution_str) >= self.least)
 
 
+@pytest.mark.exhaustive
 def test_other_functions_are_handed_to_the_processes_as_copies() -> None:
     held = [give_reward(one) for one in (closing(2.0), batch(1.0), Judge(2), lambda **_: 0.0)]
     assert [one.name.partition("@")[0] for one in held] == [

@@ -87,6 +87,7 @@ def alone(folder: Path, preset: str, name: str | None, device: str = "cpu") -> l
     return drawn(policy, wanted, "direct", **ROOMY)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "fp8-rollout", "int8"])
 def test_each_draws_in_one_batch_what_it_draws_alone(
     preset: str, base: Path, folders: Mapping[str, Path]
@@ -126,6 +127,7 @@ def poison(policy: Policy, name: str) -> None:
     policy.adapters[name] = replace(adapted, weights=replace(adapted.weights, linears=linears))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("runner", ["direct", "delayed"])
 def test_an_adapter_of_nans_fails_its_requests_alone(
     runner: str, base: Path, folders: Mapping[str, Path]

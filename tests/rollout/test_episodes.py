@@ -167,6 +167,7 @@ def differing(policy: Policy, drawn: Sequence[TokenSequence]) -> tuple[int, int]
     return int(differs.sum()), len(differs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 def test_log_probabilities_of_all_turns_are_those_of_the_training_forward(preset: Preset) -> None:
     policy = policy_of(preset)
@@ -218,6 +219,7 @@ def delays(seed: int) -> Callable[[Handle], int]:
     return lambda _: int(generator.integers(0, 9))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_neither_time_nor_order_nor_memory_changes_a_bit(seed: int) -> None:
     policy = policy_of("fp8")
@@ -269,6 +271,7 @@ def test_episodes_go_on_elsewhere_until_their_environment_has_been_asked() -> No
     assert first.withdraw(handles) == {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [SIZES, TIGHT])
 def test_each_sample_draws_behind_its_own_opening(sizes: dict[str, Any]) -> None:
     policy, record = policy_of("fp8"), AnswerRecord(lambda _: None)
@@ -341,6 +344,7 @@ class Leads(Told):
         self._waiting[-1][2] = answer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("limit", "ends"), [(20, {"stop"}), (4, {"stop"}), (2, {"turns"})])
 def test_an_environment_may_lead_the_conversation(limit: int, ends: set[str]) -> None:
     policy = policy_of("fp8")
@@ -517,6 +521,7 @@ def test_turns_have_their_rewards_at_their_last_tokens_and_nan_where_one_is_miss
     assert failed
 
 
+@pytest.mark.exhaustive
 def test_recorded_answers_are_given_again_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Told, "has_turn_reward", True)
     policy, record = policy_of("fp8"), AnswerRecord(lambda _: None)

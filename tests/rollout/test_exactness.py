@@ -100,6 +100,7 @@ def recorded_log_probs(groups: list[list[Completion]]) -> torch.Tensor:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("preset", "attention"),
     [
@@ -130,6 +131,7 @@ def test_a_flow_with_two_functions_is_told_apart():
     ).float().mean() > 0.5
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -144,6 +146,7 @@ def test_sampling_does_not_touch_what_is_recorded(sampling: dict[str, Any]):
     assert torch.equal(recorded_log_probs(groups), trainer_log_probs(policy, wanted, groups))
 
 
+@pytest.mark.exhaustive
 def test_completions_do_not_depend_on_the_engines_sizes_or_on_the_order_of_requests():
     policy, wanted = policy_of("fp8"), requests()
     roomy, engine = generate_with(policy, wanted)

@@ -29,6 +29,7 @@ from tests.rollout.test_exactness import (
     trainer_log_probs,
 )
 from tests.rollout.test_native import batches, tokens_and_log_probs
+from tests.suites import examples
 
 
 def make_pipelined(**arguments: Any) -> tuple[NativeEngine, HistoryModel, DelayedRunner]:
@@ -48,7 +49,7 @@ def check_left_alone(runner: DelayedRunner) -> None:
     assert runner.waited == runner.steps
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(batches())
 def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], dict[str, Any]]):
     wanted, sizes = batch
@@ -60,7 +61,7 @@ def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], d
     check_left_alone(runner)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(batches())
 def test_samples_that_wait_to_start_together_draw_the_same(
     batch: tuple[list[Request], dict[str, Any]],
@@ -295,6 +296,7 @@ def generate_both(
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [{}, TIGHT, {"max_sequences": 2}])
 @pytest.mark.parametrize(
     "sampling",

@@ -63,6 +63,7 @@ def generate_both(
     return direct, generate(engine, wanted), engine, runners[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [{}, TIGHT, {"max_sequences": 3}], ids=["roomy", "tight", "few"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: ",".join(s) or "plain")
 def test_tokens_and_log_probabilities_are_those_of_the_engine_that_waits(
@@ -83,6 +84,7 @@ def drawn_waiting(sampling: tuple[tuple[str, Any], ...]) -> Groups:
     return generate_with(policy_of("fp8"), requests(**dict(sampling)), kv_pages=40)[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-linear", "fp8", "int8-linear", "int8"])
 def test_every_flow(preset: Preset) -> None:
     policy, wanted = policy_of(preset), requests()

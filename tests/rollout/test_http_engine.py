@@ -85,6 +85,7 @@ def longer(wanted: Sequence[Request], tokens: int = 100) -> list[Request]:
     return [replace(one, sampling=replace(one.sampling, max_new_tokens=tokens)) for one in wanted]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "top_k": 20}])
 def test_it_draws_what_the_native_engine_draws(two: list[str], filters: Mapping[str, Any]) -> None:
     """At two servers, one of which takes pages away; also log-probabilities behind filters."""
@@ -96,6 +97,7 @@ def test_it_draws_what_the_native_engine_draws(two: list[str], filters: Mapping[
     assert engine.stats.generated_tokens == 220
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8-rollout", "int8", "int8-rollout"])
 def test_servers_publish_the_bytes_of_the_trainer(preset: Preset) -> None:
     """Of masters that are no BF16 numbers, before and after an update."""
@@ -116,6 +118,7 @@ def test_experts_are_drawn_with_their_routings() -> None:
     assert all(one.routings for group in found for one in group)
 
 
+@pytest.mark.exhaustive
 def test_live_samples_go_on_with_new_weights(two: list[str]) -> None:
     """Each token keeps the version that drew it, and what follows is what a native engine draws
     behind these tokens.
@@ -199,6 +202,7 @@ def test_bytes_that_are_quantised_otherwise_are_noticed(
         generate(engine, requests())
 
 
+@pytest.mark.exhaustive
 def test_half_done_samples_move_between_engines(two: list[str]) -> None:
     policy, wanted = policy_of("fp8"), longer(requests())
     expected = generate(native_of(policy), wanted)
@@ -213,6 +217,7 @@ def test_half_done_samples_move_between_engines(two: list[str]) -> None:
     assert [found[one] for one in handles] == [one for group in expected for one in group]
 
 
+@pytest.mark.exhaustive
 def test_stop_strings_and_aborts_end_samples(two: list[str]) -> None:
     policy, stops = policy_of("fp8"), ("a", "b", "c", "0", "1")
     stopped = [
@@ -229,6 +234,7 @@ def test_stop_strings_and_aborts_end_samples(two: list[str]) -> None:
     assert generate(engine, wanted[1:]) == generate(native_of(policy), wanted[1:])
 
 
+@pytest.mark.exhaustive
 def test_samples_beyond_the_places_of_servers_wait() -> None:
     policy, wanted = policy_of("fp8"), [replace(one, samples=7) for one in requests()]
     with served(places=5) as one, served(max_sequences=2) as other:
@@ -272,6 +278,7 @@ def test_a_server_that_comes_back_as_another_is_left_out() -> None:
         assert not engine._servers[1].is_up
 
 
+@pytest.mark.exhaustive
 def test_a_server_is_lost_and_comes_back() -> None:
     """Its samples go on at the other; when it is there again it gets all weights, and samples."""
     policy, wanted = changed_policy(), longer([replace(one, samples=6) for one in requests()])
@@ -366,6 +373,7 @@ TOOLS = Path(__file__).parents[1] / "environments" / "tools.py"
 STOPS = list(string.ascii_letters[:40])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("engine", "sections"),
     [
@@ -408,6 +416,7 @@ def test_runs_of_other_kinds_leave_the_bytes_of_native_ones(
         assert min(turns) > 1.5
 
 
+@pytest.mark.exhaustive
 def test_a_run_by_servers_leaves_the_bytes_of_a_native_one_though_one_is_killed(
     processes: list[Running], make_run: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from tests.rollout.test_exactness import TINY, policy_of, requests
 from tests.rollout.test_native import batches
 from tests.rollout.test_open_engine import both_executors, check_empty, ended, open_engine
 from tests.rollout.test_sequence import BYTES
+from tests.suites import examples
 
 SIZES: Sequence[dict[str, Any]] = (
     {"kv_pages": 40, "max_sequences": 8, "max_batched_tokens": 100},
@@ -65,6 +66,7 @@ def play(
     return groups, moves
 
 
+@pytest.mark.exhaustive
 @both_executors
 def test_samples_that_move_at_will_draw_what_they_draw_in_one_engine(pipelined: bool) -> None:
     """Split groups, temperatures, filters, stop tokens and stop strings that begin before a move
@@ -95,7 +97,7 @@ def test_samples_that_move_at_will_draw_what_they_draw_in_one_engine(pipelined: 
 
 
 @both_executors
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(batch=batches(), seed=st.integers(0, 1000))
 def test_any_batch_draws_the_same_in_two_engines(
     pipelined: bool, batch: tuple[list[Request], dict[str, Any]], seed: int
@@ -113,6 +115,7 @@ def mixture() -> Policy:
     return random_policy(config, PrecisionConfig(preset="fp8"), 3)
 
 
+@pytest.mark.few(1)
 @both_executors
 @pytest.mark.parametrize("make_policy", [lambda: policy_of("fp8"), mixture], ids=["dense", "moe"])
 def test_a_policys_samples_move_with_log_probabilities_versions_and_routings(

@@ -24,6 +24,7 @@ from tests.rollout.history_model import (
     plain_samples,
     request,
 )
+from tests.suites import examples
 
 
 def tokens_and_log_probs(
@@ -60,7 +61,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Request], dict[str, Any]]:
     return requests, sizes
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(batches())
 def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], dict[str, Any]]):
     requests, sizes = batch
@@ -72,6 +73,7 @@ def test_every_batch_gives_what_a_plain_loop_gives(batch: tuple[list[Request], d
     assert engine.stats.generated_tokens == sum(len(c.token_ids) for group in groups for c in group)
 
 
+@pytest.mark.exhaustive
 def test_nothing_but_time_depends_on_the_engines_sizes_or_on_the_order_of_requests():
     requests = [
         request(i, length, samples, max_new_tokens=90)

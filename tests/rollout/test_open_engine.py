@@ -21,6 +21,7 @@ from tests.rollout.delayed_runner import DelayedRunner
 from tests.rollout.history_model import VOCAB, HistoryModel, make_engine, plain_samples, request
 from tests.rollout.test_exactness import TIGHT, policy_of, requests
 from tests.rollout.test_sequence import BYTES
+from tests.suites import examples
 
 both_executors = pytest.mark.parametrize("pipelined", [False, True])
 
@@ -68,7 +69,7 @@ def is_prefix(completion: Completion, plain: tuple[list[int], list[float]]) -> b
 
 
 @both_executors
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     arrivals=st.lists(
         st.tuples(st.integers(0, 6), st.integers(1, 140), st.integers(1, 4)), min_size=1, max_size=6
@@ -97,6 +98,7 @@ def test_those_who_come_while_others_run_draw_what_they_draw_alone(
     check_empty(engine)
 
 
+@pytest.mark.few(1)
 @both_executors
 def test_a_policys_samples_are_those_of_a_closed_batch(pipelined: bool) -> None:
     """The same with real arithmetic, few pages and prompts in pieces."""
@@ -216,7 +218,7 @@ def test_samples_that_wait_leave_their_prompt_to_those_who_run(pipelined: bool) 
 
 
 @both_executors
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_any_coming_and_going_leaves_an_empty_engine(pipelined: bool, data: st.DataObject) -> None:
     engine, _ = open_engine(
@@ -265,6 +267,7 @@ def come_and_go(engine: NativeEngine, data: st.DataObject) -> None:
     check_empty(engine)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("decoding", "length", "expected"),
     [
@@ -435,6 +438,7 @@ def test_tokens_come_out_as_they_are_drawn(pipelined: bool) -> None:
         assert not any(event.text for event in events)
 
 
+@pytest.mark.few(2)
 @both_executors
 @pytest.mark.parametrize(
     "sampling",

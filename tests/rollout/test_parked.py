@@ -28,6 +28,7 @@ from tests.rollout.test_exactness import TINY, policy_of, requests
 from tests.rollout.test_moving import mixture
 from tests.rollout.test_native import batches
 from tests.rollout.test_open_engine import both_executors, check_empty, ended, open_engine
+from tests.suites import examples
 
 ROOMY: dict[str, Any] = {"kv_pages": 80, "max_sequences": 8, "max_batched_tokens": 100}
 FEW: dict[str, Any] = {"kv_pages": 6, "max_sequences": 3, "max_batched_tokens": 37}
@@ -98,6 +99,7 @@ def several(samples: int = 3) -> list[Request]:
     ]
 
 
+@pytest.mark.few(1)
 @both_executors
 def test_kept_and_recomputed_turns_draw_the_same(pipelined: bool) -> None:
     made = dict[str, tuple[dict[Handle, Completion], EngineStats]]()
@@ -122,7 +124,7 @@ def test_kept_and_recomputed_turns_draw_the_same(pipelined: bool) -> None:
 
 
 @both_executors
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(batch=batches(), seed=st.integers(0, 1000), stops=st.integers(1, 6))
 def test_any_batch_with_turns_draws_the_same_with_and_without_parked_pages(
     pipelined: bool, batch: tuple[list[Request], dict[str, Any]], seed: int, stops: int
@@ -139,6 +141,7 @@ def test_any_batch_with_turns_draws_the_same_with_and_without_parked_pages(
     check_equal(made, expected)
 
 
+@pytest.mark.few(2)
 @both_executors
 @pytest.mark.parametrize("change", ["publish", "release"])
 def test_new_weights_and_a_release_leave_nothing_parked(pipelined: bool, change: str) -> None:
@@ -240,6 +243,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
+@pytest.mark.few(1)
 @both_executors
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policys_turns_have_the_same_bits(pipelined: bool, name: str) -> None:

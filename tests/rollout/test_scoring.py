@@ -44,6 +44,7 @@ def scoring_of(request: Request, completion: Completion, alternatives: int = 0) 
     return Scoring((*ids, *completion.token_ids), len(ids), temperature, alternatives)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("preset", "tokens"), [("fp8", 23), ("fp8", 2048), ("fp8-rollout", 100), ("int8", 100)]
 )
@@ -64,6 +65,7 @@ def test_drawn_tokens_score_what_was_recorded(preset: Preset, tokens: int) -> No
                 assert rank == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp8", "int8"])
 def test_prompts_score_what_training_computes(preset: Preset) -> None:
     policy = policy_of(preset)
@@ -172,6 +174,7 @@ def test_logits_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch
     assert list(said.value.samples) == [0]
 
 
+@pytest.mark.exhaustive
 def test_a_seed_draws_the_same_under_any_name_and_in_any_company() -> None:
     """Two requests of one seed are live together, which two of one name could not be."""
     policy = policy_of("fp8")

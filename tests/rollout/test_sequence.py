@@ -19,6 +19,7 @@ from isobit.records.text import Completion
 from isobit.rollout.engine import generate
 from isobit.rollout.sequence import StopWatch, cut, decode
 from tests.rollout.history_model import VOCAB, make_engine, request
+from tests.suites import examples
 
 
 class AllocatorUse(RuleBasedStateMachine):
@@ -102,7 +103,7 @@ class AllocatorUse(RuleBasedStateMachine):
         assert self.allocator.num_unused == free - len(kept)
 
 
-AllocatorUse.TestCase.settings = settings(max_examples=50, deadline=None)
+AllocatorUse.TestCase.settings = settings(max_examples=examples(50), deadline=None)
 TestAllocatorUse = AllocatorUse.TestCase
 
 

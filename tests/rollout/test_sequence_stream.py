@@ -17,6 +17,7 @@ from tests.rollout.test_sequence import (
     first_stop,
     some_stops,
 )
+from tests.suites import examples
 
 
 def told_and_final(
@@ -56,7 +57,7 @@ def test_words_add_up(token_ids: list[int], stops: list[str]) -> None:
     assert "".join(pieces) == final
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     token_ids=st.lists(
         st.integers(0, FALLBACK_SIZE - 1) | st.sampled_from([4 + 0xC8, 4 + 0x50, 4 + 0x0A]),

@@ -127,6 +127,7 @@ def draw_and_move(world: World, _: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_draw_what_one_engine_draws_and_move_samples_from_a_slow_one(size: int) -> None:
     found = in_world(size, "tests.rollout.test_shared:draw_and_move")
@@ -156,6 +157,7 @@ def draw_by_a_policy(world: World, _: Any) -> dict[str, Any]:
     return {"completions": completions_value(flat(made)), "moved": mover.half_done}
 
 
+@pytest.mark.exhaustive
 def test_a_mixture_keeps_its_routings_wherever_it_is_drawn() -> None:
     found = in_world(2, "tests.rollout.test_shared:draw_by_a_policy")
     expected = flat(generate(NativeEngine(mixture(), RolloutConfig(), None, 0), policy_requests()))

@@ -46,6 +46,7 @@ def completions(
     return generate(engine, requests()), engine.stats.preemptions
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("preset", "ranks"),
     [("fp8", 2), ("fp8", 4), ("fp8-linear", 2), ("int8", 4), ("bf16", 2), ("fp32", 2)],
@@ -60,6 +61,7 @@ def test_completions_are_those_of_one_rank(preset: Preset, ranks: int):
     assert shared == [(expected, preemptions)] * ranks
 
 
+@pytest.mark.exhaustive
 def test_so_are_those_of_captured_steps():
     def pipelined(world):
         share = PolicyShare(MODEL, PrecisionConfig(preset="fp8"), masters(), world)

@@ -63,6 +63,7 @@ def apart(policy: Policy, wanted: list[Request], groups: list[list[Completion]])
     return float((ours - torch.tensor(theirs)).abs().mean())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["bf16", "fp8-rollout", "fp8-linear"])
 def test_it_samples_from_the_published_weights(preset: Preset) -> None:
     """What is recorded is near the trainer's own, and far from it with other weights there."""
@@ -124,6 +125,7 @@ def test_weights_that_do_not_arrive_are_noticed(monkeypatch: pytest.MonkeyPatch)
     assert engine.num_live == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("halved", "is_right"), [(2.0, True), (1.0, False)])
 def test_blocks_that_vllm_quantises_again_are_compared_as_numbers(
     monkeypatch: pytest.MonkeyPatch, halved: float, is_right: bool
@@ -150,6 +152,7 @@ def test_blocks_that_vllm_quantises_again_are_compared_as_numbers(
         generate(engine_of(policy), requests())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("calibration", ["engine", "never"])
 def test_scales_of_the_cache_are_made_again_or_kept(calibration: str) -> None:
     """After other weights, and through its sleep."""

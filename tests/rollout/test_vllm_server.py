@@ -71,6 +71,7 @@ def changing_policy(preset: str = "bf16", **sizes: Any) -> Policy:
     return policy
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["bf16", "fp8-rollout", "fp8-linear"])
 def test_it_samples_from_the_published_weights(preset: Any, folder: Path) -> None:
     """By two servers; what is recorded is near the trainer's own, with all samples done."""
@@ -120,6 +121,7 @@ def test_an_update_pauses_the_server_and_live_samples_go_on(folder: Path) -> Non
         assert server.calls.count("isobit_update") == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("calibration", "again"), [("engine", 2), ("never", 1)])
 def test_scales_of_the_cache_are_made_again_or_kept(
     calibration: str, again: int, folder: Path
@@ -196,6 +198,7 @@ def test_a_folder_that_the_server_has_not_is_named(
         engine_of(policy, file, url)
 
 
+@pytest.mark.exhaustive
 def test_a_server_is_lost_and_comes_back(folder: Path) -> None:
     """Its samples go on at the other behind the tokens that were heard of."""
     policy = changing_policy()
@@ -221,6 +224,7 @@ def test_a_server_is_lost_and_comes_back(folder: Path) -> None:
             assert any(f"{leaves} samples" in one for one in engine.notes())
 
 
+@pytest.mark.exhaustive
 def test_samples_that_others_end_are_drawn_on(folder: Path) -> None:
     """Who pauses the server ends them; it is paused no longer once it has the weights again."""
     policy = changing_policy()

@@ -63,6 +63,7 @@ def date_of(output: Path) -> str | None:
     return json.loads((output / "run.json").read_text())["config"]["data"]["date"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_keeps_its_date_when_it_goes_on_the_next_day(
     model: Path, tmp_path: Path, clock: Clock
 ) -> None:

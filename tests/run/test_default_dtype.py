@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.run.default_dtype_probe import found_in
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +28,7 @@ def found_under(dtype: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.exhaustive
 def test_engine_and_trainer_have_dtypes_of_their_own(tmp_path: Path) -> None:
     expected = found_in(tmp_path / "float32")
     assert expected["grpo, differing"] == expected["ppo, differing"] == 0

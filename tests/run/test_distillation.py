@@ -110,6 +110,7 @@ def make_run(model: Path, tmp_path: Path) -> MakeRun:
     return make
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["fp8", "int8", "bf16", "fp8-rollout"])
 @pytest.mark.parametrize(
     "teacher", [{}, {"kl": "reverse"}, {"top_k": 3}, {"kl": "reverse", "top_k": 3}]
@@ -299,6 +300,7 @@ def test_a_short_context_and_adapters_are_refused(
 # On what the policy samples.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kl", ["sampled", "reverse", "forward"])
 def test_a_policy_learns_from_a_teacher_alone(kl: str, make_run: MakeRun, other: Path) -> None:
     teacher = {"model": str(other), "kl": kl}

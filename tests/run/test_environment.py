@@ -54,6 +54,7 @@ def acting_config(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> M
     return make
 
 
+@pytest.mark.exhaustive
 def test_a_run_compares_all_turns_and_evaluates_as_eval_does(
     acting_config: MakeConfig,
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_run_compares_all_turns_and_evaluates_as_eval_does(
     assert figures.items() <= before.items()
 
 
+@pytest.mark.exhaustive
 def test_a_run_killed_in_the_middle_of_episodes_is_resumed_to_equal_bytes(
     acting_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -156,6 +158,7 @@ def returns_of(row: dict[str, Any]) -> list[float]:
     return found[::-1]
 
 
+@pytest.mark.exhaustive
 def test_a_replay_from_the_record_asks_no_environment(
     acting_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +179,7 @@ def test_a_replay_from_the_record_asks_no_environment(
     assert not replay(config.output, say=lambda _: None, recorded_rewards=True).differences
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_tools_that_fail(
     acting_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ def work(world: World, case: dict[str, Any]) -> None:
         train_by_ranks(config, resume=place > 0, world=world)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("calibration", "lag", "rollouters", "stops"),
     [("trainer", 0, 0, [3]), ("never", 0, 0, [3]), ("engine", 1, 1, [2, 3])],

@@ -129,6 +129,7 @@ def test_what_is_compared_after_the_weights_moved_differs(
     assert train(lagging(1, training=training)).tokens_differing > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("lag", "precision"), [(0, "fp8"), (1, "fp8"), (1, "int8"), (2, "fp8")])
 def test_killed_between_any_two_steps_and_resumed_it_leaves_the_same_bytes(
     lag: int, precision: str, lagging: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import pytest
 import tomli_w
 
 from isobit.config.recipes import RunConfig
@@ -31,6 +32,7 @@ sys.exit(main(["train", sys.argv[1]]))
 """
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_jsonl_needs_no_datasets_no_reasoning_gym_no_tensorboard_and_no_compiler(
     make_config: Callable[..., RunConfig],
 ) -> None:

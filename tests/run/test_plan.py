@@ -265,6 +265,7 @@ def test_main_memory_holds_no_cache_for_servers(make_config: MakeConfig) -> None
     assert "published weights" in text and "KV pages" not in text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("shape", "said"),
     [

@@ -104,6 +104,7 @@ def left_by(output: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "model", "moments", "precision"),
     [

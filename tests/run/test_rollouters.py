@@ -58,6 +58,7 @@ def work(world: World, case: dict[str, Any]) -> None:
         train_by_ranks(config_of({**case, "steps": steps}), resume, world)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "rollouters", "lag", "algorithm"),
     [
@@ -82,6 +83,7 @@ def test_the_bytes_do_not_depend_on_who_samples(
     assert any(name.endswith("pending.safetensors") for name in expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kv_scales", ["per_token", "per_tensor"])
 def test_adapters_leave_the_same_bytes_whoever_samples(kv_scales: str, tmp_path: Path) -> None:
     write_model(tmp_path, "dense")
@@ -226,6 +228,7 @@ def _failing(work: Callable[..., Any], name: str) -> Callable[..., Any]:
     return failing
 
 
+@pytest.mark.exhaustive
 def test_an_error_of_one_part_ends_the_other_and_the_run_goes_on(tmp_path: Path) -> None:
     write_model(tmp_path, "dense")
     case = {"folder": str(tmp_path), "steps": 5, "lag": 1, "algorithm": {"name": "grpo"}}

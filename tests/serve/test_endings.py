@@ -52,6 +52,7 @@ def test_a_client_that_goes_ends_its_samples(server: Running, stream: bool) -> N
     assert after["isobit_generated_tokens_total"] - before < 20 * 400
 
 
+@pytest.mark.exhaustive
 def test_a_soak_with_clients_that_go_at_random_leaks_nothing(server: Running) -> None:
     """Eight clients; those who stay get the same bytes for a seed as the first one alone."""
     draw = random.Random(3)

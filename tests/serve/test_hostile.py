@@ -54,6 +54,7 @@ def mutated(body: dict[str, Any], draw: random.Random) -> bytes:
     return json.dumps(made).encode()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
 )

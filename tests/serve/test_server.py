@@ -78,6 +78,7 @@ def test_ids_are_taken_as_they_are(server: Running, model: LoadedModel) -> None:
     assert given["prompt_token_ids"] == ids
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_among_others_is_the_request_alone(server: Running, stream: bool) -> None:
     """Sixteen others come before it, with it and while it runs; pages are too few for all."""
@@ -249,6 +250,7 @@ def test_chat(client: openai.OpenAI, server: Running, model: LoadedModel) -> Non
     assert decode(model.tokenizer, ids).endswith("assistant: 2")
 
 
+@pytest.mark.exhaustive
 def test_a_chat_without_a_limit_may_fill_the_context(server: Running) -> None:
     messages = [{"role": "user", "content": "1" * 440}]
     body = {"model": "chatty", "messages": messages, "ignore_eos": True}
@@ -265,6 +267,7 @@ def test_keys(server: Running) -> None:
         assert server.ask("/health", headers=headers)[0] == 200
 
 
+@pytest.mark.exhaustive
 def test_places_are_limited_and_a_request_that_never_fits_is_refused(server: Running) -> None:
     status, _, body = server.ask("/v1/completions", ASKED | {"n": 60, "prompt": "1"})
     assert status == 400 and b"takes at most 48 at once" in body

@@ -260,6 +260,7 @@ def test_on_save_may_be_a_command(make_config: MakeConfig, tmp_path: Path) -> No
     assert hook_command(["echo", "a"], Path("x")) == ["echo", "a", "x"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("function", "told"),
     [

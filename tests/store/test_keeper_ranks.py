@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from isobit.config.recipes import RunConfig
@@ -182,6 +183,7 @@ def digests(root: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.exhaustive
 def test_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     one = tmp_path / "one"

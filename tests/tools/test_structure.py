@@ -96,6 +96,7 @@ def test_limits_only_tighten(modules: int, median: int, limits: tuple[int, int])
     assert [gate.goal for gate in after] == [4, 150]
 
 
+@pytest.mark.exhaustive
 def test_every_package_stands_in_a_layer() -> None:
     layers = structure.layers()
     assert list(layers) == ["applications", "engines", "parts", "ground"]
@@ -108,6 +109,7 @@ def test_a_walk_names_the_files_in_their_order() -> None:
     assert structure.walk(figure) == "4 files:\n\n```text\ndata/a > run/{b,c} > api\n```"
 
 
+@pytest.mark.exhaustive
 def test_the_package_table_keeps_the_words_of_the_page() -> None:
     page = "| ground | `util/` | 1 | 0.1k | errors and files |\n"
     table = structure.package_table(page)
@@ -129,6 +131,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return structure.trace(TREE)
 
 
+@pytest.mark.exhaustive
 def test_a_token_is_followed_from_prompt_to_gradient(traced: dict[str, Any]) -> None:
     """Graders, packing and loss are on its way; console, journals and publishing are not."""
     packages = {file.split("/")[0] for file in traced["token_files"]}

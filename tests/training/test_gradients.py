@@ -96,6 +96,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(a @ b / (a.norm() * b.norm()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("objective", "make_batches"),
     [(SupervisedObjective(), pretraining_batches), (GRPO, sampled_batches)],

@@ -35,6 +35,7 @@ from isobit.training.judge import Judge, sequences_learnt_from, teacher_metrics
 from isobit.training.step import has_signal
 from isobit.training.trainer import Trainer
 from tests.sequences import answer_of, group_of
+from tests.suites import examples
 
 MakeTrainer = Callable[..., Trainer]
 MakeGroups = Callable[..., list[Group]]
@@ -342,7 +343,7 @@ def test_weights_of_zero_are_a_reason_too() -> None:
     [GrpoConfig, RlooConfig, ReMaxConfig, ReinforcePpBaselineConfig],
     ids=lambda k: k.__name__,
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_a_group_tells_exactly_where_it_has_a_signal(kind: Any, truncated: str, data: Any) -> None:
     """Dynamic sampling judges by what will be learnt from, and reasons are given where there is

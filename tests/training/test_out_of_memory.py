@@ -88,6 +88,7 @@ def equal(first: Trainer, second: Trainer) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 @pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8"])
 def test_the_result_is_that_of_the_smaller_budget(
@@ -116,6 +117,7 @@ def test_the_result_is_that_of_the_smaller_budget(
     assert all(master.grad is None for master in limited.policy.masters.values())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", ["fp8", "fp8-rollout", "int8"])
 def test_updates_before_it_keep_their_cut_and_a_recorded_change_is_made_again(
     preset: str, make_trainer: MakeTrainer, make_groups: MakeGroups

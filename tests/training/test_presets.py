@@ -21,6 +21,7 @@ from isobit.training.trainer import Trainer
 PRESETS = get_args(Preset)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_supervised_loss_falls(preset: str, make_trainer: Callable[..., Trainer]) -> None:
     random = Random(0)
@@ -32,6 +33,7 @@ def test_supervised_loss_falls(preset: str, make_trainer: Callable[..., Trainer]
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_reinforcement_learning_raises_what_is_rewarded(
     preset: str, make_trainer: Callable[..., Trainer], make_groups: Callable[..., list[Group]]

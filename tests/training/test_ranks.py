@@ -155,6 +155,7 @@ def one_process() -> list[Any]:
     return train(ALONE, CASES)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_bits_do_not_depend_on_the_number_of_processes(size: int, one_process: list[Any]):
     for rank, found in enumerate(in_world(size, "tests.training.test_ranks:train", CASES)):

@@ -69,12 +69,14 @@ def check_bits(of_rank: list[Any], hosts: int) -> None:
         assert not differing(made, one_process()[number]), (ALL[number], hosts)
 
 
+@pytest.mark.exhaustive
 def test_two_processes_have_the_bits_of_one_together_and_on_two_hosts():
     for of_rank in in_world(2, "tests.training.test_slots:two"):
         for hosts, trained in zip((1, 2), of_rank, strict=True):
             check_bits(trained, hosts)
 
 
+@pytest.mark.exhaustive
 def test_two_hosts_of_two_processes_have_the_bits_of_one_process():
     for of_rank in four_ranks():
         check_bits(of_rank["trained"], 2)

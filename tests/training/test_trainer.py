@@ -92,6 +92,7 @@ def test_gradients_do_not_depend_on_the_cut(
             assert error < tolerance, f"{name} at {budget} tokens: {error:.2e}"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8", "int8", "int8-linear"])
 def test_training_twice_gives_the_same_bits(
     preset: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot
@@ -105,6 +106,7 @@ def test_training_twice_gives_the_same_bits(
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
 def test_going_on_from_what_was_stored_gives_the_same_bits(
     moments: str, make_trainer: MakeTrainer, make_groups: MakeGroups, snapshot: Snapshot

@@ -89,6 +89,7 @@ def test_a_stream_is_looked_up_when_it_is_written_to(capsys: pytest.CaptureFixtu
     assert not stream.isatty()
 
 
+@pytest.mark.exhaustive
 def test_an_output_that_is_the_result_fails_without_a_traceback_and_a_run_goes_on() -> None:
     with open("/dev/full", "w") as full:
         found = {

@@ -7,6 +7,7 @@ import pytest
 from tests.kernels.hopper.interpreted import run_interpreted
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "what", ["adapters", "attention", "checksum", "dispatch", "int8", "optimiser", "qkv"]
 )

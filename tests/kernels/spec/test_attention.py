@@ -45,6 +45,7 @@ def test_paged_equals_packed_bit_for_bit(format: Format, layout: tuple[int, int,
     assert torch.equal(sequences.alone(), packed)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_window_is_as_exact(window: int, format: Format) -> None:

@@ -103,6 +103,7 @@ def error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.double() - exact.double()).norm() / exact.double().norm())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "threads"),
     [(name, n) for name in FORWARDS for n in ((1, 2) if "scalar head" in name else (1,))],
@@ -114,6 +115,7 @@ def test_rows(name: str, threads: int) -> None:
     check_rows(FORWARDS[name](), range(1, ROWS) if every else (1, 2, 3, 7, 31, 33, 64, 65, 129))
 
 
+@pytest.mark.few(28)
 @pytest.mark.parametrize("make", BACKWARDS.values(), ids=BACKWARDS)
 def test_gradients(make: Make) -> None:
     """They are right, and repeat their bits."""
@@ -124,6 +126,7 @@ def test_gradients(make: Make) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.few(23)
 @pytest.mark.parametrize("name", POINTWISE | QKV)
 def test_as_near_as_torch_in_the_same_dtype(name: str) -> None:
     case = (POINTWISE | QKV)[name]()

@@ -301,6 +301,7 @@ def test_those_of_many_tensors_add_up(count: int, short_chunks: None) -> None:
     assert made == expected % (1 << 64)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64]
 )
@@ -594,6 +595,7 @@ def error_of_the_second_moment(every: int, mutant: str = "") -> float:
     return share.mean().item() - 1
 
 
+@pytest.mark.exhaustive
 def test_v_stays_in_the_mean_what_it_is_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     for every in (1, 4):
         assert abs(error_of_the_second_moment(every)) < 0.01
@@ -603,6 +605,7 @@ def test_v_stays_in_the_mean_what_it_is_in_fp32(monkeypatch: pytest.MonkeyPatch)
     assert error_of_the_second_moment(1, "nearest") < -0.5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 def test_a_group_with_gradients_of_a_millionfold_range_makes_no_leaps(
     beta2: float, monkeypatch: pytest.MonkeyPatch

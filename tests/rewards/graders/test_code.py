@@ -50,6 +50,7 @@ def test_the_configuration_knows_the_default_of_seconds() -> None:
     assert inspect.signature(grader.score).parameters["seconds"].default == CODE_SECONDS
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "row",
     [
@@ -68,6 +69,7 @@ def test_right_and_wrong_functions(row: dict[str, Any]) -> None:
     assert counts.take() == {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "row",
     [
@@ -230,6 +232,7 @@ ENDLESS = {"deep recursion"}
 """What the time limit ends on any machine."""
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", PATCHES)
 @pytest.mark.parametrize("row", [SQUARE, CHECK], ids=["asserts", "check"])
 def test_a_faked_pass_scores_zero(name: str, row: dict[str, Any]) -> None:
@@ -247,6 +250,7 @@ def limit_for(kind: str) -> float:
     return 0.5 if kind == "code: time limit" else 5
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
@@ -311,6 +315,7 @@ def test_a_completion_without_code_scores_zero_and_is_counted() -> None:
     assert counts.take() == {"code: no block": 1}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "tests",
     ["", "x = 1", "assert square(2 == 4", "import no_such_module", [], [1], {}, 5, None,

@@ -20,6 +20,7 @@ from isobit.rewards import counts
 from isobit.rewards.graders import math as grader
 from isobit.rewards.graders.math import LONGEST, excess, plain
 from isobit.util.errors import RewardError
+from tests.suites import examples
 
 
 @pytest.mark.parametrize(
@@ -254,6 +255,7 @@ HOSTILE = {
 CASES = [(kind, text) for kind, texts in HOSTILE.items() for text in texts]
 
 
+@pytest.mark.few(48)
 @pytest.mark.parametrize(("kind", "text"), CASES, ids=[f"{k}-{t[:20]!r}" for k, t in CASES])
 def test_what_is_out_of_bounds_scores_zero_and_is_counted(kind: str, text: str) -> None:
     for reference in ("42", "x+1"):
@@ -336,7 +338,7 @@ FORMS = (r"{0} \cdot 10^{{{1}}}", r"x = {0} \times 10^{{{1}}}", r"\{{{0} \cdot 1
 FORMS += (r"[-2, {0} \cdot 10^{{{1}}}]", r"{0} \cdot 10^{{{1}}} y", r"{0}\pi \cdot 10^{{{1}}}")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.sampled_from(FORMS), DIGITS, EXPONENTS, DIGITS, EXPONENTS)
 def test_numbers_of_any_size_are_equal_where_their_values_are(
     form: str, first: int, power: int, second: int, other: int
@@ -348,7 +350,7 @@ def test_numbers_of_any_size_are_equal_where_their_values_are(
     assert score(gold, form.format(first * 10, power - 1)) == 1.0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(DIGITS, st.integers(-20, 9), DIGITS, st.integers(-20, 9))
 def test_decimals_that_both_round_to_nothing_differ(
     first: int, power: int, second: int, other: int
@@ -360,7 +362,7 @@ def test_decimals_that_both_round_to_nothing_differ(
     assert score(f"{one:.25f}", f"{one:.25f}0") == 1.0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 10**7))
 def test_commas_of_thousands_and_of_decimals(number: int) -> None:
     assert score(str(number), f"{number:,}") == 1.0

@@ -256,6 +256,7 @@ answer where a text holds it.
 """
 
 
+@pytest.mark.exhaustive
 def test_no_hostile_answer_hangs_breaks_or_wins_a_task() -> None:
     """Every task of the library against every answer of `hostile_answers`, in another process."""
     script = Path(__file__).with_name("hostile_answers.py")

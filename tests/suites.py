@@ -1,0 +1,111 @@
+"""Two suites from one set of tests: `make test`, which a person waits for, and `make test-all`.
+
+    pytest                the quick suite: every behaviour is guarded once
+    pytest --all          everything: whole grids, kills at every phase, soaks
+
+Three marks say what the quick suite leaves out, beside the test that they speak of:
+
+- ``exhaustive`` on a test, or on one of its parameters: it runs with ``--all`` alone. What it
+  guards is guarded by a quicker test too, which its reason names where a reader may doubt it.
+- ``pairs``: of a test with several ``parametrize`` marks the quick suite runs as few cases as hold
+  every pair of values of two parameters together once.
+- ``few(n)``: of all cases of a test, in whatever way they are made, n that are evenly spaced, the
+  first and the last among them.
+
+Hypothesis tries ``examples(100)`` where a test does not say how many.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+LEAST = 5
+"""Examples of a property in the quick suite, at least."""
+_state = {"all": False}
+
+
+def examples(count: int) -> int:
+    """Hypothesis' ``max_examples``: the count with ``--all``, and a tenth of it without."""
+    return count if _state["all"] else max(LEAST, count // 10)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="whole grids, kills and soaks too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _state["all"] = config.getoption("--all")
+    settings.register_profile(
+        "isobit",
+        deadline=None,
+        derandomize=True,
+        max_examples=examples(100),
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("isobit")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    left_out = set(left_out_of(items))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def left_out_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The items that the quick suite does not run."""
+    exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+    rest = [item for item in items if not item.get_closest_marker("exhaustive")]
+    thinned: dict[str, list[pytest.Item]] = {}
+    for item in rest:
+        if item.get_closest_marker("pairs") or item.get_closest_marker("few"):
+            thinned.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in thinned.values():
+        few = cases[0].get_closest_marker("few")
+        kept = (
+            evenly_spaced(len(cases), few.args[0])
+            if few
+            else covering([_values(case) for case in cases])
+        )
+        exhaustive += [case for place, case in enumerate(cases) if place not in set(kept)]
+    return exhaustive
+
+
+def evenly_spaced(count: int, wanted: int) -> list[int]:
+    """``wanted`` of the indices below ``count``, with the first, and with the last from two on."""
+    if wanted >= count:
+        return list(range(count))
+    if wanted == 1:
+        return [0]
+    return [index * (count - 1) // (wanted - 1) for index in range(wanted)]
+
+
+def covering(cases: Sequence[Sequence[object]]) -> list[int]:
+    """The indices of cases that together hold each pair of values, of two parameters, that occurs
+    in any case: greedily, the first of those that hold most pairs which are still missing. With
+    fewer than two parameters, each value once.
+    """
+    held = [_pairs(case) for case in cases]
+    missing = set[object]().union(*held)
+    kept: list[int] = []
+    while missing:
+        best = max(range(len(cases)), key=lambda index: (len(held[index] & missing), -index))
+        kept.append(best)
+        missing -= held[best]
+    return sorted(kept)
+
+
+def _pairs(case: Sequence[object]) -> set[object]:
+    return set(combinations(enumerate(case), 2)) or set(enumerate(case))
+
+
+def _values(item: pytest.Item) -> list[object]:
+    """What stands for each parameter's value: values need not be hashable, and the cases of a test
+    share them.
+    """
+    call = getattr(item, "callspec", None)
+    return [id(value) for value in call.params.values()] if call else []
