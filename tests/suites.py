@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _state["all"] = config.getoption("--all")
+    _state["all"] = bool(config.getoption("--all"))
     settings.register_profile(
         "isobit",
         deadline=None,
