@@ -140,7 +140,7 @@ def test_the_harness_measures_what_isobit_does(place: Path) -> None:
 
 
 class Hub:
-    """An API of the hub that keeps what is uploaded; tests/commands/test_export.py has one over HTTP."""
+    """An API of the hub that keeps what is uploaded; another in tests/commands/test_export.py."""
 
     def __init__(self) -> None:
         self.created: list[tuple[str, bool]] = []
