@@ -25,7 +25,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.config import model_shape

@@ -40,8 +40,8 @@ from experiments.proof.suite import (
     write_lines,
 )
 from isobit import load_config
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import SftConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.parallel.world import ALONE
 from isobit.run.flows import compare_flows, read_flow
 from isobit.run.sft import SftRun, open_run, update_once

@@ -26,10 +26,12 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from isobit.config.base import Strict
-from isobit.config.data import DEFAULT_FUNCTION
+from isobit.config.commands import GenerationConfig, VerifyConfig
 from isobit.config.load import Override, apply_overrides, build, nested_overrides, read_toml
-from isobit.config.recipes import GenerationConfig, RunConfig, SftConfig, VerifyConfig
-from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.reward import DEFAULT_FUNCTION
+from isobit.config.rollout import RolloutConfig
 from isobit.data.sources import give_rows
 from isobit.environments.given import give_environment, is_environment, takes_environments
 from isobit.models.folder import model_folder

@@ -5,13 +5,9 @@ from typing import Any, Literal
 
 import pytest
 
-from isobit.config.data import EnvironmentConfig
+from isobit.config.environment import EnvironmentConfig
 from isobit.environments import shipped
-from isobit.environments.given import (
-    give_environment,
-    packed_environment,
-    takes_environments,
-)
+from isobit.environments.given import give_environment, packed_environment, takes_environments
 from isobit.environments.hosted import Call, HostedClass, Start, Turn
 from isobit.environments.pool import Environments
 from isobit.util.errors import ConfigError, ToolError

@@ -7,21 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import (
-    LORA_TARGETS,
-    Family,
-    PrecisionConfig,
-    Recompute,
-    named_precision,
-)
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.model_shape import Family
+from isobit.config.precision import PrecisionConfig, named_precision
+from isobit.config.training import Recompute
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
-from isobit.models.adapters import (
-    JoinedAdapters,
-    adapter_masters,
-    filled,
-)
+from isobit.models.adapters import JoinedAdapters, adapter_masters, filled
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.models.folder import (

@@ -8,13 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import fold_norms, outstanding
 from isobit.models.policy import Policy, random_masters
-from isobit.models.quantised_checkpoint import (
-    MasterValues,
-)
+from isobit.models.quantised_checkpoint import MasterValues
 from isobit.models.scorer import Scorer
 from isobit.proof.verify import VerifyOptions, verify_policy
 from tests.models.policies import whole_batch

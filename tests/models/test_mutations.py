@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig

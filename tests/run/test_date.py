@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from isobit.config.data import RewardConfig
-from isobit.config.recipes import GenerationConfig, RunConfig
-from isobit.config.tables import RolloutConfig
+from isobit.config.commands import GenerationConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.reward import RewardConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.run import data, evaluate
 from isobit.run.data import with_date_of_run
 from isobit.run.dry_run import plan_training

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from isobit.config.recipes import GenerationConfig, RunConfig
-from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.config.commands import GenerationConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.data.tool_calls import ToolCall
 from isobit.environments.pool import Environments
 from isobit.observe.console import silent

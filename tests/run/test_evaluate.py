@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from isobit.config.commands import GenerationConfig
 from isobit.config.data import JsonlData
-from isobit.config.recipes import GenerationConfig, RunConfig
-from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.records.text import Group
 from isobit.rollout.engine import Progress
 from isobit.run.evaluate import completion_lines, evaluate_folder, rollout_folder

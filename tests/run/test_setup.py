@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import RunRolloutConfig
+from isobit.config.rollout import RunRolloutConfig
 from isobit.run.data import settled
 from isobit.run.dry_run import plan_training
 from isobit.run.loop import train

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from isobit.config.load import build
+from isobit.config.precision import Preset
 from isobit.config.recipes import SftConfig
-from isobit.config.tables import Preset
 from isobit.kernels.backend import support
 from isobit.memory.turns import DeviceTurns
 from isobit.models.folder import load_model, read_masters

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from isobit.config.load import build
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.recipes import SftConfig
-from isobit.config.tables import PrecisionConfig, Preset
 from isobit.data.examples import conversation_ids
 from isobit.data.sources import Row
 from isobit.memory.turns import within_memory

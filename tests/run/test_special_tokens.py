@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from isobit.config.recipes import GenerationConfig, RunConfig
+from isobit.config.commands import GenerationConfig
+from isobit.config.recipes import RunConfig
 from isobit.records.text import Completion
 from isobit.run.evaluate import rollout_folder
 from isobit.run.loop import train

@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch
 
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.models import saving
 from isobit.models.config import ModelConfig
 from isobit.models.folder import LoadedModel, write_model

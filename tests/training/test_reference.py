@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.kernels.spec import sizes
 from isobit.models.config import ModelConfig
 from isobit.models.folder import DescribedModel, describe_model, load_policy, read_config
@@ -24,12 +24,7 @@ from isobit.models.frozen import FrozenPolicy
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
 from isobit.run.dry_run import plan_training
-from isobit.run.frozen_models import (
-    Reference,
-    checkpoint_bytes,
-    describe_reference,
-    load_reference,
-)
+from isobit.run.frozen_models import Reference, checkpoint_bytes, describe_reference, load_reference
 from isobit.run.loop import train
 from isobit.run.setup import read_rl
 from isobit.util.errors import CheckpointError, ConfigError, ModelError

@@ -61,7 +61,7 @@ def test_what_no_one_knows_is_refused() -> None:
 
 
 DIGESTS_AND_MESSAGES = """
-config/tables.py data/hugging_face.py data/prompts.py data/readers.py data/sources.py
+config/precision.py data/hugging_face.py data/prompts.py data/readers.py data/sources.py
 data/tokenizer.py environments/hosted.py environments/openenv.py
 environments/tasksets.py environments/worker.py models/safetensors.py
 observe/flow_choice.py observe/model_card.py parallel/launched.py parallel/watch.py

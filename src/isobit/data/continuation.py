@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import ChatConfig, ToolFormat
+from isobit.config.data import ChatConfig
+from isobit.config.environment import ToolFormat
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import row_of
 from isobit.data.tokenizer import mentions, quoted, quoted_values, rendered, token_ids, unmarked

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
-from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
+from isobit.config.environment import ENVIRONMENTS, EnvironmentConfig
 from isobit.environments.given import packed_environment
 from isobit.environments.hosted import Start, Turn
 from isobit.records.text import Message

@@ -30,7 +30,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from isobit.config.tables import OptimisationConfig
+from isobit.config.training import OptimisationConfig
 from isobit.kernels.backend import backend_of
 from isobit.memory.device import DevicePlan
 from isobit.parallel.world import raised_on_all

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from isobit.config.tables import MAX_POSITIONS, Family
+from isobit.config.model_shape import MAX_POSITIONS, Family
 from isobit.util.errors import ModelError
 
 

@@ -25,7 +25,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.base import Device
-from isobit.config.tables import PrecisionConfig, RolloutConfig, named_precision
+from isobit.config.precision import PrecisionConfig, named_precision
+from isobit.config.rollout import RolloutConfig
 from isobit.data.tokenizer import (
     check_vocabulary,
     further_stops,

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from isobit.config.tables import PrecisionConfig, named_precision
+from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.kernels.backend import Backend, backend_of
 from isobit.kernels.operands import HeadWeight, LinearWeight, RopeTable
 from isobit.models.adapters import Adapted, JoinedAdapters, check_delivered, drawn_adapters
@@ -25,12 +25,7 @@ from isobit.models.checkpoint import is_equal_in_pieces
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import LM_HEAD, about_folded, build_decoder, fold_norms, master_shapes
 from isobit.models.layers import PublishedChange, Weights
-from isobit.models.quantised_checkpoint import (
-    MasterValues,
-    ScaleConversion,
-    is_taken,
-    master_of,
-)
+from isobit.models.quantised_checkpoint import MasterValues, ScaleConversion, is_taken, master_of
 from isobit.models.safetensors import checksum_of
 from isobit.parallel.gradient_sum import (
     ONE_SLOT,

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import backend_of
 from isobit.models.adapters import Adapted
 from isobit.models.config import ModelConfig

@@ -42,7 +42,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from isobit.config.algorithm import KlDirection
-from isobit.config.tables import Recompute
+from isobit.config.training import Recompute
 from isobit.kernels.operands import RouterLoss, sequence_means
 from isobit.models.attention import SavedAttention
 from isobit.models.decoder import Layer, Scorable

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.observe.evaluation import Z_95, EvalResult, Interval
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import EIGHT_BITS

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from isobit.config.data import DEFAULT_FUNCTION, WHOLE, RewardConfig
+from isobit.config.reward import DEFAULT_FUNCTION, WHOLE, RewardConfig
 from isobit.data.readers import TASK_COLUMN
 from isobit.records.rounding import rounded_sum
 from isobit.records.text import Completion, Group, Prompt

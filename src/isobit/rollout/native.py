@@ -26,12 +26,8 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from isobit.config.tables import RolloutConfig
-from isobit.memory.cache_size import (
-    batched_tokens,
-    choose_num_pages,
-    out_of_memory_named,
-)
+from isobit.config.rollout import RolloutConfig
+from isobit.memory.cache_size import batched_tokens, choose_num_pages, out_of_memory_named
 from isobit.models.policy_share import LogProbFunction, SampledPolicy, function_of
 from isobit.records.text import Completion
 from isobit.rollout.engine import (

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import isobit
-from isobit.config.tables import RunRolloutConfig
+from isobit.config.rollout import RunRolloutConfig
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction, digest_of
 from isobit.models.saving import published_tensors, quantised_sites, whole_blocks

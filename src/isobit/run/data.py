@@ -36,9 +36,12 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.base import MAX_STEPS
-from isobit.config.data import ENVIRONMENTS, WHOLE, ChatConfig, DataSource
+from isobit.config.data import ChatConfig, DataSource
+from isobit.config.environment import ENVIRONMENTS
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
-from isobit.config.tables import ON_MISMATCH, EvaluationConfig, RolloutConfig
+from isobit.config.reward import WHOLE
+from isobit.config.rollout import RolloutConfig
+from isobit.config.tables import ON_MISMATCH, EvaluationConfig
 from isobit.data.prompts import (
     Noticed,
     TooLong,

@@ -16,24 +16,15 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import (
-    ChatConfig,
-    ColumnsData,
-    DataSource,
-    EnvironmentConfig,
-    ReasoningGymData,
-)
-from isobit.config.recipes import GenerationConfig, RunConfig
+from isobit.config.commands import GenerationConfig
+from isobit.config.data import ChatConfig, ColumnsData, DataSource, ReasoningGymData
+from isobit.config.environment import EnvironmentConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.config.rules import check_greedy, check_has_sets, check_reward, check_samples
-from isobit.config.tables import EvaluationConfig, RolloutConfig
+from isobit.config.tables import EvaluationConfig
 from isobit.data.continuation import Continuation, Speaker
-from isobit.data.prompts import (
-    Noticed,
-    TooLong,
-    build_prompts,
-    describe_too_long,
-    prompts_of_rows,
-)
+from isobit.data.prompts import Noticed, TooLong, build_prompts, describe_too_long, prompts_of_rows
 from isobit.data.sources import load_rows, row_of
 from isobit.data.tokenizer import describe_end_of_turn, most_characters
 from isobit.data.tool_calls import tool_format
@@ -44,14 +35,7 @@ from isobit.observe.evaluation import EvalResult, describe_hidden, result_of
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders, GradeStats, Grading, check_references
-from isobit.rollout.engine import (
-    EngineStats,
-    Handle,
-    Progress,
-    Request,
-    RolloutEngine,
-    generate,
-)
+from isobit.rollout.engine import EngineStats, Handle, Progress, Request, RolloutEngine, generate
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.shared import generate_shared

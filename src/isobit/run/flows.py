@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from isobit.config.load import build
+from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
-from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.data.tokenizer import token_ids
 from isobit.kernels.backend import support
 from isobit.kernels.operands import observing

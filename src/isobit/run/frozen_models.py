@@ -36,10 +36,12 @@ from typing import Any
 
 import torch
 
-from isobit.config.algorithm import RunTeacher, SftTeacher
-from isobit.config.data import ChatConfig, OneExampleSource, RewardConfig
-from isobit.config.recipes import Recipe, RunConfig, ScoringConfig, SftConfig
-from isobit.config.tables import PrecisionConfig
+from isobit.config.commands import ScoringConfig
+from isobit.config.data import ChatConfig, OneExampleSource
+from isobit.config.precision import PrecisionConfig
+from isobit.config.recipes import Recipe, RunConfig, SftConfig
+from isobit.config.reward import RewardConfig
+from isobit.config.teacher import RunTeacher, SftTeacher
 from isobit.data.examples import Answer, answer_of, conversation_ids, row_of, whole_answer
 from isobit.data.sources import Row, load_rows
 from isobit.kernels.backend import support
@@ -54,12 +56,7 @@ from isobit.models.folder import (
     model_folder,
     read_reward_config,
 )
-from isobit.models.frozen import (
-    FrozenPolicy,
-    RewardModel,
-    frozen_config,
-    load_reward_model,
-)
+from isobit.models.frozen import FrozenPolicy, RewardModel, frozen_config, load_reward_model
 from isobit.models.policy import Policy
 from isobit.models.scorer import Teacher
 from isobit.precision.flow import build_flow

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 from isobit.algorithms.objective import Objective
 from isobit.config import recipes
 from isobit.config.data import ExampleSource, SftDataConfig
-from isobit.config.tables import OptimisationConfig
+from isobit.config.training import OptimisationConfig
 from isobit.data.examples import (
     Answered,
     Example,

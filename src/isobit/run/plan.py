@@ -14,16 +14,12 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
+from isobit.config.lora import LoraConfig
+from isobit.config.model_shape import MIXTURES, WINDOWED, ModelShape
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import Objective, RunConfig, SftConfig
-from isobit.config.tables import (
-    MIXTURES,
-    WINDOWED,
-    LoraConfig,
-    ModelShape,
-    PrecisionConfig,
-    RunRolloutConfig,
-    TrainingConfig,
-)
+from isobit.config.rollout import RunRolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,

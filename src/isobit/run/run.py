@@ -42,7 +42,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
-from isobit.config.tables import RolloutConfig, RunRolloutConfig
+from isobit.config.rollout import RolloutConfig, RunRolloutConfig
 from isobit.data.sampler import Mapped, PromptSampler
 from isobit.kernels.backend import support
 from isobit.memory.cache_size import choose_num_pages

@@ -32,7 +32,8 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import TypeVar
 
-from isobit.config.tables import CheckpointConfig, EvaluationConfig, OptimisationConfig
+from isobit.config.tables import CheckpointConfig, EvaluationConfig
+from isobit.config.training import OptimisationConfig
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.parallel.world import ALONE, World, broadcast, raised_on_all, run_on_all, write_on_first

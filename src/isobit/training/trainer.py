@@ -55,7 +55,7 @@ from typing import Any
 import torch
 
 from isobit.algorithms.objective import Objective, Shares
-from isobit.config.tables import Recompute, TrainingConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.models.decoder import VALUE_HEAD
 from isobit.models.mlp import RouterCoefficients
 from isobit.models.policy import Policy
@@ -73,12 +73,7 @@ from isobit.training.comparison import (
     microbatch_figures,
     router_coefficients,
 )
-from isobit.training.optimiser import (
-    build_optimiser,
-    clip_gradients,
-    gradient_norm,
-    learning_rate,
-)
+from isobit.training.optimiser import build_optimiser, clip_gradients, gradient_norm, learning_rate
 from isobit.util.errors import NonFiniteError
 from isobit.util.terminal import Timing, untimed
 

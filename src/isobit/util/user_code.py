@@ -166,7 +166,7 @@ def is_installed(folder: Path) -> bool:
 
 
 if TYPE_CHECKING:
-    from isobit.config.data import RewardConfig
+    from isobit.config.reward import RewardConfig
 
 
 ENVIRONMENT = "env:"

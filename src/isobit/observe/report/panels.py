@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from isobit.config.rules import ONE_SAMPLE
+from isobit.config.algorithm_rules import ONE_SAMPLE
 from isobit.observe.report.chart import Chart, Curve, Panel, draw, duration_text, number_text
 from isobit.observe.report.source import RunRecord
 from isobit.records.metrics import METRICS, TABLE, Metric, chosen_name, find_metric

@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from isobit.config.precision import precision_name
 from isobit.config.recipes import RunConfig, SftConfig
-from isobit.config.tables import precision_name
 from isobit.observe.report.chart import MINUS, number_text
 from isobit.records.rounding import are_level, settled
 from isobit.store.directory import RunDirectory, is_held
