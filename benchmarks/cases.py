@@ -17,7 +17,8 @@ from typing import cast, get_args
 
 import torch
 
-from isobit.config.tables import PrecisionConfig, Recompute
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import Recompute
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import master_shapes
 from isobit.records.batch import PackedBatch

@@ -30,7 +30,8 @@ from benchmarks.cases import make_requests
 from benchmarks.common import make_parser, write_json
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.scorer import ScoredPass

@@ -38,7 +38,7 @@ from benchmarks.common import (
     run_command,
     write_json,
 )
-from isobit.config.tables import Recompute
+from isobit.config.training import Recompute
 
 
 def make_commands() -> Commands:

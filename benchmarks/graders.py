@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from isobit.config.data import RewardConfig
+from isobit.config.reward import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders

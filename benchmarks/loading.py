@@ -95,7 +95,8 @@ def measure(
     """The lines of one process that began at ``started_at`` (``time.time``)."""
     import torch
 
-    from isobit.config.tables import PrecisionConfig, RolloutConfig
+    from isobit.config.precision import PrecisionConfig
+    from isobit.config.rollout import RolloutConfig
     from isobit.models.checkpoint import open_checkpoint
     from isobit.models.folder import load_policy
     from isobit.records.text import Prompt, SamplingParams

@@ -50,7 +50,8 @@ from benchmarks.common import (
 )
 from benchmarks.passes import free_memory, make_step, measured, peak_gib
 from benchmarks.rollout_engines import seconds_to_complete
-from isobit.config.tables import LORA_TARGETS, RolloutConfig
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.rollout import RolloutConfig
 from isobit.kernels.operands import AdapterGradients, AdapterWeight, LinearWeight
 from isobit.models.adapters import adapter_masters
 from isobit.models.config import Lora, ModelConfig, model_shape

@@ -49,7 +49,8 @@ from benchmarks.common import (
     run_command,
     versions,
 )
-from isobit.config.tables import Moments, Recompute, RolloutConfig, TrainingConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Moments, Recompute, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
 from isobit.memory.device import DevicePlanner
 from isobit.memory.sharing import DeviceSharing

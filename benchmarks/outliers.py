@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.common import Commands, Row, markdown, run_command, write_json
 from benchmarks.real_checkpoint import windows_of_docs
-from isobit.config.tables import named_precision
+from isobit.config.precision import named_precision
 from isobit.models.config import ModelConfig
 from isobit.models.folder import model_folder, read_config, read_masters
 from isobit.models.policy import Policy

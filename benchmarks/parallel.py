@@ -42,7 +42,7 @@ from benchmarks.common import (
     run_command,
 )
 from benchmarks.rollout_engines import native_versions
-from isobit.config.tables import Recompute
+from isobit.config.training import Recompute
 from isobit.parallel.processes import joined
 from isobit.parallel.world import World
 

@@ -22,7 +22,7 @@ import torch
 from benchmarks.cases import PassCase, flops, precision_of
 from benchmarks.common import Row, RowWriter, allocate_in_pages, measure_card, versions
 from benchmarks.rollout_engines import native_versions
-from isobit.config.tables import Recompute, TrainingConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy, random_policy
 from isobit.training.supervised import SupervisedObjective

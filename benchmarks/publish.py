@@ -25,7 +25,7 @@ REPEATS = 5
 def measure_publish(shape: str, precision: str, copy_tb_per_s: float) -> dict[str, object]:
     import torch
 
-    from isobit.config.tables import PrecisionConfig
+    from isobit.config.precision import PrecisionConfig
     from isobit.models.config import model_shape
     from isobit.models.policy import random_policy
 

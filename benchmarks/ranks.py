@@ -31,7 +31,7 @@ from benchmarks.common import Row, allocate_in_pages, published_tensors
 from benchmarks.parallel import RankRows, Sitting
 from benchmarks.passes import Phases, measured
 from benchmarks.rl_steps import ROLLOUT, Loop, requests_of
-from isobit.config.tables import TrainingConfig
+from isobit.config.training import TrainingConfig
 from isobit.memory.activations import published_bytes
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.policy import Policy, random_policy

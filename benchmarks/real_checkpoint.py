@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import Commands, markdown, run_command
 from isobit.api import generate
+from isobit.config.commands import InspectConfig
 from isobit.config.load import build, read_value
-from isobit.config.recipes import InspectConfig
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.data.stop_tokens import stop_token_ids
 from isobit.data.tokenizer import load_tokenizer
 from isobit.models.folder import load_policy

@@ -30,8 +30,8 @@ import torch
 
 from benchmarks.common import Commands, RowWriter, names_of, run_command
 from isobit.config.load import build
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import SftConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.data.examples import conversation_ids
 from isobit.data.sources import Row
 from isobit.data.tokenizer import load_tokenizer

@@ -61,7 +61,9 @@ from benchmarks.rollout_engines import (
 from benchmarks.training import PeerModel, PeerOptimiser, fastest_attention
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.tables import PrecisionConfig, Recompute, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.memory.activations import FrozenModel
 from isobit.memory.sharing import DeviceSharing
 from isobit.models.config import ModelConfig, model_shape

@@ -33,7 +33,7 @@ from benchmarks.cases import (
 )
 from benchmarks.common import RowWriter, card_memory_gib, measure_card, versions
 from benchmarks.rollout_floor import step_bytes
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.launch.local import launch
 from isobit.launch.own_rank import as_rank
 from isobit.models.config import model_shape

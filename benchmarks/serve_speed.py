@@ -42,7 +42,8 @@ def prompts_of(options: argparse.Namespace, vocabulary: int) -> list[list[int]]:
 def native(options: argparse.Namespace) -> Figures:
     """The engine alone; also the vocabulary that prompts are drawn from."""
     from benchmarks.cases import make_requests
-    from isobit.config.tables import PrecisionConfig, RolloutConfig
+    from isobit.config.precision import PrecisionConfig
+    from isobit.config.rollout import RolloutConfig
     from isobit.models.folder import load_sampling_model
     from isobit.rollout.engine import generate
     from isobit.rollout.native import NativeEngine

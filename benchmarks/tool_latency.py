@@ -45,8 +45,9 @@ import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 # isort: on
 from benchmarks.cases import precision_of
 from benchmarks.common import make_parser, run_command, write_json
-from isobit.config.data import ChatConfig, EnvironmentConfig
-from isobit.config.tables import RolloutConfig
+from isobit.config.data import ChatConfig
+from isobit.config.environment import EnvironmentConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.data.continuation import Continuation
 from isobit.data.tool_calls import Said, ToolCall
 from isobit.environments.pool import Answer, Environments

@@ -42,7 +42,7 @@ from benchmarks import passes
 from benchmarks.cases import PassCase, check_peer, parse_case
 from benchmarks.common import Commands, Row, print_by_card, read_rows, run_command, write_json
 from benchmarks.passes import Pass, Phases, Step
-from isobit.config.tables import Recompute, TrainingConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.kernels.backend import backend_of
 from isobit.models.config import ModelConfig
 from isobit.training.optimiser import build_optimiser

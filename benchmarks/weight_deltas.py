@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.common import printed, write_json
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.backend import backend_of
 from isobit.models.config import model_shape
 from isobit.models.decoder import build_decoder

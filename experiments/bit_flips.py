@@ -36,7 +36,9 @@ import torch
 from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.tables import PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.kernels.operands import UNROUNDED, observing
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy

@@ -40,7 +40,8 @@ from benchmarks.cases import PassCase
 from benchmarks.common import Row, run_command
 from benchmarks.passes import add_gradients, free_memory, make_pass, measured, time_pass
 from experiments.exact_backward import Alone, cosine, cosines, exact_backward, plain_gradients
-from isobit.config.tables import PrecisionConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import TrainingConfig
 from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper.pointwise import embedding_backward
 from isobit.kernels.operands import LinearWeight

@@ -33,7 +33,9 @@ import torch
 from benchmarks.common import RowWriter, run_command
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.tables import PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy

@@ -32,7 +32,7 @@ from benchmarks.common import Row, read_rows, run_command
 from experiments.curves import markdown
 from experiments.learning import WARM_UP, held_out_loss, make_trainer, make_writer, steps_of
 from isobit.algorithms.objective import LossOutputs, Shares
-from isobit.config.tables import Moments, TrainingConfig
+from isobit.config.training import Moments, TrainingConfig
 from isobit.kernels.backend import backend_of
 from isobit.kernels.spec.optimiser import decode_second
 from isobit.records.batch import PackedBatch, TokenScores

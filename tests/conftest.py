@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.config import model_shape

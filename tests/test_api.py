@@ -33,7 +33,7 @@ def names_for_type_checkers() -> set[tuple[str, str]]:
 
 def test_type_checkers_see_the_names_that_are_loaded() -> None:
     assert names_for_type_checkers() == {
-        (f"isobit.{home}", name) for name, home in isobit._HOME_OF.items()
+        (module, name) for name, module in isobit._modules().items()
     }
     for _, name in names_for_type_checkers():
         assert getattr(isobit, name) is not None

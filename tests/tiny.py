@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy

@@ -161,7 +161,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages from elsewhere, the recipes themselves, the reference, and the home page."""
     from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]
 
-    from isobit.config.recipes import configuration_page
+    from isobit.cli.schema import configuration_page
 
     files.remove(files.get_file_from_path("README.md"))  # which is documentation.md there
     for path, uri in ADDED.items():

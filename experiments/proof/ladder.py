@@ -41,8 +41,8 @@ from experiments.proof.suite import (
 )
 from isobit import load_config
 from isobit.commands.flows import compare_flows, read_flow
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import SftConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.parallel.world import ALONE
 from isobit.run.sft import SftRun, open_run, update_once
 from isobit.store.directory import write_json

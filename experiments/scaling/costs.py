@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 
 from benchmarks.common import card_planner
-from isobit.config.tables import Recompute
+from isobit.config.training import Recompute
 from isobit.memory.device import DevicePlanner
 from isobit.models.config import SHAPES, ModelConfig
 from isobit.models.decoder import master_shapes

@@ -23,7 +23,8 @@ from experiments.scaling import costs
 from experiments.scaling import costs as costs_module
 from experiments.scaling.costs import GIB, Model
 from experiments.scaling.rollout import LONGEST, MEAN, PROMPT, Group, Rolled, roll
-from isobit.config.tables import Recompute, RolloutConfig, TrainingConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.memory.cache_size import RESERVE, forward_bytes
 from isobit.records.packing import first_fit_decreasing
 

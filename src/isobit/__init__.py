@@ -10,11 +10,14 @@ without that cost.
 """
 
 import os
+import re
 import sys
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the aliases mark public names for type checkers
+if TYPE_CHECKING:  # the aliases mark public names for type checkers; `_modules` reads these lines
     from isobit.algorithms.family import Grpo as Grpo
     from isobit.algorithms.objective import LossOutputs as LossOutputs
     from isobit.api import compare_flows as compare_flows
@@ -25,11 +28,11 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers
     from isobit.api import verify as verify
     from isobit.config.algorithm import GrpoConfig as GrpoConfig
     from isobit.config.load import load_config as load_config
+    from isobit.config.precision import PrecisionConfig as PrecisionConfig
     from isobit.config.recipes import RunConfig as RunConfig
     from isobit.config.recipes import SftConfig as SftConfig
-    from isobit.config.tables import PrecisionConfig as PrecisionConfig
-    from isobit.config.tables import RolloutConfig as RolloutConfig
-    from isobit.config.tables import TrainingConfig as TrainingConfig
+    from isobit.config.rollout import RolloutConfig as RolloutConfig
+    from isobit.config.training import TrainingConfig as TrainingConfig
     from isobit.models.config import ModelConfig as ModelConfig
     from isobit.models.folder import LoadedModel as LoadedModel
     from isobit.models.folder import load_model as load_model
@@ -71,83 +74,20 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "algorithms.family": ("Grpo",),
-    "algorithms.objective": ("LossOutputs",),
-    "api": (
-        "compare_flows",
-        "evaluate",
-        "generate",
-        "sft",
-        "train",
-        "verify",
-    ),
-    "config.algorithm": ("GrpoConfig",),
-    "config.load": ("load_config",),
-    "config.recipes": (
-        "RunConfig",
-        "SftConfig",
-    ),
-    "config.tables": (
-        "PrecisionConfig",
-        "RolloutConfig",
-        "TrainingConfig",
-    ),
-    "models.config": ("ModelConfig",),
-    "models.function": ("is_one_function",),
-    "models.folder": (
-        "LoadedModel",
-        "load_model",
-        "load_policy",
-    ),
-    "models.kv_calibration": ("calibrate_kv_scales",),
-    "models.policy": (
-        "Policy",
-        "random_policy",
-    ),
-    "models.saving": ("save_policy",),
-    "models.scorer": ("Scorer",),
-    "observe.report.page": ("report",),
-    "precision.flow": (
-        "PrecisionFlow",
-        "build_flow",
-        "describe_flow",
-    ),
-    "proof.verify": ("VerifyOptions",),
-    "records.batch": ("PackedBatch",),
-    "records.packing": ("pack", "sequences_of"),
-    "records.sequence": ("TokenSequence",),
-    "records.text": (
-        "Completion",
-        "Group",
-        "Prompt",
-        "SamplingParams",
-    ),
-    "rewards.grading": ("grade",),
-    "rewards.load": ("load_reward",),
-    "rollout.engine": (
-        "Request",
-        "RolloutEngine",
-    ),
-    "rollout.native": ("NativeEngine",),
-    "training.comparison": ("Comparison",),
-    "training.step": ("train_on_groups",),
-    "training.supervised": (
-        "SupervisedObjective",
-        "pack_pairs",
-    ),
-    "training.trainer": ("Trainer",),
-    "util.errors": ("IsobitError",),
-}
-"""Where each public name is defined, as the imports above say to type checkers."""
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+@cache
+def _modules() -> dict[str, str]:
+    """The module of each public name, as the imports above say: they are read from this file."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    imports = re.findall(r"^    from (isobit\.\S+) import (\w+) as \2$", source, re.MULTILINE)
+    return {name: module for module, name in imports}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _modules():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"isobit.{_HOME_OF[name]}"), name)
+    return getattr(import_module(_modules()[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_modules()})

@@ -30,10 +30,12 @@ from isobit.commands import flows as flow_measures
 from isobit.commands.evaluate import evaluate_folder
 from isobit.commands.rollout import rollout_folder
 from isobit.config.base import Strict
-from isobit.config.data import DEFAULT_FUNCTION
+from isobit.config.commands import GenerationConfig, VerifyConfig
 from isobit.config.load import Override, apply_overrides, build, nested_overrides, read_toml
-from isobit.config.recipes import GenerationConfig, RunConfig, SftConfig, VerifyConfig
-from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.reward import DEFAULT_FUNCTION
+from isobit.config.rollout import RolloutConfig
 from isobit.data.sources import give_rows
 from isobit.environments.python_environments import (
     give_environment,

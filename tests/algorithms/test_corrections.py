@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.algorithms.family import correction_weights, effective_sample_size
-from isobit.config.algorithm import (
+from isobit.config.corrections import (
     Correction,
     IcePopCorrection,
     K3Correction,

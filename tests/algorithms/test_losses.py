@@ -31,7 +31,7 @@ from isobit.config.algorithm import (
     LossConfig,
     PpoConfig,
 )
-from isobit.config.recipes import tag_of
+from isobit.config.keys import tag_of
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.metrics import Metrics, add_microbatch
 from tests.algorithms.batches import batch_of, random_batch

@@ -13,7 +13,7 @@ import torch
 from isobit.algorithms.family import Grpo
 from isobit.algorithms.registry import ALGORITHMS, build_algorithm
 from isobit.config.algorithm import AlgorithmConfig, CustomConfig, DrGrpoConfig, GrpoConfig
-from isobit.config.recipes import tag_of
+from isobit.config.keys import tag_of
 from isobit.util.errors import ConfigError
 from tests.algorithms.batches import random_batch
 from tests.sequences import answer_of, group_of

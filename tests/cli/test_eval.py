@@ -10,7 +10,7 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.commands import score
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.models.folder import read_reward_masters, reward_config
 from isobit.models.frozen import RewardModel, load_reward_model
 from isobit.models.policy import Policy

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from isobit.cli.main import main
-from isobit.config.recipes import RECIPES, configuration_page, json_schema
+from isobit.cli.schema import configuration_page
+from isobit.config.recipes import RECIPES
+from isobit.config.schema import json_schema
 
 FP8 = ["starter", "--to", "out", "--format", "fp8"]
 

@@ -18,7 +18,7 @@ from isobit.cli import serve
 from isobit.cli.main import main
 from isobit.cli.rollout import _lines_said
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.models.folder import load_model
 from isobit.records.text import Prompt
 from isobit.rollout.engine import Request, generate

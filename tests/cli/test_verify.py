@@ -11,7 +11,7 @@ import pytest
 import isobit
 import isobit.proof.verify
 from isobit.cli.main import main
-from isobit.config.tables import Preset
+from isobit.config.precision import Preset
 from isobit.kernels.spec import linear
 from isobit.models.config import ModelConfig
 from isobit.proof import doctor, doctor_environment

@@ -11,9 +11,11 @@ import pytest
 
 from isobit.commands.evaluate import evaluate_folder
 from isobit.commands.rollout import completion_lines, rollout_folder
+from isobit.config.commands import GenerationConfig
 from isobit.config.data import JsonlData
-from isobit.config.recipes import GenerationConfig, RunConfig
-from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.records.text import Group
 from isobit.rollout.engine import Progress
 from isobit.util.errors import ConfigError, DataError, RewardError

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from isobit.cli.main import main
 from isobit.commands.export import export, find_source
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.data.tokenizer import load_tokenizer
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.folder import load_policy, read_any_config

@@ -17,8 +17,8 @@ from isobit.api import generate
 from isobit.cli.main import main
 from isobit.commands import flows
 from isobit.commands.flows import compare_flows
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.models.config import Experts, model_shape
 from isobit.models.decoder import decoder_shape, layer_parameters
 from isobit.models.folder import describe_model, load_model

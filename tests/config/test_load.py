@@ -6,15 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.config.algorithm import (
-    CustomConfig,
-    DapoConfig,
-    GrpoConfig,
-    NormaliseCorrection,
-    RlooConfig,
-    TisCorrection,
-)
+from isobit.config.algorithm import CustomConfig, DapoConfig, GrpoConfig, RlooConfig
+from isobit.config.corrections import NormaliseCorrection, TisCorrection
 from isobit.config.data import JsonlData
+from isobit.config.keys import all_keys
 from isobit.config.load import (
     Override,
     apply_overrides,
@@ -23,8 +18,8 @@ from isobit.config.load import (
     nested_overrides,
     read_words,
 )
-from isobit.config.recipes import RunConfig, SftConfig, all_keys
-from isobit.config.tables import PrecisionConfig, precision_name
+from isobit.config.precision import PrecisionConfig, precision_name
+from isobit.config.recipes import RunConfig, SftConfig
 from isobit.util.errors import ConfigError
 
 MINIMAL = """

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from isobit.config.algorithm import RunTeacher
 from isobit.config.load import build
+from isobit.config.model_shape import ModelShape
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_has_sets, check_run, check_samples, check_sft
-from isobit.config.tables import EvaluationConfig, ModelShape
+from isobit.config.tables import EvaluationConfig
+from isobit.config.teacher import RunTeacher
 from isobit.run.model_source import check_shape
 from isobit.util.errors import ConfigError
 

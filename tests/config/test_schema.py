@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 
+from isobit.cli.schema import configuration_page
+from isobit.config.keys import all_keys, locate
 from isobit.config.load import load_recipe
-from isobit.config.recipes import (
-    RECIPES,
-    RunConfig,
-    all_keys,
-    configuration_page,
-    json_schema,
-    locate,
-)
-from isobit.config.tables import TrainingConfig
+from isobit.config.recipes import RECIPES, RunConfig
+from isobit.config.schema import json_schema
+from isobit.config.training import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 FILES = {"train": "run.schema.json", "sft": "sft.schema.json"}

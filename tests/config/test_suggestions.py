@@ -13,16 +13,11 @@ from pydantic import BaseModel, ValidationError
 
 from isobit.algorithms.registry import ALGORITHMS
 from isobit.config.base import Strict
+from isobit.config.commands import GenerationConfig
 from isobit.config.foreign import foreign_answer, foreign_rows
+from isobit.config.keys import all_keys, fields_by_key
 from isobit.config.load import build, build_with
-from isobit.config.recipes import (
-    RECIPES,
-    GenerationConfig,
-    RunConfig,
-    SftConfig,
-    all_keys,
-    fields_by_key,
-)
+from isobit.config.recipes import RECIPES, RunConfig, SftConfig
 from isobit.config.refusals import config_error
 from isobit.util.errors import ConfigError
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from isobit.config.data import ChatConfig, ToolFormat
+from isobit.config.data import ChatConfig
+from isobit.config.environment import ToolFormat
 from isobit.data.continuation import Continuation
 from isobit.data.encoding import special_token_ids
 from isobit.data.tool_calls import tool_format

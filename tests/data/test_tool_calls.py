@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.config.data import ToolFormat
+from isobit.config.environment import ToolFormat
 from isobit.data import tool_calls
 from isobit.data.tool_calls import (
     MOST_CALLS,

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from isobit.config.data import RewardConfig
 from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.reward import RewardConfig
 from isobit.records.metrics import METRICS
 from isobit.records.text import Completion, Prompt
 from isobit.run.loop import train

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from isobit.cli.main import main
+from isobit.config.keys import all_keys
 from isobit.config.load import build, read_toml
-from isobit.config.recipes import RunConfig, SftConfig, all_keys
+from isobit.config.recipes import RunConfig, SftConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

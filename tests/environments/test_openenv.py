@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.data import EnvironmentConfig
+from isobit.config.environment import EnvironmentConfig
 from isobit.environments.env_backends import Call, Turn
 from isobit.environments.openenv import _objection, _observed, _result, _tools
 from isobit.environments.pool import Answer, Environments

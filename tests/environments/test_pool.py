@@ -9,7 +9,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
+from isobit.config.environment import ENVIRONMENTS, EnvironmentConfig
 from isobit.environments.env_backends import Call, Turn
 from isobit.environments.pool import Answer, Environments, Result
 from isobit.rewards.grade import Failure

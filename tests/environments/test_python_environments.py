@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from isobit.config.data import EnvironmentConfig
+from isobit.config.environment import EnvironmentConfig
 from isobit.environments import shipped
 from isobit.environments.env_backends import Call, Start, Turn
 from isobit.environments.pool import Environments

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from isobit.config.data import EnvironmentConfig, VerifiersData
+from isobit.config.data import VerifiersData
+from isobit.config.environment import EnvironmentConfig
 from isobit.data.sources import load_rows
 from isobit.environments.env_backends import Call, Turn
 from isobit.environments.pool import Answer, Environments

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from isobit.config.data import ChatConfig, EnvironmentConfig, VerifiersData
+from isobit.config.data import ChatConfig, VerifiersData
+from isobit.config.environment import EnvironmentConfig
 from isobit.data.sources import load_rows
 from isobit.environments.env_backends import Call, Start, Turn
 from isobit.environments.pool import Environments

@@ -10,7 +10,7 @@ import torch
 
 from experiments import exact_backward, gradients
 from experiments.bit_flips import REASONS, Outcome, campaign, flip_bit, table
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import usable_devices
 from isobit.models.policy import random_policy
 

@@ -11,7 +11,7 @@ import torch
 from experiments.proof import figures, ladder, rows, sizes, suite
 from experiments.proof.ladder import PARAMETERS, PRETRAINED
 from experiments.proof.sizes import measured
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from tests.experiments.made_up_rows import made_up_row
 
 PROBLEMS = 40

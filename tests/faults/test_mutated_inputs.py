@@ -31,7 +31,7 @@ import torch
 
 from isobit.api import generate
 from isobit.config.data import ChatConfig, DataConfig, SftDataConfig
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.data.chat_template import reads_clock
 from isobit.data.continuation import Continuation
 from isobit.data.examples import build_examples, build_pairs

@@ -11,7 +11,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.precision.quant_tensor import ScaleKind

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isobit.config.tables import Preset, RolloutConfig
+from isobit.config.precision import Preset
+from isobit.config.rollout import RolloutConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

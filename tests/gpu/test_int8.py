@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.config.tables import Preset
+from isobit.config.precision import Preset
 from isobit.kernels.operands import HeadWeight, LinearInput, LinearWeight, Operand, Routing
 from isobit.kernels.spec import head as head_specification
 from isobit.kernels.spec import linear as linear_specification
@@ -25,11 +25,7 @@ from isobit.kernels.backend import backend_of
 from isobit.kernels.hopper import head, pointwise
 from isobit.kernels.hopper.dispatch import gather, make_dispatch
 from isobit.kernels.hopper.experts import experts, experts_saving, swiglu_rows
-from isobit.kernels.hopper.grouped_gemm import (
-    ExpertMatrices,
-    grouped_gemm_nt,
-    transpose_experts,
-)
+from isobit.kernels.hopper.grouped_gemm import ExpertMatrices, grouped_gemm_nt, transpose_experts
 from isobit.kernels.hopper.int8 import (
     Dots,
     Persistent,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.precision.flow import LinearShape, build_flow
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:

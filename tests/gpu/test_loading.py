@@ -12,7 +12,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from benchmarks.loading import read_in_fresh_process, write_folder
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.folder import load_policy, read_masters
 

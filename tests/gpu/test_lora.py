@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import LORA_TARGETS, Preset, Recompute, named_precision
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.precision import Preset, named_precision
+from isobit.config.training import Recompute
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

@@ -19,7 +19,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.safetensors import Slice, checksum, checksum_of

@@ -24,7 +24,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy

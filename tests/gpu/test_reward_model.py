@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset, TrainingConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.training import TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
 from isobit.models.config import ModelConfig
 from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_masters

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.tables import Preset, RolloutConfig, TrainingConfig
+from isobit.config.precision import Preset
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

@@ -93,7 +93,8 @@ def main() -> None:
     """Sample, sleep, change the weights, sample twice; print what happened as JSON."""
     import torch
 
-    from isobit.config.tables import PrecisionConfig, RunRolloutConfig
+    from isobit.config.precision import PrecisionConfig
+    from isobit.config.rollout import RunRolloutConfig
     from isobit.memory.sharing import allocate_in_pages
     from isobit.models.policy import random_policy
     from isobit.models.scorer import Scorer

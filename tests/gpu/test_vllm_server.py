@@ -19,7 +19,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.models.folder import read_config
 from isobit.models.policy import random_policy
 from isobit.rollout.vllm_server import start_command

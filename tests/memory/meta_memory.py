@@ -16,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isobit.config.tables import PrecisionConfig, Recompute
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import Recompute
 from isobit.models import policy as policy_module
 from isobit.models import scorer
 from isobit.models.config import ModelConfig

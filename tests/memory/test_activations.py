@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.kernels.hopper import sizes as hopper_sizes
 from isobit.kernels.spec import sizes as spec_sizes
 from isobit.memory.activations import FrozenModel, page_locked

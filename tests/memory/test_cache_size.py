@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.memory.cache_size import choose_num_pages
 from isobit.models.policy import Policy, random_policy
 from isobit.util.errors import ConfigError

@@ -10,13 +10,10 @@ import torch
 
 from benchmarks.common import read_rows
 from benchmarks.memory import RESULTS
-from isobit.config.tables import (
-    LORA_TARGETS,
-    PrecisionConfig,
-    Recompute,
-    RolloutConfig,
-    TrainingConfig,
-)
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.kernels.hopper import sizes
 from isobit.kernels.sizes import AttentionShape
 from isobit.memory.activations import passing_bytes, saved_bytes

@@ -8,15 +8,10 @@ from typing import get_args
 import pytest
 import torch
 
-from isobit.config.tables import (
-    LORA_TARGETS,
-    Moments,
-    PrecisionConfig,
-    Preset,
-    Recompute,
-    RolloutConfig,
-    TrainingConfig,
-)
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Moments, Recompute, TrainingConfig
 from isobit.kernels.spec import sizes
 from isobit.kernels.spec.paged_attention import SpecKvCache
 from isobit.memory import host as memory

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.kernels.hopper import sizes
 from isobit.memory.device import DevicePlanner
 from isobit.memory.host import estimate_memory, share_of

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from isobit.config.tables import LORA_TARGETS, PrecisionConfig, RolloutConfig, TrainingConfig
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.kernels.hopper import sizes
 from isobit.memory.device import GPUS, DevicePlanner
 from isobit.models.config import Lora, ModelConfig, model_shape

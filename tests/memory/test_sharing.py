@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from isobit.config.recipes import RunConfig, SftConfig
-from isobit.config.tables import TrainingConfig
+from isobit.config.training import TrainingConfig
 from isobit.memory.device import DevicePlan
 from isobit.memory.host import microbatch_tokens
 from isobit.memory.sharing import DeviceSharing, PhaseMemory

@@ -12,7 +12,7 @@ import torch
 import isobit  # noqa: F401 (sets how OpenMP spins, before torch is imported)
 
 # isort: on
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.operands import PagedBatch
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.kernels.spec.paged_attention import PagedAttention, SpecKvCache

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from isobit.commands.export import export, find_source
-from isobit.config.tables import (
-    LORA_TARGETS,
-    Family,
-    PrecisionConfig,
-    Recompute,
-    named_precision,
-)
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.model_shape import Family
+from isobit.config.precision import PrecisionConfig, named_precision
+from isobit.config.training import Recompute
 from isobit.kernels.operands import LinearWeight
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.adapter_delivery import JoinedAdapters, filled

@@ -24,7 +24,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from isobit.config.tables import Family, PrecisionConfig, RolloutConfig
+from isobit.config.model_shape import Family
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.families import FAMILIES

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isobit.commands.export import export, find_source
-from isobit.config.tables import PrecisionConfig, named_precision
+from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.models.folder import load_policy, read_config, read_masters
 from isobit.models.policy import Policy, random_policy
 from isobit.models.safetensors import WEIGHTS_FILE

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.models import checkpoint
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig

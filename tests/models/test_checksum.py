@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.noise import Rows
 from isobit.kernels.spec import optimiser as specification
 from isobit.models.policy import Policy, random_policy

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from isobit.config.tables import MIXTURES, WINDOWED, Family, ModelShape
+from isobit.config.model_shape import MIXTURES, WINDOWED, Family, ModelShape
 from isobit.models.config import SHAPES, Experts, ModelConfig, model_shape
 from isobit.models.decoder import master_shapes
 from isobit.models.families import FAMILIES, FEATURES

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from isobit.config.tables import Family, PrecisionConfig
+from isobit.config.model_shape import Family
+from isobit.config.precision import PrecisionConfig
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.models.folder import choose_device, load_policy, read_config, read_masters

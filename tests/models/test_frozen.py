@@ -24,7 +24,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from isobit.config.tables import Family, PrecisionConfig, Preset
+from isobit.config.model_shape import Family
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import Scorable
 from isobit.models.folder import load_policy, read_reward_config, read_reward_masters, reward_config

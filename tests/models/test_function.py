@@ -2,7 +2,7 @@
 
 import pytest
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.models.config import ModelConfig
 from isobit.models.function import LogProbFunction, function_of, is_one_function
 from isobit.models.policy import Policy, random_policy

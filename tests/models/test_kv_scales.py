@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import KvCalibration, PrecisionConfig, Preset, RolloutConfig
+from isobit.config.precision import KvCalibration, PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
 from isobit.kernels.operands import QkvTransform, RopeTable
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.kernels.spec.qkv import Heads, fixed_bytes, transform_qkv

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from isobit.config.tables import PrecisionConfig, Preset, Recompute
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.training import Recompute
 from isobit.kernels.operands import RouterLoss, router_losses, sequence_means
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import build_decoder

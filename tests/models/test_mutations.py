@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.data.stop_tokens import stop_token_ids
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer
 from isobit.models.checkpoint import Checkpoint

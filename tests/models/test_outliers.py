@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.master_values import MasterValues
 from isobit.models.outliers import fold_norms, outstanding

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from isobit.config.tables import Family, PrecisionConfig, Preset, Recompute
+from isobit.config.model_shape import Family
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.training import Recompute
 from isobit.models.config import ModelConfig, inverse_frequencies
 from isobit.models.decoder import Layer
 from isobit.models.layers import Gradient, Weights

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.spec.quantise import quantise_blocks
 from isobit.models.config import ModelConfig
 from isobit.models.frozen import FrozenPolicy

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.spec.quantise import publish
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import Experts, ModelConfig

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from isobit.config.tables import Family, PrecisionConfig
+from isobit.config.model_shape import Family
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.spec.quantise import dequantise_int8
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.decoder import build_decoder

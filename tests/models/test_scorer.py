@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.frozen import last_tokens_batch
 from isobit.models.policy import Policy

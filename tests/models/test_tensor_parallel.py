@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.operands import LinearInput, PagedBatch
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.function import SampledPolicy

@@ -9,7 +9,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
 from isobit.data.tokenizer import tokenizer_size
 from isobit.models.checkpoint import Checkpoint
 from isobit.models.config import ModelConfig

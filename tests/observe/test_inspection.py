@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.config.recipes import InspectConfig
-from isobit.config.tables import PrecisionConfig
+from isobit.config.commands import InspectConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import support
 from isobit.kernels.spec.quantise import dequantise_int8, publish, quantise_blocks
 from isobit.memory.device import GPUS
@@ -21,11 +21,7 @@ from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import build_decoder
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy
-from isobit.observe.inspection import (
-    GpuFigures,
-    gpu_figures,
-    inspect_folder,
-)
+from isobit.observe.inspection import GpuFigures, gpu_figures, inspect_folder
 from isobit.observe.inspection_page import (
     WIDTH,
     describe_inspection,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.saving import PolicyTensors, fp8_contents, save_policy, write_folder

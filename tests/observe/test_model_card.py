@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import build_decoder
 from isobit.observe.model_card import CardFacts, model_card

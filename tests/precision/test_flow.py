@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.precision.flow import (
     DecoderShape,
     Graph,

@@ -22,7 +22,7 @@ from benchmarks.real_checkpoint import (
     ours,
     windows_of_docs,
 )
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import ModelNeeds, choose_device
 from isobit.models.folder import load_policy
 

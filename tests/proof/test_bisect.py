@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.spec import attention, head, linear, paged_attention, pointwise, qkv
 from isobit.kernels.spec import paged_attention as paged_attention_module
 from isobit.kernels.spec.attention import AttentionOutput

@@ -13,8 +13,9 @@ import torch
 
 from isobit.cli.main import main
 from isobit.config.load import dump_config
+from isobit.config.precision import PrecisionConfig, Preset, named_precision
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import CheckConfig, PrecisionConfig, Preset, named_precision
+from isobit.config.tables import CheckConfig
 from isobit.kernels.spec import head
 from isobit.precision.flow import LinearShape, PrecisionFlow, build_flow
 from isobit.records.metrics import Metrics

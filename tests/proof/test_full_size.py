@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.spec import head
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_masters

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.operands import Routing
 from isobit.kernels.spec import experts as experts_module
 from isobit.kernels.spec.backend import SpecBackend

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.operands import RopeTable
 from isobit.kernels.spec import attention, head, linear, paged_attention, pointwise, quantise
 from isobit.kernels.spec import linear as linear_module

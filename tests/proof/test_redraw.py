@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from isobit.config.precision import Preset
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import Preset
 from isobit.models.folder import read_config
 from isobit.proof.redraw import redraw_some
 from isobit.rollout.engine import generate

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from isobit.cli.main import main
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy

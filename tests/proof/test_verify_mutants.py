@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.operands import Routing
 from isobit.kernels.spec import attention, experts, head, paged_attention
 from isobit.kernels.spec.backend import SpecBackend

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from isobit.cli.main import main
 from isobit.config.load import load_config, load_recipe
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import SftConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy

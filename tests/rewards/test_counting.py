@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.data import RewardConfig, RewardPart
+from isobit.config.reward import RewardConfig, RewardPart
 from isobit.data.tasks import TASK_COLUMN
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt

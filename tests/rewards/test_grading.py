@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from isobit.config.data import RewardConfig
+from isobit.config.reward import RewardConfig
 from isobit.observe.group_metrics import reward_metrics
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt

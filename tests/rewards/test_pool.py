@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.data import RewardConfig
+from isobit.config.reward import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards import pool

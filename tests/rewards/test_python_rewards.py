@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.data import RewardConfig
+from isobit.config.reward import RewardConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
 from isobit.rewards.behaviour_digest import digest_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.kernels.backend import backend_of
 from isobit.kernels.noise import sample_key, splitmix64_of
 from isobit.kernels.operands import Drawn, Draws

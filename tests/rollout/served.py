@@ -11,7 +11,8 @@ from typing import Any
 import uvicorn
 
 from isobit.config.data import ChatConfig
-from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig, RunRolloutConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig, RunRolloutConfig
 from isobit.data.tokenizer import load_tokenizer
 from isobit.models.config import ModelConfig
 from isobit.models.folder import SamplingModel

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, RolloutConfig, named_precision
+from isobit.config.precision import PrecisionConfig, named_precision
+from isobit.config.rollout import RolloutConfig
 from isobit.models.adapter_folder import CONFIG_FILE
 from isobit.models.adapters import adapter_masters
 from isobit.models.config import Lora

@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from isobit.config.data import ChatConfig, EnvironmentConfig
-from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
+from isobit.config.data import ChatConfig
+from isobit.config.environment import EnvironmentConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
 from isobit.data.continuation import Continuation
 from isobit.data.tool_calls import MalformedCall, Parsed, Said, ToolCall
 from isobit.environments.pool import Answer, Environments, Result

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.models.policy import Policy
 from isobit.records.text import Completion
 from isobit.rollout import scheduler

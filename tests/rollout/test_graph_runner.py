@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.config.tables import Preset, RolloutConfig
+from isobit.config.precision import Preset
+from isobit.config.rollout import RolloutConfig
 from isobit.kernels.backend import Captured
 from isobit.kernels.spec.backend import SpecBackend
 from isobit.models.function import SampledPolicy

@@ -14,8 +14,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig, Preset
 from isobit.models.config import Experts
 from isobit.models.folder import read_config
 from isobit.models.policy import Policy, random_policy

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.memory.cache_size import pages_for
 from isobit.records.text import Completion
 from isobit.rollout.engine import Progress, Request, generate

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.records.text import Completion
 from isobit.rollout import scheduler
 from isobit.rollout.engine import Handle, Request, SampleEvent, generate

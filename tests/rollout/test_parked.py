@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.memory.cache_size import Parked
 from isobit.models.kv_calibration import calibrate_kv_scales
 from isobit.models.policy import Policy, random_policy

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.config.tables import Preset, RolloutConfig
+from isobit.config.precision import Preset
+from isobit.config.rollout import RolloutConfig
 from isobit.memory.cache_size import pages_for
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer

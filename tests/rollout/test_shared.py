@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.parallel.world import Alone, World
 from isobit.records.text import Completion
 from isobit.records.wire import completions_of, completions_value

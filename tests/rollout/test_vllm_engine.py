@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig, RunRolloutConfig
+from isobit.config.rollout import RolloutConfig, RunRolloutConfig
 from isobit.models.config import Experts
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, SamplingParams

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig, RunRolloutConfig
+from isobit.config.rollout import RunRolloutConfig
 from isobit.models.config import Experts
 from isobit.models.folder import read_config
 from isobit.models.policy import Policy, random_policy

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from isobit.api import evaluate
 from isobit.commands import evaluate
 from isobit.commands.dry_run import plan_training
 from isobit.commands.evaluate import evaluate_folder
 from isobit.commands.replay import replay
 from isobit.commands.rollout import rollout_folder
-from isobit.config.data import RewardConfig
-from isobit.config.recipes import GenerationConfig, RunConfig
-from isobit.config.tables import RolloutConfig
+from isobit.config.commands import GenerationConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.reward import RewardConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.run import date
 from isobit.run.loop import train
 from isobit.run.rl_run import read_rl

@@ -14,9 +14,9 @@ import torch
 
 from isobit.commands.dry_run import plan_training
 from isobit.config.load import build
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_run, check_sft
-from isobit.config.tables import PrecisionConfig
 from isobit.models.adapter_folder import WEIGHTS_FILE
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy

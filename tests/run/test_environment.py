@@ -17,8 +17,10 @@ from isobit.commands.diff import compare
 from isobit.commands.evaluate import evaluate_folder
 from isobit.commands.replay import replay
 from isobit.commands.rollout import completion_lines, rollout_folder
-from isobit.config.recipes import GenerationConfig, RunConfig
-from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.config.commands import GenerationConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.recipes import RunConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.data.tool_calls import ToolCall
 from isobit.environments.pool import Environments
 from isobit.observe.console import silent

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from isobit.config.data import RewardConfig
+from isobit.config.reward import RewardConfig
 from isobit.parallel.world import Alone, World, is_raised_on_all
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.tables import KvCalibration
+from isobit.config.precision import KvCalibration
 from isobit.parallel.world import ALONE, World
 from isobit.run.rollouter_process import train_by_ranks
 from tests.run.test_ranks import left_by, write_model

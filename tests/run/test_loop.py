@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import isobit.run.loop
+from isobit.config.precision import Preset
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import Preset
 from isobit.models.folder import load_model
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion

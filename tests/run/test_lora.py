@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from isobit.commands.export import export, find_source
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.config.rules import check_run, check_sft
-from isobit.config.tables import PrecisionConfig
 from isobit.models.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from isobit.models.layers import Weights
 from isobit.models.policy import Policy

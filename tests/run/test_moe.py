@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from isobit.config.precision import Preset
 from isobit.config.recipes import RunConfig, SftConfig
-from isobit.config.tables import Preset
 from isobit.models.config import Experts
 from isobit.models.folder import read_config
 from isobit.observe.report.page import write_report

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy

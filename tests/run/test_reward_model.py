@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from isobit.commands.dry_run import plan_training
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 from isobit.run import loop as collecting

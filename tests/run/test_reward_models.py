@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from isobit.config.data import ChatConfig
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.data.prompts import prompts_of_rows
 from isobit.data.sources import Row
 from isobit.models.folder import read_reward_masters, reward_config

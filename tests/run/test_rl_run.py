@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from isobit.commands.dry_run import plan_training
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import RunRolloutConfig
+from isobit.config.rollout import RunRolloutConfig
 from isobit.run.loop import train
 from isobit.run.rl_run import read_rl
 from isobit.run.settings import settled

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from isobit.commands.dry_run import DryRun, plan_training
 from isobit.config.load import build
+from isobit.config.precision import Preset
 from isobit.config.recipes import SftConfig
-from isobit.config.tables import Preset
 from isobit.kernels.backend import support
 from isobit.memory.sharing import DeviceSharing
 from isobit.models.folder import load_model, read_masters

@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification
 
 from isobit.commands.dry_run import plan_training
 from isobit.config.load import build
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.recipes import SftConfig
-from isobit.config.tables import PrecisionConfig, Preset
 from isobit.data.examples import conversation_ids
 from isobit.data.sources import Row
 from isobit.memory.retry import within_memory

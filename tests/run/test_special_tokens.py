@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from isobit.commands.rollout import rollout_folder
-from isobit.config.recipes import GenerationConfig, RunConfig
+from isobit.config.commands import GenerationConfig
+from isobit.config.recipes import RunConfig
 from isobit.records.text import Completion
 from isobit.run.loop import train
 from isobit.run.rl_run import read_rl

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from isobit.cli.serve import run_serve
-from isobit.config.tables import LORA_TARGETS, RolloutConfig, named_precision
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.precision import named_precision
+from isobit.config.rollout import RolloutConfig
 from isobit.models.config import Lora
 from isobit.models.folder import load_model, read_config, read_masters, write_model
 from isobit.models.policy import Policy

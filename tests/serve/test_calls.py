@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from isobit.config.data import ToolFormat
+from isobit.config.environment import ToolFormat
 from isobit.data.tokenizer import load_tokenizer
 from isobit.rollout.sequence import decode
 from isobit.serve.protocol import ChatAsked, Part, Question, Spelling

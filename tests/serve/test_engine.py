@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.records.text import Completion
 from isobit.rollout.engine import Request, SampleEvent
 from isobit.rollout.native import NativeEngine

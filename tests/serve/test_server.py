@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.models.folder import LoadedModel, load_model
 from isobit.records.text import Completion, Prompt
 from isobit.rollout.engine import Request, generate

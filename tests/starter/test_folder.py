@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from isobit.config.data import JsonlData
 from isobit.config.load import load_recipe
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import SftConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.data.sources import load_rows
 from isobit.data.stop_tokens import stop_token_ids
 from isobit.data.tokenizer import load_tokenizer

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from isobit.algorithms.objective import LossOutputs, Shares
-from isobit.config.tables import PrecisionConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import TrainingConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.safetensors import Slice

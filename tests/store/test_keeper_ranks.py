@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.models import saving
 from isobit.models.config import ModelConfig
 from isobit.models.folder import LoadedModel, write_model

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from isobit.config.tables import TrainingConfig
+from isobit.config.training import TrainingConfig
 from isobit.kernels.noise import check_moments, num_groups
 from isobit.models import config as model_config
 from isobit.models import safetensors

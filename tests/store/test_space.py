@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from isobit.config.data import JsonlData
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import Moments
+from isobit.config.training import Moments
 from isobit.models.folder import read_config
 from isobit.run.loop import train
 from isobit.store.disk_plan import DiskPlan, most_at_once, plan_disk

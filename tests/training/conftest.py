@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from isobit.algorithms.objective import Objective
-from isobit.config.tables import PrecisionConfig, Preset, TrainingConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.training import TrainingConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.batch import PackedBatch
 from isobit.records.packing import lay_end_to_end

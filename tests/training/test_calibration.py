@@ -19,8 +19,8 @@ from isobit.algorithms.policy_gradient import ClipBounds, Terms
 from isobit.algorithms.registry import build_algorithm
 from isobit.commands.dry_run import plan_training
 from isobit.config.algorithm import GrpoConfig, StepConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.kernels.spec import sizes
 from isobit.models.folder import load_policy, read_config
 from isobit.models.policy import Policy, random_policy

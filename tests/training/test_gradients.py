@@ -22,7 +22,9 @@ from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.objective import Objective
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.tables import PrecisionConfig, Preset, RolloutConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.data.tokenizer import load_tokenizer
 from isobit.models.folder import load_policy
 from isobit.models.policy import Policy

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isobit.config.tables import PrecisionConfig, TrainingConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import TrainingConfig
 from isobit.memory.sharing import HostMoments
 from isobit.models.policy import random_policy
 from isobit.training.trainer import Trainer

@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import (
     AlgorithmConfig,
-    Correction,
     GrpoConfig,
-    NormaliseCorrection,
     PpoConfig,
     ReinforcePpBaselineConfig,
     ReMaxConfig,
     RlooConfig,
-    RunTeacher,
-    TisCorrection,
 )
-from isobit.config.tables import PrecisionConfig
+from isobit.config.corrections import Correction, NormaliseCorrection, TisCorrection
+from isobit.config.precision import PrecisionConfig
+from isobit.config.teacher import RunTeacher
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
 from isobit.records.batch import TokenScores

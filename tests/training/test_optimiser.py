@@ -9,15 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from isobit.config.tables import Moments, TrainingConfig
+from isobit.config.training import Moments, TrainingConfig
 from isobit.kernels.backend import backend_of
 from isobit.parallel.ownership import Ownership
-from isobit.training.optimiser import (
-    build_optimiser,
-    clip_gradients,
-    gradient_norm,
-    learning_rate,
-)
+from isobit.training.optimiser import build_optimiser, clip_gradients, gradient_norm, learning_rate
 
 SPEC = backend_of(torch.device("cpu"))
 

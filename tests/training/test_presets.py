@@ -12,7 +12,7 @@ import pytest
 from isobit.algorithms.advantages import group_advantages
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.tables import Preset
+from isobit.config.precision import Preset
 from isobit.records.text import Group
 from isobit.training.step import train_on_groups
 from isobit.training.supervised import SupervisedObjective, pack_pairs

@@ -13,7 +13,9 @@ import torch
 from isobit.algorithms.objective import LossOutputs, Shares
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.tables import LORA_TARGETS, PrecisionConfig, TrainingConfig
+from isobit.config.lora import LORA_TARGETS
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import TrainingConfig
 from isobit.memory.retry import within_memory
 from isobit.models.config import Experts, Lora, ModelConfig
 from isobit.models.decoder import Layer

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from isobit.commands.dry_run import plan_training
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.kernels.spec import sizes
 from isobit.models.config import ModelConfig
 from isobit.models.folder import DescribedModel, describe_model, load_policy, read_config

@@ -10,7 +10,7 @@ import torch
 
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import GrpoConfig
-from isobit.config.tables import TrainingConfig
+from isobit.config.training import TrainingConfig
 from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World
 from isobit.records.packing import pack

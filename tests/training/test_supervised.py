@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
-from isobit.config.tables import PrecisionConfig, Preset, TrainingConfig
+from isobit.config.precision import PrecisionConfig, Preset
+from isobit.config.training import TrainingConfig
 from isobit.models.frozen import last_tokens_batch
 from isobit.models.policy import Policy, random_policy
 from isobit.models.saving import save_policy

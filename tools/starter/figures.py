@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import DataConfig, JsonlData
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.data.prompts import build_prompts
 from isobit.models.policy import Policy
 from isobit.records.text import Completion, Prompt, SamplingParams

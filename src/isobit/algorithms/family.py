@@ -134,18 +134,20 @@ from isobit.algorithms.policy_gradient import (
 )
 from isobit.config.algorithm import (
     CispoConfig,
-    Correction,
     DapoConfig,
     DrGrpoConfig,
     GrpoConfig,
     GspoConfig,
-    IcePopCorrection,
-    K3Correction,
-    MisCorrection,
     ReinforcePpBaselineConfig,
     ReinforcePpConfig,
     ReMaxConfig,
     RlooConfig,
+)
+from isobit.config.corrections import (
+    Correction,
+    IcePopCorrection,
+    K3Correction,
+    MisCorrection,
     TisCorrection,
 )
 from isobit.records.batch import PackedBatch, TokenScores

@@ -139,7 +139,7 @@ def flags_first(
 
 
 def _describe_keys(schema: "type[Strict]") -> str:
-    from isobit.config.recipes import all_keys
+    from isobit.config.keys import all_keys
 
     lines = ["keys of a recipe (NAME is yours to choose):"]
     for key in all_keys(schema):

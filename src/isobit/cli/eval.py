@@ -40,7 +40,7 @@ def evaluate_reward_model(arguments: Sequence[str]) -> int:
     if options.out is not None:
         check_new(options.out)
 
-    from isobit.config.recipes import ScoringConfig
+    from isobit.config.commands import ScoringConfig
 
     kind = "hf" if path_value(options.data).is_dir() else "jsonl"
     values = {

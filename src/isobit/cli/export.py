@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
     from isobit.commands.export import ExportResult, ExportSource
-    from isobit.config.tables import PrecisionConfig
+    from isobit.config.precision import PrecisionConfig
 
 HUB = "hf:"
 """What a target begins with that is a model of the hub."""
@@ -157,7 +157,7 @@ def run_export(arguments: Sequence[str]) -> int:
 
 
 def _precision(given: Any, overrides: Sequence[str]) -> "PrecisionConfig | None":
-    from isobit.config.recipes import ExportConfig
+    from isobit.config.commands import ExportConfig
 
     values = {"precision": given} if given is not None else {}
     return settings_from(ExportConfig, values, overrides).precision
@@ -270,7 +270,7 @@ def run_inspect(arguments: Sequence[str]) -> int:
     """Inspect, print, and write the page if asked. Raises IsobitError for an unreadable folder."""
     options, overrides = _inspect_parser().parse_known_args(arguments)
     with starting():
-        from isobit.config.recipes import InspectConfig
+        from isobit.config.commands import InspectConfig
         from isobit.models.folder import model_folder
         from isobit.observe.console import Console
         from isobit.observe.inspection import inspect_folder
@@ -379,28 +379,3 @@ def _report_parser() -> ArgumentParser:
         help="write the page again every 10 s until the run ends; a browser reads it again too",
     )
     return parser
-
-
-def run_schema(arguments: Sequence[str]) -> int:
-    from isobit.config.recipes import RECIPES, configuration_page, json_schema
-
-    parser = ArgumentParser(
-        prog="isobit schema",
-        description="Print the JSON schema of a recipe, from which editors complete it.",
-    )
-    parser.add_argument(
-        "command",
-        nargs="?",
-        choices=RECIPES,
-        default="train",
-        help="whose recipe; by default train",
-    )
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the keys of all recipes as a page instead"
-    )
-    options = parser.parse_args(arguments)
-    if options.markdown:
-        print(configuration_page(), end="")
-    else:
-        print(json_text(json_schema(RECIPES[options.command]), indent=2))
-    return 0

@@ -75,7 +75,6 @@ _FILES = {
     "flows": "eval",
     "inspect": "export",
     "report": "export",
-    "schema": "export",
     "doctor": "verify",
 }
 """The module of a command that is not ``isobit.cli.NAME``."""

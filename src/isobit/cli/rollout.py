@@ -27,7 +27,7 @@ from isobit.util.errors import ConfigError, DataError, IsobitError
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:
-    from isobit.config.recipes import GenerationConfig, ServeConfig
+    from isobit.config.commands import GenerationConfig, ServeConfig
     from isobit.models.folder import SamplingModel
     from isobit.parallel.world import World
     from isobit.records.messages import Message
@@ -47,7 +47,7 @@ def _rollout(arguments: Sequence[str], world: "World | None") -> int:
     if options.out is not None and is_first:
         check_new(options.out)
 
-    from isobit.config.recipes import GenerationConfig
+    from isobit.config.commands import GenerationConfig
 
     limits = given(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p

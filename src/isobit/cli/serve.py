@@ -21,13 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import (
-    folder_parser,
-    path_value,
-    set_threads,
-    settings_from,
-    whole,
-)
+from isobit.cli.arguments import folder_parser, path_value, set_threads, settings_from, whole
 from isobit.cli.main import starting
 from isobit.config.base import MAX_BATCH
 from isobit.store.directory import RunDirectory, is_run
@@ -37,7 +31,7 @@ from isobit.util.plain_files import read_plain
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:
-    from isobit.config.recipes import ServeConfig
+    from isobit.config.commands import ServeConfig
     from isobit.models.policy import Policy
     from isobit.serve.app import Server
 
@@ -89,7 +83,7 @@ def served_settings(
     """Those of the command line, with the precision of a run where one is named, whose finished
     model becomes the folder. Raises ConfigError.
     """
-    from isobit.config.recipes import ServeConfig
+    from isobit.config.commands import ServeConfig
 
     precision, root = options.precision, Path(options.folder)
     options.model = options.folder

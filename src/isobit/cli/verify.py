@@ -34,7 +34,7 @@ from isobit.util.errors import ConfigError, IsobitError
 from isobit.util.strict_json import json_text
 
 if TYPE_CHECKING:
-    from isobit.config.recipes import VerifyConfig
+    from isobit.config.commands import VerifyConfig
     from isobit.parallel.world import World
     from isobit.proof.doctor_findings import Finding
     from isobit.proof.verify import ScenarioResult, VerifyResult
@@ -110,7 +110,7 @@ def _verify(arguments: Sequence[str], world: "World | None") -> int:
     has_shape = any(word.partition("=")[0] == "--shape" for word in arguments)
     options, overrides = _verify_parser(with_folder=not has_shape).parse_known_args(arguments)
 
-    from isobit.config.recipes import VerifyConfig
+    from isobit.config.commands import VerifyConfig
 
     settings = settings_from(VerifyConfig, {"precision": options.precision}, overrides)
     ranks = settings.cluster.rollout_tp

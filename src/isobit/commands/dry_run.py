@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
-from isobit.config.data import RewardConfig
 from isobit.config.load import dump_config
 from isobit.config.recipes import Recipe, RunConfig
-from isobit.config.tables import TrainingConfig
+from isobit.config.reward import RewardConfig
+from isobit.config.training import TrainingConfig
 from isobit.kernels.backend import support
 from isobit.kernels.sizes import Sizes
 from isobit.memory.cache_size import num_pages_for

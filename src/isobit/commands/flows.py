@@ -23,9 +23,9 @@ import torch
 
 from isobit.commands.evaluate import read_sets
 from isobit.config.load import build
+from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_has_sets, check_reward, check_samples
-from isobit.config.tables import PrecisionConfig, named_precision
 from isobit.data.encoding import token_ids
 from isobit.kernels.backend import support
 from isobit.memory.activations import published_bytes

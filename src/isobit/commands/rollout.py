@@ -4,15 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.config.data import (
-    ColumnsData,
-    DataSource,
-    EnvironmentConfig,
-    ReasoningGymData,
-)
-from isobit.config.recipes import GenerationConfig
+from isobit.config.commands import GenerationConfig
+from isobit.config.data import ColumnsData, DataSource, ReasoningGymData
+from isobit.config.environment import EnvironmentConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.config.rules import check_greedy
-from isobit.config.tables import RolloutConfig
 from isobit.data.prompts import (
     Noticed,
     prompts_of_rows,

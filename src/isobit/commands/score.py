@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from isobit.config.commands import ScoringConfig
 from isobit.config.data import ChatConfig, OneExampleSource
-from isobit.config.recipes import ScoringConfig
 from isobit.data.examples import Answer, answer_of, conversation_ids
 from isobit.data.sources import Row, load_rows
 from isobit.models.folder import (

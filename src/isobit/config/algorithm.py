@@ -1,19 +1,16 @@
-"""The table ``algorithm``, the list ``corrections`` of weights for tokens that another policy
-sampled than the one being trained, and the tables ``reference``, ``replay`` and ``teacher``.
+"""The tables ``algorithm``, ``reference`` and ``replay``.
 
 Each algorithm has only the keys that it reads, with the defaults of its paper. ``algorithm =
 "dapo"`` names one, ``algorithm = "file.py:Class"`` a custom objective; a table without a name is
-GRPO. The weights of several corrections are multiplied. Formulas are in ``docs/algorithms.md``.
+GRPO. Formulas are in ``docs/algorithms.md``.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from isobit.config.base import MAX_COUNT, MAX_FACTOR, MAX_STEPS, HomeName, Strict
-from isobit.config.tables import MAX_POSITIONS, MAX_VOCAB_SIZE
-from isobit.util.errors import ConfigError
+from isobit.config.model_shape import MAX_POSITIONS
 
 KlDirection = Literal["forward", "reverse"]
 LossMean = Literal["token", "sequence", "constant"]
@@ -237,128 +234,6 @@ AlgorithmConfig = Annotated[
 ]
 
 
-class TisCorrection(Strict):
-    """Truncated importance sampling: min(rho, max)."""
-
-    type: Literal["tis"] = "tis"
-    level: Literal["token", "sequence"] = "token"
-    """Each token's rho, or the product over its sequence."""
-    max: float = Field(default=2.0, ge=1, le=MAX_FACTOR)
-    min: float = Field(default=0.0, ge=0, le=1)
-    """Smaller ratios count as this."""
-
-
-class MisCorrection(Strict):
-    """Masked importance sampling: what lies outside [min, max] gets weight 0.
-
-    token and sequence: rho inside the bounds. geometric: 1 for every token of a sequence whose
-    geometric mean of rho is inside.
-    """
-
-    type: Literal["mis"] = "mis"
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """Each token's rho, the product over its sequence, or the geometric mean over it."""
-    max: float | None = Field(default=None, ge=1, le=MAX_FACTOR)
-    """By default 2, and 1.001 for the geometric mean."""
-    min: float | None = Field(default=None, ge=0, le=1)
-    """By default 0, and 0.99 for the geometric mean."""
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The smallest and the largest rho that counts."""
-        low, high = (0.99, 1.001) if self.level == "geometric" else (0.0, 2.0)
-        return low if self.min is None else self.min, high if self.max is None else self.max
-
-
-class IcePopCorrection(Strict):
-    """IcePop: rho of a token where it lies in [min, max], else 0."""
-
-    type: Literal["icepop"] = "icepop"
-    max: float = Field(default=5.0, ge=1, le=MAX_FACTOR)
-    min: float = Field(default=0.5, ge=0, le=1)
-
-
-class K3Correction(Strict):
-    """Rejection: weight 0 where the K3 divergence of a token or sequence is above ``max``."""
-
-    type: Literal["k3"] = "k3"
-    level: Literal["token", "sequence"] = "sequence"
-    max: float = Field(default=0.01, gt=0, le=MAX_FACTOR)
-    """Nats."""
-
-
-class NormaliseCorrection(Strict):
-    """Scale the weights to a mean of 1 over the batch: over its sequences where every correction is
-    of whole sequences, else over its tokens. It must be the last correction.
-    """
-
-    type: Literal["normalise"] = "normalise"
-
-
-Correction = Annotated[
-    TisCorrection | MisCorrection | IcePopCorrection | K3Correction | NormaliseCorrection,
-    Field(discriminator="type"),
-]
-
-
-def check_corrections(corrections: Sequence[Correction]) -> None:
-    """Refuse several corrections by the ratio, and a normalisation that is not the last one."""
-    by_ratio = [
-        one.type
-        for one in corrections
-        if isinstance(one, TisCorrection | IcePopCorrection)
-        or (isinstance(one, MisCorrection) and one.level != "geometric")
-    ]
-    if len(by_ratio) > 1:
-        raise ConfigError(
-            f"corrections has {' and '.join(by_ratio)}, which each weigh a token by its ratio; "
-            "keep one (mis by the geometric mean, k3 and normalise go with it)"
-        )
-    if any(correction.type == "normalise" for correction in corrections[:-1]):
-        raise ConfigError(
-            "a correction of type normalise comes last, once; put it at the end of the list"
-        )
-
-
-_OF_TOKENS = "has returns of tokens, in which a turn's reward counts from its last token back"
-_NOT_BY_TURN = {
-    "ppo": _OF_TOKENS,
-    "reinforce_pp": _OF_TOKENS,
-    "gspo": "has one ratio a sequence, in whose gradient only the mean of its advantages counts",
-    "remax": "has one greedy completion as its baseline, whose turns are others",
-}
-"""Why algorithms have no advantage for each turn."""
-
-
-def check_credit(algorithm: AlgorithmConfig, acts: bool, replayed: float) -> None:
-    """Refuse credit by turn where there is one turn, since nothing acts, or where it would count
-    for nothing; ``replayed`` is a share of completions.
-    """
-    if algorithm.credit == "episode":
-        if algorithm.turn_gamma != 1:
-            raise ConfigError(
-                f"algorithm.turn_gamma is {algorithm.turn_gamma:g}, but algorithm.credit is "
-                "'episode', which discounts nothing; set credit to 'turn', or leave turn_gamma out"
-            )
-        return
-    if not acts:
-        raise ConfigError(
-            "algorithm.credit is 'turn', but without [environment] a completion has one turn; "
-            "leave credit out"
-        )
-    if algorithm.name in _NOT_BY_TURN:
-        raise ConfigError(
-            f"algorithm.credit is 'turn', but algorithm {algorithm.name!r} "
-            f"{_NOT_BY_TURN[algorithm.name]}; leave credit out, or take 'grpo', 'dr_grpo', 'dapo', "
-            "'rloo', 'reinforce_pp_baseline' or 'cispo'"
-        )
-    if replayed > 0:
-        raise ConfigError(
-            f"algorithm.credit is 'turn', and replay.fraction {replayed:g}: a "
-            "replayed completion keeps one advantage for all its turns; leave one of them out"
-        )
-
-
 class ReferenceConfig(Strict):
     """The frozen reference model, loaded where ``algorithm.kl_coefficient`` is above 0."""
 
@@ -383,81 +258,3 @@ class ReplayConfig(Strict):
     """uniform: every completion is equally likely; advantage: in proportion to the size of its
     advantage, which leaves out zero-variance groups.
     """
-
-
-class FrozenTeacher(Strict):
-    """A frozen model that is learnt from (docs/distillation.md)."""
-
-    model: HomeName | None = None
-    """A folder or name of the hub with the policy's tokenizer; by default the run's own ``model``,
-    as it is before the run.
-    """
-    precision: Literal["bf16", "fp8", "int8", "fp32"] = "bf16"
-    """The flow that it computes in."""
-    top_k: int = Field(default=0, ge=0, le=MAX_VOCAB_SIZE)
-    """Of a divergence over the vocabulary: how many of the teacher's likeliest tokens count one by
-    one, all others together as one; 0 is the whole vocabulary.
-    """
-
-
-class SftTeacher(FrozenTeacher):
-    """The teacher of `isobit sft` with the objective ``distil``."""
-
-    kl: KlDirection = "forward"
-    """The divergence of each completion token: forward is KL(teacher, policy), as in
-    quantisation-aware distillation (arXiv 2601.20088); reverse is KL(policy, teacher).
-    """
-
-
-class RunTeacher(FrozenTeacher):
-    """On-policy distillation: the teacher of `isobit train`, on what the policy samples."""
-
-    kl: Literal["sampled", "reverse", "forward"] = "sampled"
-    """sampled: log p(policy) - log p(teacher) of each sampled token is subtracted from its
-    advantage. reverse is KL(policy, teacher) over the vocabulary as a term of the loss (arXiv
-    2306.08543), forward KL(teacher, policy) (arXiv 2306.13649).
-    """
-    coefficient: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
-    """Weight of the teacher beside the rewards."""
-    only: bool = False
-    """Learn from the teacher alone: rewards are graded and logged, and have no part in advantages.
-    """
-
-
-def check_teacher(teacher: RunTeacher | None, algorithm: AlgorithmConfig, replays: bool) -> None:
-    """Refuse what a teacher does not go with; ``replays``: whether there is a replay buffer."""
-    if teacher is None:
-        return
-    problems = {
-        "teacher.top_k": (
-            teacher.kl == "sampled" and teacher.top_k,
-            "teacher.kl is 'sampled', which reads the sampled token alone: leave it out, or set kl "
-            "to 'reverse' or 'forward'",
-        ),
-        "algorithm.calibrate_every": (
-            getattr(algorithm, "calibrate_every", 0),
-            "a calibration knows no teacher: leave one of them out",
-        ),
-        "algorithm.name": (
-            algorithm.name == "gspo" and teacher.kl == "sampled" and "gspo",
-            "it has one ratio a sequence, in whose gradient only the mean of its advantages "
-            "counts: set teacher.kl to 'reverse', or take 'grpo'",
-        ),
-        "replay.fraction": (
-            replays and teacher.kl == "sampled" and "above 0",
-            "a replayed completion keeps one advantage for all its tokens: leave the replay out, "
-            "or set teacher.kl to 'reverse'",
-        ),
-        "algorithm": (
-            teacher.only and algorithm.name in ("ppo", "custom") and algorithm.name,
-            "teacher.only leaves it without what its credit gives: leave `only` out, or take "
-            "'grpo'",
-        ),
-        "algorithm.dynamic_sampling": (
-            teacher.only and algorithm.dynamic_sampling,
-            "with teacher.only no group is without a signal: leave it out",
-        ),
-    }
-    for key, (value, why) in problems.items():
-        if value:
-            raise ConfigError(f"{key} is {value} and there is a teacher, but {why}")

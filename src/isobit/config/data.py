@@ -1,32 +1,13 @@
-"""The tables ``data``, ``environment`` and ``reward``: prompts, completions and pairs of answers;
-whose tools a model may call; and the rewards, the processes that compute them, and how many may
-fail.
+"""The table ``data``: sources of prompts, of completions and of pairs of answers."""
 
-[reward]                              [reward.parts.correct]
-function = "mine.py:score"            function = "math_verify"
-options = { strict = true }           [reward.parts.helpful]
-                                      model = "my-reward-model"
-                                      weight = 0.1
-"""
-
-import re
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator, Field, NaiveDatetime, model_validator
 from pydantic_core import PydanticCustomError
 
-from isobit.config.base import (
-    MAX_COUNT,
-    MAX_FACTOR,
-    MAX_WAIT_S,
-    HomeName,
-    HomePath,
-    Seed,
-    Strict,
-    path_at_home,
-)
-from isobit.config.tables import MAX_POSITIONS
+from isobit.config.base import MAX_COUNT, MAX_FACTOR, HomeName, HomePath, Seed, Strict, path_at_home
+from isobit.config.model_shape import MAX_POSITIONS
 
 
 class Source(Strict):
@@ -141,8 +122,6 @@ class VerifiersData(ColumnsData):
 
 
 Weight = Annotated[float, Field(gt=0, le=MAX_FACTOR)]
-
-
 SourceOfRows = TypeVar("SourceOfRows")
 
 
@@ -191,8 +170,6 @@ class MixtureData(Mixture[OneSource]):
 
 
 DataSource = Annotated[_Source | MixtureData, Field(discriminator="type")]
-
-
 COMPRESSED = (".gz", ".bz2", ".xz")
 
 
@@ -336,145 +313,3 @@ class SftDataConfig(ChatConfig):
     """Keep the training prompts in a temporary file (in ``TMPDIR``) instead of in memory, for sets
     larger than that. No result depends on it.
     """
-
-
-WHOLE = "reward"
-"""The name of the only reward where there are no parts."""
-DEFAULT_FUNCTION = "reasoning_gym"
-CODE_SECONDS = 5.0
-"""The default of the option ``seconds`` of the grader ``code``."""
-JUDGE_SECONDS = 60.0
-"""The same of ``timeout_s`` of ``llm_judge``."""
-
-PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-
-
-class RewardPart(Strict):
-    function: HomeName | None = None
-    """As ``reward.function``."""
-    model: HomeName | None = None
-    """As ``reward.model``."""
-    model_precision: Literal["fp8", "int8", "bf16"] = "fp8"
-    """Precision of its decoder; the scalar head is BF16 with FP32 sums."""
-    weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
-    """Weight in the sum: negative for a penalty, 0 for a metric without effect on training."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments; "env:NAME" is an environment variable's value and is not written
-    anywhere.
-    """
-
-
-class RewardConfig(Strict):
-    function: HomeName = DEFAULT_FUNCTION
-    """A built-in grader (``reasoning_gym`` is the task's own scorer), ``module:function`` or
-    ``path/to/file.py:function``; the names of its parameters determine how it is called.
-    """
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments; "env:NAME" is an environment variable's value and is not written
-    anywhere.
-    """
-    model: HomeName | None = None
-    """A reward model's folder or name of the hub, in place of a function."""
-    model_precision: Literal["fp8", "int8", "bf16"] = "fp8"
-    """Precision of its decoder; the scalar head is BF16 with FP32 sums."""
-    weight: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
-    """Factor of the reward."""
-    parts: dict[PartName, RewardPart] = Field(default={})
-    """Several rewards by name, added with their weights, instead of the one in this table."""
-    offload: bool = False
-    """Keep reward models in host memory except while they score, to free GPU memory."""
-    max_failed_fraction: float = Field(default=0.5, ge=0, le=1)
-    """Stop the run when a larger share of a step's rewards failed (an exception, a timeout, a crash
-    or a value that is not finite); fewer are excluded and counted.
-    """
-    workers: int | None = Field(default=None, ge=1, le=256)
-    """Processes that grade; by default one for each usable core, at most 4."""
-    deadline_s: float = Field(default=10.0, ge=0.01, le=86_400)
-    """Seconds for one completion; then its process is killed, and its reward counts as failed."""
-    memory_mib: int = Field(default=2048, ge=256, le=1 << 20)
-    """Private memory of each of these processes, without mapped libraries."""
-    in_process: bool = False
-    """Call functions in the trainer's process, without deadline, memory limit or crash
-    protection.
-    """
-
-    def named(self) -> dict[str, RewardPart]:
-        """The rewards by name: the parts, or the one of this table as ``reward``."""
-        if self.parts:
-            return dict(self.parts)
-        return {
-            WHOLE: RewardPart(
-                function=self.function if self.model is None else None,
-                model=self.model,
-                model_precision=self.model_precision,
-                weight=self.weight,
-                options=self.options,
-            )
-        }
-
-
-ToolFormat = Literal["hermes", "llama3", "mistral", "plain"]
-"""How a model writes calls of tools (``isobit.data.tool_calls``)."""
-ENVIRONMENTS = ("calculator", "guess", "python", "search")
-"""Those that ship with Isobit (``isobit.environments.shipped``)."""
-
-
-_SERVER = re.compile(r"(ws|http)s?://[^/\s]+")
-
-
-class EnvironmentConfig(Strict):
-    """The tools of an episode: a completion of several turns, with results of tools between."""
-
-    factory: HomeName | None = Field(default=None, alias="class")
-    """``path/to/file.py:Class`` or ``module:Class``, whose public methods are the tools, as in
-    TRL's ``environment_factory``; or one that ships with Isobit: ``calculator``, ``guess``,
-    ``python``, ``search``.
-    """
-    verifiers: HomeName | None = None
-    """In place of ``class`` an environment of the package ``verifiers``: the name of an installed
-    one, or a file with ``load_environment``.
-    """
-    openenv: str | None = None
-    """In place of ``class`` the address of an OpenEnv server, such as ``ws://127.0.0.1:8000``."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments of the class, of ``load_environment``, or of each reset of a server;
-    "env:NAME" is an environment variable's value and is not written anywhere.
-    """
-    format: Literal["auto", "hermes", "llama3", "mistral", "plain"] = "auto"
-    """How the model writes calls; auto asks the chat template, and takes plain without one."""
-    max_turns: int = Field(default=8, gt=1, le=1000)
-    """Turns of the model in an episode. The last one has to answer: it calls no tools. An episode
-    with its results has at most ``rollout.max_new_tokens`` tokens behind the prompt.
-    """
-    max_result_tokens: int = Field(default=256, gt=0, le=MAX_COUNT)
-    """Tokens of one result; the rest is cut off."""
-    deadline_s: float = Field(default=10.0, gt=0, le=MAX_WAIT_S)
-    """Seconds for the calls of one turn, after which the episode's process is killed."""
-    episode_s: float = Field(default=60.0, gt=0, le=MAX_WAIT_S)
-    """Seconds for all calls of an episode."""
-    memory_mib: int = Field(default=1024, ge=64, le=MAX_COUNT)
-    """Memory of an episode's process beyond that of the imports, and of each that it starts."""
-    at_once: int = Field(default=32, gt=0, le=4096)
-    """Episodes whose calls run at once; of an OpenEnv server, its sessions."""
-
-    @property
-    def kind(self) -> Literal["class", "verifiers", "openenv"]:
-        """The key that names it."""
-        if self.openenv is not None:
-            return "openenv"
-        return "class" if self.verifiers is None else "verifiers"
-
-    @property
-    def place(self) -> str:
-        """Where it is."""
-        return self.factory or self.verifiers or self.openenv or ""
-
-    @model_validator(mode="after")
-    def _one_of_them(self) -> Self:
-        given = [one for one in (self.factory, self.verifiers, self.openenv) if one is not None]
-        reason = "needs one of class, verifiers and openenv, and no two" if len(given) != 1 else ""
-        if self.openenv is not None and not _SERVER.match(self.openenv):
-            reason = f'openenv is an address such as "ws://127.0.0.1:8000", not {self.openenv!r}'
-        if reason:
-            raise PydanticCustomError("environment", "{reason}", {"reason": reason})
-        return self

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from isobit.config.recipes import RunConfig, all_keys
+from isobit.config.keys import all_keys
+from isobit.config.recipes import RunConfig
 
 FRAMEWORKS = {
     "trl": "TRL",

@@ -22,7 +22,8 @@ from pydantic import BaseModel, ValidationError
 from isobit.config.algorithm import algorithm_table
 from isobit.config.base import Strict
 from isobit.config.foreign import foreign_answer
-from isobit.config.recipes import RunConfig, all_keys
+from isobit.config.keys import all_keys
+from isobit.config.recipes import RunConfig
 from isobit.config.refusals import config_error, listed_error, refused_lines
 from isobit.config.shipped import how_to_get
 from isobit.util.errors import ConfigError

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from isobit.config.foreign import Reasons, foreign_answer
-from isobit.config.recipes import all_keys, choices, locate
+from isobit.config.keys import all_keys, choices, locate
 from isobit.util.errors import ConfigError
 
 _LONGEST_VALUE = 60

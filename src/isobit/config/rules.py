@@ -7,32 +7,23 @@ what to change.
 
 from collections.abc import Collection
 
-from isobit.config.algorithm import (
-    AlgorithmConfig,
-    LossConfig,
-    StepConfig,
-    TokenClipConfig,
+from isobit.config.algorithm import TokenClipConfig
+from isobit.config.algorithm_rules import (
+    check_algorithm,
+    check_calibration,
     check_corrections,
     check_credit,
+    check_groups,
+    check_off_policy,
     check_teacher,
 )
 from isobit.config.base import MAX_BATCH
-from isobit.config.data import (
-    CODE_SECONDS,
-    JUDGE_SECONDS,
-    MixtureExamples,
-    RewardConfig,
-    RewardPart,
-)
-from isobit.config.recipes import RunConfig, SftConfig, check_lora
-from isobit.config.tables import (
-    CheckpointConfig,
-    ClusterConfig,
-    EvaluationConfig,
-    OptimisationConfig,
-    RolloutConfig,
-    TrainingConfig,
-)
+from isobit.config.data import MixtureExamples
+from isobit.config.recipes import Recipe, RunConfig, SftConfig
+from isobit.config.reward import CODE_SECONDS, JUDGE_SECONDS, RewardConfig, RewardPart
+from isobit.config.rollout import RolloutConfig
+from isobit.config.tables import CheckpointConfig, ClusterConfig, EvaluationConfig
+from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.util.errors import ConfigError
 
 
@@ -56,41 +47,6 @@ def check_run(config: RunConfig) -> None:
     check_credit(config.algorithm, config.environment is not None, config.replay.fraction)
     check_keeping(config.checkpoint)
     check_best(config.checkpoint, _graded_figures(sets, config.evaluation))
-
-
-def check_off_policy(config: RunConfig) -> None:
-    """Refuse corrections of ratios that are all 1, and replay with a KL penalty in the reward."""
-    algorithm, training = config.algorithm, config.training
-    if config.corrections and training.old_log_probs == "recorded":
-        raise ConfigError(
-            "training.old_log_probs is 'recorded', so that all ratios of corrections are 1; set it "
-            "to 'recomputed' (or out in a flow that is not exact), or leave corrections out"
-        )
-    if config.replay.fraction > 0 and algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward":
-        raise ConfigError(
-            "algorithm.kl_in is 'reward', and replay.fraction is above 0: a replayed completion "
-            "keeps its old advantage, without the current penalty; set algorithm.kl_in = "
-            "'loss', or leave the replay out"
-        )
-
-
-def check_calibration(config: RunConfig) -> None:
-    """Refuse to calibrate a clip where all ratios are 1, or where no 8 bits take part."""
-    algorithm, training = config.algorithm, config.training
-    if not isinstance(algorithm, TokenClipConfig) or not algorithm.calibrate_every:
-        return
-    every, preset = algorithm.calibrate_every, config.precision.preset
-    if training.updates_per_batch * training.epochs == 1:
-        raise ConfigError(
-            f"algorithm.calibrate_every is {every}, but a step has one update, for which every "
-            "ratio is 1; raise training.updates_per_batch or epochs, or leave calibrate_every out"
-        )
-    recorded = preset.endswith("-rollout") and training.old_log_probs == "recorded"
-    if preset not in ("fp8", "fp8-linear", "int8", "int8-linear") and not recorded:
-        raise ConfigError(
-            f"algorithm.calibrate_every is {every}, but precision.preset is {preset!r}, without "
-            "8 bits in a ratio; leave calibrate_every out, or set precision to 'fp8' or 'int8'"
-        )
 
 
 def check_asynchrony(config: RunConfig) -> None:
@@ -273,66 +229,6 @@ def check_batch(training: TrainingConfig, rollout: RolloutConfig) -> None:
         )
 
 
-def check_algorithm(config: StepConfig, rollout: RolloutConfig) -> None:
-    """Refuse penalties without effect, and keys that contradict one another."""
-    if config.kl_coefficient > 0 and config.kl_in == "loss" and config.kl_estimator == "k1":
-        raise ConfigError(
-            f"algorithm.kl_coefficient is {config.kl_coefficient:g} with kl_estimator 'k1' in the "
-            "loss, where its mean gradient is 0; take 'k2' or 'k3', or algorithm.kl_in = 'reward'"
-        )
-    if config.overlong_buffer is not None and config.overlong_buffer > rollout.max_new_tokens:
-        raise ConfigError(
-            f"algorithm.overlong_buffer is {config.overlong_buffer}, but a completion has at most "
-            f"{rollout.max_new_tokens} tokens (rollout.max_new_tokens); set it below"
-        )
-    if isinstance(config, LossConfig) and config.loss_mean != "constant" and config.loss_constant:
-        raise ConfigError(
-            f"algorithm.loss_constant is {config.loss_constant}, but algorithm.loss_mean is "
-            f"{config.loss_mean!r}, which has none; leave it out, or set loss_mean to 'constant'"
-        )
-    if isinstance(config, TokenClipConfig):
-        _check_clip(config)
-
-
-def check_groups(algorithm: AlgorithmConfig, training: TrainingConfig) -> None:
-    """Refuse one sample a prompt where advantages compare the samples of a prompt, and dynamic
-    sampling where they do not depend on them.
-    """
-    name = algorithm.name
-    if training.samples_per_prompt == 1 and name not in ONE_SAMPLE:
-        raise ConfigError(
-            f"training.samples_per_prompt is 1, but algorithm {name!r} compares the samples of a "
-            "prompt with each other, so that one alone teaches nothing; set it to 2 or more, or "
-            f"algorithm to one of {', '.join(map(repr, ONE_SAMPLE[:-1]))}"
-        )
-    if algorithm.dynamic_sampling and name in GROUPLESS:
-        raise ConfigError(
-            f"algorithm.dynamic_sampling is on, but algorithm {name!r} compares no samples of a "
-            "prompt with each other: a group of equal rewards teaches as any other, and there is "
-            "none to replace; leave dynamic_sampling out"
-        )
-
-
-GROUPLESS = ("reinforce_pp", "ppo")
-"""Algorithms in whose advantages the group of a completion has no part."""
-ONE_SAMPLE = (*GROUPLESS, "remax", "custom")
-"""Algorithms that learn from a single completion of a prompt, or may."""
-
-
-def _check_clip(config: TokenClipConfig) -> None:
-    if config.covariance == "clip_cov" and config.covariance_low >= config.covariance_high:
-        raise ConfigError(
-            f"algorithm.covariance_low is {config.covariance_low:g} and covariance_high "
-            f"{config.covariance_high:g}, which leaves no token to pick; set low below high"
-        )
-    if config.covariance == "kl_cov" and (config.dual_clip is not None or config.calibrate_every):
-        key = "calibrate_every" if config.dual_clip is None else "dual_clip"
-        raise ConfigError(
-            f"algorithm.{key} is set, but covariance 'kl_cov' takes the place of every clip; leave "
-            "one of them out"
-        )
-
-
 def check_reward(reward: RewardConfig) -> None:
     """Refuse both a function and a model in one reward, and time limits beyond the deadline."""
     defaults = RewardConfig()
@@ -446,3 +342,32 @@ def _graded_figures(sets: Collection[str], evaluation: EvaluationConfig) -> list
     if evaluation.samples > 1:
         figures += [f"pass@{1 << power}" for power in range(evaluation.samples.bit_length())]
     return [f"eval/{name}/{figure}" for name in sets for figure in figures]
+
+
+def check_lora(config: Recipe) -> None:
+    """Refuse what adapters do not go with, by the key."""
+    if config.lora is None:
+        return
+    if config.precision.wgrad is not None:
+        raise ConfigError(
+            f"precision.wgrad is {config.precision.wgrad!r}, but with [lora] no matrix of the "
+            "model has a gradient, and WGrad of adapters is in BF16; leave it out"
+        )
+    if isinstance(config, SftConfig):
+        if config.objective == "preference":
+            raise ConfigError(
+                'lora is set, and objective is "preference": a reward model has a score head that '
+                "adapters' files do not hold; leave [lora] out"
+            )
+        return
+    calibrated = getattr(config.algorithm, "calibrate_every", 0)
+    for key, value, reason in (
+        ("rollout.engine", config.rollout.engine, "adapters are published to the native engine"),
+        ("reference.refresh_every", config.reference.refresh_every, "the reference is the base"),
+        ("reference.offload", config.reference.offload, "the reference is the policy's own base"),
+        ("algorithm.calibrate_every", calibrated, "a BF16 shadow is made of masters"),
+    ):
+        if value and value != "native":
+            raise ConfigError(
+                f"{key} is {value!r} and lora is set, but {reason}; leave one of them out"
+            )

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import ChatConfig, ToolFormat
+from isobit.config.data import ChatConfig
+from isobit.config.environment import ToolFormat
 from isobit.data.chat_template import mentions, rendered
 from isobit.data.encoding import quoted, quoted_values, token_ids, unmarked
 from isobit.data.prompts import prompts_of_rows

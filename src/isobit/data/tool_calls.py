@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import ChatConfig, ToolFormat
+from isobit.config.data import ChatConfig
+from isobit.config.environment import ToolFormat
 from isobit.data.chat_template import mentions
 from isobit.records.text import THINK, THOUGHT
 from isobit.util.errors import ConfigError

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
-from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
+from isobit.config.environment import ENVIRONMENTS, EnvironmentConfig
 from isobit.environments.env_backends import Start, Turn
 from isobit.environments.python_environments import packed_environment
 from isobit.records.messages import Message

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
-from isobit.config.tables import Recompute
+from isobit.config.training import Recompute
 from isobit.kernels.sizes import AttentionShape, Sizes, WorkShape
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import LM_HEAD, build_decoder, decoder_shape

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.kernels.backend import DeviceMemory
 from isobit.kernels.sizes import Sizes
 from isobit.models.config import ModelConfig

@@ -28,7 +28,8 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from isobit.config.tables import RolloutConfig, TrainingConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import (
     FrozenModel,

@@ -35,7 +35,8 @@ from functools import cache
 from math import prod
 from typing import get_args
 
-from isobit.config.tables import Moments, RolloutConfig, TrainingConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Moments, TrainingConfig
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import (
     FrozenModel,

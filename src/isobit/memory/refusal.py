@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, get_args
 
-from isobit.config.tables import Recompute, RolloutConfig, TrainingConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.training import Recompute, TrainingConfig
 from isobit.memory.cache_size import RESERVE, batched_tokens
 from isobit.memory.host import microbatch_tokens
 from isobit.training.optimiser import smaller_moments

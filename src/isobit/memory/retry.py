@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from isobit.config.tables import OptimisationConfig
+from isobit.config.training import OptimisationConfig
 from isobit.parallel.world import raised_on_all
 from isobit.training.budget import halved
 from isobit.training.optimiser import advise_smaller_moments

@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 
-from isobit.config.tables import PrecisionConfig, Recompute
+from isobit.config.precision import PrecisionConfig
+from isobit.config.training import Recompute
 from isobit.kernels.backend import support
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import LM_HEAD, build_decoder, decoder_shape

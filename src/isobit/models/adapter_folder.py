@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from isobit.config.tables import ALL_LINEAR, LORA_TARGETS
+from isobit.config.lora import ALL_LINEAR, LORA_TARGETS
 from isobit.models.config import Lora
 from isobit.models.safetensors import TensorFile, parse_json, write_tensors
 from isobit.starter import starter_folder

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.operands import LinearWeight
 from isobit.models.adapter_folder import CONFIG_FILE, AdapterTensors, read_adapter_config
 from isobit.models.checkpoint import Checkpoint

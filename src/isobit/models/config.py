@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from isobit.config.tables import (
+from isobit.config.lora import LoraConfig
+from isobit.config.model_shape import (
     MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
@@ -20,7 +21,6 @@ from isobit.config.tables import (
     MAX_VOCAB_SIZE,
     MAX_WIDTH,
     Family,
-    LoraConfig,
 )
 from isobit.models.config_fields import ConfigFields, is_neutral
 from isobit.models.families import ARCHITECTURES, FAMILIES, FEATURES, REWARD_ARCHITECTURES

@@ -7,7 +7,7 @@ All families are one decoder: pre-norm, RMSNorm, rotary positions, grouped-query
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from isobit.config.tables import Family
+from isobit.config.model_shape import Family
 
 
 @dataclass(frozen=True, slots=True)

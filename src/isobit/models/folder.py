@@ -25,7 +25,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from isobit.config.base import Device
-from isobit.config.tables import PrecisionConfig, RolloutConfig, named_precision
+from isobit.config.precision import PrecisionConfig, named_precision
+from isobit.config.rollout import RolloutConfig
 from isobit.data.stop_tokens import further_stops, stop_token_ids
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, tokenizer_size
 from isobit.kernels import backend

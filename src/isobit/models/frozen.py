@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer
 from isobit.kernels.backend import Backend
 from isobit.kernels.operands import LinearWeight, Operand, RopeTable

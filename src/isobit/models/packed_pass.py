@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from isobit.config.tables import Recompute
+from isobit.config.training import Recompute
 from isobit.models.attention import SavedAttention
 from isobit.models.decoder import Layer, Scorable
 from isobit.models.mlp import Routes

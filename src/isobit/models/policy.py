@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from isobit.config.tables import PrecisionConfig, named_precision
+from isobit.config.precision import PrecisionConfig, named_precision
 from isobit.kernels.backend import backend_of
 from isobit.models.adapter_delivery import JoinedAdapters, check_delivered
 from isobit.models.adapters import Adapted, drawn_adapters

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import backend_of
 from isobit.models.adapters import Adapted
 from isobit.models.config import ModelConfig

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from isobit.config.tables import MAX_POSITIONS
+from isobit.config.model_shape import MAX_POSITIONS
 from isobit.models.config_fields import ConfigFields
 
 _LEAST_RAMP = 0.001  # the width of YaRN's interpolation if both borders fall on one pair

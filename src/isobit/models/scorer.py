@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from isobit.config.tables import Recompute
+from isobit.config.training import Recompute
 from isobit.kernels.operands import RouterLoss, sequence_means
 from isobit.models.decoder import Scorable
 from isobit.models.mlp import RouterCoefficients, Routes

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.intervals import Z_95, Interval
 from isobit.precision.flow import PrecisionFlow

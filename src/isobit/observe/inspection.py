@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 import torch
 
-from isobit.config.recipes import InspectConfig
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.commands import InspectConfig
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.backend import support
 from isobit.kernels.sizes import Sizes
 from isobit.memory.activations import published_bytes

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import isobit
-from isobit.config.data import WHOLE
+from isobit.config.reward import WHOLE
 from isobit.models.adapter_folder import LOCAL, base_name
 from isobit.models.adapters import adapter_masters
 from isobit.models.config import ModelConfig

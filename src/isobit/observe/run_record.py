@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isobit.config.tables import precision_name
+from isobit.config.precision import precision_name
 from isobit.observe.completion_files import LineCompletions, TableCompletions
 from isobit.observe.growing_file import GrowingFile
 from isobit.store.directory import RunDirectory

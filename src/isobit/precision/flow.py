@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
-from isobit.config.tables import KvCalibration, PrecisionConfig
+from isobit.config.precision import KvCalibration, PrecisionConfig
 from isobit.precision.quant_tensor import EIGHT_BITS, Format, ScaleKind, Side
 from isobit.util.errors import ConfigError
 

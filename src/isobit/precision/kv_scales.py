@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 
-from isobit.config.tables import KvCalibration
+from isobit.config.precision import KvCalibration
 from isobit.precision.flow import PrecisionFlow
 from isobit.precision.quant_tensor import AMAX_FLOOR, E4M3_MAX, E8M0_BIAS
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.config.base import Device
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.operands import UNROUNDED
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer

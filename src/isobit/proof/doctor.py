@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import torch
 
-from isobit.config.tables import PrecisionConfig, Preset
+from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.backend import Backend, backend_of, is_present, support, usable_devices
 from isobit.kernels.operands import Quantised
 from isobit.models.config import ModelConfig

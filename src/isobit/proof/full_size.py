@@ -20,7 +20,8 @@ from random import Random
 import torch
 
 from isobit.config.base import Device
-from isobit.config.tables import PrecisionConfig, RolloutConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.folder import choose_device
 from isobit.models.policy import Policy, random_masters

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.memory.cache_size import pages_for
 from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare

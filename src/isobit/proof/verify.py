@@ -36,7 +36,7 @@ from random import Random
 from typing import Any
 
 from isobit.config.base import Device
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.models.folder import choose_device, load_policy, model_folder, read_config, read_masters
 from isobit.models.kv_calibration import calibrate_kv_scales
 from isobit.models.policy import Policy

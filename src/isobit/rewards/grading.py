@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from isobit.config.data import WHOLE, RewardConfig
+from isobit.config.reward import WHOLE, RewardConfig
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.counts import take
 from isobit.rewards.grade import Outcome, failure_of, outcome_of

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from isobit.config.data import DEFAULT_FUNCTION, RewardConfig
+from isobit.config.reward import DEFAULT_FUNCTION, RewardConfig
 from isobit.data.tasks import TASK_COLUMN
 from isobit.records.text import Prompt
 from isobit.rewards.graders import REFERENCES

@@ -44,7 +44,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import EnvironmentConfig, ToolFormat
+from isobit.config.environment import EnvironmentConfig, ToolFormat
 from isobit.data.continuation import Continuation, messages_of
 from isobit.data.encoding import most_characters, token_ids
 from isobit.data.tool_calls import MalformedCall, Parsed, Said, read_turn

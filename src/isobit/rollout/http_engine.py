@@ -22,7 +22,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 import isobit
-from isobit.config.tables import RunRolloutConfig
+from isobit.config.rollout import RunRolloutConfig
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.models.weight_deltas import SentWeights

@@ -26,7 +26,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from isobit.config.tables import RolloutConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.memory.cache_size import (
     batched_tokens,
     choose_num_pages,

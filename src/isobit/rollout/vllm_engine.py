@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isobit.config.tables import RunRolloutConfig
+from isobit.config.rollout import RunRolloutConfig
 from isobit.memory.cache_size import batched_tokens, out_of_memory_named
 from isobit.models.function import LogProbFunction
 from isobit.models.policy import Policy

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 import isobit
-from isobit.config.tables import MIXTURES
+from isobit.config.model_shape import MIXTURES
 from isobit.models.policy import Policy
 from isobit.models.safetensors import SCALES_SUFFIX
 from isobit.models.saving import quantisation_of

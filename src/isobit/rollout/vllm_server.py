@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import isobit
-from isobit.config.tables import RunRolloutConfig
+from isobit.config.rollout import RunRolloutConfig
 from isobit.models.function import LogProbFunction
 from isobit.models.policy import Policy
 from isobit.models.saving import published_tensors, quantised_sites, whole_blocks

@@ -9,11 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import (
-    ChatConfig,
-    EnvironmentConfig,
-)
-from isobit.config.tables import RolloutConfig
+from isobit.config.data import ChatConfig
+from isobit.config.environment import EnvironmentConfig
+from isobit.config.rollout import RolloutConfig
 from isobit.data.continuation import Continuation, Speaker
 from isobit.data.encoding import most_characters
 from isobit.data.tool_calls import tool_format

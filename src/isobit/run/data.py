@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig, DataSource
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import EvaluationConfig, RolloutConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.tables import EvaluationConfig
 from isobit.data.chat_template import CLOCK, mentions
 from isobit.data.prompts import (
     Noticed,

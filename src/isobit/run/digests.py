@@ -25,8 +25,9 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from isobit.config.data import ENVIRONMENTS, WHOLE
+from isobit.config.environment import ENVIRONMENTS
 from isobit.config.recipes import Recipe, RunConfig
+from isobit.config.reward import WHOLE
 from isobit.environments.document_index import documents_sha256
 from isobit.rewards.graders import GRADERS
 from isobit.rewards.graders.judge import rubric_file

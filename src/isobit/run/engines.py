@@ -2,7 +2,7 @@
 
 import os
 
-from isobit.config.tables import RolloutConfig, RunRolloutConfig
+from isobit.config.rollout import RolloutConfig, RunRolloutConfig
 from isobit.memory.cache_size import choose_num_pages
 from isobit.models.folder import LoadedModel
 from isobit.rollout.engine import RolloutEngine

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from isobit.config.tables import EvaluationConfig, RolloutConfig
+from isobit.config.rollout import RolloutConfig
+from isobit.config.tables import EvaluationConfig
 from isobit.models.folder import DescribedModel, SamplingModel
 from isobit.observe.evaluation import EvalResult, result_of
 from isobit.parallel.world import ALONE, World

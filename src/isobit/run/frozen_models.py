@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from isobit.config.algorithm import RunTeacher, SftTeacher
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
-from isobit.config.tables import PrecisionConfig
+from isobit.config.teacher import RunTeacher, SftTeacher
 from isobit.kernels.backend import support
 from isobit.memory.activations import FrozenModel
 from isobit.models.config import ModelConfig

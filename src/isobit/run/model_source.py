@@ -7,14 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from isobit.config.lora import LoraConfig
+from isobit.config.model_shape import MIXTURES, WINDOWED, ModelShape
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import Objective
-from isobit.config.tables import (
-    MIXTURES,
-    WINDOWED,
-    LoraConfig,
-    ModelShape,
-    PrecisionConfig,
-)
 from isobit.data.stop_tokens import stop_token_ids
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer, pad_token_id, tokenizer_size
 from isobit.models.config import Experts, Lora, ModelConfig

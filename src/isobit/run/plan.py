@@ -12,10 +12,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 
 from isobit.config.recipes import RunConfig, SftConfig
-from isobit.config.tables import (
-    RunRolloutConfig,
-    TrainingConfig,
-)
+from isobit.config.rollout import RunRolloutConfig
+from isobit.config.training import TrainingConfig
 from isobit.kernels.backend import backend_of, support
 from isobit.memory.activations import FrozenModel
 from isobit.memory.device import MOMENTS, Card, DevicePlan, DevicePlanner

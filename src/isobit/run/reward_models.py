@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from isobit.config.data import ChatConfig, RewardConfig
-from isobit.config.tables import PrecisionConfig
+from isobit.config.data import ChatConfig
+from isobit.config.precision import PrecisionConfig
+from isobit.config.reward import RewardConfig
 from isobit.data.examples import conversation_ids, row_of, whole_answer
 from isobit.memory.activations import FrozenModel
 from isobit.models.decoder import decoder_shape

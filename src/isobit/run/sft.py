@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from isobit.config.recipes import SftConfig
 from isobit.config.rules import check_sft
-from isobit.config.tables import OptimisationConfig, TrainingConfig
+from isobit.config.training import OptimisationConfig, TrainingConfig
 from isobit.memory.retry import measured_within_memory, within_memory
 from isobit.observe.console import (
     Console,

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from isobit.config import recipes
 from isobit.config.data import ExampleSource, SftDataConfig
-from isobit.config.tables import OptimisationConfig
+from isobit.config.training import OptimisationConfig
 from isobit.data.examples import (
     Answered,
     Example,

@@ -31,7 +31,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import ChatConfig, ToolFormat
+from isobit.config.data import ChatConfig
+from isobit.config.environment import ToolFormat
 from isobit.data.encoding import most_characters, special_token_ids, token_ids
 from isobit.data.prompts import Noticed, encodable, prompts_of_rows
 from isobit.data.sources import Row, row_of

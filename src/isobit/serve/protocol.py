@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from isobit.config.base import MAX_FACTOR, MAX_SEED
-from isobit.config.tables import MAX_POSITIONS, MAX_VOCAB_SIZE
+from isobit.config.model_shape import MAX_POSITIONS, MAX_VOCAB_SIZE
 from isobit.records.text import SamplingParams
 from isobit.rollout.scoring import MOST_ALTERNATIVES, Scored
 from isobit.util.errors import shown

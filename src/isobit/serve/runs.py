@@ -29,7 +29,7 @@ from pydantic import Field
 
 import isobit
 from isobit.config.base import MAX_BATCH, MAX_FACTOR, Strict
-from isobit.config.tables import MAX_POSITIONS, MAX_VOCAB_SIZE
+from isobit.config.model_shape import MAX_POSITIONS, MAX_VOCAB_SIZE
 from isobit.models.adapter_folder import check_numbers
 from isobit.models.checkpoint import is_finite
 from isobit.models.policy import Policy

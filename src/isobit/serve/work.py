@@ -19,7 +19,7 @@ from hashlib import sha256
 from math import ceil
 from typing import Any, Protocol
 
-from isobit.config.data import ToolFormat
+from isobit.config.environment import ToolFormat
 from isobit.data.tool_calls import Parsed, ToolCall, TurnReader, names_of
 from isobit.records.text import ends_in_thinking
 from isobit.rollout.engine import Handle, Request, SampleEvent

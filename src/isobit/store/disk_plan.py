@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
 
-from isobit.config.tables import CheckpointConfig, EvaluationConfig, OptimisationConfig
+from isobit.config.tables import CheckpointConfig, EvaluationConfig
+from isobit.config.training import OptimisationConfig
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import master_shapes
 from isobit.training.optimiser import moment_bytes

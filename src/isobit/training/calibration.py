@@ -44,8 +44,8 @@ import torch
 from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.policy_gradient import ClipBounds, ClippedPolicyGradient
 from isobit.config.algorithm import TokenClipConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
-from isobit.config.tables import PrecisionConfig
 from isobit.memory.activations import FrozenModel
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape

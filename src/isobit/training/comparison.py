@@ -39,7 +39,7 @@ import torch
 
 from isobit.algorithms.family import LARGEST_LOG_RATIO, effective_sample_size
 from isobit.algorithms.objective import LossOutputs
-from isobit.config.tables import OptimisationConfig
+from isobit.config.training import OptimisationConfig
 from isobit.models.mlp import RouterCoefficients
 from isobit.records.batch import PackedBatch, RouterScores, TokenScores
 from isobit.records.metrics import Metrics, add_microbatch, of_update

@@ -33,17 +33,14 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from isobit.algorithms.advantages import (
-    columns_of,
-    is_level,
-    overlong_punishment,
-    turn_credit,
-)
+from isobit.algorithms.advantages import columns_of, is_level, overlong_punishment, turn_credit
 from isobit.algorithms.family import correction_weights
 from isobit.algorithms.objective import Algorithm, Columns
 from isobit.algorithms.policy_gradient import token_kl
-from isobit.config.algorithm import Correction, RunTeacher, StepConfig
-from isobit.config.tables import OldLogProbs
+from isobit.config.algorithm import StepConfig
+from isobit.config.corrections import Correction
+from isobit.config.teacher import RunTeacher
+from isobit.config.training import OldLogProbs
 from isobit.memory.retry import measured_within_memory, within_memory
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer

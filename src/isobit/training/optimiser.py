@@ -16,7 +16,7 @@ from typing import get_args
 
 import torch
 
-from isobit.config.tables import Moments, TrainingConfig
+from isobit.config.training import Moments, TrainingConfig
 from isobit.kernels.backend import Backend
 from isobit.kernels.noise import FIRST, SECOND, AdamWFactors, noise_key, num_groups
 from isobit.precision.quant_tensor import DTYPES

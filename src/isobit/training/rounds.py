@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from isobit.algorithms.objective import Objective, Shares
-from isobit.config.tables import Recompute
+from isobit.config.training import Recompute
 from isobit.models.mlp import RouterCoefficients
 from isobit.models.policy import Policy
 from isobit.models.scorer import ScoredPass

@@ -41,7 +41,7 @@ from isobit.algorithms.family import effective_sample_size
 from isobit.algorithms.objective import Algorithm
 from isobit.algorithms.policy_gradient import explained_variance
 from isobit.config.algorithm import StepConfig
-from isobit.config.tables import TrainingConfig
+from isobit.config.training import TrainingConfig
 from isobit.memory.retry import within_memory
 from isobit.records.batch import PackedBatch
 from isobit.records.metrics import Metrics, over_updates

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from isobit.algorithms.objective import Objective
-from isobit.config.tables import TrainingConfig
+from isobit.config.training import TrainingConfig
 from isobit.models.decoder import VALUE_HEAD
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.mlp import RouterCoefficients

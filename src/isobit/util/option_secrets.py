@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from isobit.util.errors import RewardError
 
 if TYPE_CHECKING:
-    from isobit.config.data import RewardConfig
+    from isobit.config.reward import RewardConfig
 
 
 ENVIRONMENT = "env:"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.hopper import sizes
 from isobit.kernels.hopper.attend import HopperKvCache
 from isobit.kernels.hopper.attention import SCALES

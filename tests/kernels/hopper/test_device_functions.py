@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.backend import ModelNeeds
 from isobit.kernels.hopper import device_functions, sizes, support
 from isobit.models.config import model_shape

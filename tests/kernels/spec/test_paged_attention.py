@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from isobit.config.tables import PrecisionConfig
+from isobit.config.precision import PrecisionConfig
 from isobit.kernels.spec import sizes
 from isobit.kernels.spec.paged_attention import PAGE_TOKENS, SpecKvCache
 from isobit.kernels.spec.qkv import Heads

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.data import CODE_SECONDS
+from isobit.config.reward import CODE_SECONDS
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Prompt
 from isobit.rewards import counts, sandbox

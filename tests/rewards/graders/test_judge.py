@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from isobit.config.data import JUDGE_SECONDS, RewardConfig
+from isobit.config.reward import JUDGE_SECONDS, RewardConfig
 from isobit.config.rules import _check_seconds
 from isobit.records.text import Prompt
 from isobit.rewards.grade import Failure

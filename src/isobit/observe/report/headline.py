@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from isobit.config.rules import ONE_SAMPLE
+from isobit.config.algorithm_rules import ONE_SAMPLE
 from isobit.observe.report.chart import duration_text, number_text
 from isobit.observe.report.panels import evaluation_sets, is_accuracy
 from isobit.observe.run_record import RunRecord

@@ -1,0 +1,189 @@
+"""The keys of a recipe as dotted paths, for help and errors.
+
+A key is the path through the tables of a TOML file: ``training.steps``. ``NAME`` is a free name
+(``data.eval.NAME.task``), ``[]`` a list of tables (``corrections[]``). Where a table's ``type`` or
+``name`` chooses between models, the keys of all are listed; pydantic's path to an error holds the
+choice as an extra part, which ``locate`` leaves out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, NaiveDatetime
+from pydantic.fields import FieldInfo
+
+TAGS = ("type", "name")
+"""Keys that choose between tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    path: str
+    kind: str
+    """What it takes: ``int``, ``fp8 | bf16``, ..."""
+    default: str
+    """Empty for a key that is required or off."""
+    description: str
+    users: tuple[str, ...] = ()
+    """The tables of a choice that have it, if not all do."""
+
+
+def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a table by their names in TOML (``async``), in the order of the schema."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+@cache
+def all_keys(model: type[BaseModel], prefix: str = "") -> tuple[Key, ...]:
+    return tuple(
+        key
+        for name, field in fields_by_key(model).items()
+        for key in _keys_of(field.annotation, field, f"{prefix}{name}")
+    )
+
+
+def _keys_of(annotation: Any, field: FieldInfo, path: str) -> Iterator[Key]:
+    annotation = _plain(annotation)
+    models = _models(annotation)
+    if models:
+        yield from _merge({tag_of(model): all_keys(model, f"{path}.") for model in models})
+    elif get_origin(annotation) is dict and _models(_plain(get_args(annotation)[1])):
+        yield from _keys_of(get_args(annotation)[1], field, f"{path}.NAME")
+    elif get_origin(annotation) is tuple and _models(_plain(get_args(annotation)[0])):
+        yield from _keys_of(get_args(annotation)[0], field, f"{path}[]")
+    else:
+        description = " ".join((field.description or "").split()).replace("``", "")
+        yield Key(path, _kind_text(annotation), _default_text(field), description)
+
+
+def tag_of(model: type[BaseModel]) -> str:
+    """The value of ``type`` or ``name`` that chooses this model; empty if nothing chooses it."""
+    for name in TAGS:
+        field = model.model_fields.get(name)
+        if field is not None and get_origin(field.annotation) is Literal:
+            return str(field.default)
+    return ""
+
+
+def _merge(members: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
+    """One key for each path from the keys of each member of a choice, the tags first. It takes what
+    any of them takes, and names the defaults that differ and the members that have it if not all
+    do. Keys of a table inside one member say nothing of that.
+    """
+    table = min((key.path.rpartition(".")[0] for keys in members.values() for key in keys), key=len)
+    by_path: dict[str, dict[str, Key]] = {}
+    for tag, keys in members.items():
+        for key in keys:
+            by_path.setdefault(key.path, {})[tag] = key
+    for path in sorted(by_path, key=lambda path: path.rpartition(".")[2] not in TAGS):
+        found = by_path[path]
+        first = next(iter(found.values()))
+        if path.rpartition(".")[0] != table:
+            yield first
+            continue
+        kinds = dict.fromkeys(kind for key in found.values() for kind in key.kind.split(" | "))
+        yield replace(
+            first,
+            kind=" | ".join(kinds),
+            default="" if path.rpartition(".")[2] in TAGS else _defaults(found),
+            description=f"{first.description} {_users(list(found), list(members))}".strip(),
+            users=tuple(found) if len(found) < len(members) else first.users,
+        )
+
+
+def _defaults(found: Mapping[str, Key]) -> str:
+    """``0.2; dapo: 0.28``: the most common default, then those that differ."""
+    tags: dict[str, list[str]] = {}
+    for tag, key in found.items():
+        tags.setdefault(key.default, []).append(tag)
+    (usual, _), *others = sorted(tags.items(), key=lambda item: -len(item[1]))
+    return "; ".join([usual, *(f"{', '.join(names)}: {value}" for value, names in others)])
+
+
+def _users(found: Sequence[str], members: Sequence[str]) -> str:
+    missing = [tag for tag in members if tag not in found]
+    if not missing:
+        return ""
+    return f"({', '.join(found)})" if len(missing) >= len(found) else f"(not {', '.join(missing)})"
+
+
+def choices(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    """The values that ``type`` or ``name`` may have in the table at a pydantic error's location."""
+    annotation: Any = model
+    for part in location:
+        models = _models(_plain(annotation))
+        annotation = _below(_plain(annotation), models, part)
+    return [tag_of(candidate) for candidate in _models(_plain(annotation))]
+
+
+def locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, list[str]]:
+    """The dotted path of a pydantic error's location, and the valid keys of its table."""
+    annotation: Any = model
+    parts: list[str] = []
+    siblings: list[str] = []
+    for part in location:
+        models = _models(_plain(annotation))
+        tagged = [
+            candidate for candidate in models if len(models) > 1 and tag_of(candidate) == part
+        ]
+        if tagged:
+            annotation = tagged[0]
+            continue
+        parts.append(str(part))
+        siblings = sorted(fields_by_key(models[0])) if len(models) == 1 else []
+        annotation = _below(_plain(annotation), models, part)
+    return ".".join(parts), siblings
+
+
+def _below(annotation: Any, models: list[type[BaseModel]], part: str | int) -> Any:
+    if len(models) == 1:
+        field = fields_by_key(models[0]).get(str(part))
+        return field.annotation if field else None
+    if get_origin(annotation) is tuple and _models(_plain(get_args(annotation)[0])):
+        return get_args(annotation)[0]
+    return get_args(annotation)[-1] if get_origin(annotation) is dict else None
+
+
+def _plain(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    found = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return tuple(_plain(one) for one in found)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    return [
+        member
+        for member in _members(annotation)
+        if isinstance(member, type) and issubclass(member, BaseModel)
+    ]
+
+
+def _kind_text(annotation: Any) -> str:
+    """What a key takes: ``int``, ``fp8 | bf16``, ``list of str``, ``table``."""
+    members = [member for member in _members(annotation) if member is not type(None)]
+    if len(members) > 1:
+        return " | ".join(_kind_text(member) for member in members)
+    kind, arguments = members[0], get_args(members[0])
+    if get_origin(kind) is Literal:
+        return " | ".join(map(str, arguments))
+    if get_origin(kind) is tuple:
+        return f"list of {_kind_text(arguments[0])}"
+    if kind is NaiveDatetime:
+        return "date"
+    if get_origin(kind) is dict:
+        return "table"
+    return getattr(kind, "__name__", str(kind)).lower()
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required() or field.default is None:
+        return ""
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
+    return str(list(field.default)) if isinstance(field.default, tuple) else str(field.default)

@@ -1,0 +1,50 @@
+"""The table ``from_scratch``: the shape of a decoder that starts from random weights."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from isobit.config.base import Strict
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+"""The ``model_type`` of a Hugging Face ``config.json``."""
+MIXTURES: tuple[Family, ...] = ("qwen3_moe", "mixtral")
+"""Families with experts."""
+WINDOWED: tuple[Family, ...] = ("mistral", "mixtral")
+"""Families whose layers may have a sliding window."""
+MAX_VOCAB_SIZE = 1 << 22
+MAX_WIDTH = 1 << 20
+"""Elements of a hidden state, a head, or an MLP."""
+MAX_LAYERS = 1000
+MAX_HEADS = 1024
+MAX_EXPERTS = 512
+MAX_POSITIONS = 1 << 20
+
+
+class ModelShape(Strict):
+    """A decoder with random weights; most names are those of a Hugging Face ``config.json``."""
+
+    family: Family = "qwen3"
+    hidden_size: int = Field(gt=0, le=MAX_WIDTH)
+    intermediate_size: int = Field(gt=0, le=MAX_WIDTH)
+    num_layers: int = Field(gt=0, le=MAX_LAYERS)
+    num_heads: int = Field(gt=0, le=MAX_HEADS)
+    num_kv_heads: int | None = Field(default=None, gt=0, le=MAX_HEADS)
+    """By default ``num_heads``."""
+    head_dim: int | None = Field(default=None, gt=0, le=MAX_WIDTH)
+    """By default ``hidden_size`` over ``num_heads``."""
+    vocab_size: int | None = Field(default=None, gt=0, le=MAX_VOCAB_SIZE)
+    """By default the tokenizer's, rounded up to a multiple of 128."""
+    max_positions: int = Field(default=512, gt=1, le=MAX_POSITIONS)
+    """Tokens of the context."""
+    rms_epsilon: float = Field(default=1e-6, ge=1e-30, le=1)
+    rope_theta: float = Field(default=10000.0, ge=1.01, le=1e15)
+    tied_embeddings: bool = True
+    sliding_window: int | None = Field(default=None, gt=0, le=MAX_POSITIONS)
+    """Keys that a query sees, in the families mistral and mixtral; by default all."""
+    num_experts: int | None = Field(default=None, gt=0, le=MAX_EXPERTS)
+    """Experts of each layer, in the families qwen3_moe and mixtral."""
+    num_experts_per_tok: int = Field(default=2, gt=0, le=MAX_EXPERTS)
+    """Experts of each token."""
+    moe_intermediate_size: int | None = Field(default=None, gt=0, le=MAX_WIDTH)
+    """Size of each expert in the family qwen3_moe; by default ``intermediate_size``."""
