@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from isobit.api import evaluate
 from isobit.commands import evaluate
 from isobit.commands.dry_run import plan_training
 from isobit.commands.evaluate import evaluate_folder

@@ -37,8 +37,6 @@ def run_schema(arguments: Sequence[str]) -> int:
 
 _HEAD = """# Configuration
 
-<!-- Written by `make schema` from src/isobit/config; change the models there. -->
-
 A recipe is a TOML file. `isobit train RECIPE.toml --training.steps 5` overrides any key of it;
 `--print-config` prints what comes out, and `--dry-run` what the run would use and take. An unknown
 key is an error that suggests the right one. `precision = "fp8"` is short for the table with that
@@ -59,7 +57,7 @@ _TITLES = {"train": "isobit train (run.schema.json)", "sft": "isobit sft (sft.sc
 
 
 def configuration_page() -> str:
-    """The text of ``docs/configuration.md``; a table equal to an earlier one refers to it."""
+    """The page of all keys in Markdown; a table equal to an earlier one refers to it."""
     titles: dict[str, str] = {}
     page = _HEAD
     for command, model in RECIPES.items():
