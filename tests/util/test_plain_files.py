@@ -127,10 +127,11 @@ def test_a_file_without_an_end_is_no_tokenizer(tmp_path: Path) -> None:
 
 
 OWN = {
-    "config/foreign.py", "config/load.py", "config/shipped.py", "environments/worker.py",
+    "__init__.py", "config/foreign.py", "config/load.py", "config/shipped.py", "environments/worker.py",
     "memory/speed.py", "observe/flow_choice.py",
     "observe/report/templates.py", "observe/viewer.py", "parallel/watch.py",
-    "proof/doctor_environment.py", "rewards/confined/main.py", "rewards/worker.py",
+    "proof/doctor_environment.py", "rewards/sandboxed/main.py",
+    "rewards/supervisor.py",
     "store/kernels_digest.py", "util/machine.py", "util/plain_files.py",
 }  # fmt: skip
 """They also read files of the package, of /proc, or that they have written before."""

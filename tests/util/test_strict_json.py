@@ -63,12 +63,13 @@ def test_what_no_one_knows_is_refused() -> None:
 DIGESTS_AND_MESSAGES = """
 config/tables.py data/hugging_face.py data/prompts.py data/sources.py data/stop_tokens.py
 data/tasks.py environments/hosted.py environments/openenv.py
-environments/tasksets.py environments/worker.py models/safetensors.py
+environments/tasksets.py environments/env_backends.py environments/verifiers_classic.py
+environments/worker.py config/precision.py models/safetensors.py
 observe/flow_choice.py observe/model_card.py parallel/black_box.py parallel/watch.py
 parallel/world.py
-records/digests.py records/messages.py rewards/confined/main.py
-rewards/confined/wire.py rewards/graders/judge.py rewards/graders/reasoning_gym.py
-rewards/outcome.py rewards/sandbox.py rollout/episodes.py rollout/http_engine.py
+records/digests.py records/messages.py rewards/sandboxed/main.py
+rewards/sandboxed/wire.py rewards/graders/judge.py rewards/graders/reasoning_gym.py
+rewards/messages.py rewards/sandbox.py rollout/episodes.py rollout/http_engine.py
 rollout/servers.py rollout/vllm_engine.py rollout/vllm_model.py rollout/vllm_server.py
 commands/diff.py commands/replay.py serve/protocol.py serve/work.py store/checkpoint.py
 store/resume.py store/reward_record.py util/strict_json.py
