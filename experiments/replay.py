@@ -20,7 +20,7 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -110,22 +110,24 @@ def measure(config: RunConfig, say: Callable[[Row], None]) -> Row:
     step -> the row of the run.
     """
     tokens = config.training.tokens_per_microbatch
-    with open_run(config, Console(rich.console.Console(stderr=True))) as run:
+    with open_run(config, Console(rich.console.Console(stderr=True))) as opened:
+        run = opened.run
         witness = Witness(config.replay, config.seed, run.model.policy, tokens)
-        run.replay = run.extras["replay"] = witness
-        for step in run.steps():
+        run.learner = replace(run.learner, replay=witness)
+        opened.log.replay = run.extras["replay"] = witness
+        for step in opened.steps():
             batch = collect(run)
-            with run.learning():
+            with opened.learning():
                 judged = run.learner.judge_groups(batch.groups)
                 trained = run.learner.update(batch.groups, judged, step)
                 digests = StepDigests.of(step, batch.groups, state_digest(run))
-            run.log.step(step, batch, batch.engine, trained, digests, judged)
-            run.end_step(step)
-            run.evaluate_if_due(step)
-            run.save_if_due(step)
+            opened.log.step(step, batch, batch.engine, trained, digests, judged)
+            opened.end_step(step)
+            opened.evaluate_if_due(step)
+            opened.save_if_due(step)
             say({"seed": config.seed, "step": step, **_figures(witness.steps[-1])})
-        run.save_model()
-        summary = run.log.finish()
+        opened.save_model()
+        summary = opened.log.finish()
     return {
         "seed": config.seed,
         "steps": len(witness.steps),

@@ -44,7 +44,7 @@ from isobit.commands.flows import compare_flows, read_flow
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import SftConfig
 from isobit.parallel.world import ALONE
-from isobit.run.sft import SftRun, open_run, update_once
+from isobit.run.sft import OpenSftRun, open_run, update_once
 from isobit.store.directory import write_json
 
 SOLUTIONS = 20_000
@@ -223,27 +223,27 @@ def train_start(config: SftConfig) -> int:
     if told.is_file():
         print(f"{told} is there: this start is finished")
         return 0
-    with open_run(config, None, True, ALONE, ()) as run:
-        steps = iter(run.steps())
-        while not (solved := _enough(run)):
+    with open_run(config, None, True, ALONE, ()) as opened:
+        steps = iter(opened.steps())
+        while not (solved := _enough(opened)):
             if (step := next(steps, None)) is None:
                 print(f"no evaluation in which {config.output} solved {ENOUGH:.0%} of multiply")
                 return 1
-            due = step >= FIRST and run.evaluates_after(step)
-            update_once(run, step, due)
+            due = step >= FIRST and opened.run.evaluates_after(step)
+            update_once(opened, step, due)
             if due:
-                run.evaluate_if_due(step)
-            run.save_if_due(step)
-        run.save_model()
+                opened.evaluate_if_due(step)
+            opened.save_if_due(step)
+        opened.save_model()
     weights = Path(config.output) / "model" / "model.safetensors"
     write_json(told, {**solved, "sha256": sha256(weights.read_bytes()).hexdigest()})
     print(told.read_text(encoding="utf-8"))
     return 0
 
 
-def _enough(run: SftRun) -> dict[str, float]:
+def _enough(opened: OpenSftRun) -> dict[str, float]:
     """Updates by the last evaluation and what it solved, where some evaluation had enough."""
-    figures = run.log.evaluation_figures()
+    figures = opened.log.evaluation_figures()
     for at in sorted(figures):
         if figures[at].get("eval/multiply/accuracy", 0.0) >= ENOUGH:
             solved = {name: value for name, value in figures[at].items() if "accuracy" in name}

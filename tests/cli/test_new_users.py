@@ -9,6 +9,7 @@ from datasets import Dataset, DatasetDict
 
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
+from isobit.run.resolved import resolve
 from isobit.run.rl_run import read_rl
 from isobit.starter import starter_folder
 
@@ -73,12 +74,12 @@ def test_more_prompts_a_step_than_there_are_are_said(tmp_path: Path) -> None:
     values["reward"] = {"function": "isobit.starter.tasks:correct_answer"}
     values["rollout"] = {"max_new_tokens": 16}
     config = RunConfig.model_validate(values)
-    assert "a step takes 20 prompts" in read_rl(config).learning[0]
-    assert "same prompt up to 3 times" in read_rl(config).learning[0]
+    assert "a step takes 20 prompts" in read_rl(resolve(config)).learning[0]
+    assert "same prompt up to 3 times" in read_rl(resolve(config)).learning[0]
     enough = config.model_copy(
         update={"training": config.training.model_copy(update={"prompts_per_step": 8})}
     )
-    assert "warning" not in read_rl(enough).learning[0]
+    assert "warning" not in read_rl(resolve(enough)).learning[0]
 
 
 def test_an_evaluation_names_its_split_where_there_are_several(

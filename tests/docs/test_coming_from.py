@@ -5,8 +5,9 @@ from pathlib import Path
 
 from isobit.config.algorithm import GrpoConfig
 from isobit.config.foreign import FRAMEWORKS, foreign_rows
-from isobit.config.recipes import RunConfig, SftConfig, all_keys
-from isobit.config.tables import TrainingConfig
+from isobit.config.keys import all_keys
+from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.training import TrainingConfig
 from tools import site
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")

@@ -24,6 +24,7 @@ from isobit.run import loop, model_source, plan, run, sft_objectives
 from isobit.run import sft as sft_loop
 from isobit.run.loop import train
 from isobit.run.plan import Plan
+from isobit.run.resolved import resolve
 from isobit.run.rl_run import prepare_rl
 from isobit.run.run import Run
 from isobit.run.sft import prepare_sft
@@ -55,7 +56,7 @@ def turns(own_memory: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> lis
     """Runs on the CPU that take turns as on a GPU, with what happened to the memory."""
     events: list[str] = []
 
-    def with_turns(run: Run[Any, Any, Any]) -> Any:
+    def with_turns(run: Run[Any, Any]) -> Any:
         own_memory().events = events
         run.turns = DeviceSharing(PLAN, run._engine, run.trainer)
         return run
@@ -235,7 +236,7 @@ def test_held_out_losses_are_measured_without_the_cache(
     config = supervised(
         make_config, evaluation={"every": 1}, training={"steps": 1, "prompts_per_step": 2}
     )
-    run = sft_loop.prepare_sft(config)
+    run = sft_loop.prepare_sft(resolve(config))
     assert run.evaluator is not None
     engine, held = run.evaluator.engine, []
     assert isinstance(engine, NativeEngine)
@@ -266,5 +267,5 @@ def test_fine_tuning_is_planned_before_weights_are_read(
     monkeypatch.setattr(run, "plan_device_memory", refuse)
     monkeypatch.setattr(model_source, "read_masters", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="no room"):
-        prepare_sft(supervised(make_config, training={"prompts_per_step": 2}))
+        prepare_sft(resolve(supervised(make_config, training={"prompts_per_step": 2})))
     assert microbatch_tokens(asked[0], 100) == 200

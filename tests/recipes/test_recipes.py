@@ -20,6 +20,7 @@ from isobit.config.recipes import SftConfig
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
+from isobit.run.resolved import resolve
 from isobit.run.rl_run import prepare_rl
 from isobit.util.errors import ModelError
 from tools.starter.build import save_tokenizer, write_text
@@ -174,7 +175,7 @@ def test_the_evaluation_of_the_mix_keeps_its_own_problems(tmp_path: Path) -> Non
         RECIPES / "reasoning_gym.toml",
         ["--output", str(tmp_path / "run"), "--data.train.size", "200"],
     )
-    assert prepare_rl(config).data_figures()["dropped_prompts"] < 20, (
+    assert prepare_rl(resolve(config)).data_figures()["dropped_prompts"] < 20, (
         "small numbers and short words repeat, whole sets do not"
     )
 
@@ -209,12 +210,12 @@ def test_the_recipe_for_a_checkpoint_asks_for_a_folder(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"Qwen/Qwen3-0.6B is no folder here, and as a model of the hub"
     ):
-        prepare_rl(config)
+        prepare_rl(resolve(config))
 
 
 def test_the_quickstart_measures_what_it_promises() -> None:
     config = load_config(RECIPES / "quickstart.toml", [])
-    run = prepare_rl(config.model_copy(update={"output": Path("nowhere/quickstart")}))
+    run = prepare_rl(resolve(config.model_copy(update={"output": Path("nowhere/quickstart")})))
     assert run.data_figures()["evaluation_problems"]["held_out"] >= 200
     assert run.evaluator is not None
     assert run.evaluator.requests["held_out"][0].sampling.temperature == 0

@@ -19,8 +19,8 @@ from isobit.config.reward import RewardConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.run import date
 from isobit.run.loop import train
+from isobit.run.resolved import dated, resolve
 from isobit.run.rl_run import read_rl
-from isobit.run.settings import with_date_of_run
 from isobit.util.errors import ConfigError, ModelError
 from tests.commands.test_replay import REWARD, settings
 from tests.tiny import json_lines
@@ -90,7 +90,7 @@ def test_a_new_run_has_todays_date_or_the_one_that_is_set(
 ) -> None:
     clock.time = NEXT
     config = recipe(model, tmp_path / "out", 1)
-    assert with_date_of_run(config, resume=True).data.date == NEXT
+    assert dated(resolve(config), resume=True).config.data.date == NEXT
     again = recipe(model, tmp_path / "out", 1, data={"date": "2024-07-26"})
     plan = plan_training(again, read_rl)
     assert "2024-07-26" in "\n".join(plan.plan.learning)
@@ -101,11 +101,11 @@ def test_a_template_without_a_clock_leaves_no_date(
     tiny_folder: Path, model: Path, tmp_path: Path
 ) -> None:
     config = recipe(model, tmp_path / "out", 1)
-    assert with_date_of_run(config.model_copy(update={"model": str(tiny_folder)}), False) == (
+    assert dated(resolve(config.model_copy(update={"model": str(tiny_folder)})), False).config == (
         config.model_copy(update={"model": str(tiny_folder)})
     )
     off = recipe(model, tmp_path / "out", 1, data={"chat": False})
-    assert with_date_of_run(off, False) == off
+    assert dated(resolve(off), False).config == off
 
 
 def test_outside_of_a_run_the_date_is_todays_and_said(
@@ -129,7 +129,7 @@ def test_a_reward_model_has_one_date_in_an_evaluation_too(
     config = recipe(model, tmp_path / "out", 1).model_copy(update={"reward": reward})
     dates = list[Any]()
 
-    def load(reward: Any, device: Any, date: Any) -> Any:
+    def load(reward: Any, folders: Any, device: Any, date: Any) -> Any:
         dates.append(date)
         raise ModelError("seen")
 

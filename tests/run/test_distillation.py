@@ -22,6 +22,7 @@ from isobit.models.policy import random_policy
 from isobit.models.saving import save_policy
 from isobit.models.scorer import Scorer
 from isobit.run.loop import train
+from isobit.run.resolved import resolve
 from isobit.run.rl_run import read_rl
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.training.supervised import DistilFigures
@@ -193,17 +194,17 @@ def test_a_run_is_not_resumed_with_another_teacher(
 def test_held_out_figures_do_not_depend_on_micro_batches(make_sft: MakeSft, other: Path) -> None:
     """Equal in bits, and equal to what each example gives alone."""
     config = make_sft(teacher={"model": str(other)})
-    run = prepare_sft(config)
+    run = prepare_sft(resolve(config))
     examples = run.data.sets["held_out"]
     assert run.trainer.teacher is not None
     found = [
-        run.lesson.measure(run.trainer, run.lesson.pack(run.trainer, examples, tokens))
+        run.objective.measure(run.trainer, run.objective.pack(run.trainer, examples, tokens))
         for tokens in (1, 100, 4096)
     ]
     assert found[0] == found[1] == found[2]
     log_probs = [
         Scorer(run.trainer.teacher.model).score(batch).log_probs
-        for batch in run.lesson.pack(run.trainer, examples, 1)
+        for batch in run.objective.pack(run.trainer, examples, 1)
     ]
     figures = found[0][1]
     assert isinstance(figures, DistilFigures)

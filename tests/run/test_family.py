@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from isobit.algorithms.registry import ALGORITHMS, build_algorithm
 from isobit.config.recipes import RunConfig
 from isobit.run.loop import train
+from isobit.run.resolved import resolve
 from isobit.run.rl_run import read_rl
 from isobit.util.errors import ConfigError
 
@@ -213,7 +214,7 @@ def test_evaluation_has_a_top_p_of_its_own(make_config: MakeConfig) -> None:
     """verl's ``val_kwargs.top_p``: an evaluation that truncates what training does not."""
     for given, expected in ((None, 0.9), (0.5, 0.5), (1.0, 1.0)):
         config = make_config(evaluation={"top_p": given}, rollout={"top_p": 0.9})
-        plan = read_rl(config)
+        plan = read_rl(resolve(config))
         assert plan.sampling.top_p == 0.9
         ((request, *_),) = plan.evaluation.values()
         assert request.sampling.top_p == expected

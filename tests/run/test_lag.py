@@ -14,6 +14,7 @@ from isobit.config.recipes import RunConfig
 from isobit.models.safetensors import TensorFile
 from isobit.records.text import Group
 from isobit.run import loop
+from isobit.run.log import RlLog
 from isobit.run.loop import train
 from isobit.run.pending import COMPARED, GradedBatch, Pending
 from isobit.run.rl_run import RlRun
@@ -116,7 +117,9 @@ def test_what_is_compared_after_the_weights_moved_differs(
     """The count of 0 is a check: it is another number where sampler and trainer are apart."""
     compare = Pending.compare
 
-    def late(run: RlRun, batch: GradedBatch, judged: Sequence[Group], step: int) -> StepMetrics:
+    def late(
+        run: RlRun, log: RlLog, batch: GradedBatch, judged: Sequence[Group], step: int
+    ) -> StepMetrics:
         trained = run.learner.update(batch.groups, judged, step)
         compare(run.pending, run.trainer)
         batch = run.pending.front()

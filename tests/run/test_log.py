@@ -14,9 +14,8 @@ import pytest
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import CheckConfig
 from isobit.models.folder import read_config
-from isobit.observe.console import Console, fit
+from isobit.observe.console import fit
 from isobit.run.log import (
-    RlLog,
     RlSetSummary,
     RlSummary,
     SignalWatch,
@@ -24,10 +23,10 @@ from isobit.run.log import (
     describe_summary,
 )
 from isobit.run.loop import train
+from isobit.run.resolved import resolve
 from isobit.run.rl_run import prepare_rl
 from isobit.store.checkpoint import folder_name
 from isobit.store.resume import begin
-from isobit.util.clock import Clock
 from isobit.util.errors import NoSignalError
 
 METRICS: dict[str, float] = {
@@ -146,8 +145,8 @@ def test_a_log_installs_nothing_in_the_trainer(make_config: Callable[..., RunCon
     """Whoever puts the run together says who hears of changes of the budget."""
     config = make_config()
     with begin(config, read_config(Path(config.model)), False, print) as start:
-        run = prepare_rl(config)
-        with RlLog(run, start, Console(), Clock()):
+        run = prepare_rl(resolve(config))
+        with run.open_log(start):
             assert run.trainer.budget.on_change is None
 
 

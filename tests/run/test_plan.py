@@ -20,7 +20,8 @@ from isobit.models import policy
 from isobit.run import model_source
 from isobit.run import plan as plan_module
 from isobit.run import plan as planning
-from isobit.run.rl_run import prepare_rl, read_rl
+from isobit.run.resolved import resolve
+from isobit.run.rl_run import RlRun, prepare_rl, read_rl
 from isobit.store.manifest import environment
 from isobit.util.errors import CheckpointError, ConfigError, RequestError
 from isobit.util.machine import Memory
@@ -39,12 +40,12 @@ def files(folder: Path) -> dict[str, int]:
 
 def test_a_plan_agrees_with_the_run(make_config: MakeConfig) -> None:
     config = make_config()
-    plan, run = plan_run(config), prepare_rl(config)
+    plan, run = plan_run(config), prepare_rl(resolve(config))
     assert plan.flow == run.model.policy.flow
     assert plan.plan.model.config == run.model.policy.config
     assert plan.plan.longest == max(
         len(prompt.token_ids) + config.rollout.max_new_tokens
-        for prompt in read_rl(config).data.prompts
+        for prompt in read_rl(resolve(config)).data.prompts
     ), "a prompt and the longest completion"
     assert plan.plan.updates == run.trainer.total_updates
     assert isinstance(plan.memory, MemoryEstimate)
@@ -91,7 +92,7 @@ def test_a_used_directory_is_refused_unless_a_run_goes_on_in_it(make_config: Mak
     config = make_config()
     config.output.mkdir()
     manifest = config.output / "run.json"
-    inputs, found = read_rl(config).inputs, environment(torch.device("cpu"))
+    inputs, found = read_rl(resolve(config)).inputs, environment(torch.device("cpu"))
     recipe = config.model_dump(mode="json")
     manifest.write_text(json.dumps({"config": recipe, "inputs": inputs, **found}))
     with pytest.raises(ConfigError, match="already holds files"):
@@ -150,11 +151,11 @@ def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
 ) -> None:
     monkeypatch.setattr(model_source, "read_masters", None)
     on_a_gpu(monkeypatch, 1 << 30)
-    for start in (plan_run, prepare_rl):
+    for start in (plan_run, prepare_run):
         with pytest.raises(ConfigError, match="training a micro-batch of 84 tokens would take"):
             start(make_config())
     on_a_gpu(monkeypatch, 8 << 30, main_memory=1000)
-    for start in (plan_run, prepare_rl):
+    for start in (plan_run, prepare_run):
         with pytest.raises(
             ConfigError,
             match=r"offload_moments puts [\d.]+ MiB into main memory, and 0\.977 KiB are free",
@@ -169,6 +170,10 @@ def test_a_run_that_a_gpu_does_not_hold_is_refused_before_it_loads_anything(
                     }
                 )
             )
+
+
+def prepare_run(config: RunConfig) -> RlRun:
+    return prepare_rl(resolve(config))
 
 
 def plan_elsewhere(config: RunConfig, card: Card) -> DryRun:

@@ -14,8 +14,8 @@ from isobit.commands.dry_run import plan_training
 from isobit.config.recipes import RunConfig
 from isobit.config.rollout import RunRolloutConfig
 from isobit.run.loop import train
+from isobit.run.resolved import resolve, settled
 from isobit.run.rl_run import read_rl
-from isobit.run.settings import settled
 from isobit.util.errors import (
     ConfigError,
     DataError,
@@ -167,7 +167,7 @@ def test_completions_are_at_most_half_of_a_small_context(
     config = make_config(model=model)
     unset = config.model_copy(update={"rollout": RunRolloutConfig()})
     said: list[str] = []
-    made, _ = settled(unset, read_rl, said.append)
+    made = settled(resolve(unset), read_rl, said.append).config
     assert made.rollout.max_new_tokens == min(512, context // 2)
     assert said == (
         [
@@ -177,8 +177,8 @@ def test_completions_are_at_most_half_of_a_small_context(
         if context < 1024
         else []
     )
-    assert settled(made, read_rl, said.append)[0] == made
-    assert settled(config, read_rl)[0] == config, "what the recipe says stays"
+    assert settled(resolve(made), read_rl, said.append).config == made
+    assert settled(resolve(config), read_rl).config == config, "what the recipe says stays"
     assert plan_training(unset, read_rl).plan.config == made
 
 
@@ -190,8 +190,11 @@ def test_epochs_are_as_many_steps_as_they_need(
     training = config.training.model_copy()
     training.model_fields_set.discard("steps")
     said: list[str] = []
-    made, data = settled(config.model_copy(update={"training": training}), read_rl, said.append)
+    recipe = resolve(config.model_copy(update={"training": training}))
+    recipe = settled(recipe, read_rl, said.append)
+    made = recipe.config
     assert made.training.steps == steps
-    assert read_rl(made, data=data).data is data, "read once"
+    assert recipe.data is not None
+    assert read_rl(recipe).data is recipe.data, "read once"
     assert said == [f"data.epochs = {epochs:g} of 16 prompts: {steps} steps of 2"]
-    assert settled(made, read_rl)[0] == made
+    assert settled(resolve(made), read_rl).config == made

@@ -19,7 +19,6 @@ from isobit.config.load import build
 from isobit.config.precision import Preset
 from isobit.config.recipes import SftConfig
 from isobit.kernels.backend import support
-from isobit.memory.sharing import DeviceSharing
 from isobit.models.folder import load_model, read_masters
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
@@ -27,6 +26,7 @@ from isobit.records.batch import PackedBatch
 from isobit.run import model_source, plan
 from isobit.run import plan as plan_module
 from isobit.run import run as run_module
+from isobit.run.resolved import resolve
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import problems, question, worked_out
 from isobit.training.trainer import Trainer
@@ -140,11 +140,11 @@ def test_a_gpu_has_no_cache_where_nothing_is_generated(
         and "tokens in rollout" not in shown
     )
     own_memory()
-    run = prepare_sft(config)
-    assert run.evaluator is None and isinstance(run.turns, DeviceSharing)
+    run = prepare_sft(resolve(config))
+    assert run.evaluator is None and isinstance(run.turns, DeviceTurns)
     assert run.turns.plan.peaks.keys() == {"training"}
     graded = make_config(rollout={"kv_memory_gib": 12.0}, reward=REWARD)
-    for refused in (plan_sft, prepare_sft):
+    for refused in (plan_sft, lambda config: prepare_sft(resolve(config))):
         with pytest.raises(ConfigError, match="the KV cache would take 12 GiB"):
             refused(graded)
     shown = "\n".join(plan_sft(make_config(reward=REWARD)).describe(None))
@@ -152,8 +152,8 @@ def test_a_gpu_has_no_cache_where_nothing_is_generated(
 
 
 def test_only_completions_are_learnt_and_compared(make_config: MakeConfig) -> None:
-    run = prepare_sft(make_config())
-    batches = run.lesson.pack(run.trainer, run.next_examples(), 4096)
+    run = prepare_sft(resolve(make_config()))
+    batches = run.objective.pack(run.trainer, run.next_examples(), 4096)
     examples = run.sampler.state()["cursor"]
     learnt = sum(batch.targets.numel() for batch in batches)
     assert examples == 4
@@ -179,7 +179,7 @@ def test_a_model_is_made_from_scratch_with_the_tokenizer_of_a_folder(
     assert (made.vocab_size, made.num_layers, made.head_dim, made.num_kv_heads) == (128, 1, 32, 4)
     drawn = [
         prepare_sft(
-            make_config(model="starter", from_scratch=SCRATCH, output="nowhere", seed=seed)
+            resolve(make_config(model="starter", from_scratch=SCRATCH, output="nowhere", seed=seed))
         ).model.policy.masters
         for seed in (0, 0, 1)
     ]
@@ -194,7 +194,7 @@ def test_examples_that_are_evaluated_are_not_trained_on(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     both = write_rows(tmp_path / "both.jsonl", held_out=True, count=8)
-    run = prepare_sft(make_config(data={"train": {"type": "jsonl", "path": both}}))
+    run = prepare_sft(resolve(make_config(data={"train": {"type": "jsonl", "path": both}})))
     assert (run.data.dropped, run.sampler.state()["prompts"]) == (5, 3)
 
 
@@ -283,8 +283,10 @@ def test_the_device_is_that_of_the_configuration(
 ) -> None:
     monkeypatch.setattr("isobit.kernels.hopper.support.problem", lambda: "there is none here")
     with pytest.raises(ConfigError, match="device = 'cuda', but there is none here"):
-        prepare_sft(make_config(device="cuda", **start))
-    assert prepare_sft(make_config(device="auto", **start)).model.policy.device.type == "cpu"
+        prepare_sft(resolve(make_config(device="cuda", **start)))
+    assert (
+        prepare_sft(resolve(make_config(device="auto", **start))).model.policy.device.type == "cpu"
+    )
 
 
 def test_a_held_out_loss_without_memory_is_measured_in_smaller_micro_batches(

@@ -20,6 +20,7 @@ from isobit.data.examples import conversation_ids
 from isobit.data.sources import Row
 from isobit.memory.retry import within_memory
 from isobit.models.frozen import load_reward_model
+from isobit.run.resolved import resolve
 from isobit.run.sft import prepare_sft, read_sft, sft
 from isobit.starter.tasks import guess, problems, question, worked_out
 from isobit.training.trainer import Trainer
@@ -92,7 +93,7 @@ def test_the_directory_holds_what_the_run_did(
     names = {"loss", "accuracy", "margin", "score_mean", "score_min", "score_max", "grad_norm"}
     assert names <= figures[1].keys()
     assert not {"entropy", "response_tokens"} & figures[1].keys()
-    run = prepare_sft(make_config(output="nowhere"))
+    run = prepare_sft(resolve(make_config(output="nowhere")))
     pairs = [pair for _ in range(2) for pair in run.next_examples()]
     assert summary.tokens_trained == sum(pair.tokens for pair in pairs)
     printed = capsys.readouterr().out
@@ -126,7 +127,7 @@ def test_a_reward_model_learns_on_with_its_own_head(make_config: MakeConfig) -> 
     first = sft(make_config())
     second = make_config(model=str(first.model), output=first.directory.with_name("second"))
     made = load_reward_model(first.model, FP32).policy.weights("training")
-    head = prepare_sft(second).model.policy.masters["score.weight"]
+    head = prepare_sft(resolve(second)).model.policy.masters["score.weight"]
     assert torch.equal(head, made.plain["score.weight"])
     assert sft(second).loss_before == pytest.approx(first.loss_after, rel=0.02)
 
@@ -151,7 +152,7 @@ def test_a_reward_model_is_made_from_scratch(make_config: MakeConfig) -> None:
 
 
 def test_a_pair_is_never_cut(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = prepare_sft(make_config(training={"tokens_per_microbatch": 1}))
+    run = prepare_sft(resolve(make_config(training={"tokens_per_microbatch": 1})))
     seen: list[Sequence[int]] = []
 
     def spy(trainer: Trainer, lengths: Sequence[int], *rest: Any) -> Any:
@@ -167,7 +168,7 @@ def test_a_pair_is_never_cut(make_config: MakeConfig, monkeypatch: pytest.Monkey
 def test_the_plan_says_pairs_and_counts_no_lm_head(make_config: MakeConfig) -> None:
     config = make_config()
     shown = "\n".join(plan_training(config, read_sft).describe(None))
-    parameters = sum(m.numel() for m in prepare_sft(config).model.policy.parameters())
+    parameters = sum(m.numel() for m in prepare_sft(resolve(config)).model.policy.parameters())
     assert f"{parameters:,} parameters" in shown
     assert "steps: 2 of 4 pairs; pairs of at most" in shown
 
@@ -206,4 +207,4 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(
 def test_a_reward_model_does_not_learn_completions(make_config: MakeConfig) -> None:
     made = sft(make_config()).model
     with pytest.raises(ModelError, match=r"is a reward model.*objective = \"preference\""):
-        prepare_sft(make_config(model=str(made), objective="supervised", output="nowhere"))
+        prepare_sft(resolve(make_config(model=str(made), objective="supervised", output="nowhere")))

@@ -13,6 +13,7 @@ from isobit.config.commands import GenerationConfig
 from isobit.config.recipes import RunConfig
 from isobit.records.text import Completion
 from isobit.run.loop import train
+from isobit.run.resolved import resolve
 from isobit.run.rl_run import read_rl
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError
@@ -120,7 +121,7 @@ def test_an_unknown_stop_token_is_refused_before_the_run(
 ) -> None:
     config = make_config(model=str(folder), rollout={"stop_tokens": ["<|im_end|>"]})
     with pytest.raises(ConfigError, match=r"rollout\.stop_tokens names .* which is no"):
-        read_rl(config)
+        read_rl(resolve(config))
 
 
 def test_an_end_of_turn_that_ends_nothing_is_named_before_the_run(
@@ -130,13 +131,15 @@ def test_an_end_of_turn_that_ends_nothing_is_named_before_the_run(
         "{% for m in messages %}{{ m.content }}{{ ',' if m.role == 'assistant' }}{% endfor %}"
     )
     (folder / "chat_template.jinja").write_text(template)
-    (line,) = [one for one in read_rl(make_config(model=str(folder))).learning if "turn" in one]
+    (line,) = [
+        one for one in read_rl(resolve(make_config(model=str(folder)))).learning if "turn" in one
+    ]
     assert line.startswith("warning: the chat template ends the assistant's turn with ','")
     settings = GenerationConfig.model_validate({"rollout": {"max_new_tokens": 4}})
     rollout_folder(folder, ["1+2="], settings)
     assert "ends the assistant's turn with ','" in "".join(capsys.readouterr())
     stopped = make_config(model=str(folder), rollout={"max_new_tokens": 4, "stop_tokens": [","]})
-    assert not [one for one in read_rl(stopped).learning if "turn" in one]
+    assert not [one for one in read_rl(resolve(stopped)).learning if "turn" in one]
 
 
 def test_the_rows_that_are_left_out_are_told_and_recorded(

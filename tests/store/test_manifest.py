@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from isobit.config.recipes import RunConfig
+from isobit.run.resolved import resolve
 from isobit.run.rl_run import prepare_rl
 from isobit.store.manifest import manifest
 
@@ -15,7 +16,9 @@ MakeConfig = Callable[..., RunConfig]
 
 def test_versions_device_machine_and_configuration(make_config: MakeConfig) -> None:
     config = make_config()
-    content = json.loads(json.dumps(manifest(prepare_rl(config), ["a", "b", "a"]), allow_nan=False))
+    content = json.loads(
+        json.dumps(manifest(prepare_rl(resolve(config)), ["a", "b", "a"]), allow_nan=False)
+    )
     assert content["versions"]["torch"] == torch.__version__
     assert content["versions"]["python"] == platform.python_version()
     assert {"isobit", "transformers", "safetensors", "datasets", "numpy"} <= set(

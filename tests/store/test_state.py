@@ -12,6 +12,7 @@ from isobit.config.recipes import RunConfig
 from isobit.parallel.world import Alone
 from isobit.records.text import Group, Prompt
 from isobit.run.loop import train
+from isobit.run.resolved import resolve
 from isobit.run.rl_run import RlRun, prepare_rl
 from isobit.store import state
 from isobit.store.checkpoint import read_checkpoint
@@ -74,7 +75,7 @@ def test_any_byte_of_what_an_update_leaves_counts(
     found = checkpoint_digest(checkpoint)
     assert found == {"masters": line.left.masters, "moments": line.left.moments}
 
-    run = prepare_rl(config)
+    run = prepare_rl(resolve(config))
     begun = state_digest(run)
     assert begun.moments == "0" * 16, "of none"
     state.restore(checkpoint, run)
@@ -106,7 +107,7 @@ class TwoRanks(Alone):
 
 
 def test_a_rank_that_reads_other_weights_is_named(make_config: MakeConfig) -> None:
-    run: RlRun = prepare_rl(make_config())
+    run: RlRun = prepare_rl(resolve(make_config()))
     state_digest(run)
     run.model.policy.world = TwoRanks()
     with pytest.raises(MismatchError, match="published weights of rank 1 are not those of rank 0"):

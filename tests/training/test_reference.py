@@ -56,8 +56,9 @@ def test_without_a_penalty_there_is_none(
     make_config: MakeConfig, described: DescribedModel
 ) -> None:
     config = make_config(reference={"model": "no/such/folder", "refresh_every": 1})
+    policy = load_policy(described.folder, config.precision)
     assert describe_reference(config, described, 64) is None
-    assert load_reference(config, load_policy(described.folder, config.precision)) is None
+    assert load_reference(config, policy, described.folder) is None
     assert checkpoint_bytes(config, described.config) == 0
 
 
@@ -66,7 +67,7 @@ def test_by_default_it_is_the_model_that_the_run_begins_with(
 ) -> None:
     config = make_config(**HELD)
     policy = load_policy(described.folder, config.precision)
-    reference = load_reference(config, policy)
+    reference = load_reference(config, policy, described.folder)
     planned = describe_reference(config, described, 64)
     assert reference is not None and planned is not None
     assert reference.frozen.is_equal_to(policy)
@@ -83,7 +84,8 @@ def test_another_folder_is_another_model(
     folder = make_folder(num_layers=2)
     config = make_config(**HELD, reference={"model": str(folder), "offload": True})
     policy = load_policy(described.folder, config.precision)
-    reference, planned = load_reference(config, policy), describe_reference(config, described, 64)
+    reference = load_reference(config, policy, described.folder)
+    planned = describe_reference(config, described, 64)
     assert reference is not None and planned is not None
     assert not reference.frozen.is_equal_to(policy)
     assert reference.frozen.is_equal_to(load_policy(folder, config.precision))
@@ -156,7 +158,7 @@ def test_a_run_holds_to_it_and_its_checkpoint_has_it_byte_for_byte(
     size = sum(tensor.nbytes for tensor in found.values())
     assert size == checkpoint_bytes(config, read_config(Path(config.model)))
     trained = load_policy(config.output / "model", config.precision)
-    expected = load_reference(make_config(**HELD), trained)
+    expected = load_reference(make_config(**HELD), trained, Path(config.model))
     assert expected is not None, "it was refreshed after the last step"
     for name, tensor in expected.frozen.tensors().items():
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))

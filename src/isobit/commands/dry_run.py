@@ -31,7 +31,7 @@ from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import Limits, check_limits
 from isobit.run.plan import AnyPlan, check_requests, plan_device_memory
-from isobit.run.settings import settled, with_date_of_run
+from isobit.run.resolved import dated, resolve, settled
 from isobit.run.sft_data import SftData
 from isobit.store.checkpoint import folders_by_step
 from isobit.store.directory import RunDirectory, check_unused
@@ -126,9 +126,8 @@ def plan_training(
     if not resume and card is None:
         check_unused(config.output)
     notes: list[str] = []
-    read = partial(read, weights=resume)
-    config, data = settled(with_date_of_run(config, resume, weights=resume), read, notes.append)
-    plan = read(config, data=data)
+    recipe = settled(dated(resolve(config, weights=resume), resume), read, notes.append)
+    config, plan = recipe.config, read(recipe)
     plan = replace(plan, learning=(*notes, *plan.learning))
     rewards = describe_rewards(config.reward)
     model = plan.model.config

@@ -32,7 +32,7 @@ from isobit.run.acting import episodes_of
 from isobit.run.data import evaluation_limit, rendering_notes
 from isobit.run.date import with_date_of
 from isobit.run.evaluation import Evaluation, Evaluator, OnProgress, evaluation_requests
-from isobit.run.reward_models import ModelRewards
+from isobit.run.reward_models import ModelRewards, reward_model_folders
 from isobit.util.terminal import say
 
 
@@ -72,7 +72,8 @@ def _evaluate_folder(
 ) -> Evaluation[EvalResult]:
     model = load_sampling_model(folder, config.precision, config.device, world)
     engine = NativeEngine(model.policy, config.rollout, model.tokenizer, config.seed)
-    config = with_date_of(config, folder, world)
+    reward_models = reward_model_folders(config.reward)
+    config = with_date_of(config, model.folder, reward_models.values(), world)
     with episodes_of(config.environment, config.data, model, config.rollout, engine) as (
         schemas,
         acts,
@@ -80,13 +81,14 @@ def _evaluate_folder(
         sets = read_sets(config, model.tokenizer, model.context, world, tools=schemas)
         requests = evaluation_requests(sets, config.evaluation, config.rollout, model)
         evaluator = Evaluator(engine, requests, generate=acts)
-        return _evaluate(evaluator, config, model, progress, graders, world)
+        return _evaluate(evaluator, config, model, reward_models, progress, graders, world)
 
 
 def _evaluate(
     evaluator: Evaluator,
     config: RunConfig,
     model: SamplingModel,
+    reward_models: Mapping[str, Path],
     progress: OnProgress | None,
     graders: Graders,
     world: World,
@@ -100,7 +102,9 @@ def _evaluate(
             engine.release()
         return {}
     graders.describe()
-    models = ModelRewards(config.reward, model.policy.device, data.date).scores(engine.release)
+    device = model.policy.device
+    rewards = ModelRewards(config.reward, reward_models, device, data.date)
+    models = rewards.scores(engine.release)
 
     def grading(groups: Sequence[Group]) -> GradeStats:
         if world.size > 1:  # reward models release it on this rank; what all capture must be alike

@@ -67,7 +67,7 @@ from isobit.rollout.native import NativeEngine
 from isobit.run.crests import has_int8, measure_crests
 from isobit.run.date import with_date_of
 from isobit.run.evaluation import evaluation_requests
-from isobit.run.reward_models import ModelRewards
+from isobit.run.reward_models import ModelRewards, reward_model_folders
 from isobit.util.errors import ConfigError, DataError, NonFiniteError
 from isobit.util.terminal import gib
 
@@ -118,14 +118,13 @@ class _Bench:
         requests: Sequence[Request],
         answers: str | None,
         graders: Graders | None,
+        reward_models: Mapping[str, Path],
         console: Console,
     ) -> None:
         self._model, self._config, self._requests = model, config, requests
         self._answers, self._graders, self._console = answers, graders, console
         self._device = choose_device(config.device, model.config, PrecisionConfig(preset="bf16"))
-        self._rewards = ModelRewards(
-            config.reward if graders is not None else None, self._device, config.data.date
-        )
+        self._rewards = ModelRewards(config.reward, reward_models, self._device, config.data.date)
         self._base: _Base | None = None
 
     @property
@@ -283,14 +282,18 @@ def compare_flows(
         graded = "reward" in config.model_fields_set
         if graded:
             check_reward(config.reward)
-        config = with_date_of(config, described.folder)
+        folders = reward_model_folders(config.reward)
+        config = with_date_of(config, described.folder, folders.values())
         sets = read_sets(config, described.tokenizer, shape.max_positions, graded=graded)
         asked = evaluation_requests(sets, config.evaluation, config.rollout, described)
         requests = [one for every in asked.values() for one in every]
         with Graders(config.reward) if graded else nullcontext() as graders:
             if graders is not None:
                 graders.describe()
-            bench = _Bench(described, config, requests, answers, graders, console or silent())
+            folders = folders if graded else {}
+            bench = _Bench(
+                described, config, requests, answers, graders, folders, console or silent()
+            )
             figures = [bench.measure(one) for one in figures]
             tokens = bench.tokens
         comparison = replace(comparison, flows=figures, problems=len(requests), tokens=tokens)

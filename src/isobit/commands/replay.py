@@ -35,8 +35,10 @@ from isobit.parallel.world import ALONE, World, broadcast
 from isobit.run.agreement import check_recipes
 from isobit.run.interruption import Interruption
 from isobit.run.loop import take_step
-from isobit.run.rl_run import RlRun, read_rl
-from isobit.run.run import start_run
+from isobit.run.open_run import start_run
+from isobit.run.resolved import resolve
+from isobit.run.rl_run import RlPlan, RlRun, read_rl
+from isobit.run.run import Surroundings
 from isobit.store.checkpoint import Checkpoint, folders_by_step, read_checkpoint
 from isobit.store.compatible import REPLAYING, check_compatible, is_allowed
 from isobit.store.directory import RunDirectory, check_unused
@@ -259,7 +261,11 @@ def _run_again(source: Source, place: Path, recorded_rewards: bool, say: Say, wo
         answers = KnownAnswers(say, broadcast(world, lambda: _lines(source.directory.answers)))
     metrics = broadcast(world, lambda: _lines(source.directory.metrics))
     evaluated = [line.get("step") for line in metrics if OF_AN_EVALUATION in line]
-    interruption = Interruption(world)
+    interruption, recipe = Interruption(world), resolve(config)
+
+    def prepare(around: Surroundings) -> RlRun:
+        return _SecondRun(read_rl(recipe), evaluated, world, around)
+
     with (
         interruption.open_to_requests(),
         begin_again(
@@ -274,12 +280,10 @@ def _run_again(source: Source, place: Path, recorded_rewards: bool, say: Say, wo
             source.allowed,
             interruption.check,
         ) as start,
-        start_run(
-            config, lambda: _SecondRun(config, evaluated, world), start, silent(), interruption
-        ) as run,
+        start_run(recipe, prepare, RlRun.open_log, start, silent(), interruption) as opened,
     ):
         for step in source.steps:
-            made, recorded = take_step(run, step).by_name(), source.digests.get(step)
+            made, recorded = take_step(opened, step).by_name(), source.digests.get(step)
             then = recorded.by_name() if recorded is not None else made
             differing = [name for name, digest in made.items() if then[name] != digest]
             names = f"{', '.join(differing)} differ" if differing else "all equal"
@@ -288,7 +292,7 @@ def _run_again(source: Source, place: Path, recorded_rewards: bool, say: Say, wo
                 say(f"step {step} has left other weights: no step after it is done")
                 return step
         if source.steps[-1] == config.training.steps and source.directory.summary.is_file():
-            run.save_model()
+            opened.save_model()
     return source.steps[-1]
 
 
@@ -299,8 +303,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 class _SecondRun(RlRun):
     """Evaluates when the recorded run has, which may have had another ``evaluation.every``."""
 
-    def __init__(self, config: RunConfig, evaluated: Collection[Any], world: World) -> None:
-        super().__init__(read_rl(config), world)
+    def __init__(
+        self, plan: RlPlan, evaluated: Collection[Any], world: World, around: Surroundings
+    ) -> None:
+        super().__init__(plan, world, around=around)
         self._evaluated = frozenset(evaluated)
 
     def evaluates_after(self, step: int) -> bool:

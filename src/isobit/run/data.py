@@ -1,12 +1,12 @@
 """The prompts of reinforcement learning: those to learn from, and those of each evaluation set."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from isobit.config.data import ChatConfig, DataSource
+from isobit.config.data import ChatConfig
 from isobit.config.recipes import RunConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.tables import EvaluationConfig
@@ -15,16 +15,17 @@ from isobit.data.prompts import (
     Noticed,
     TooLong,
     build_prompts,
-    check_any_left,
     describe_too_long,
-    drop_evaluated,
     prompts_sha256,
 )
 from isobit.data.sources import iter_rows
-from isobit.data.spool import Spool, in_chunks
+from isobit.data.spool import Spool
 from isobit.models.folder import DescribedModel
 from isobit.records.text import Prompt
 from isobit.rewards.reference_check import check_references
+from isobit.rollout.episodes import Tools
+from isobit.run.acting import open_environments, read_tools
+from isobit.run.data_sets import Build, read_data_sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ class RlData:
     notes: Sequence[str] = ()
     """Lines on references that no grader can use, and on how prompts were rendered."""
     spool: Spool[Prompt] | None = None
-    """Where the prompts to learn from are, if they are streamed."""
+    """The temporary file of the prompts to learn from, where they are streamed."""
+    tools: Tools | None = None
+    """The environment's, with which chat templates were rendered."""
 
     @property
     def by_id(self) -> Mapping[str, Prompt]:
@@ -94,83 +97,55 @@ class RlData:
         )
 
 
-def load_prompts(
-    config: RunConfig, model: DescribedModel, tools: Sequence[Mapping[str, Any]] = ()
-) -> RlData:
-    """Read and tokenise all sets, and see whether the reward can use their references; chat
-    templates are given the schemas of ``tools``.  Raises DataError for what cannot be used, and
-    RewardError as ``check_references`` does.
+def load_prompts(config: RunConfig, model: DescribedModel) -> RlData:
+    """Read and tokenise all sets, with the tools of the environment where there is one, and see
+    whether the reward can use their references.  Raises DataError for what cannot be used,
+    RewardError as ``check_references`` does, and what ``open_environments`` and ``read_tools``
+    raise.
     """
-    data, too_long, noticed = config.data, dict[str, TooLong](), dict[str, Noticed]()
+    data, tools = config.data, _tools(config, model)
+    schemas = tools.schemas if tools is not None else ()
 
-    def prompts_of(name: str, source: DataSource, new_tokens: int) -> list[Prompt]:
-        counts = too_long[name] = TooLong(data.too_long)
-        seen = noticed[name] = Noticed()
-        context = model.config.max_positions
-        return build_prompts(
-            name, source, model.tokenizer, data, context, counts, new_tokens, seen, tools=tools
-        )
-
-    spool, train = None, list[Prompt]()
-    if data.streaming:
-        too_long["train"], noticed["train"] = TooLong(data.too_long, in_parts=True), Noticed()
-    else:
-        train = prompts_of("train", data.train, config.rollout.max_new_tokens)
-    longest = evaluation_limit(config.evaluation, config.rollout)
-    sets = {name: prompts_of(name, source, longest) for name, source in data.eval.items()}
-    if data.streaming:
-        spool, dropped = _spooled(config, model, sets, too_long["train"], noticed["train"], tools)
-        prompts = spool.items_in_order
-    else:
-        prompts, dropped = drop_evaluated(train, sets.values())
-    notes = [
-        *check_references(config.reward, {"data.train": prompts, **_named(sets)}),
-        *rendering_notes(data, model.tokenizer, noticed),
-    ]
-    return RlData(prompts, dropped, sets, _told(too_long), notes, spool)
-
-
-def _told(too_long: Mapping[str, TooLong]) -> dict[str, TooLong]:
-    return {name: one for name, one in too_long.items() if one.describe()}
-
-
-def _spooled(
-    config: RunConfig,
-    model: DescribedModel,
-    sets: Mapping[str, Sequence[Prompt]],
-    too_long: TooLong,
-    noticed: Noticed,
-    tools: Sequence[Mapping[str, Any]],
-) -> tuple[Spool[Prompt], int]:
-    """The training prompts that are in no set, in a spool, and how many were left out."""
-    held_out, dropped = {prompt.text for prompts in sets.values() for prompt in prompts}, 0
-
-    def kept() -> Iterator[Prompt]:
-        nonlocal dropped
-        first, data, context = 0, config.data, model.config.max_positions
-        longest = config.rollout.max_new_tokens
-        for rows in in_chunks(iter_rows(data.train)):
-            for prompt in build_prompts(
-                "train",
-                rows,
+    def building(new_tokens: int) -> Build[Prompt]:
+        def build(
+            name: str, source: Any, too_long: TooLong, noticed: Noticed, first: int
+        ) -> Sequence[Prompt]:
+            return build_prompts(
+                name,
+                source,
                 model.tokenizer,
                 data,
-                context,
+                model.config.max_positions,
                 too_long,
-                longest,
+                new_tokens,
                 noticed,
                 first,
-                tools,
-            ):
-                if prompt.text not in held_out:
-                    yield prompt
-                else:
-                    dropped += 1
-            first += len(rows)
+                schemas,
+            )
 
-    spool = Spool(kept(), lambda prompt: prompt.id)
-    check_any_left("train", spool, dropped, too_long)
-    return spool, dropped
+        return build
+
+    sets = read_data_sets(
+        data,
+        building(config.rollout.max_new_tokens),
+        building(evaluation_limit(config.evaluation, config.rollout)),
+        lambda: iter_rows(data.train),
+        lambda prompt: prompt,
+    )
+    prompts = sets.in_order
+    notes = [
+        *check_references(config.reward, {"data.train": prompts, **_named(sets.evaluated)}),
+        *rendering_notes(data, model.tokenizer, sets.noticed),
+    ]
+    return RlData(prompts, sets.dropped, sets.evaluated, sets.too_long, notes, sets.spool, tools)
+
+
+def _tools(config: RunConfig, model: DescribedModel) -> Tools | None:
+    if config.environment is None:
+        return None
+    stops = model.sampling(config.rollout).stop_token_ids
+    with open_environments(config.environment, model.tokenizer) as environments:
+        return read_tools(environments, config.environment, config.data, model.tokenizer, stops)
 
 
 def _named(sets: Mapping[str, Sequence[Prompt]]) -> dict[str, Sequence[Prompt]]:

@@ -1,6 +1,6 @@
 """The date that chat templates write, for those that read the clock: one for a whole run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -8,7 +8,6 @@ from typing import TypeVar
 from isobit.config.data import ChatConfig
 from isobit.config.recipes import RunConfig, SftConfig
 from isobit.data.chat_template import reads_clock
-from isobit.models.folder import model_folder
 from isobit.parallel.world import ALONE, World, broadcast
 
 Chat = TypeVar("Chat", bound=ChatConfig)
@@ -43,18 +42,15 @@ def with_date(
 
 def with_date_of(
     config: AnyRecipe,
-    model: str | Path,
+    model: Path,
+    reward_models: Iterable[Path],
     world: World = ALONE,
     known: Callable[[], datetime | None] = lambda: None,
-    weights: bool = True,
 ) -> AnyRecipe:
-    """A recipe with one date for the templates of ``model`` and of its reward models, as
-    ``with_date`` chooses it.  Without ``weights`` those of a hub model are not fetched.
+    """A recipe with one date for the templates of the folders of its model and its reward models,
+    as ``with_date`` chooses it.
     """
-    models: list[str | Path] = [model] if config.data.chat else []
-    if config.reward is not None:
-        models += [part.model for part in config.reward.named().values() if part.model is not None]
-    folders = [model_folder(one, weights) for one in models]
+    folders = [*([model] if config.data.chat else []), *reward_models]
     data = with_date(config.data, folders, world, known)
     return config if data is config.data else config.model_copy(update={"data": data})
 

@@ -95,11 +95,13 @@ class Reference:
             )
 
 
-def reference_folder(config: RunConfig, weights: bool = True) -> Path | None:
-    """Where its weights are; None where there is no reference model."""
+def reference_folder(config: RunConfig, policy: Path, weights: bool = True) -> Path | None:
+    """The folder of the reference model's weights, by default that of the ``policy``; None where
+    there is no reference model.
+    """
     if config.algorithm.kl_coefficient == 0:
         return None
-    return model_folder(config.reference.model or config.model, weights)
+    return policy if (name := config.reference.model) is None else model_folder(name, weights)
 
 
 def describe_reference(
@@ -111,7 +113,7 @@ def describe_reference(
 
     Raises ModelError for its folder, ConfigError for a model that the policy cannot be held to.
     """
-    folder = reference_folder(config, weights)
+    folder = reference_folder(config, policy.folder, weights)
     if folder is None:
         return None
     shape, own = frozen_config(policy.config), base_folder(policy.folder, weights)
@@ -122,14 +124,14 @@ def describe_reference(
     return FrozenModel(REFERENCE, shape, flow, "reference", offload, shared=shared)
 
 
-def load_reference(config: RunConfig, policy: Policy) -> Reference | None:
-    """The reference model of a policy that has just been loaded, on its device; None where there
-    is none.  Raises ModelError as ``load_policy`` does.
+def load_reference(config: RunConfig, policy: Policy, policy_folder: Path) -> Reference | None:
+    """The reference model of a policy that has just been loaded from its folder, on its device;
+    None where there is none.  Raises ModelError as ``load_policy`` does.
     """
-    folder = reference_folder(config)
+    folder = reference_folder(config, policy_folder)
     if folder is None:
         return None
-    if base_folder(folder) == base_folder(model_folder(config.model)):
+    if base_folder(folder) == base_folder(policy_folder):
         frozen = FrozenPolicy.of(policy)
     else:
         frozen = FrozenPolicy.load(folder, config.precision, policy.device)
@@ -181,7 +183,7 @@ def _check_tokens(
         )
 
 
-class RunTeacherModel(Reference):
+class TeacherModel(Reference):
     """The teacher of a policy, and the divergence from it over the vocabulary; None where the
     sampled tokens alone are scored.
     """
@@ -208,7 +210,7 @@ def describe_teacher(
     if (table := teacher_table(config)) is None:
         return ()
     name = table.model or config.model
-    model = describe_model(model_folder(name, weights))
+    model = describe_model(_teacher_folder(table, policy.folder, weights))
     if model.config.lora is not None:
         raise ConfigError(
             f"teacher.model is {name!r}, the folder of adapters, which a teacher does not read; "
@@ -220,10 +222,16 @@ def describe_teacher(
     return (FrozenModel("teacher", model.config, flow, "teacher", teaches=teaches),)
 
 
-def load_teacher(config: Recipe, policy: Policy) -> RunTeacherModel | None:
-    """On the policy's device; None without one.  Raises ModelError as ``load_policy`` does."""
+def _teacher_folder(table: SftTeacher | RunTeacher, policy: Path, weights: bool = True) -> Path:
+    return policy if table.model is None else model_folder(table.model, weights)
+
+
+def load_teacher(config: Recipe, policy: Policy, policy_folder: Path) -> TeacherModel | None:
+    """The teacher of a policy that has just been loaded from its folder, on its device; None
+    without one.  Raises ModelError as ``load_policy`` does.
+    """
     if (table := teacher_table(config)) is None:
         return None
-    folder = model_folder(table.model or config.model)
+    folder = _teacher_folder(table, policy_folder)
     frozen = FrozenPolicy.load(folder, PrecisionConfig(preset=table.precision), policy.device)
-    return RunTeacherModel(frozen, policy, str(folder), table)
+    return TeacherModel(frozen, policy, str(folder), table)

@@ -8,9 +8,11 @@ run that learns nothing for several steps says so, and can stop (``check.on_no_s
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from isobit.config.recipes import RunConfig
 from isobit.config.tables import CheckConfig
+from isobit.memory.sharing import MemorySharing as Turns
 from isobit.observe.console import (
     BAD,
     WARNING,
@@ -34,22 +36,21 @@ from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.records.metrics import METRICS, Metrics, listed
 from isobit.records.no_signal import describe_untaught
-from isobit.records.text import Group
+from isobit.records.text import Group, SamplingParams
 from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine import EngineStats
 from isobit.run.pending import COMPARED, GradedBatch
 from isobit.store.resume import Start
 from isobit.store.state import StateDigest, StepDigests, state_digest
+from isobit.store.training_run import TrainingRun
 from isobit.training.checks import action_of, check_state, check_step
 from isobit.training.comparison import Comparison
 from isobit.training.judge import sequences_learnt_from
+from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Findings, StepMetrics
 from isobit.util.clock import Clock
 from isobit.util.disk_space import LineFile
 from isobit.util.errors import MismatchError, NoSignalError
-
-if TYPE_CHECKING:
-    from isobit.run.rl_run import RlRun
 
 
 class SignalWatch:
@@ -217,8 +218,26 @@ class RlLog(TrainingLog[EvalResult]):
     phases = ("rollout", "grading", "training")
     counts = ("tokens", "learnt", "failed", "skipped", "without_signal", "steps_without_signal")
 
-    def __init__(self, run: "RlRun", start: Start, console: Console, clock: Clock) -> None:
-        self._run = run
+    def __init__(
+        self,
+        run: TrainingRun,
+        start: Start,
+        console: Console,
+        clock: Clock,
+        *,
+        sampling: SamplingParams,
+        exact: bool,
+        turns: Turns,
+        replay: ReplayBuffer | None,
+        samples_here: bool,
+    ) -> None:
+        """``exact``: recorded and trained log-probabilities are of one function; ``samples_here``:
+        no rollouters sample for this process.
+        """
+        assert isinstance(run.config, RunConfig)
+        self._run, self._config, self._sampling, self._exact = run, run.config, sampling, exact
+        self._turns, self._samples_here = turns, samples_here
+        self.replay = replay
         self._comparison = Comparison()
         self._watch = SignalWatch(run.config.check)
         self._warnings: list[str] = []
@@ -238,7 +257,7 @@ class RlLog(TrainingLog[EvalResult]):
         last update left; all ranks together, in the trainer's turn.  Raises MismatchError where
         the run is to stop at that: then they are written nowhere.
         """
-        check, exact = self._run.config.check, self._run.exact
+        check, exact = self._config.check, self._exact
         if self._left is None or not check.state or action_of(check, exact) == "ignore":
             return
         try:
@@ -276,7 +295,7 @@ class RlLog(TrainingLog[EvalResult]):
                 **trained.comparison.metrics(trained.tokens_learnt),
                 **trained.mismatch,
                 **_speed_metrics(engine, trained.tokens, seconds),
-                **self._run.turns.figures(),
+                **self._turns.figures(),
                 **self._waiting_figures(),
             },
             "train",
@@ -294,16 +313,16 @@ class RlLog(TrainingLog[EvalResult]):
         self._totals["skipped"] += len(trained.skip_reasons)
         self._totals["without_signal"] += int(metrics["updates/without_signal"])
         self._totals["steps_without_signal"] += not trained.has_signal
-        steps, left = self._run.config.training.steps, self._time_left.after(step)
+        steps, left = self._config.training.steps, self._time_left.after(step)
         self._untaught.update(trained.untaught)
         self._watch.count(trained.has_signal, trained.untaught)
-        self._console.parts(describe_step(step, steps, metrics, self._run.exact, left))
+        self._console.parts(describe_step(step, steps, metrics, self._exact, left))
         self._console.notes(_notes(grades, trained, self._watch.steps))
         return metrics
 
     def note_hidden(self, groups: Sequence[Group]) -> None:
         """Say once that rewards do not see all that was sampled."""
-        sampling = self._run.sampling
+        sampling = self._sampling
         if self._has_noted_hidden or sampling.special_tokens:
             return
         completions = [one for group in groups for one in group.completions]
@@ -316,18 +335,18 @@ class RlLog(TrainingLog[EvalResult]):
         Raises MismatchError where the run is to stop at that.
         """
         self._warnings += check_step(
-            self._run.config.check,
+            self._config.check,
             self._run.model.policy.flow,
             found,
             self.directory.model,
-            one_function=self._run.config.rollout.is_exact,
+            one_function=self._config.rollout.is_exact,
         )
 
     def inspect_ahead(self, found: Findings) -> None:
         """Raise MismatchError where the run is to stop at what a batch has that was sampled ahead;
         a warning comes with the step that learns from it.
         """
-        if action_of(self._run.config.check, self._run.exact) == "stop":
+        if action_of(self._config.check, self._exact) == "stop":
             self.inspect(found)
 
     def stopped(
@@ -360,12 +379,12 @@ class RlLog(TrainingLog[EvalResult]):
     @property
     def _phases_of_step(self) -> tuple[str, ...]:
         """Those that a step takes one after the other: rollouters work beside the trainers."""
-        return self.phases if self._run.rollouters is None else BESIDE
+        return self.phases if self._samples_here else BESIDE
 
     @property
     def _compared(self) -> str:
         """Which log-probabilities are compared, where not all are."""
-        config = self._run.config
+        config = self._config
         if self._comparison.tokens_compared >= self._totals["learnt"]:
             return ""
         if config.asynchrony.lag:
@@ -376,16 +395,16 @@ class RlLog(TrainingLog[EvalResult]):
     def _optional_figures(self, collected: GradedBatch, engine: EngineStats) -> Metrics:
         """Of what a run may do without."""
         figures: Metrics = {}
-        if self._run.config.algorithm.dynamic_sampling:
+        if self._config.algorithm.dynamic_sampling:
             figures["rollout/refills"] = collected.refills
             figures["rollout/dropped_groups"] = collected.dropped_groups
-        if self._run.config.environment is not None:
+        if self._config.environment is not None:
             figures["rollout/kept_tokens"] = engine.kept_tokens
-        if self._run.config.rollout.engine != "native":
+        if self._config.rollout.engine != "native":
             figures["time/update_s"] = engine.update_s
-        if self._run.replay is not None:
-            figures["replay/size"] = len(self._run.replay)
-            figures["replay/mib"] = self._run.replay.num_bytes / (1 << 20)
+        if self.replay is not None:
+            figures["replay/size"] = len(self.replay)
+            figures["replay/mib"] = self.replay.num_bytes / (1 << 20)
         return figures
 
     def finish(self) -> RlSummary:
@@ -395,9 +414,9 @@ class RlLog(TrainingLog[EvalResult]):
         seconds = self._seconds
         summary = RlSummary(
             directory=self.directory.root,
-            preset=self._run.config.precision.preset,
-            precision=self._run.config.precision.name,
-            steps=self._run.config.training.steps,
+            preset=self._config.precision.preset,
+            precision=self._config.precision.name,
+            steps=self._config.training.steps,
             accuracy_before=first.accuracy_before if first else None,
             accuracy_after=first.accuracy_after if first else None,
             problems=first.problems if first else 0,
@@ -418,7 +437,7 @@ class RlLog(TrainingLog[EvalResult]):
             rollout_seconds=seconds["rollout"],
             evaluation_seconds=seconds["evaluation"],
             evaluations=sets,
-            gpu_memory=self._run.turns.summary(),
+            gpu_memory=self._turns.summary(),
         )
         self._write_summary(summary)
         self._console.lines(describe_summary(summary))

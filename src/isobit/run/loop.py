@@ -36,19 +36,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import compress
+from typing import TypeAlias
 
 from isobit.config.recipes import RunConfig
 from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group
 from isobit.rollout.engine import EngineStats, Progress, Request
-from isobit.run.log import RlSummary
-from isobit.run.model_source import source_config
+from isobit.run.log import RlLog, RlSummary
+from isobit.run.open_run import OpenRun, begin_run, start_run
 from isobit.run.pending import GradedBatch
+from isobit.run.resolved import dated, resolve, settled, with_check_of_run
 from isobit.run.rl_run import RlRun, extra_bytes, prepare_rl, read_rl
 from isobit.run.rollouters import Rollouters, check_parts
-from isobit.run.run import begin_run, start_run
-from isobit.run.settings import settled, with_check_of_run, with_date_of_run
+from isobit.run.run import Surroundings
 from isobit.store.state import StepDigests, state_digest
 from isobit.training.step import Findings, StepMetrics
 from isobit.training.token_count import check_sampled
@@ -78,37 +79,41 @@ def train(
     StorageError where the disk is full.  SIGTERM and Ctrl-C raise Interrupted.  In each case the
     last checkpoint has what the run has learnt.
     """
-    with open_run(config, console, resume, world, rollouters, allowed) as run:
-        for step in run.steps():
-            take_step(run, step)
-        run.save_model()
-        return run.log.finish()
+    with open_run(config, console, resume, world, rollouters, allowed) as opened:
+        for step in opened.steps():
+            take_step(opened, step)
+        opened.save_model()
+        return opened.log.finish()
 
 
-def take_step(run: RlRun, step: int) -> StepDigests:
+OpenRlRun: TypeAlias = OpenRun[RlRun, RlLog]
+
+
+def take_step(opened: OpenRlRun, step: int) -> StepDigests:
     """One step: sample what is missing, learn from the batch that is due, log, evaluate, save.
-    -> The digests of what it was given and has left.
+    Returns digests of the batch and of the weights, masters and moments after it.
     """
-    requested = sample_missing(run, step)
-    with run.learning():
-        run.log.check_state()
-        batch = next_batch(run)
+    run, log = opened.run, opened.log
+    requested = sample_missing(run, log, step)
+    with opened.learning():
+        log.check_state()
+        batch = next_batch(run, log)
         judged = judge(run, batch)
-        trained = learn(run, batch, judged, step)
+        trained = learn(run, log, batch, judged, step)
         digests = StepDigests.of(step, batch.groups, state_digest(run))
     for _ in range(requested):
-        run.pending.add(receive_batch(run))
+        run.pending.add(receive_batch(run, log))
     run.calibrate_if_due()
-    run.log.step(step, batch, run.pending.take_engine(), trained, digests, judged)
-    run.log.note_hidden(batch.groups)
-    run.end_step(step)
-    run.log.check_step()
-    run.evaluate_if_due(step)
-    run.save_if_due(step)
+    log.step(step, batch, run.pending.take_engine(), trained, digests, judged)
+    log.note_hidden(batch.groups)
+    opened.end_step(step)
+    log.check_step()
+    opened.evaluate_if_due(step)
+    opened.save_if_due(step)
     return digests
 
 
-def sample_missing(run: RlRun, step: int) -> int:
+def sample_missing(run: RlRun, log: RlLog, step: int) -> int:
     """Have the batch of ``step`` waiting, and with a lag those that are sampled ahead of it.
 
     -> How many batches the rollouters sample while the step learns.
@@ -120,7 +125,7 @@ def sample_missing(run: RlRun, step: int) -> int:
         return 0
     for _ in run.pending.missing(step - 1):  # at the start and after a resume nothing is there yet
         request_batch(run)
-        run.pending.add(receive_batch(run))
+        run.pending.add(receive_batch(run, log))
     beside = run.pending.missing(step)
     for _ in beside:
         request_batch(run)
@@ -196,14 +201,14 @@ def _baseline(greedy: Group) -> float | None:
     return reward + math.fsum(found) if len(found) == len(turns) else None
 
 
-def next_batch(run: RlRun) -> GradedBatch:
+def next_batch(run: RlRun, log: RlLog) -> GradedBatch:
     """The batch whose turn it is.  What has just been sampled ahead is compared with the trainer's
     forward first: both have the same weights only until the first update.  Raises MismatchError
     where the run is to stop at what was found, so that no checkpoint holds such a batch.
     """
     run.pending.compare(run.trainer)
     for found in run.pending.findings():
-        run.log.inspect_ahead(found)
+        log.inspect_ahead(found)
     return run.pending.front()
 
 
@@ -214,7 +219,9 @@ def judge(run: RlRun, batch: GradedBatch) -> list[Group]:
     return run.learner.judge_groups(batch.groups)
 
 
-def learn(run: RlRun, batch: GradedBatch, judged: Sequence[Group], step: int) -> StepMetrics:
+def learn(
+    run: RlRun, log: RlLog, batch: GradedBatch, judged: Sequence[Group], step: int
+) -> StepMetrics:
     """Pack, forward, loss, backward, AdamW and publish, for each update of the step.  -> What was
     done with the batch.  Raises MismatchError, before any weight changes, where the run is to stop
     at what was found.
@@ -222,9 +229,9 @@ def learn(run: RlRun, batch: GradedBatch, judged: Sequence[Group], step: int) ->
 
     def inspect(found: Findings) -> None:
         try:
-            run.log.inspect(found)
+            log.inspect(found)
         except MismatchError:
-            run.log.stopped(step, batch, judged, found)
+            log.stopped(step, batch, judged, found)
             raise
 
     if batch.comparison is not None:
@@ -246,31 +253,34 @@ def open_run(
     world: World = ALONE,
     rollouters: Rollouters | None = None,
     allowed: Sequence[str] = (),
-) -> Iterator[RlRun]:
+) -> Iterator[OpenRlRun]:
     """A block with all steps of a run, which begins in ``config.output`` or is resumed there."""
     if config.cluster.rollouters and rollouters is None:
         check_parts(config, ALONE)
     console = console or (Console() if world.rank == 0 else silent())
     config = with_check_of_run(config, resume, world, console.line)
-    config, data = settled(with_date_of_run(config, resume, world), read_rl, console.line)
-    shape = source_config(config.model, lora=config.lora)
-    extra = extra_bytes(config, shape)
+    recipe = settled(dated(resolve(config), resume, world), read_rl, console.line)
+    extra = extra_bytes(recipe.config, recipe.shape)
+
+    def prepare(around: Surroundings) -> RlRun:
+        return prepare_rl(recipe, world, rollouters, around)
+
     with (
-        begin_run(config, shape, console, resume, world, allowed, extra) as begun,
-        start_run(config, lambda: prepare_rl(config, world, rollouters, data), *begun) as run,
+        begin_run(recipe, console, resume, world, allowed, extra) as begun,
+        start_run(recipe, prepare, RlRun.open_log, *begun, samples=rollouters is None) as opened,
     ):
-        yield run
+        yield opened
 
 
 def request_batch(run: RlRun) -> None:
     """Have the rollouters sample the next batch, by the weights as they are now."""
     assert run.rollouters is not None
     run.rollouters.update_weights(run.model.policy)
-    state, ahead = run.sampler.state(), run.given.ahead()
+    state, ahead = run.sampler.state(), run.recorded.ahead()
     run.rollouters.send_command({"do": "sample", "sampler": state, "ahead": ahead})
 
 
-def receive_batch(run: RlRun) -> GradedBatch:
+def receive_batch(run: RlRun, log: RlLog) -> GradedBatch:
     """Wait for the batch, and take over the order of prompts and what the run was given."""
     assert run.rollouters is not None
     with run.clock("waiting"), run.console.busy("waiting for the rollouters"):
@@ -278,7 +288,7 @@ def receive_batch(run: RlRun) -> GradedBatch:
     for name, seconds in value["seconds"].items():
         run.clock.add(name, seconds)
     run.sampler.restore(value["sampler"])
-    run.given.append(value["given"])
+    run.recorded.append(value["given"])
     batch = run.pending.batch_of(value["batch"])
-    run.log.inspect_ahead(batch.findings)
+    log.inspect_ahead(batch.findings)
     return replace(batch, engine=EngineStats(**value["engine"]))

@@ -4,8 +4,10 @@ language model's folder.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from isobit.config.lora import LoraConfig
 from isobit.config.model_shape import MIXTURES, WINDOWED, ModelShape
@@ -102,8 +104,11 @@ def describe_source(
     Raises ModelError for a folder, ConfigError for a shape that cannot be used.
     """
     folder = model_folder(model, weights)
-    config, text = source_config(model, shape, objective, weights), base_folder(folder, False)
+    config = None if _is_made(shape, objective) else read_config(folder)
+    text = base_folder(folder, False)
     tokenizer = load_tokenizer(text)
+    if config is None:
+        config = _made_config(folder, tokenizer, shape, objective)
     check_vocabulary(tokenizer, config.vocab_size, text)
     described = DescribedModel(
         folder, config, tokenizer, stop_token_ids(tokenizer, text, config.vocab_size)
@@ -112,18 +117,27 @@ def describe_source(
 
 
 def source_config(
-    model: str,
-    shape: ModelShape | None = None,
-    objective: Objective = "supervised",
-    weights: bool = True,
-    lora: LoraConfig | None = None,
+    model: str, shape: ModelShape | None = None, objective: Objective = "supervised"
 ) -> ModelConfig:
     """The decoder alone; raises as ``describe_source`` does."""
-    folder = model_folder(model, weights)
-    if shape is None and objective != "preference":
-        found = read_config(folder)
-        return found if lora is None else replace(found, lora=Lora.of(lora))
-    tokenizer = load_tokenizer(folder)
+    folder = model_folder(model)
+    if not _is_made(shape, objective):
+        return read_config(folder)
+    return _made_config(folder, load_tokenizer(folder), shape, objective)
+
+
+def _is_made(shape: ModelShape | None, objective: Objective) -> bool:
+    """Whether the decoder is another one than that of the folder's config.json."""
+    return shape is not None or objective == "preference"
+
+
+def _made_config(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    shape: ModelShape | None,
+    objective: Objective,
+) -> ModelConfig:
+    """A decoder of ``shape``, or the folder's, with a head for scores where those are learnt."""
     if shape is None:
         return reward_config(folder, pad_token_id(tokenizer))
     config = decoder_of(shape, len(tokenizer))

@@ -7,6 +7,7 @@ Each kind of training makes its own plan, and from there on all is the same.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -63,6 +64,8 @@ class Plan(Generic[Config, Data]):
     """Lines on the data and the steps."""
     evaluation: Mapping[str, Sequence[Request]]
     """What the engine is asked for on each evaluation set; empty where nothing is generated."""
+    reward_models: Mapping[str, Path]
+    """The folders of the parts of the reward that are models, by name."""
     frozen: tuple[FrozenModel, ...] = ()
     """Models that only score: a reference model, reward models."""
     extra_bytes: int = 0

@@ -89,17 +89,29 @@ def load_model_reward(
     return ModelReward(load_reward_model(folder, precision, device), chat=ChatConfig(date=date))
 
 
+def reward_model_folders(reward: RewardConfig | None, weights: bool = True) -> dict[str, Path]:
+    """The folder of each part of a reward that is a model, by the part's name; without ``weights``
+    those of the hub are not fetched.
+    """
+    parts = {} if reward is None else reward.named()
+    return {
+        name: model_folder(part.model, weights)
+        for name, part in parts.items()
+        if part.model is not None
+    }
+
+
 def plan_reward_models(
-    reward: RewardConfig | None, weights: bool = True
+    reward: RewardConfig | None, folders: Mapping[str, Path]
 ) -> tuple[FrozenModel, ...]:
-    """The reward models of a recipe as a plan of the memory knows them; without ``weights`` those
-    of the hub are not fetched.  Raises ModelError for a folder that holds none.
+    """The reward models in ``reward_model_folders`` as a plan of the memory knows them.  Raises
+    ModelError for a folder that holds none.
     """
     return tuple(
         FrozenModel(
             NAME, shape, build_flow(precision, decoder_shape(shape)), "reward", reward.offload
         )
-        for _, folder, precision in _models(reward, weights)
+        for folder, precision in _models(reward, folders).values()
         if reward is not None and (shape := read_reward_config(folder))
     )
 
@@ -108,13 +120,19 @@ class ModelRewards:
     """All reward models of a recipe on their device (``isobit.store.manifest.Extra``)."""
 
     def __init__(
-        self, reward: RewardConfig | None, device: torch.device, date: datetime | None = None
+        self,
+        reward: RewardConfig | None,
+        folders: Mapping[str, Path],
+        device: torch.device,
+        date: datetime | None = None,
     ) -> None:
-        """Load them; ``date`` is the run's.  Raises ModelError for a folder that holds none."""
-        self._folders = {name: folder for name, folder, _ in _models(reward)}
+        """Load the models in ``reward_model_folders``; ``date`` is the run's.  Raises ModelError
+        for a folder that holds none.
+        """
+        self._folders = folders
         self._models = {
             name: load_model_reward(folder, precision, device, date)
-            for name, folder, precision in _models(reward)
+            for name, (folder, precision) in _models(reward, folders).items()
         }
         if reward is not None and reward.offload:
             for model in self._models.values():
@@ -161,12 +179,11 @@ class ModelRewards:
 
 
 def _models(
-    reward: RewardConfig | None, weights: bool = True
-) -> list[tuple[str, Path, PrecisionConfig]]:
-    """Name, folder and flow of each part that is a model."""
+    reward: RewardConfig | None, folders: Mapping[str, Path]
+) -> dict[str, tuple[Path, PrecisionConfig]]:
+    """The folder and the flow of each part that is a model, by its name."""
     parts = {} if reward is None else reward.named()
-    return [
-        (name, model_folder(part.model, weights), PrecisionConfig(preset=part.model_precision))
-        for name, part in parts.items()
-        if part.model is not None
-    ]
+    return {
+        name: (folder, PrecisionConfig(preset=parts[name].model_precision))
+        for name, folder in folders.items()
+    }

@@ -5,10 +5,8 @@ a rule of the recipe is reported before any file is read, and a prompt that is t
 weight.  Nothing is written.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +18,6 @@ from isobit.config.recipes import RunConfig
 from isobit.config.rules import check_run
 from isobit.data.spool import Mapped
 from isobit.data.stop_tokens import describe_end_of_turn
-from isobit.environments.pool import Environments
 from isobit.memory.cache_size import batched_tokens
 from isobit.models.adapter_delivery import filled
 from isobit.models.config import ModelConfig
@@ -34,10 +31,10 @@ from isobit.precision.flow import describe_flow
 from isobit.proof.redraw import redraw_some
 from isobit.records.packing import pack
 from isobit.records.text import Completion, SamplingParams
-from isobit.rollout.engine import EngineStats, Handle, Progress, Request
-from isobit.rollout.episodes import Episodes, Tools
+from isobit.rollout.engine import EngineStats, Progress, Request
+from isobit.rollout.episodes import Episodes
 from isobit.rollout.shared import generate_shared
-from isobit.run.acting import open_environments, read_tools
+from isobit.run.acting import Generate
 from isobit.run.data import RlData, load_prompts
 from isobit.run.evaluation import Evaluation, OnProgress, evaluation_requests
 from isobit.run.frozen_models import (
@@ -48,14 +45,14 @@ from isobit.run.frozen_models import (
 )
 from isobit.run.grading import RecordedGrading
 from isobit.run.log import RlLog
-from isobit.run.model_source import describe_source
 from isobit.run.pending import Pending, pending_bytes
 from isobit.run.plan import Plan
+from isobit.run.resolved import ResolvedRecipe
 from isobit.run.reward_models import plan_reward_models
 from isobit.run.rollouters import RecordedInputs, Rollouters, evaluate_by_rollouters
-from isobit.run.run import Run
+from isobit.run.run import Run, Surroundings
 from isobit.store.resume import Start
-from isobit.store.reward_record import AnswerRecord
+from isobit.store.reward_record import AnswerRecord, RewardRecord
 from isobit.training.calibration import build_calibration, describe_shadow
 from isobit.training.checks import check_noise
 from isobit.training.judge import Judge
@@ -75,8 +72,6 @@ class RlPlan(Plan[RunConfig, RlData]):
     sampling: SamplingParams
     rollouts: Sequence[Request]
     """One sample of each training prompt: what the engine is asked for."""
-    tools: Tools | None = None
-    """Of the environment, where there is one."""
 
     @property
     def requests(self) -> Sequence[Sequence[Request]]:
@@ -84,7 +79,7 @@ class RlPlan(Plan[RunConfig, RlData]):
         return [one for asked in self.evaluation.values() for one in asked], self.rollouts
 
 
-class RlRun(Run[RunConfig, RlData, RlLog]):
+class RlRun(Run[RunConfig, RlData]):
     """A run of reinforcement learning (``isobit.run.loop``)."""
 
     def __init__(
@@ -92,23 +87,23 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         plan: RlPlan,
         world: World = ALONE,
         rollouters: Rollouters | None = None,
+        around: Surroundings | None = None,
         learns: bool = True,
     ) -> None:
         """``rollouters`` sample for a run whose processes only train; a run that never ``learns``
         belongs to one of them.
         """
-        super().__init__(plan, world, learns)
+        around = around or Surroundings.none(world)
+        super().__init__(plan, world, around, learns)
+        config, policy = self.config, self.model.policy
         self.algorithm, self.sampling, self.rollouters = plan.algorithm, plan.sampling, rollouters
-        self._tools = plan.tools
-        self._environments: Environments[Handle] | None = None
-        self._episodes: Episodes | None = None
-        if plan.tools is not None:
-            assert self.evaluator is not None, "reinforcement learning always generates"
-            self.evaluator = replace(self.evaluator, generate=self.generate)
+        self._environments = around.environments
+        self.recorded = RecordedInputs(self.grading, around.answers, around.writer)
+        """What the run is given from outside."""
+        self._episodes = self._with_answers(around.answers)
         if rollouters is not None:
             self.engine.release()  # it is asked for nothing
-        config = self.config
-        self.reference = load_reference(config, self.model.policy) if learns else None
+        self.reference = load_reference(config, policy, self.model.folder) if learns else None
         self.pending = Pending(config.asynchrony.lag, config.training.steps, plan.data.by_id)
         self.replay: ReplayBuffer | None = None
         if config.replay.fraction > 0:
@@ -118,6 +113,7 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         """The version of the weights whose samples were last drawn again."""
         self.exact = is_one_function(self.engine.function, self.trainer.function)
         """Whether what the engine records and what the trainer computes are one function."""
+        self.learner = self._make_learner()
         extras = {
             "reference": self.reference,
             "replay": self.replay,
@@ -126,23 +122,46 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         }
         self.extras |= {name: extra for name, extra in extras.items() if extra is not None}
 
-    @property
-    def learner(self) -> Learner:
-        """What learns from each step's groups."""
-        config = self.config
+    def _make_learner(self) -> Learner:
+        """The learner of all steps, from what the run has by now."""
+        config, teacher = self.config, self.teacher
         judge = Judge(
-            self.trainer,
-            self.algorithm,
-            config.algorithm,
-            self.exact,
-            config.rollout.max_new_tokens,
-            config.training.old_log_probs,
-            config.corrections,
-            None if self.reference is None else self.reference.frozen,
-            self.teacher.frozen if self.teacher and self.teacher.divergence is None else None,
-            config.teacher,
+            trainer=self.trainer,
+            algorithm=self.algorithm,
+            config=config.algorithm,
+            exact=self.exact,
+            max_new_tokens=config.rollout.max_new_tokens,
+            old_log_probs=config.training.old_log_probs,
+            corrections=config.corrections,
+            reference=None if self.reference is None else self.reference.frozen,
+            teacher=teacher.frozen if teacher and teacher.divergence is None else None,
+            teaching=config.teacher,
         )
         return Learner(judge, self.replay, self.calibration, config.check.repeat_every)
+
+    def _with_answers(self, answers: AnswerRecord) -> Episodes | None:
+        """Episodes with what tools say from ``answers`` where it still has some, else from the
+        environment; None where this rank samples with none.
+        """
+        if self._environments is None:
+            return None
+        assert self.config.environment is not None
+        assert self.data.tools is not None
+        return Episodes(
+            self.config.environment,
+            self.data.tools,
+            self._environments,
+            answers,
+            self.model.tokenizer,
+            self.model.context,
+            self.engine,
+        )
+
+    def take_records(self, rewards: RewardRecord, answers: AnswerRecord) -> None:
+        """From now on, give what ``rewards`` and ``answers`` still have before anything new."""
+        self.grading = replace(self.grading, record=rewards)
+        self.recorded = replace(self.recorded, grading=self.grading, answers=answers)
+        self._episodes = self._with_answers(answers)
 
     def describe(self) -> list[str]:
         """The first lines: the model, the data, the flow, the plan of the memory."""
@@ -151,7 +170,7 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             describe_policy(self.config.model, policy),
             self.data.describe(self.config.training.prompts_per_step),
             *describe_text(self.config, policy.config, self.model.tokenizer, self.sampling),
-            *([] if self._tools is None else [self._tools.describe()]),
+            *([] if self.data.tools is None else [self.data.tools.describe()]),
             *self.data.notes,
             *self.describe_teacher(),
             *(f"  {line}" for line in describe_flow(policy.flow)),
@@ -222,7 +241,7 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             return generate_shared(self.world, self.engine, requests, progress, complete)
         version = self.model.policy.version
         found = self._episodes.generate(self.world, version, requests, progress, complete)
-        self._write_answers()
+        self.recorded.write_answers()
         return found
 
     def check_noise(self, requests: Sequence[Request], made: Sequence[list[Completion]]) -> None:
@@ -239,41 +258,8 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
             problem = redraw_some(policy, requests, made, self.config.seed)
         self.console.notes(check_noise(self.config.check, problem))
 
-    @contextmanager
-    def acting(self, start: Start) -> Iterator[None]:
-        write = partial(start.writer.write_on_first, start.answers.write)
-        with self.environments():
-            self.answer_by(start.answers, write)
-            yield
-
-    @contextmanager
-    def environments(self) -> Iterator[None]:
-        """A block with the processes of an environment, where this rank samples with one."""
-        config = self.config.environment
-        if config is None or self.rollouters is not None:
-            yield
-            return
-        with open_environments(config, self.model.tokenizer) as self._environments:
-            yield
-
-    def answer_by(self, answers: AnswerRecord, write: Callable[[], None] = lambda: None) -> None:
-        """Take what tools say from ``answers`` where it still has some, else from the environment;
-        ``write`` is called once a rollout has been recorded.
-        """
-        self.answers, self._write_answers = answers, write
-        if self._environments is None:
-            return
-        assert self.config.environment is not None
-        assert self._tools is not None
-        self._episodes = Episodes(
-            self.config.environment,
-            self._tools,
-            self._environments,
-            answers,
-            self.model.tokenizer,
-            self.model.context,
-            self.engine,
-        )
+    def generation(self, plan: Plan[RunConfig, RlData]) -> Generate | None:
+        return None if plan.data.tools is None else self.generate
 
     def check_machines(self) -> None:
         super().check_machines()
@@ -335,11 +321,6 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         with self.turns.training(self.clock):
             return batch.recorded_log_probs, self.trainer.scorer.score(batch).log_probs
 
-    @property
-    def given(self) -> RecordedInputs:
-        """The records of what the run is given from outside."""
-        return RecordedInputs(self.grading, self.answers, self._write_answers)
-
     def evaluate(self, progress: OnProgress, grading: RecordedGrading) -> Evaluation[EvalResult]:
         """Every evaluation set under the current policy."""
         assert self.evaluator is not None, "reinforcement learning always generates"
@@ -347,53 +328,54 @@ class RlRun(Run[RunConfig, RlData, RlLog]):
         if self.rollouters is None:
             return self.evaluator.run(progress, grading)
         return evaluate_by_rollouters(
-            self.rollouters, self.model.policy, self.evaluator, self.given
+            self.rollouters, self.model.policy, self.evaluator, self.recorded
         )
 
     def open_log(self, start: Start) -> RlLog:
-        return RlLog(self, start, self.console, self.clock)
+        """The log, which makes the run's directory, or takes an old one back to where the run
+        stands.
+        """
+        return RlLog(
+            self,
+            start,
+            self.console,
+            self.clock,
+            sampling=self.sampling,
+            exact=self.exact,
+            turns=self.turns,
+            replay=self.replay,
+            samples_here=self.rollouters is None,
+        )
 
 
 def prepare_rl(
-    config: RunConfig,
+    recipe: ResolvedRecipe[RunConfig],
     world: World = ALONE,
     rollouters: Rollouters | None = None,
-    data: RlData | None = None,
+    around: Surroundings | None = None,
     learns: bool = True,
 ) -> RlRun:
-    """Load and check a run, on each rank of a world, with ``data`` that were read already.  Raises
-    an ``IsobitError`` that names what cannot be used; writes nothing.
+    """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
+    cannot be used; writes nothing.
     """
-    check_tracking(config.tracking)
-    return RlRun(read_rl(config, data=data), world, rollouters, learns)
+    check_tracking(recipe.config.tracking)
+    return RlRun(read_rl(recipe), world, rollouters, around, learns)
 
 
-def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = None) -> RlPlan:
-    """Read everything but the weights, which without ``weights`` are not even fetched from the hub,
-    and but for ``data`` that were read already.  Raises an ``IsobitError`` for what cannot be used.
+def read_rl(recipe: ResolvedRecipe[RunConfig]) -> RlPlan:
+    """Read everything but the weights, and but for data that the recipe has already.  Raises an
+    ``IsobitError`` for what cannot be used.
     """
+    config, weights = recipe.config, recipe.with_weights
     check_run(config)
     check_package(config.tracking)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_new_tokens)
     if config.teacher is not None and config.teacher.kl != "sampled":
         algorithm = Distilled(algorithm, config.teacher.coefficient)
-    source = describe_source(config.model, weights=weights)
-    source = source.with_lora(config.lora)
-    if algorithm.needs_values:
-        source = source.with_value_head()
+    source = recipe.source.with_value_head() if algorithm.needs_values else recipe.source
     model = source.described
     sampling = model.sampling(config.rollout)
-    tools = None
-    if config.environment is not None:
-        with open_environments(config.environment, model.tokenizer) as opened:
-            tools = read_tools(
-                opened,
-                config.environment,
-                config.data,
-                model.tokenizer,
-                sampling.stop_token_ids,
-            )
-    data = data or load_prompts(config, model, tools.schemas if tools is not None else ())
+    data: RlData = recipe.data or load_prompts(config, model)
     evaluation = evaluation_requests(data.sets, config.evaluation, config.rollout, model)
     rollouts = Mapped(data.prompts, lambda prompt: Request(prompt, 0, 1, sampling))
     longest = max(request.max_length(model.config.max_positions) for request in rollouts)
@@ -402,7 +384,7 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
     reference = describe_reference(config, model, longest, weights)
     frozen = [reference, describe_shadow(config, model.config)]
     frozen += [*describe_teacher(config, model, longest, weights)]
-    frozen += [*plan_reward_models(config.reward, weights)]
+    frozen += [*plan_reward_models(config.reward, recipe.reward_models)]
     return RlPlan(
         config=config,
         source=source,
@@ -419,13 +401,13 @@ def read_rl(config: RunConfig, *, weights: bool = True, data: RlData | None = No
             *describe_text(config, model.config, model.tokenizer, sampling),
         ),
         evaluation=evaluation,
+        reward_models=recipe.reward_models,
         frozen=tuple(one for one in frozen if one is not None),
         extra_bytes=extra_bytes(config, model.config),
         head_rate=_head_rate(config),
         algorithm=algorithm,
         sampling=sampling,
         rollouts=rollouts,
-        tools=tools,
     )
 
 

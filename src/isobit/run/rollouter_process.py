@@ -10,24 +10,22 @@ which carries out the trainers' commands (``isobit.run.rollouters``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from isobit.config.recipes import RunConfig
 from isobit.parallel.world import ALONE, World
 from isobit.records.wire import completions_value, groups_value
-from isobit.rewards.grading import Graders
 from isobit.run.agreement import check_recipes
 from isobit.run.interruption import Interruption
 from isobit.run.loop import collect, train
+from isobit.run.open_run import environments_of, open_graders
 from isobit.run.pending import batch_value, compared
+from isobit.run.resolved import ResolvedRecipe, dated, resolve, settled
 from isobit.run.rl_run import RlRun, prepare_rl, read_rl
 from isobit.run.rollouters import Rollouters, check_parts
-from isobit.run.run import open_graders
-from isobit.run.settings import settled, with_date_of_run
+from isobit.run.run import Surroundings
 from isobit.store.reward_record import SentAnswers, SentRecord
-
-# Trainers and rollouters on processes of their own.
 
 
 def train_by_ranks(
@@ -41,50 +39,60 @@ def train_by_ranks(
         train(config, resume=resume, world=world, allowed=allowed)
         return
     check_parts(config, world)
-    config = with_date_of_run(config, resume, world)
+    recipe = dated(resolve(config), resume, world)
     rollouters = Rollouters(world, config.cluster.rollouters)
     if rollouters.is_rollouter:
-        sample_for_trainers(config, rollouters)
+        sample_for_trainers(recipe, rollouters)
         return
     with rollouters.errors_shared():
-        train(config, resume=resume, world=rollouters.mine, rollouters=rollouters, allowed=allowed)
+        train(
+            recipe.config,
+            resume=resume,
+            world=rollouters.mine,
+            rollouters=rollouters,
+            allowed=allowed,
+        )
 
 
-def sample_for_trainers(config: RunConfig, rollouters: Rollouters) -> None:
+def sample_for_trainers(recipe: ResolvedRecipe[RunConfig], rollouters: Rollouters) -> None:
     """What a rollouter does until the trainers are done.  Raises what ``train`` raises of sampling
     and grading, and PeerError where they fail.
     """
-    interruption = Interruption(rollouters.mine)
+    world, interruption = rollouters.mine, Interruption(rollouters.mine)
     with (
         rollouters.errors_shared(),
         interruption.open_to_requests(),
-        open_graders(config) as graders,
+        open_graders(recipe.config) as graders,
+        environments_of(recipe) as environments,
     ):
-        config, data = settled(config, read_rl)
-        run = prepare_rl(config, rollouters.mine, data=data, learns=False)
+        recipe = settled(recipe, read_rl)
+        # a signal waits for a command's end, since the run's own interruption hears none
+        around = replace(Surroundings.none(world), graders=graders, environments=environments)
+        run = prepare_rl(recipe, world, around=around, learns=False)
         if graders is not None:
             graders.describe()
-        with run.environments(), interruption:
+        with interruption:
             rollouters.check_machines(run.model.policy.device)
             while (command := rollouters.receive_command(interruption.check))["do"] != "end":
-                if command["do"] == "take weights":
-                    rollouters.transfer_weights(run.model.policy)
-                    continue
-                if command["do"] == "probe":
-                    run.sampler.restore(command["sampler"])
-                    rollouters.send_result(lambda: completions_value(run.sample_few()))
-                    continue
-                # a signal waits for the command's end, since the run's own interruption hears none
-                serve = _serve_batch if command["do"] == "sample" else _serve_evaluation
-                rollouters.send_result(
-                    lambda serve=serve, command=command: _served(serve, run, graders, command)
-                )
+                _obey(command, run, rollouters)
+
+
+def _obey(command: Mapping[str, Any], run: RlRun, rollouters: Rollouters) -> None:
+    match command["do"]:
+        case "take weights":
+            rollouters.transfer_weights(run.model.policy)
+        case "probe":
+            run.sampler.restore(command["sampler"])
+            rollouters.send_result(lambda: completions_value(run.sample_few()))
+        case "sample":
+            rollouters.send_result(lambda: _served(_serve_batch, run, command))
+        case _:
+            rollouters.send_result(lambda: _served(_serve_evaluation, run, command))
 
 
 def _served(
     serve: Callable[[RlRun, Mapping[str, Any]], dict[str, Any]],
     run: RlRun,
-    graders: Graders | None,
     command: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The result of a command, with what the run was given for it; the records begin where the
@@ -93,8 +101,7 @@ def _served(
     ahead = {name: [line.encode() for line in lines] for name, lines in command["ahead"].items()}
     rewards = SentRecord(lambda _: None, ahead["gradings"])
     answers = SentAnswers(lambda _: None, ahead["answers"])
-    run.grade_by(graders, rewards)
-    run.answer_by(answers)
+    run.take_records(rewards, answers)
     result = serve(run, command)
     sent = {"gradings": rewards.gradings, "answers": answers.sent}
     given = {name: [line.decode() for line in lines] for name, lines in sent.items()}

@@ -52,6 +52,7 @@ from isobit.run.evaluation import Evaluation, Evaluator
 from isobit.run.grading import RecordedGrading
 from isobit.store.manifest import environment
 from isobit.store.reward_record import AnswerRecord
+from isobit.store.waiting_writer import WaitingWriter
 from isobit.util.errors import ConfigError, Interrupted
 
 
@@ -154,7 +155,13 @@ class RecordedInputs:
 
     grading: RecordedGrading
     answers: AnswerRecord
-    write_answers: Callable[[], None]
+    writer: WaitingWriter | None
+    """Writes the answers; None where they are sent to others."""
+
+    def write_answers(self) -> None:
+        """Write what a rollout has recorded."""
+        if self.writer is not None:
+            self.writer.write_on_first(self.answers.write)
 
     def ahead(self) -> dict[str, list[str]]:
         """What the records of an interrupted run still have of rollouts to come."""
@@ -171,13 +178,13 @@ class RecordedInputs:
 
 
 def evaluate_by_rollouters(
-    rollouters: Rollouters, policy: Policy, evaluator: Evaluator, given: RecordedInputs
+    rollouters: Rollouters, policy: Policy, evaluator: Evaluator, recorded: RecordedInputs
 ) -> Evaluation[EvalResult]:
     """Trainers: every evaluation set under the current policy, sampled by the rollouters."""
     rollouters.update_weights(policy)
-    rollouters.send_command({"do": "evaluate_by_rollouters", "ahead": given.ahead()})
+    rollouters.send_command({"do": "evaluate_by_rollouters", "ahead": recorded.ahead()})
     value = rollouters.receive_result()
-    given.append(value["given"])
+    recorded.append(value["given"])
     found: dict[str, tuple[EvalResult, list[Group]]] = {}
     gradings = [
         json.loads(line) for line in value["given"]["gradings"]

@@ -1,31 +1,4 @@
-"""A run and everything that it owns, whatever it learns from.
-
-    with open_run(...) as run:                  isobit.run.loop, isobit.run.sft
-        for step in run.steps():
-            with run.learning():                the trainer has the device's memory
-                ...                             what this kind of training does in a step
-            run.log.step(step, ...)
-            run.end_step(step)
-            run.evaluate_if_due(step)
-            run.save_if_due(step)
-        run.save_model()
-        return run.log.finish()
-
-How a run begins, in this order.  Whatever can be refused is refused before ``start`` makes the
-run's directory, so that a reward that fails on everything leaves nothing behind.
-
-    check_recipes     all ranks have the same recipe
-    begin             the directory is free, or a resumed run is found in it (isobit.store.resume)
-    open_graders      the processes that grade begin to load their rewards
-    Run               plan, weights, engine, trainer, order of prompts
-    Run.restore       weights, moments and counters of the checkpoint, where the run goes on
-    check_machines    all ranks have the same versions and the same kind of device
-    Run.start         signals are heard; first evaluation; directory, log and checkpoints
-    Run.prove         before the first step of all: what no comparison of a step would show
-
-Training, resuming, replaying and experiments all begin by ``start_run``.  What a run does before
-its first step belongs there and in ``Run.start``, and nowhere else: a replay that left it out would
-find differences in equal runs.
+"""A run: a training with all of its parts, whatever it learns from.
 
 On a device with a memory of its own the memory is planned before anything is in it.  The plan says
 how many pages the KV cache gets: this is the only place where what the engine reads differs from
@@ -33,70 +6,79 @@ what the recipe says.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path, PurePath
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Self
 
 import torch
 
-from isobit.config.recipes import Recipe, RunConfig, SftConfig
+from isobit.config.recipes import Recipe
 from isobit.data.sampler import PromptSampler
 from isobit.data.spool import Mapped
+from isobit.environments.pool import Environments
 from isobit.kernels.backend import support
-from isobit.memory.sharing import DeviceSharing, MemorySharing, allocate_in_pages
-from isobit.models.config import ModelConfig
+from isobit.memory.sharing import DeviceSharing as DeviceTurns
+from isobit.memory.sharing import MemorySharing, allocate_in_pages
 from isobit.observe.console import Console, silent
-from isobit.observe.model_card import write_card
-from isobit.observe.run_record import read_run
-from isobit.observe.training_log import TrainingLog
 from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World, run_on_all
 from isobit.rewards.grading import Graders
-from isobit.rollout.engine import RolloutEngine
-from isobit.run.agreement import check_machines, check_recipes
+from isobit.rollout.engine import Handle, RolloutEngine
+from isobit.run.acting import Generate
+from isobit.run.agreement import check_machines
 from isobit.run.crests import notice_crests
-from isobit.run.data import RlData
 from isobit.run.engines import make_engine
 from isobit.run.evaluation import Evaluation, Evaluator, OnProgress
 from isobit.run.frozen_models import load_teacher, teacher_table
 from isobit.run.grading import RecordedGrading
 from isobit.run.interruption import Interruption
-from isobit.run.plan import Plan, check_requests, plan_device_memory
+from isobit.run.plan import Config, Data, Plan, check_requests, plan_device_memory
 from isobit.run.reward_models import ModelRewards
-from isobit.run.sft_data import SftData
-from isobit.store.keeper import CheckpointKeeper, check_hook
-from isobit.store.resume import Start, begin
-from isobit.store.reward_record import RewardRecord
-from isobit.store.state import Boundary, take_boundary
+from isobit.store.keeper import check_hook
+from isobit.store.reward_record import AnswerRecord, RewardRecord
 from isobit.store.training_run import Extra
 from isobit.store.waiting_writer import WaitingWriter
 from isobit.training.trainer import Trainer
 from isobit.util.clock import Clock
-from isobit.util.disk_space import disk_errors
-from isobit.util.option_secrets import secret_notes
-
-Config = TypeVar("Config", RunConfig, SftConfig)
 
 
-Data = TypeVar("Data", RlData, SftData)
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What is there before a run is built, and outlives it."""
+
+    console: Console
+    interruption: Interruption
+    graders: Graders | None
+    """The processes that grade; None without a reward."""
+    rewards: RewardRecord
+    """Rewards of an interrupted run, which come before those of the graders."""
+    answers: AnswerRecord
+    """What an environment said in an interrupted run, which comes before what it says."""
+    writer: WaitingWriter | None = None
+    """Writes the records; None where they are sent to others."""
+    environments: Environments[Handle] | None = None
+    """The processes of an environment, where this rank samples with one."""
+
+    @classmethod
+    def none(cls, world: World) -> Self:
+        """Nothing: for a run that is looked at and does no step, or that others command."""
+        records = RewardRecord(lambda _: None), AnswerRecord(lambda _: None)
+        return cls(silent(), Interruption(world), None, *records)
 
 
-Log = TypeVar("Log", bound=TrainingLog[Any])
-
-
-class Run(ABC, Generic[Config, Data, Log]):
+class Run(ABC, Generic[Config, Data]):
     """A training with all of its parts, on each rank of ``world``."""
 
-    log: Log
-    """From ``start`` on, as are the next two."""
-    checkpoints: CheckpointKeeper
-    grading: RecordedGrading
-    """From the record of rewards where an interrupted run is repeated, else by the graders."""
     saves_model_when_interrupted = False
     """Whether a signal to stop leaves the model folder too, beside a checkpoint."""
 
-    def __init__(self, plan: Plan[Config, Data], world: World = ALONE, learns: bool = True) -> None:
+    def __init__(
+        self,
+        plan: Plan[Config, Data],
+        world: World = ALONE,
+        around: Surroundings | None = None,
+        learns: bool = True,
+    ) -> None:
         """Load the policy and build the engine and the trainer around it, on each rank of a world.
         A run that never ``learns`` keeps no masters.  Writes nothing.
 
@@ -104,10 +86,11 @@ class Run(ABC, Generic[Config, Data, Log]):
         device, and for prompts that the engine or the model's context cannot take.
         """
         config, rollout = plan.config, plan.config.rollout
+        around = around or Surroundings.none(world)
         run_on_all(world, lambda: check_hook(config.checkpoint) if world.rank == 0 else None)
         self.config, self.data, self.world = config, plan.data, world
-        self.console, self.clock = silent(), Clock(world.pulse.beat)
-        self.interruption = Interruption(world)
+        self.console, self.interruption = around.console, around.interruption
+        self.clock = Clock(world.pulse.beat)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = world.own_device(plan.choose_device())
@@ -121,9 +104,10 @@ class Run(ABC, Generic[Config, Data, Log]):
         self._engine: RolloutEngine | None = None
         if plan.generates:
             self._engine = make_engine(self.model, rollout, config.seed)
-        self.teacher = load_teacher(config, self.model.policy) if learns else None
+        policy, folder = self.model.policy, self.model.folder
+        self.teacher = load_teacher(config, policy, folder) if learns else None
         self.trainer = Trainer(
-            self.model.policy,
+            policy,
             plan.training,
             plan.updates,
             config.seed,
@@ -132,12 +116,23 @@ class Run(ABC, Generic[Config, Data, Log]):
         )
         self.turns: MemorySharing = MemorySharing()
         if device_plan is not None:
-            self.turns = DeviceSharing(device_plan, self._engine, self.trainer)
-        self.reward_models = ModelRewards(config.reward, device, config.data.date)
+            self.turns = DeviceTurns(device_plan, self._engine, self.trainer)
+        self.reward_models = ModelRewards(
+            config.reward, plan.reward_models, device, config.data.date
+        )
+        self.grading = RecordedGrading(
+            around.rewards,
+            around.graders,
+            self.reward_models.scores(self._release_engine),
+            around.interruption,
+            world,
+            around.writer,
+        )
         self.evaluator: Evaluator | None = None
         if self._engine is not None:
             check_requests(plan.requests, self._engine.check, self.model.context)
-            self.evaluator = Evaluator(self._engine, plan.evaluation, world)
+            generate = self.generation(plan)
+            self.evaluator = Evaluator(self._engine, plan.evaluation, world, generate)
         per_step = config.training.prompts_per_step
         self.sampler = PromptSampler(plan.data.prompts, per_step, config.seed, config.data.shuffle)
         self.inputs: Mapping[str, str] = plan.inputs
@@ -147,6 +142,9 @@ class Run(ABC, Generic[Config, Data, Log]):
             self.extras["teacher"] = self.teacher
         if len(self.reward_models):
             self.extras["reward_models"] = self.reward_models
+
+    def _release_engine(self) -> None:
+        self.turns.release_engine()
 
     # What each kind of training says of itself.
 
@@ -158,15 +156,9 @@ class Run(ABC, Generic[Config, Data, Log]):
     def evaluate(self, progress: OnProgress, grading: RecordedGrading) -> Evaluation[Any]:
         """Every evaluation set under the current policy."""
 
-    @abstractmethod
-    def open_log(self, start: Start) -> Log:
-        """The log, which makes the run's directory, or takes an old one back to where the run
-        stands.
-        """
-
-    def acting(self, start: Start) -> AbstractContextManager[None]:
-        """A block in which completions may call tools."""
-        return nullcontext()
+    def generation(self, plan: Plan[Config, Data]) -> Generate | None:
+        """What completes the problems of an evaluation; None for the engine alone."""
+        return None
 
     def check_machines(self) -> None:
         """Refuse ranks whose machines would compute other bits."""
@@ -178,7 +170,7 @@ class Run(ABC, Generic[Config, Data, Log]):
         """
 
     def data_figures(self) -> dict[str, Any]:
-        """What it learns from and is measured on, in numbers, for the manifest."""
+        """Numbers about the data that it learns from and is measured on, for the manifest."""
         return self.data.figures()
 
     def engine_figures(self) -> dict[str, Any] | None:
@@ -189,68 +181,9 @@ class Run(ABC, Generic[Config, Data, Log]):
 
     @property
     def engine(self) -> RolloutEngine:
-        """What samples by the policy."""
+        """The engine, which samples by the policy."""
         assert self._engine is not None, "nothing is generated"
         return self._engine
-
-    # How a run begins.
-
-    def restore(
-        self,
-        start: Start,
-        graders: Graders | None,
-        console: Console,
-        interruption: Interruption,
-    ) -> None:
-        """Put the run where ``start`` says."""
-        self.console, self.interruption = console, interruption
-        with self.turns.training(self.clock):
-            start.restore(self)
-        self.grade_by(graders, start.rewards, start.writer)
-
-    def grade_by(
-        self, graders: Graders | None, record: RewardRecord, writer: WaitingWriter | None = None
-    ) -> None:
-        """Take rewards from ``record`` where it still has some, else from ``graders``."""
-        models = self.reward_models.scores(self.turns.release_engine)
-        self.grading = RecordedGrading(
-            record, graders, models, self.interruption, self.world, writer
-        )
-
-    @contextmanager
-    def start(self, start: Start, rewards: Sequence[str]) -> Iterator[None]:
-        """A block with all steps of the run: what stands before the first step is evaluated and
-        proved, and the run's directory made or taken back.  ``rewards`` are lines on who grades.
-
-        A signal to stop leaves a checkpoint; SIGUSR1 leaves one, and the run goes on.
-        """
-        self.check_machines()
-        self.console.lines([*self.describe(), *rewards, *self._describe_crests()])
-        self.console.notes(secret_notes(self.config.reward))
-        with self.interruption, disk_errors(self.config.output, "the files of the run"):
-            due = self.evaluates_after(start.step) and not start.has_evaluated
-            first = self.evaluate_now() if due else None
-            with (
-                self.open_log(start) as self.log,
-                CheckpointKeeper(
-                    self,
-                    start,
-                    self._boundary(start.step),
-                    self.log.evaluation_figures,
-                    self.console,
-                    self.saves_model_when_interrupted,
-                    self._write_card,
-                ) as self.checkpoints,
-            ):
-                self.trainer.budget.on_change = lambda change: self.log.budget_changed(
-                    self.checkpoints.boundary.step + 1, change
-                )
-                self._steps_done = start.step
-                if first is not None:
-                    self._log_evaluation(start.step, first)
-                if start.step == 0:
-                    self.prove()
-                yield
 
     def describe_teacher(self) -> list[str]:
         """A line on who is learnt from; none without a teacher."""
@@ -264,7 +197,7 @@ class Run(ABC, Generic[Config, Data, Log]):
             kl = f"{table.kl} KL over its {table.top_k} likeliest tokens and the rest"
         return [f"teacher: {name}, {table.precision}; {kl}"]
 
-    def _describe_crests(self) -> list[str]:
+    def describe_crests(self) -> list[str]:
         """A line on what INT8 finds hard in the first prompts, on the rank that prints."""
         if self.world.rank > 0:
             return []
@@ -272,55 +205,11 @@ class Run(ABC, Generic[Config, Data, Log]):
             self.model.policy, Mapped(self.data.prompts, lambda prompt: prompt.token_ids)
         )
 
-    def _write_card(self, folder: Path) -> None:
-        """The card of the model in a folder of the run's directory."""
-        record, step = read_run(folder.parent), self.checkpoints.boundary.step
-        name = f"{PurePath(self.config.model).name.partition('@')[0]}-isobit"
-        write_card(folder, name, self.model.policy.config, record, step, self.model.folder)
-
-    # What surrounds a step.
-
-    def steps(self) -> range:
-        """The steps still to do, counted from 1."""
-        return range(self._steps_done + 1, self.config.training.steps + 1)
-
-    @contextmanager
-    def learning(self, engine_is_next: bool = True) -> Iterator[None]:
-        """A block in which the trainer may take all the memory that it needs; the engine must not
-        be asked for anything in it.  ``engine_is_next`` says whether it has the turn after.
-
-        Raises Interrupted before anything is learnt, where a signal has come.
-        """
-        self.interruption.agree(self.checkpoints.check_place)
-        turn = self.turns.training(self.clock, engine_is_next)
-        with self.clock("training"), self.console.busy("training"), turn:
-            yield
-
-    def end_step(self, step: int) -> None:
-        """Note the boundary after a step that is in the log, or after its evaluation: everything
-        that a checkpoint of this moment holds beside the tensors.
-        """
-        self.checkpoints.boundary = self._boundary(step)
-
-    def _boundary(self, step: int) -> Boundary:
-        figures = self.log.evaluation_figures().get(step, {})
-        return take_boundary(step, self, self.log.state(), self.log.positions(), figures)
+    # Evaluation.
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation follows the step."""
         return evaluation_is_due(self.config, step)
-
-    def evaluate_if_due(self, step: int) -> None:
-        """Evaluate and log it.  Raises Interrupted where a signal to stop has come, StorageError
-        where the directory is gone.
-        """
-        self.interruption.agree(self.checkpoints.check_place)
-        if self.evaluates_after(step):
-            self._log_evaluation(step, self.evaluate_now())
-
-    def _log_evaluation(self, step: int, figures: Evaluation[Any]) -> None:
-        self.log.evaluation(step, figures)
-        self.end_step(step)
 
     def evaluate_now(self) -> Evaluation[Any]:
         """Every evaluation set under the current policy.  Raises Interrupted where a signal to stop
@@ -331,72 +220,10 @@ class Run(ABC, Generic[Config, Data, Log]):
         run_on_all(self.world, self.interruption.check)
         return figures
 
-    def save_if_due(self, step: int) -> None:
-        """Write a checkpoint where one is due, or where a signal has asked for it.  Raises
-        Interrupted where a signal to stop has come.
-        """
-        self.checkpoints.save_if_due(step)
-        if self.interruption.agree():
-            self.checkpoints.save_now()
-
-    def save_model(self) -> None:
-        """Write the policy as a model folder in the run's directory."""
-        self.checkpoints.save_model()
-
-
-AnyRun = TypeVar("AnyRun", bound=Run[Any, Any, Any])
-
-
-@contextmanager
-def begin_run(
-    config: RunConfig | SftConfig,
-    shape: ModelConfig,
-    console: Console | None,
-    resume: bool,
-    world: World,
-    allowed: Sequence[str],
-    extra_bytes: int = 0,
-) -> Iterator[tuple[Start, Console, Interruption]]:
-    """A block for a run of a model of ``shape``: where it begins, which is in ``config.output`` or
-    where the run found there stands, its console, and the signals that it hears.  A checkpoint
-    holds at most ``extra_bytes`` beside policy and optimiser.
-    """
-    console = console or (Console() if world.rank == 0 else silent())
-    check_recipes(world, config)
-    interruption = Interruption(world)
-    with (
-        interruption.open_to_requests(),
-        begin(
-            config, shape, resume, console.line, extra_bytes, world, allowed, interruption.check
-        ) as start,
-    ):
-        yield start, console, interruption
-
-
-@contextmanager
-def start_run(
-    config: Recipe,
-    prepare: Callable[[], AnyRun],
-    start: Start,
-    console: Console,
-    interruption: Interruption,
-) -> Iterator[AnyRun]:
-    """A block with all steps of the run that ``prepare`` makes, from where ``start`` says."""
-    with open_graders(config) as graders:
-        with console.busy("loading"):
-            run = prepare()
-            run.restore(start, graders, console, interruption)
-            rewards = graders.describe() if graders is not None else []
-        with run.acting(start), run.start(start, rewards):
-            yield run
-
-
-def open_graders(config: Recipe) -> AbstractContextManager[Graders | None]:
-    """The graders of a training, which begin to load their rewards; None without a reward."""
-    return Graders(config.reward) if config.reward is not None else nullcontext()
-
 
 def evaluation_is_due(config: Recipe, step: int) -> bool:
-    """Before the first step, after every ``evaluation.every`` steps, and after the last."""
+    """Whether a run evaluates then: before the first step, after every ``evaluation.every`` steps,
+    and after the last.
+    """
     every = config.evaluation.every
     return step in (0, config.training.steps) or (every > 0 and step % every == 0)

@@ -26,11 +26,11 @@ from isobit.precision.flow import describe_flow
 from isobit.rewards.grading import Grading
 from isobit.run.evaluation import Evaluation, OnProgress, evaluation_requests
 from isobit.run.frozen_models import describe_teacher
-from isobit.run.model_source import describe_source, source_config
+from isobit.run.open_run import OpenRun, begin_run, start_run
 from isobit.run.plan import Plan
+from isobit.run.resolved import ResolvedRecipe, dated, resolve, settled
 from isobit.run.reward_models import plan_reward_models
-from isobit.run.run import Run, begin_run, start_run
-from isobit.run.settings import settled, with_date_of_run
+from isobit.run.run import Run, Surroundings
 from isobit.run.sft_data import Item, SftData, load_examples
 from isobit.run.sft_log import HeldOut, SftLog, SftSummary
 from isobit.run.sft_objectives import SFT_OBJECTIVES, Figures, SftObjective
@@ -44,17 +44,18 @@ _SHORTER_EXAMPLES = "leave out the longest examples, or lower data.max_tokens"
 SftPlan: TypeAlias = Plan[SftConfig, SftData]
 
 
-class SftRun(Run[SftConfig, SftData, SftLog]):
+class SftRun(Run[SftConfig, SftData]):
     """A run of fine-tuning; with a reward the policy's own completions of held-out prompts are
     graded, too.
     """
 
     saves_model_when_interrupted = True
 
-    @property
-    def lesson(self) -> SftObjective[Any]:
-        """The objective."""
-        return SFT_OBJECTIVES[self.config.objective]
+    def __init__(
+        self, plan: SftPlan, world: World = ALONE, around: Surroundings | None = None
+    ) -> None:
+        super().__init__(plan, world, around)
+        self.objective: SftObjective[Any] = SFT_OBJECTIVES[self.config.objective]
 
     def describe(self) -> list[str]:
         """The first lines: the model, the data, how often it is gone through, the flow, the plan of
@@ -76,11 +77,11 @@ class SftRun(Run[SftConfig, SftData, SftLog]):
 
     def learn(self, examples: Sequence[Item]) -> UpdateMetrics:
         """Learn from examples in one update, in smaller micro-batches where the memory runs out."""
-        lesson = self.lesson
+        objective = self.objective
 
         def attempt(tokens: int) -> UpdateMetrics:
-            batches = lesson.pack(self.trainer, examples, tokens)
-            return self.trainer.update(batches, lesson.objective)
+            batches = objective.pack(self.trainer, examples, tokens)
+            return self.trainer.update(batches, objective.loss)
 
         lengths = [example.tokens for example in examples]
         return within_memory(self.trainer, lengths, attempt, _SHORTER_EXAMPLES)
@@ -90,13 +91,13 @@ class SftRun(Run[SftConfig, SftData, SftLog]):
         engine gives its memory back for it.
         """
         self.turns.release_engine()
-        lesson = self.lesson
+        objective = self.objective
         return measured_within_memory(
             self.trainer,
             [example.tokens for example in examples],
             self.trainer.budget.at(self.trainer.updates),
-            lambda tokens: lesson.measure(
-                self.trainer, lesson.pack(self.trainer, examples, tokens)
+            lambda tokens: objective.measure(
+                self.trainer, objective.pack(self.trainer, examples, tokens)
             ),
             "the held-out loss",
             _SHORTER_EXAMPLES,
@@ -117,26 +118,38 @@ class SftRun(Run[SftConfig, SftData, SftLog]):
         return figures
 
     def open_log(self, start: Start) -> SftLog:
-        return SftLog(self, start, self.console, self.clock)
+        """The log, which makes the run's directory, or takes an old one back to where the run
+        stands.
+        """
+        return SftLog(
+            self,
+            start,
+            self.console,
+            self.clock,
+            objective=self.objective,
+            noun=self.data.noun,
+            turns=self.turns,
+        )
 
 
-def prepare_sft(config: SftConfig, world: World = ALONE, data: SftData | None = None) -> SftRun:
-    """Load and check a run, on each rank of a world, with ``data`` that were read already.  Raises
-    an ``IsobitError`` that names what cannot be used; writes nothing.
+def prepare_sft(
+    recipe: ResolvedRecipe[SftConfig], world: World = ALONE, around: Surroundings | None = None
+) -> SftRun:
+    """Load and check a run, on each rank of a world.  Raises an ``IsobitError`` that names what
+    cannot be used; writes nothing.
     """
-    check_tracking(config.tracking)
-    return SftRun(read_sft(config, data=data), world)
+    check_tracking(recipe.config.tracking)
+    return SftRun(read_sft(recipe), world, around)
 
 
-def read_sft(config: SftConfig, *, weights: bool = True, data: SftData | None = None) -> SftPlan:
-    """Read everything but the weights, which without ``weights`` are not even fetched from the hub,
-    and but for ``data`` that were read already.  Raises an ``IsobitError`` for what cannot be used.
+def read_sft(recipe: ResolvedRecipe[SftConfig]) -> SftPlan:
+    """Read everything but the weights, and but for data that the recipe has already.  Raises an
+    ``IsobitError`` for what cannot be used.
     """
+    config, source, weights = recipe.config, recipe.source, recipe.with_weights
     check_sft(config)
     check_package(config.tracking)
-    source = describe_source(config.model, config.from_scratch, config.objective, weights)
-    source = source.with_lora(config.lora)
-    data = data or load_examples(config.data, source.described, config.objective)
+    data: SftData = recipe.data or load_examples(config.data, source.described, config.objective)
     evaluation = {}
     if config.reward is not None:
         prompts = {name: [one.prompt for one in data.sets[name]] for name in data.sets}
@@ -159,9 +172,10 @@ def read_sft(config: SftConfig, *, weights: bool = True, data: SftData | None = 
             f"{data.longest} tokens",
         ),
         evaluation=evaluation,
+        reward_models=recipe.reward_models,
         frozen=(
             *describe_teacher(config, source.described, data.longest, weights),
-            *plan_reward_models(config.reward, weights),
+            *plan_reward_models(config.reward, recipe.reward_models),
         ),
     )
 
@@ -196,24 +210,27 @@ def sft(
     SIGTERM and Ctrl-C raise Interrupted.  In each case the last checkpoint has what the run has
     learnt, and so has ``model/``, if it could still be written.
     """
-    with open_run(config, console, resume, world, allowed) as run:
-        for step in run.steps():
-            update_once(run, step, run.evaluates_after(step))
-            run.evaluate_if_due(step)
-            run.save_if_due(step)
-        run.save_model()
-        return run.log.finish()
+    with open_run(config, console, resume, world, allowed) as opened:
+        for step in opened.steps():
+            update_once(opened, step, opened.run.evaluates_after(step))
+            opened.evaluate_if_due(step)
+            opened.save_if_due(step)
+        opened.save_model()
+        return opened.log.finish()
 
 
-def update_once(run: SftRun, step: int, evaluates: bool) -> None:
+OpenSftRun: TypeAlias = OpenRun[SftRun, SftLog]
+
+
+def update_once(opened: OpenSftRun, step: int, evaluates: bool) -> None:
     """Learn from the next examples, log it, and note the boundary; ``evaluates``: an evaluation
     follows.
     """
-    with run.learning(engine_is_next=evaluates):
-        examples = run.next_examples()
-        update = run.learn(examples)
-    run.log.step(step, examples, update)
-    run.end_step(step)
+    with opened.learning(engine_is_next=evaluates):
+        examples = opened.run.next_examples()
+        update = opened.run.learn(examples)
+    opened.log.step(step, examples, update)
+    opened.end_step(step)
 
 
 @contextmanager
@@ -223,13 +240,16 @@ def open_run(
     resume: bool,
     world: World,
     allowed: Sequence[str],
-) -> Iterator[SftRun]:
-    """A block with all steps of a run, which begins or is resumed (``isobit.run.run``)."""
+) -> Iterator[OpenSftRun]:
+    """A block with all steps of a run, which begins or is resumed (``isobit.run.open_run``)."""
     console = console or (Console() if world.rank == 0 else silent())
-    config, data = settled(with_date_of_run(config, resume, world), read_sft, console.line)
-    shape = source_config(config.model, config.from_scratch, config.objective, lora=config.lora)
+    recipe = settled(dated(resolve(config), resume, world), read_sft, console.line)
+
+    def prepare(around: Surroundings) -> SftRun:
+        return prepare_sft(recipe, world, around)
+
     with (
-        begin_run(config, shape, console, resume, world, allowed) as begun,
-        start_run(config, lambda: prepare_sft(config, world, data), *begun) as run,
+        begin_run(recipe, console, resume, world, allowed) as begun,
+        start_run(recipe, prepare, SftRun.open_log, *begun) as opened,
     ):
-        yield run
+        yield opened

@@ -1,6 +1,6 @@
 """The data of fine-tuning: examples or pairs of answers to learn from, and held-out sets."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
@@ -21,15 +21,14 @@ from isobit.data.examples import (
 from isobit.data.prompts import (
     Noticed,
     TooLong,
-    check_any_left,
     describe_too_long,
-    drop_evaluated,
     learnt_sha256,
 )
-from isobit.data.spool import Mapped, Spool, in_chunks
+from isobit.data.spool import Mapped, Spool
 from isobit.models.folder import DescribedModel
 from isobit.records.text import Prompt
 from isobit.run.data import rendering_notes
+from isobit.run.data_sets import read_data_sets
 from isobit.util.errors import ModelError
 
 Item: TypeAlias = Example | Pair
@@ -118,66 +117,20 @@ def load_examples(
     """Read and tokenise all sets.  Raises DataError for what cannot be used, ModelError for a
     tokenizer of another model.
     """
-    build: Callable[..., Sequence[Item]] = _pairs if objective == "preference" else _examples
-    too_long, noticed = dict[str, TooLong](), dict[str, Noticed]()
+    of_pairs = objective == "preference"
+    make: Callable[..., Sequence[Item]] = _pairs if of_pairs else _examples
 
-    def read(name: str, source: ExampleSource) -> Sequence[Item]:
-        counts = too_long[name] = TooLong(data.too_long)
-        seen = noticed[name] = Noticed()
-        return build(name, source, model, data, counts, seen)
+    def build(
+        name: str, source: Any, too_long: TooLong, noticed: Noticed, first: int
+    ) -> Sequence[Item]:
+        return make(name, source, model, data, too_long, noticed, first)
 
-    sets = {name: read(name, source) for name, source in data.eval.items()}
-    if data.streaming:
-        counts = too_long["train"] = TooLong(data.too_long, in_parts=True)
-        parts: Iterable[Any] = iter_turns(data.train)
-        if objective == "preference":
-            parts = iter_answered(data.train)
-        seen = noticed["train"] = Noticed()
+    def rows() -> Iterable[Any]:
+        return iter_answered(data.train) if of_pairs else iter_turns(data.train)
 
-        def build_part(part: Sequence[Any], first: int) -> Sequence[Item]:
-            return build("train", part, model, data, counts, seen, first)
-
-        spool, dropped = _spooled(parts, sets, counts, build_part)
-        notes = rendering_notes(data, model.tokenizer, noticed)
-        return SftData(objective, spool, dropped, sets, _told(too_long), notes)
-    train = read("train", data.train)
-    held_out = [[example.prompt for example in examples] for examples in sets.values()]
-    kept, dropped = drop_evaluated([example.prompt for example in train], held_out)
-    by_id = {example.prompt.id: example for example in train}
-    learnt = {prompt.id: by_id[prompt.id] for prompt in kept}
-    notes = rendering_notes(data, model.tokenizer, noticed)
-    return SftData(objective, learnt, dropped, sets, _told(too_long), notes)
-
-
-def _told(too_long: Mapping[str, TooLong]) -> dict[str, TooLong]:
-    return {name: one for name, one in too_long.items() if one.describe()}
-
-
-def _spooled(
-    parts: Iterable[Any],
-    sets: Mapping[str, Sequence[Item]],
-    too_long: TooLong,
-    build: Callable[[Sequence[Any], int], Sequence[Item]],
-) -> tuple[Spool[Item], int]:
-    """What ``build`` makes of chunks of ``parts``, and the number of the first one in each, but
-    without prompts of the sets, in a spool; and how many were left out.
-    """
-    held_out, dropped = {item.prompt.text for items in sets.values() for item in items}, 0
-
-    def kept() -> Iterator[Item]:
-        nonlocal dropped
-        first = 0
-        for chunk in in_chunks(parts):
-            for item in build(chunk, first):
-                if item.prompt.text not in held_out:
-                    yield item
-                else:
-                    dropped += 1
-            first += len(chunk)
-
-    spool = Spool(kept(), lambda item: item.prompt.id)
-    check_any_left("train", spool, dropped, too_long)
-    return spool, dropped
+    sets = read_data_sets(data, build, build, rows, lambda item: item.prompt)
+    notes = rendering_notes(data, model.tokenizer, sets.noticed)
+    return SftData(objective, sets.train, sets.dropped, sets.evaluated, sets.too_long, notes)
 
 
 def _examples(

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from isobit.memory.sharing import MemorySharing as Turns
 from isobit.observe.console import (
     Console,
     Part,
@@ -20,18 +21,17 @@ from isobit.observe.console import (
 )
 from isobit.observe.evaluation import EvalResult
 from isobit.observe.training_log import RunSummary, TrainingLog
-from isobit.records.metrics import Metrics, listed
+from isobit.records.metrics import Kind, Metrics, listed
 from isobit.run.sft_data import Item
+from isobit.run.sft_objectives import SftObjective
 from isobit.store.resume import Start
+from isobit.store.training_run import TrainingRun
 from isobit.training.comparison import UpdateMetrics
 from isobit.training.supervised import (
     DistilFigures,
     PairFigures,
 )
 from isobit.util.clock import Clock
-
-if TYPE_CHECKING:
-    from isobit.run.sft import SftRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,19 @@ class SftLog(TrainingLog[HeldOut]):
     phases = ("training",)
     counts = ("tokens", "skipped")
 
-    def __init__(self, run: "SftRun", start: Start, console: Console, clock: Clock) -> None:
-        self._run = run
+    def __init__(
+        self,
+        run: TrainingRun,
+        start: Start,
+        console: Console,
+        clock: Clock,
+        *,
+        objective: SftObjective[Any],
+        noun: str,
+        turns: Turns,
+    ) -> None:
+        """``noun``: what is learnt from, in the plural."""
+        self._config, self._objective, self._noun, self._turns = run.config, objective, noun, turns
         super().__init__(run, start, console, clock)
 
     def step(self, step: int, examples: Sequence[Item], update: UpdateMetrics) -> None:
@@ -195,18 +206,26 @@ class SftLog(TrainingLog[HeldOut]):
         spent = self._take_seconds()
         seconds = spent["training"]
         metrics = {
-            **listed(update.metrics, self._run.lesson.kind),
+            **listed(update.metrics, self._objective.kind),
             "updates/skipped": int(update.skipped is not None),
             **{f"time/{name}_s": value for name, value in spent.items()},
             "tokens_per_s/training": sum(example.tokens for example in examples) / seconds,
         }
-        metrics |= self._run.turns.figures()
+        metrics |= self._turns.figures()
         metrics |= self._waiting_figures()
         self._add_metrics(step, metrics)
         self._write()
-        self._totals["tokens"] += self._run.lesson.tokens(examples, update)
+        self._totals["tokens"] += self._objective.tokens(examples, update)
         self._totals["skipped"] += update.skipped is not None
-        self._console.parts(describe_step(step, self._run, metrics, self._time_left.after(step)))
+        self._console.parts(
+            describe_step(
+                step,
+                self._config.training.steps,
+                metrics,
+                self._objective.kind,
+                self._time_left.after(step),
+            )
+        )
         if update.skipped is not None:
             self._console.notes([f"the update was skipped: {update.skipped}"])
 
@@ -216,9 +235,9 @@ class SftLog(TrainingLog[HeldOut]):
         first = next(iter(sets.values()), None)
         summary = SftSummary(
             directory=self.directory.root,
-            preset=self._run.config.precision.preset,
-            precision=self._run.config.precision.name,
-            steps=self._run.config.training.steps,
+            preset=self._config.precision.preset,
+            precision=self._config.precision.name,
+            steps=self._config.training.steps,
             loss_before=first.loss_before if first else None,
             loss_after=first.loss_after if first else None,
             accuracy_before=first.accuracy_before if first else None,
@@ -228,18 +247,18 @@ class SftLog(TrainingLog[HeldOut]):
             train_seconds=self._seconds["training"],
             evaluation_seconds=self._seconds["evaluation"],
             evaluations=sets,
-            gpu_memory=self._run.turns.summary(),
+            gpu_memory=self._turns.summary(),
         )
         self._write_summary(summary)
-        self._console.lines(describe_summary(summary, self._run.lesson.unit, self._run.data.noun))
+        self._console.lines(describe_summary(summary, self._objective.unit, self._noun))
         return summary
 
     def _say_evaluation(self, step: int, results: Mapping[str, HeldOut]) -> None:
         when = describe_moment(step)
         for name, held_out in results.items():
             self._console.line(
-                f"{when}: {name} loss {held_out.loss:.4f} nats a {self._run.lesson.unit} on "
-                f"{held_out.examples} {self._run.data.noun}"
+                f"{when}: {name} loss {held_out.loss:.4f} nats a {self._objective.unit} on "
+                f"{held_out.examples} {self._noun}"
             )
             if (distance := held_out.distance) is not None:
                 self._console.line(
@@ -258,14 +277,15 @@ class SftLog(TrainingLog[HeldOut]):
         return HeldOut.from_json(content)
 
 
-def describe_step(step: int, run: "SftRun", metrics: Metrics, seconds_left: float) -> list[Part]:
+def describe_step(
+    step: int, steps: int, metrics: Metrics, kind: Kind, seconds_left: float
+) -> list[Part]:
     """What the objective shows of one step of fine-tuning, its rate and seconds, and how long the
     run will still take.
     """
-    steps = run.config.training.steps
     return [
         Part(f"step {step:>{len(str(steps))}}/{steps}"),
-        *metric_parts(metrics, run.lesson.kind).values(),
+        *metric_parts(metrics, kind).values(),
         Part(f"{metrics['time/training_s']:.1f} s"),
         time_left(seconds_left),
     ]

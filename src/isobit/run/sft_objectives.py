@@ -40,7 +40,7 @@ Learnt = TypeVar("Learnt", bound=Item)
 class SftObjective(ABC, Generic[Learnt]):
     """One objective of fine-tuning."""
 
-    objective: ClassVar[Objective]
+    loss: ClassVar[Objective]
     unit: ClassVar[str]
     """What the loss is a mean over."""
     kind: ClassVar[Kind]
@@ -66,7 +66,7 @@ class SftObjective(ABC, Generic[Learnt]):
 class _Supervised(SftObjective[Example]):
     """The completions' tokens are learnt."""
 
-    objective = SupervisedObjective()
+    loss = SupervisedObjective()
     unit = "token"
     kind: ClassVar[Kind] = "sft"
 
@@ -88,7 +88,7 @@ class _Supervised(SftObjective[Example]):
 class _Distil(_Supervised):
     """A teacher's distribution of the completions' tokens is learnt."""
 
-    objective = DistilObjective()
+    loss = DistilObjective()
 
     def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
         """See ``measure_distance``."""
@@ -99,7 +99,7 @@ class _Distil(_Supervised):
 class _Preference(SftObjective[Pair]):
     """Which of two answers is preferred is learnt."""
 
-    objective = PreferenceObjective()
+    loss = PreferenceObjective()
     unit = "pair"
     kind: ClassVar[Kind] = "preference"
 

@@ -1,0 +1,169 @@
+"""A recipe with what it names, resolved once at a run's start and handed on.
+
+    resolve     the model's folder, config and tokenizer, and the folders of reward models
+    dated       the date that chat templates write; of a resumed run the one that it had
+    settled     what model and data decide where the recipe leaves it open
+
+All of it is there before anything compares or records the recipe.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic
+
+from isobit.config.base import MAX_STEPS
+from isobit.config.recipes import RunConfig, SftConfig
+from isobit.config.tables import ON_MISMATCH
+from isobit.models.config import ModelConfig
+from isobit.parallel.world import ALONE, World, broadcast
+from isobit.run.date import AnyRecipe, date_of, with_date_of
+from isobit.run.model_source import ModelSource, describe_source
+from isobit.run.plan import AnyPlan
+from isobit.run.reward_models import reward_model_folders
+from isobit.store.checkpoint import MANIFEST, folders_by_step
+from isobit.store.directory import RunDirectory
+from isobit.util.errors import ConfigError
+from isobit.util.plain_files import read_plain
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRecipe(Generic[AnyRecipe]):
+    """A recipe, and what it names."""
+
+    config: AnyRecipe
+    source: ModelSource
+    """The model that the training starts from."""
+    reward_models: Mapping[str, Path]
+    """Folders by the name of the part of the reward (``reward_model_folders``)."""
+    with_weights: bool = True
+    """Whether weights of models of the hub are fetched."""
+    data: Any = None
+    """The ``RlData`` or ``SftData``, where they had to be read to settle the recipe."""
+
+    @property
+    def shape(self) -> ModelConfig:
+        """The model that is trained, without a value head."""
+        return self.source.described.config
+
+
+def resolve(config: AnyRecipe, weights: bool = True) -> ResolvedRecipe[AnyRecipe]:
+    """Find and read what a recipe names; without ``weights`` those of models of the hub are not
+    fetched.  Raises as ``describe_source`` and ``ModelSource.with_lora`` do.
+    """
+    if isinstance(config, SftConfig):
+        source = describe_source(config.model, config.from_scratch, config.objective, weights)
+    else:
+        source = describe_source(config.model, weights=weights)
+    folders = reward_model_folders(config.reward, weights)
+    return ResolvedRecipe(config, source.with_lora(config.lora), folders, weights)
+
+
+def dated(
+    recipe: ResolvedRecipe[AnyRecipe], resume: bool, world: World = ALONE
+) -> ResolvedRecipe[AnyRecipe]:
+    """The recipe with the date of its run: when that began, where it is resumed."""
+    config, folder = recipe.config, recipe.source.described.folder
+    known = partial(_saved_date, RunDirectory(config.output)) if resume else lambda: None
+    folders = recipe.reward_models.values()
+    return replace(recipe, config=with_date_of(config, folder, folders, world, known))
+
+
+def with_check_of_run(
+    config: RunConfig,
+    resume: bool,
+    world: World = ALONE,
+    say: Callable[[str], None] = lambda _: None,
+) -> RunConfig:
+    """A recipe that does at a mismatch what its run did so far, where it is resumed and the recipe
+    leaves that open: runs of earlier versions warned by default, and go on so.
+    """
+    if not resume or config.check.on_mismatch != "auto":
+        return config
+    saved = broadcast(world, lambda: _saved(RunDirectory(config.output), "check", "on_mismatch"))
+    if saved not in ON_MISMATCH:
+        return config
+    say(f'check.on_mismatch is "{saved}", as the run has recorded; set it to have another')
+    check = config.check.model_copy(update={"on_mismatch": saved})
+    return config.model_copy(update={"check": check})
+
+
+def _saved_date(directory: RunDirectory) -> datetime | None:
+    saved = _saved(directory, "data", "date")
+    with suppress(ValueError, TypeError):
+        return date_of(saved)
+    return None
+
+
+def _saved(directory: RunDirectory, *keys: str) -> Any:
+    """A setting in the run's manifest, or where that is lost, in its newest checkpoint's; None
+    where neither has it.
+    """
+    checkpoints = folders_by_step(directory.checkpoints)
+    newest_first = [checkpoints[step] / MANIFEST for step in sorted(checkpoints, reverse=True)]
+    for path in (directory.manifest, *newest_first):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            value = json.loads(read_plain(path))["config"]
+            for key in keys:
+                value = value[key]
+            return value
+    return None
+
+
+def settled(
+    recipe: ResolvedRecipe[AnyRecipe],
+    read: Callable[[ResolvedRecipe[AnyRecipe]], AnyPlan],
+    say: Callable[[str], None] = lambda _: None,
+) -> ResolvedRecipe[AnyRecipe]:
+    """The recipe with what model and data decide where it leaves that open:
+    ``rollout.max_new_tokens``, which is at most half of a small context, and ``training.steps``,
+    where ``data.epochs`` is set.  For the latter ``read``, which plans the training, reads the
+    data, which the result then has.
+
+    Raises ConfigError where ``training.steps`` is set as well, to another number, and what
+    ``read`` raises.
+    """
+    recipe = _with_room(recipe, say)
+    config = recipe.config
+    epochs, training = config.data.epochs, config.training
+    if epochs is None:
+        return recipe
+    data = read(recipe).data
+    rows, per_step = len(data.prompts), training.prompts_per_step
+    steps = math.ceil(epochs * rows / per_step)
+    if "steps" in training.model_fields_set and training.steps != steps:
+        raise ConfigError(
+            f"data.epochs is {epochs:g}, which is {steps} steps of {per_step} of the {rows} "
+            f"training prompts, but training.steps is {training.steps}; leave one of them out"
+        )
+    if steps > MAX_STEPS:
+        raise ConfigError(
+            f"data.epochs is {epochs:g}, which is {steps:,} steps; a run has at most "
+            f"{MAX_STEPS:,}: lower it, or raise training.prompts_per_step"
+        )
+    training = training.model_copy(update={"steps": steps})
+    say(f"data.epochs = {epochs:g} of {rows} prompts: {steps} steps of {per_step}")
+    return replace(recipe, config=config.model_copy(update={"training": training}), data=data)
+
+
+def _with_room(
+    recipe: ResolvedRecipe[AnyRecipe], say: Callable[[str], None]
+) -> ResolvedRecipe[AnyRecipe]:
+    """The recipe with completions that leave room for prompts, where it does not limit them."""
+    config, half = recipe.config, recipe.shape.max_positions // 2
+    rollout = config.rollout
+    if config.reward is None or "max_new_tokens" in rollout.model_fields_set:
+        return recipe
+    if half >= rollout.max_new_tokens:
+        return recipe
+    say(
+        f"completions have at most {half} tokens, half of the model's context; another "
+        "limit is rollout.max_new_tokens"
+    )
+    rollout = rollout.model_copy(update={"max_new_tokens": half})
+    return replace(recipe, config=config.model_copy(update={"rollout": rollout}))
