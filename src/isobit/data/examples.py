@@ -158,9 +158,11 @@ def _without_marks(message: Message) -> Message:
     return {key: value for key, value in message.items() if key not in marks} if marks else message
 
 
-def _read_marks(
-    row: Row, answers: Sequence[Answer], noticed: Noticed
-) -> tuple[Row, list[Answer], bool]:
+_Read: TypeAlias = tuple[Row, list[Answer], bool]
+"""A row, its answers, and whether they are learnt."""
+
+
+def _read_marks(row: Row, answers: Sequence[Answer], noticed: Noticed) -> _Read:
     """A row and answers to it without the keys of ``_MARKS``, and whether they are learnt."""
     if not isinstance(row.prompt, str):
         for message in row.prompt:
@@ -172,6 +174,32 @@ def _read_marks(
     noticed.unlearnt += not is_learnt
     plain = [one if isinstance(one, str) else _answer(_without_marks(one)) for one in answers]
     return row, plain, is_learnt
+
+
+def _prompts_of(
+    name: str,
+    read: Sequence[_Read],
+    tokenizer: PreTrainedTokenizerBase,
+    config: SftDataConfig,
+    most_tokens: int,
+    noticed: Noticed,
+    first: int,
+) -> list[Prompt]:
+    """The prompts in front of the answers, of which tokens beyond ``most_tokens`` are not needed;
+    notes the keys of the answers.
+    """
+    answers = (answer for _, answers, _ in read for answer in answers)
+    noticed.note_keys([one for one in answers if not isinstance(one, str)], tokenizer)
+    return prompts_of_rows(
+        name,
+        [row for row, *_ in read],
+        tokenizer,
+        config,
+        noticed=noticed,
+        continues=False,
+        first=first,
+        read_tokens=most_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,23 +240,11 @@ def build_examples(
     too_long, noticed = too_long or TooLong(config.too_long), noticed or Noticed()
     turns = source if isinstance(source, Sequence) else iter_turns(source)
     read = [_read_marks(row, [answer], noticed) for row, answer in turns]
-    rows = [row for row, *_ in read]
-    completions = [answer for _, (answer,), _ in read]
-    noticed.note_keys([one for one in completions if not isinstance(one, str)], tokenizer)
     most = min(config.max_tokens, context_tokens)
-    prompts = prompts_of_rows(
-        name,
-        rows,
-        tokenizer,
-        config,
-        noticed=noticed,
-        continues=False,
-        first=first,
-        read_tokens=most,
-    )
+    prompts = _prompts_of(name, read, tokenizer, config, most, noticed, first)
     texts = [
         _completion_text(prompt, row, completion, tokenizer, config)
-        for prompt, row, completion in zip(prompts, rows, completions, strict=True)
+        for prompt, (row, (completion,), _) in zip(prompts, read, strict=True)
     ]
     examples = []
     ids_of = token_ids_up_to(most, texts, tokenizer)
@@ -421,25 +437,14 @@ def build_pairs(
     """
     too_long, noticed = too_long or TooLong(config.too_long), noticed or Noticed()
     answered = source if isinstance(source, Sequence) else iter_answered(source)
-    found = [_read_marks(row, both, noticed) for row, *both in answered]
-    rows = [row for row, *_ in found]
-    answers = [(row, answer) for row, both, _ in found for answer in both]
-    noticed.note_keys([one for _, one in answers if not isinstance(one, str)], tokenizer)
+    read = [_read_marks(row, both, noticed) for row, *both in answered]
     most = min(config.max_tokens, context_tokens)
-    prompts = prompts_of_rows(
-        name,
-        rows,
-        tokenizer,
-        config,
-        noticed=noticed,
-        continues=False,
-        first=first,
-        read_tokens=most,
-    )
+    prompts = _prompts_of(name, read, tokenizer, config, most, noticed, first)
+    answers = [(row, answer) for row, both, _ in read for answer in both]
     ids = conversation_ids(answers, tokenizer, config, most)
     pairs = []
     for prompt, (row, _, is_learnt), chosen, rejected in zip(
-        prompts, found, ids[::2], ids[1::2], strict=True
+        prompts, read, ids[::2], ids[1::2], strict=True
     ):
         if not is_learnt:
             continue

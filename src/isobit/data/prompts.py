@@ -65,7 +65,7 @@ _KEPT_AHEAD = 64
 
 @dataclass(slots=True)
 class TooLong:
-    """What becomes of items that are too long, and how many there were."""
+    """The rule for items that are too long, and how many there were."""
 
     rule: tables.TooLong = "refuse"
     dropped: int = 0
@@ -108,13 +108,13 @@ def describe_too_long(sets: Mapping[str, TooLong]) -> str:
 
 @dataclass(slots=True)
 class Noticed:
-    """What a set's rows look like that its reader may not have meant; ``lines`` says it."""
+    """Oddities of a set's rows that their author may not have meant; ``lines`` reports them."""
 
     rows: int = 0
     rendered: int = 0
-    """Rows that spell control tokens which the chat template writes."""
+    """Rows that spell control tokens which the chat template writes itself."""
     tokens: set[str] = field(default_factory=set)
-    """Those."""
+    """The control tokens that they spell."""
     quoted_arguments: int = 0
     """Rows with arguments of tools in JSON text, where the template expects a table."""
     unread_tools: int = 0
@@ -129,7 +129,7 @@ class Noticed:
     """Roles, other than the assistant's, of messages that the data marks as to be learnt."""
 
     def lines(self, name: str) -> list[str]:
-        """A line for each, about the set ``name``."""
+        """A line about the set ``name`` for each kind of oddity."""
         found: list[str] = []
         if self.rendered:
             found.append(
@@ -171,7 +171,7 @@ class Noticed:
         return found
 
     def note_keys(self, messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Note the keys of messages that are rendered which nobody reads."""
+        """Note keys of rendered messages that neither Isobit nor the chat template reads."""
         said = (key for one in messages for key, value in one.items() if value not in _NOTHING)
         for key in set(said) - _READ - self.unread_keys:
             if not reads_key(tokenizer, key):
@@ -181,7 +181,7 @@ class Noticed:
 _READ = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "function_call"})
 """Keys of messages that every chat knows, or that a line of their own is for."""
 _NOTHING = ("", [], {})
-"""What a key may have without saying anything."""
+"""Values of a key that say nothing."""
 
 
 def build_prompts(
@@ -454,7 +454,7 @@ def _render_open(
 
 
 _TAG = re.compile(r"\s*<[^<>\s]+>|\s*\[[A-Z_]+\]")
-"""What opens a thought, at the beginning of a message."""
+"""Matches the tag that opens a thought at the beginning of a message."""
 
 
 def encodable(text: str, row: Row) -> str:
@@ -485,7 +485,7 @@ class _Limit:
 
     @property
     def whole(self) -> int:
-        """Without the room for a completion."""
+        """The limit with no room left for a completion."""
         limits = (self.prompt, self.context)
         return min((one for one in limits if one is not None), default=MAX_COUNT)
 

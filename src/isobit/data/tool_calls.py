@@ -45,15 +45,15 @@ takes a time that grows with the text.
 class ToolCall:
     name: str
     arguments: Mapping[str, Any]
-    """By name."""
+    """Arguments by name."""
     positional: tuple[Any, ...] = ()
-    """Those without a name, which only ``plain`` has."""
+    """Arguments without a name, which only ``plain`` has."""
 
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
     problem: str
-    """For the model: what is wrong, and what is expected."""
+    """A message to the model: what is wrong, and what is expected."""
 
 
 Parsed = ToolCall | MalformedCall
@@ -247,7 +247,7 @@ _BARE_CALL = re.compile(
 
 _ARGUMENTS = {"parameters", "arguments"}
 _KEYS = _ARGUMENTS | {"name", "type", "id"}
-"""Of a call; an object with others is something else, such as the schema of a tool."""
+"""The keys of a call; an object with other keys is something else, such as the schema of a tool."""
 
 
 def _bare_calls(text: str, place: int, tools: Collection[str]) -> tuple[list[Parsed], int]:
@@ -358,7 +358,7 @@ def _in_a_row(text: str, place: int) -> tuple[list[Parsed], int]:
 
 
 def _skip(text: str, place: int, separators: str) -> int:
-    """Behind white space, and one of ``separators`` in it."""
+    """The index behind white space that may hold one of ``separators``."""
     pattern = rf"\s*+[{separators}]?\s*+" if separators else r"\s*+"
     found = re.compile(pattern).match(text, place)
     return found.end() if found else place

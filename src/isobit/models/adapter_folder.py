@@ -72,8 +72,8 @@ _SAME_BASE = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"}
 """Values of ``init_lora_weights``, as text, whose start leaves the model as it is."""
 _FORMATS = ("F32", "BF16", "F16", "F64")
 LARGEST = 65504.0
-"""Of a number of an adapter and of its alpha: what FP16 can hold. Trained ones are below 100; sums
-over thousands of products of larger ones come near the largest number of FP32.
+"""The largest number of an adapter and the largest alpha: what FP16 can hold. Trained numbers are
+below 100; sums over thousands of products of larger ones come near the largest number of FP32.
 """
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 _LITERAL = re.compile(r"\^?[\w.\\]+\$?")
@@ -103,7 +103,7 @@ class AdapterTensors:
     path: Path
     file: TensorFile
     modules: tuple[str, ...]
-    """With an adapter."""
+    """The modules that have an adapter."""
 
     @classmethod
     def open(cls, folder: Path) -> "AdapterTensors":
@@ -210,7 +210,9 @@ def _rank_and_alpha(path: Path, found: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _check_keys(path: Path, found: Mapping[str, Any]) -> None:
-    """Of every key that is neither read nor known to change nothing, the value is the plain one."""
+    """Raise ModelError for a key that is neither read nor known to change nothing, unless its value
+    is the plain one.
+    """
     for key, value in found.items():
         if key in _READ or key in _IGNORED or key in ("rank_pattern", "alpha_pattern"):
             continue
@@ -315,7 +317,7 @@ def _check_named(path: Path, named: list[str], tensors: AdapterTensors, chosen: 
 
 
 LOCAL = "./"
-"""Before the name of a base that is a folder, so that it is never taken for one of the hub."""
+"""The prefix of a base that is a folder, so that its name is never taken for one of the hub."""
 
 
 def base_name(base: Path) -> tuple[str, str | None]:

@@ -19,7 +19,7 @@ import torch
 from isobit.config.tables import PrecisionConfig
 from isobit.kernels.operands import LinearWeight
 from isobit.models.adapter_folder import CONFIG_FILE, AdapterTensors, read_adapter_config
-from isobit.models.checkpoint import Checkpoint
+from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import Decoder, build_decoder
 from isobit.models.layers import Master, Weights
@@ -96,7 +96,7 @@ def add_adapter(
     decoder, stored = build_decoder(config), open_adapters(folder, config)
     flow = build_flow(precision, decoder.shape)
     graph, own = flow.rollout, policy.weights("rollout")
-    folded = folded_columns(config, flow, Checkpoint.open(base, policy.config).tensor)
+    folded = folded_columns(config, flow, FolderCheckpoint.open(base, policy.config).tensor)
     linears = {path: replace(held, site=graph.site(path)) for path, held in own.linears.items()}
     for master_name, master in adapter_masters(config).items():
         values = torch.cat([stored[part] for part in master.adapter])
@@ -139,8 +139,8 @@ def open_adapters(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
 def folded_columns(
     config: ModelConfig, flow: PrecisionFlow, norm: Callable[[str], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """By the name of an A, the powers of two [1, K] that a policy in ``flow`` has multiplied it by
-    (``fold_norms``); A's that are PEFT's are left out. ``norm`` gives the base's tensors.
+    """The powers of two [1, K] that a policy in ``flow`` has multiplied each A by (``fold_norms``),
+    by A's name; an A that equals PEFT's is left out. ``norm`` gives the base's tensors.
     """
     sites = [*flow.rollout.sites, *flow.training.sites]
     int8 = {site.name for site in sites if site.kind == "linear" and site.forward == "int8"}
@@ -179,5 +179,5 @@ def peft_tensors(
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:
-    """The base."""
+    """The configuration of the base."""
     return replace(config, lora=None)

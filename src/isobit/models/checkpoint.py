@@ -234,7 +234,7 @@ _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class FolderCheckpoint:
     """The tensors of a folder that fit a configuration; none has been read."""
 
     config: ModelConfig
@@ -242,7 +242,7 @@ class Checkpoint:
     scales: Mapping[str, CheckpointTensor]  # of each matrix in 8 bits, by the matrix's name
 
     @classmethod
-    def open(cls, folder: Path, config: ModelConfig) -> "Checkpoint":
+    def open(cls, folder: Path, config: ModelConfig) -> "FolderCheckpoint":
         """Raises ModelError for a missing, damaged, misshaped or superfluous tensor."""
         source = folder / "config.json"
         format = read_quantisation(read_json(source), str(source))

@@ -40,7 +40,7 @@ class Experts:
     top_k: int
     """Experts per token."""
     intermediate_size: int
-    """Of each expert."""
+    """The intermediate size of each expert."""
     renormalise: bool
     """Whether the weights of a token's experts are scaled to sum to 1."""
     dense_layers: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class Lora:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Of ``LORA_TARGETS``."""
+    """Names among ``LORA_TARGETS``."""
     rslora: bool = False
 
     @property
@@ -87,11 +87,13 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None
     score_head: bool = False
-    """A reward model: one score instead of lm_head's logits."""
+    """Whether it is a reward model, with one score instead of lm_head's logits."""
     value_head: bool = False
-    """In addition to lm_head, the value of each state (PPO's critic); no checkpoint has it."""
+    """Whether a head beside lm_head gives the value of each state (PPO's critic); no checkpoint has
+    it.
+    """
     pad_token_id: int | None = None
-    """For a reward model: the token that does not count at the end of a sequence."""
+    """The token that does not count at the end of a sequence of a reward model."""
     sliding_window: int | None = None
     """How many keys a query sees, including its own; None: all before it."""
     full_layers: int = 0
@@ -141,7 +143,9 @@ class ModelConfig:
         return self.tokenizer_size or self.vocab_size
 
     def with_tokenizer(self, tokens: int | None) -> "ModelConfig":
-        """For a tokenizer whose largest id is ``tokens`` - 1; None where there is none."""
+        """The configuration for a tokenizer whose largest id is ``tokens`` - 1; None for no
+        tokenizer.
+        """
         leaves_out = tokens is not None and tokens < self.vocab_size and not self.score_head
         return replace(self, tokenizer_size=tokens if leaves_out else None)
 

@@ -44,7 +44,7 @@ from isobit.models.adapters import (
     peft_tensors,
     read_adapters,
 )
-from isobit.models.checkpoint import Checkpoint, read_json, shard_names, weight_files
+from isobit.models.checkpoint import FolderCheckpoint, read_json, shard_names, weight_files
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.function import SampledPolicy
@@ -144,7 +144,7 @@ def _local_base(folder: Path, name: str) -> Path:
 
 
 _RUNS = 16
-"""In a chain of runs that each began from the adapters of another."""
+"""The most runs in a chain in which each began from the adapters of another."""
 
 
 def _base_of_run(folder: Path) -> Path | None:
@@ -207,7 +207,7 @@ def read_masters(
     """``Checkpoint.masters`` of a folder. Files are open and headers checked when this returns.
     Adapters are those of the folder, or drawn by ``seed``.
     """
-    masters = Checkpoint.open(base_folder(folder), config).masters(device)
+    masters = FolderCheckpoint.open(base_folder(folder), config).masters(device)
     if config.lora is None:
         return masters
     if is_adapter_folder(folder):
@@ -314,7 +314,7 @@ def _write_adapters(model: LoadedModel, target: Path, finish: Callable[[Path], N
     lora = policy.config.lora
     assert lora is not None, "a policy with adapters"
     whole = {name: policy.whole_master(name).cpu() for name in adapter_masters(policy.config)}
-    stored = Checkpoint.open(base, policy.config)
+    stored = FolderCheckpoint.open(base, policy.config)
     folded = folded_columns(policy.config, policy.flow, stored.tensor)
     tensors = peft_tensors(policy.config, whole, folded)
 

@@ -36,7 +36,7 @@ SIDE: Side = "training"  # the side that scores
 
 
 def frozen_config(config: ModelConfig) -> ModelConfig:
-    """Without a value head and adapters."""
+    """The configuration without a value head and adapters."""
     return replace(config, value_head=False, lora=None)
 
 
@@ -79,7 +79,7 @@ class FrozenPolicy:
     def load(
         cls, folder: Path, precision: PrecisionConfig, device: torch.device | str = "cpu"
     ) -> "FrozenPolicy":
-        """From a folder, with one master at a time in memory. Raises ModelError as ``load_policy``
+        """Load a folder, with one master at a time in memory. Raises ModelError as ``load_policy``
         does.
         """
         config = read_config(folder)

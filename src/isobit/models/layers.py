@@ -69,7 +69,9 @@ class Master:
     kind: Literal["matrix", "bias", "plain"] = "plain"
     """A linear's matrix [N, K] or bias [N], or a tensor published in the activations' format."""
     adapter: Mapping[str, int] = field(default_factory=dict)
-    """Of a matrix of LoRA, which has no ``parts``: the tensors in PEFT's files, as of ``parts``."""
+    """The tensors in PEFT's files that are concatenated in a matrix of LoRA, which has no
+    ``parts``; with their rows.
+    """
 
     def of_checkpoint(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """The checkpoint's tensors by name: the parts' rows of ``values``, not copied."""
@@ -120,7 +122,7 @@ class Adapter:
     scale: float
     targets: tuple[str, ...]  # of the linear's parts, in their order
     columns: tuple[slice, ...] = field(init=False)
-    """Of the linear's output, of each target."""
+    """The columns of the linear's output that belong to each target."""
 
     def __post_init__(self) -> None:
         ends = dict(zip(self.linear.parts, accumulate(self.linear.parts.values()), strict=True))
@@ -306,8 +308,8 @@ class Linear:
         return dx
 
     def saved_bytes(self, sizes: Sizes, graph: Graph, is_kept: bool = False) -> int:
-        """Of its input [K] a token, and of t, for a backward; ``is_kept``: the input itself
-        stays.
+        """Bytes a token of its input [K] and of t that are saved for a backward; ``is_kept``: the
+        input itself stays.
         """
         if not self.saves(save=True):
             return 0
@@ -315,7 +317,9 @@ class Linear:
         return self._kept_bytes(sizes, graph, is_kept) + DTYPES[graph.activations].itemsize * low
 
     def read_bytes(self, sizes: Sizes, graph: Graph) -> int:
-        """Of its input [K] a token in a forward without a backward, beside the input itself."""
+        """Bytes a token of its input [K], as it reads it in a forward without a backward, beside
+        the input itself.
+        """
         read = sizes.read(graph.site(self.path), self.shape.in_features)
         return read + (self._kept_bytes(sizes, graph) if self.saves(save=False) and read else 0)
 

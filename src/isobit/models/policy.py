@@ -195,8 +195,8 @@ class Policy:
         return self._published.checksum(kept)
 
     def base(self) -> dict[str, str] | None:
-        """With LoRA, what names the base's published bytes, which never change: their checksum, and
-        the back end, since others publish other bytes. Else None.
+        """The checksum of the base's published bytes, which never change with LoRA, and the back
+        end, since others publish other bytes; None without LoRA.
         """
         if self.config.lora is None:
             return None

@@ -48,7 +48,7 @@ class PublishedChange:
 
     @property
     def share(self) -> float:
-        """From 0 to 1, over the rows of all ranks, which all call it; 0 if nothing changed."""
+        """The changed share, from 0 to 1, over the rows of all ranks, which all call it."""
         changed = int(torch.stack(self._changed).sum()) if self._changed else 0
         counts = self._world.all_gather((changed, self._numbers))
         numbers = sum(one[1] for one in counts)
@@ -69,7 +69,7 @@ class PublishedWeights:
             side: Weights(backend, rope, flow.graph(side)) for side in SIDES
         }
         self.conversion = ScaleConversion()
-        """For a folder's FP8 with scales that the flow does not have."""
+        """The error of a folder's FP8 with scales that the flow does not have."""
         self.reads_folder = False  # whether matrices are a folder's FP8, unchanged
         self.kv_scales = KvScales.of(flow, backend.device)
         for weights in self.sides.values():

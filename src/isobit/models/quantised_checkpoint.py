@@ -51,7 +51,7 @@ from isobit.util.errors import ConfigError, ModelError, shown
 FORMATS = ("F32", "BF16", "F16", "F64")  # formats of weights that are not quantised
 FP8, INT8 = "F8_E4M3", "I8"
 SUFFIXES = {FP8: SCALES_SUFFIX, INT8: INT8_SCALES_SUFFIX}
-"""Of the scales of matrices in each format."""
+"""Suffixes of the names of scales, by the format of their matrices."""
 SCALE_FORMATS = {FP8: ("F32", "BF16", "F8_E8M0"), INT8: ("F32",)}
 _WANTED: dict[str, Any] = {
     "quant_method": "fp8",

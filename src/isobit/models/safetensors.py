@@ -175,7 +175,7 @@ _ORDER = {dtype: place for place, dtype in enumerate(_FORMATS)}
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """Where everything is in a file that is to be written."""
+    """The layout of a file that is to be written."""
 
     header: bytes
     begins: Mapping[str, int]  # of each tensor's bytes in the file, in their order
@@ -185,7 +185,7 @@ class FilePlan:
     def of(
         cls, layout: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
     ) -> "FilePlan":
-        """For tensors of these shapes and formats, which may be on the device ``meta``."""
+        """The plan for tensors of these shapes and formats, which may be on the device ``meta``."""
         names = sorted(layout, key=lambda name: (_ORDER[layout[name].dtype], name))
         entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         begins: dict[str, int] = {}
@@ -330,7 +330,7 @@ class Slice:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return prod(self.shape) * self.rows.element_size()
 
 

@@ -273,8 +273,8 @@ def _folded(
 
 
 def quantised_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
-    """For each of the checkpoint's matrices that the rollout has in 8 bits, its site as a linear of
-    its own. Blocks begin anew at each part of a fused matrix, so the bytes are the same.
+    """The sites of the checkpoint's matrices that the rollout has in 8 bits, each as a linear of
+    its own, by name. Blocks begin anew at each part of a fused matrix, so the bytes are the same.
     """
     sites: dict[str, Site] = {}
     for name, master in build_decoder(config).masters().items():

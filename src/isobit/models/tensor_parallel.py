@@ -91,7 +91,7 @@ def _concatenated(stacked: torch.Tensor, sizes: Sequence[int], dim: int) -> torc
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Which part of a decoder this rank has, and how to gather whole tensors."""
+    """The part of a decoder that this rank has, and the gathering of whole tensors."""
 
     world: World  # the ranks that share one decoder
     queries: Cuts = ()  # columns of attention's output, H D
@@ -218,7 +218,7 @@ def _even(columns: int, ranks: int) -> Cuts:
 
 
 def _in_blocks(name: str, columns: int, ranks: int, smallest: int = _SMALL) -> Cuts:
-    """In whole blocks of 128, or of ``smallest`` if there are too few; longer shares first."""
+    """Cuts in whole blocks of 128, or of ``smallest`` if there are too few; longer shares first."""
     block = BLOCK if num_blocks(columns) >= ranks else smallest
     blocks = -(-columns // block)
     if blocks < ranks:

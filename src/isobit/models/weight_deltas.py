@@ -1,4 +1,4 @@
-"""New weights as what has changed of those before, on their way to servers that sample for a run.
+"""New weights as their changes from the ones before, for servers that sample for a run.
 
 An update is safetensors files, of 256 MiB each unless one tensor has more.  Of each tensor that
 changed they hold
@@ -196,26 +196,26 @@ def _file(tensors: Tensors) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class SentWeights:
-    """One version of a policy's weights as servers are sent it.  Nothing changes it."""
+    """One version of a policy's weights, as it is sent to servers; immutable."""
 
     version: int
     tensors: Tensors
-    """All, on the host."""
+    """All tensors, on the host."""
     digest: str
     published: int
-    """``Policy.checksum`` of what is published of them, without a value head."""
+    """``Policy.checksum`` of the bytes published from them, without a value head."""
     base: str | None
     """The digest of the version before, to which ``change`` leads from there; None without one."""
     change: Tensors
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all tensors."""
         return sum(one.nbytes for one in self.tensors.values())
 
     @classmethod
     def of(cls, policy: Policy, before: "SentWeights | None" = None) -> "SentWeights":
-        """Those that the policy has published last."""
+        """The weights that the policy has published last."""
         tensors, change = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         held = None if before is None else before.tensors
         for name, tensors[name], changed in rounded_masters(policy, held):

@@ -31,7 +31,7 @@ def group_digests(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def rewards_digest(groups: Sequence[Group]) -> str:
-    """Of what the groups have been given."""
+    """The digest of the groups' rewards, alone."""
     given = [
         [group.rewards, group.reward_parts, group.baseline, *_turn_rewards(group)]
         for group in groups

@@ -389,7 +389,7 @@ _PATTERNS = [
     for name, metric in METRICS.items()
     if re.search("SET|NAME", name)
 ]
-"""Of rows whose names have capitals."""
+"""Patterns of the rows whose names have capitals."""
 
 
 def find_metric(name: str) -> Metric | None:

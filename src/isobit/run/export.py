@@ -26,7 +26,7 @@ from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.config.tables import PrecisionConfig
 from isobit.models.adapter_folder import CONFIG_FILE, write_adapters
 from isobit.models.adapters import folded_columns, open_adapters, peft_tensors, without_adapters
-from isobit.models.checkpoint import Checkpoint as FolderCheckpoint
+from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import (
     build_decoder,
