@@ -37,7 +37,7 @@ _CALL_ID = "isobit000"
 
 
 class Continuation:
-    """What a tokenizer appends to a turn that called tools, as tokens.
+    """Continues a turn that called tools: gives the tokens that the chat template appends to it.
 
     Raises ConfigError for a template that cannot be continued.
     """
@@ -77,8 +77,8 @@ class Continuation:
             _, stop, text = self._next_turn([self._answer(speaker)], said)
         else:
             stop = self._stops[ended] if ended in self._stops else next(iter(self._stops.values()))
-            told = "".join([*(f"[{result}]" for result in results), *spoken])
-            text = quoted(told, self._tokenizer)
+            spelling = "".join([*(f"[{result}]" for result in results), *spoken])
+            text = quoted(spelling, self._tokenizer)
         ids = self._behind(stop, text)
         return ids if ended in self._stops else [*token_ids([stop], self._tokenizer)[0], *ids]
 
@@ -90,11 +90,11 @@ class Continuation:
         """
         place = f"prompt {prompt.id}"
         content = prompt.text if prompt.content is None else prompt.content
-        asked: str | list[Message]
+        opened: str | list[Message]
         if not isinstance(opening, str):
-            asked = list(opening)
+            opened = list(opening)
         elif isinstance(content, str):
-            asked = content + opening
+            opened = content + opening
         else:
             *before, last = messages_of(prompt)
             said = last["content"]
@@ -103,11 +103,11 @@ class Continuation:
                     f"{place}: the environment has text for the end of the prompt, whose last "
                     f"message is of {last['role']!r}; end it in text of the user"
                 )
-            asked = [*before, {**last, "content": said + opening}]
+            opened = [*before, {**last, "content": said + opening}]
         variables, tools = prompt.row.get(VARIABLES_COLUMN), self._tools or None
-        row = row_of(asked, prompt.row, place, tools=tools, variables=variables)
-        (found,) = prompts_of_rows(prompt.id, [row], self._tokenizer, self._chat)
-        return replace(found, id=prompt.id, content=prompt.content)
+        row = row_of(opened, prompt.row, place, tools=tools, variables=variables)
+        (continued,) = prompts_of_rows(prompt.id, [row], self._tokenizer, self._chat)
+        return replace(continued, id=prompt.id, content=prompt.content)
 
     def _behind(self, stop: str, text: str) -> list[int]:
         """The tokens of ``text`` behind a stop token, which may decide about its first one."""
@@ -136,8 +136,10 @@ class Continuation:
 
     @property
     def _thinks(self) -> bool:
-        found: Any = self._tokenizer.chat_template
-        return "</think>" in ("\n".join(found.values()) if isinstance(found, dict) else str(found))
+        template: Any = self._tokenizer.chat_template
+        return "</think>" in (
+            "\n".join(template.values()) if isinstance(template, dict) else str(template)
+        )
 
     def _results(self, results: Sequence[str]) -> list[Message]:
         if self._form == "plain" and results:

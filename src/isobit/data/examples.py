@@ -76,14 +76,14 @@ def conversation_ids(
     """
     templated = is_templated(tokenizer, chat)
     texts = [_message_text(row, answer, tokenizer, chat) for row, answer in answers]
-    found = token_ids_up_to(read_tokens, texts, tokenizer, add_special_tokens=not templated)
+    ids_of = token_ids_up_to(read_tokens, texts, tokenizer, add_special_tokens=not templated)
     end = tokenizer.eos_token_id
     if not templated and isinstance(end, int):
-        found = [ids if ids[-1:] == [end] else [*ids, end] for ids in found]
-    for (row, _), ids in zip(answers, found, strict=True):
+        ids_of = [ids if ids[-1:] == [end] else [*ids, end] for ids in ids_of]
+    for (row, _), ids in zip(answers, ids_of, strict=True):
         if not ids:
             raise DataError(f"{row.place}: prompt and answer together have no token")
-    return [tuple(ids) for ids in found]
+    return [tuple(ids) for ids in ids_of]
 
 
 def _message_text(
@@ -118,8 +118,8 @@ def whole_answer(row: Row, answer: str) -> tuple[Row, str]:
     """
     if isinstance(row.prompt, str):
         return row, answer
-    asked, begun = without_beginning(row.prompt)
-    return replace(row, prompt=tuple(asked)), begun + answer
+    question, begun = without_beginning(row.prompt)
+    return replace(row, prompt=tuple(question)), begun + answer
 
 
 def row_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Row:
@@ -271,7 +271,7 @@ def _check_left(name: str, kept: Sequence[Any], too_long: TooLong, noticed: Noti
 
 
 def iter_turns(source: ExampleSource) -> Iterator[Turn]:
-    """What examples are built of, one at a time in memory."""
+    """The rows with their answers that examples are built of, one at a time in memory."""
     if isinstance(source, MixtureExamples):
         yield from mixed(source, iter_turns)
         return
@@ -341,7 +341,7 @@ def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
     """
     if not all(isinstance(message, Mapping) for message in messages):
         return False
-    found = [
+    stated = [
         (
             one.get("role"),
             message_text(content, row.place) if is_parts(content) else content,
@@ -350,7 +350,7 @@ def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
         for content in [one.get("content")]
     ]
     expected = [(one["role"], one.get("content")) for one in as_messages(row.prompt)]
-    return [one for one in found if one[0] != "system"] == [
+    return [one for one in stated if one[0] != "system"] == [
         one for one in expected if one[0] != "system"
     ]
 
@@ -460,7 +460,7 @@ def build_pairs(
 
 
 def iter_answered(source: ExampleSource) -> Iterator[Answered]:
-    """What pairs are built of, one at a time in memory."""
+    """The rows with two answers that pairs are built of, one at a time in memory."""
     if isinstance(source, MixtureExamples):
         yield from mixed(source, iter_answered)
         return

@@ -30,7 +30,7 @@ SAVED_MARKERS = ("dataset_dict.json", "state.json")
 _CARDS = ("README.md", ".huggingface.yaml")
 """Files that assign the files of a folder to splits."""
 _PLACES = ("data_files", "data_dir")
-"""Their keys that name files."""
+"""The keys of a card that name files."""
 _READERS = ("arrow", "csv", "json", "parquet")
 """Modules of the library that read rows of text and numbers."""
 
@@ -121,12 +121,12 @@ def _check_saved(folder: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_plain(path))
+        content = json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}, expected an object")
-    return found
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
 
 
 def _files(folder: Path, split: str | None, cache: str) -> Any:
@@ -285,14 +285,14 @@ def _cached(repository: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found = Path(
+        folder = Path(
             snapshot_download(
                 repository, repo_type="dataset", revision=revision, local_files_only=True
             )
         )
     except (LocalEntryNotFoundError, ValueError):
         return None
-    return found if _files_below(found) else None
+    return folder if _files_below(folder) else None
 
 
 def _is_whole(folder: Path, source: HubData) -> bool:
@@ -323,8 +323,8 @@ def _fetched(source: HubData, repository: str, revision: str | None) -> Path:
         remedy="name files",
         revision=revision,
     ):
-        found = HfApi().dataset_info(repository, revision=revision)
-        files = [sibling.rfilename for sibling in found.siblings or ()]
+        info = HfApi().dataset_info(repository, revision=revision)
+        files = [sibling.rfilename for sibling in info.siblings or ()]
         chosen = chosen_files(files, source)
         # with its revision, the snapshot is found again under that name
         folder = Path(
@@ -332,6 +332,6 @@ def _fetched(source: HubData, repository: str, revision: str | None) -> Path:
                 repository, repo_type="dataset", revision=revision, allow_patterns=chosen
             )
         )
-        if folder.name == found.sha:
+        if folder.name == info.sha:
             _list_of(folder).write_text(json.dumps(files), encoding="utf-8")
         return folder

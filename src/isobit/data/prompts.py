@@ -101,9 +101,9 @@ class TooLong:
 
 
 def describe_too_long(sets: Mapping[str, TooLong]) -> str:
-    """How many were too long in each set, for the end of a line about data; empty if none was."""
-    found = [f"{name}: {one.describe()}" for name, one in sets.items() if one.describe()]
-    return "".join(f"; {text}" for text in found)
+    """The number of too long rows in each set, for the end of a line about data; empty if none."""
+    parts = [f"{name}: {one.describe()}" for name, one in sets.items() if one.describe()]
+    return "".join(f"; {text}" for text in parts)
 
 
 @dataclass(slots=True)
@@ -130,45 +130,45 @@ class Noticed:
 
     def lines(self, name: str) -> list[str]:
         """A line about the set ``name`` for each kind of oddity."""
-        found: list[str] = []
+        lines: list[str] = []
         if self.rendered:
-            found.append(
+            lines.append(
                 f"{name}: {self.rendered} of {self.rows} prompts spell control tokens that the "
                 f"chat template writes itself ({', '.join(sorted(self.tokens))}), and were encoded "
                 "as ordinary characters; if the prompts are rendered already, set data.chat = false"
             )
         if self.quoted_arguments:
-            found.append(
+            lines.append(
                 f"{name}: {self.quoted_arguments} of {self.rows} prompts have calls of tools whose "
                 "arguments are JSON text, which the chat template does not write as it stands: "
                 "they were read as JSON"
             )
         if self.unread_tools:
-            found.append(
+            lines.append(
                 f"{name}: {self.unread_tools} of {self.rows} rows have tools, but no chat "
                 "template of the tokenizer says anything of tools: the model does not see them"
             )
         if self.unread_calls:
-            found.append(
+            lines.append(
                 f"{name}: {self.unread_calls} of {self.rows} prompts have calls of tools that the "
                 "tokenizer's chat template does not write: the model does not see them"
             )
         if self.unread_keys:
-            found.append(
+            lines.append(
                 f"{name}: messages have keys that neither Isobit nor the chat template reads: "
                 f"{', '.join(map(repr, sorted(self.unread_keys)))}"
             )
         if self.unlearnt:
-            found.append(
+            lines.append(
                 f"{name}: {self.unlearnt} answers are marked as not to be learnt: left out"
             )
         if self.wanted:
             roles = ", ".join(map(repr, sorted(self.wanted)))
-            found.append(
+            lines.append(
                 f"{name}: messages of {roles} are marked as to be learnt, but only answers of the "
                 "assistant are"
             )
-        return found
+        return lines
 
     def note_keys(self, messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase) -> None:
         """Note keys of rendered messages that neither Isobit nor the chat template reads."""
@@ -247,8 +247,8 @@ def prompts_of_rows(
     limit = most_tokens.tokens(too_long.rule)
     most = most_characters(min(most_tokens.whole, MAX_COUNT), tokenizer)
     texts: list[tuple[int, Row, str]] = []
-    for index, given in enumerate(rows, first):
-        row = replace(given, tools=tools) if tools else given
+    for index, source_row in enumerate(rows, first):
+        row = replace(source_row, tools=tools) if tools else source_row
         text = _render(row, tokenizer, chat, continues)
         _notice(text, row, tokenizer, chat, noticed)
         if len(text) > most:  # avoids tokenising it
@@ -389,9 +389,9 @@ def render_chat(
         place = f"{row.place}, column {VARIABLES_COLUMN!r}" if row.variables else key
         raise DataError(f"{place}: {error}") from None
 
-    def text_of(some: Sequence[Message]) -> str:
+    def text_of(turns: Sequence[Message]) -> str:
         return rendered(
-            quoted_values(some, tokenizer),
+            quoted_values(turns, tokenizer),
             tokenizer,
             add_generation_prompt,
             quoted_values(row.tools, tokenizer),
@@ -434,22 +434,22 @@ def _render_open(
             f"{row.place}: the prompt ends in a message of the assistant that calls tools, which "
             "cannot be gone on with; end the prompt in the tools' results or in a question"
         )
-    asked, text = messages[:-1], quoted(begun, tokenizer)
-    head = render_chat(asked, row, tokenizer, chat, False) if asked else ""
-    ahead = render_chat(asked, row, tokenizer, chat, True) if asked else ""
+    before, text = messages[:-1], quoted(begun, tokenizer)
+    head = render_chat(before, row, tokenizer, chat, False) if before else ""
+    ahead = render_chat(before, row, tokenizer, chat, True) if before else ""
     if not begun:
         return ahead
     tag = _TAG.match(begun)
     opens = tag[0].strip() if tag and name == "content" and ahead.startswith(head) else None
     try:
-        found = render_chat(messages, row, tokenizer, chat, False, continues=name)
+        rendering = render_chat(messages, row, tokenizer, chat, False, continues=name)
     except DataError:
         if opens is None:
             raise
     else:
-        own = found[len(head) : -len(text)] if found.endswith(text) else ""
-        if opens is None or opens not in own or not found.startswith(head):
-            return found
+        own = rendering[len(head) : -len(text)] if rendering.endswith(text) else ""
+        if opens is None or opens not in own or not rendering.startswith(head):
+            return rendering
     return head + ahead.removeprefix(head).partition(opens)[0] + text
 
 
@@ -504,14 +504,14 @@ class _Limit:
 
     def problem(self, place: str, size: int, characters: bool = False) -> str:
         """The error about a prompt of so many tokens, or characters, which is too many."""
-        found = f"{place} has {size:,} {'characters' if characters else 'tokens'}"
+        problem = f"{place} has {size:,} {'characters' if characters else 'tokens'}"
         rule = "; data.too_long = 'drop' or 'cut' drops or cuts such prompts"
         if self.prompt is not None and (size > self.prompt and self.prompt == self.whole):
-            return f"{found}, more than data.max_prompt_tokens = {self.prompt}{rule}"
+            return f"{problem}, more than data.max_prompt_tokens = {self.prompt}{rule}"
         if characters or self.context is None or size >= self.context:
-            return f"{found} and leaves no room in the model's context of {self.context}{rule}"
+            return f"{problem} and leaves no room in the model's context of {self.context}{rule}"
         return (
-            f"{found}; with max_new_tokens = {self.new} that is {size + self.new}, more than the "
+            f"{problem}; with max_new_tokens = {self.new} that is {size + self.new}, more than the "
             f"model's context of {self.context}: lower max_new_tokens to {self.context - size} or "
             f"shorten the prompt{rule}"
         )

@@ -77,12 +77,12 @@ class _Size(NamedTuple):
 
 
 class Allowance:
-    """What is left to one rendering, or to the compilation of a template."""
+    """The budget of one rendering, or of the compilation of a template."""
 
-    def __init__(self, given: object = None) -> None:
+    def __init__(self, source: object = None) -> None:
         self._known: dict[int, tuple[object, _Size]] = {}  # holds them, so that ids stay theirs
         self._largest = 1 << 62
-        size = self._size(given).characters
+        size = self._size(source).characters
         self._largest = VALUE + PER_CHARACTER * size
         self._left = ALL + ALL_PER_CHARACTER * size
         self._until = time.thread_time() + SECONDS
@@ -167,11 +167,11 @@ def allowance() -> Allowance:
 
 
 @contextmanager
-def limited(given: object) -> Iterator[Allowance]:
+def limited(source: object) -> Iterator[Allowance]:
     """A block in which transformers renders templates within the limits for this input."""
-    before = _ALLOWANCE.set(made := Allowance(given))
+    before = _ALLOWANCE.set(limits := Allowance(source))
     try:
-        yield made
+        yield limits
     finally:
         _ALLOWANCE.reset(before)
 
@@ -244,12 +244,12 @@ class Bounded(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Join the text that a template, a macro or a block has written."""
-        limits, found, size = allowance(), list[str](), 0
+        limits, pieces, size = allowance(), list[str](), 0
         for part in parts:
             size += len(part)
             limits.expect(size)
-            found.append(part)
-        return limits.made("".join(found))
+            pieces.append(part)
+        return limits.made("".join(pieces))
 
     def made(self, value: Any) -> Any:
         return allowance().made(value)
@@ -362,16 +362,16 @@ def _check_replaced(limits: Allowance, text: str, old: Any, new: Any) -> None:
 
 def _sized(limits: Allowance, values: Any) -> list[Any]:
     """The items of what may be a generator."""
-    found, size = list[Any](), 0
+    items, size = list[Any](), 0
     for one in values:
         size += limits.size(one)
         limits.expect(size)
-        found.append(one)
-    return found
+        items.append(one)
+    return items
 
 
 class _FilterCall(NamedTuple):
-    """What a filter is call."""
+    """The value that a filter is applied to, and its arguments."""
 
     value: Any
     others: tuple[Any, ...]
@@ -456,7 +456,7 @@ _CHECKS: Mapping[str, Callable[[Allowance, _FilterCall], None]] = {
     "tojson": _check_json,
     "unique": _check_letters,
 }
-"""Raise ``TemplateError`` where a filter would make too much of what it is call."""
+"""Raise ``TemplateError`` where a filter would make too much of its value."""
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,7 +61,7 @@ Parsed = ToolCall | MalformedCall
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a turn says."""
+    """The text and the calls of one turn."""
 
     text: str
     """Up to the first call, without white space ahead of it; all of it where there is no call."""
@@ -74,7 +74,7 @@ def names_of(tools: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def read_turn(text: str, form: ToolFormat, tools: Collection[str], is_thinking: bool) -> Said:
-    """What one turn of a model says, and its calls in their order.
+    """Read one turn of a model: its text, and its calls in their order.
 
     Args:
         text: the turn with its special tokens, but for the one that ended it.
@@ -101,7 +101,7 @@ class TurnReader:
 
     @property
     def held(self) -> str:
-        """What ``feed`` has not given back yet."""
+        """The text that ``feed`` has not given back yet."""
         return "".join(self._held)
 
     def feed(self, text: str) -> str:
@@ -123,7 +123,7 @@ class TurnReader:
         return text[:end]
 
     def finish(self) -> Said:
-        """What the held text says, once the turn has ended."""
+        """The text and the calls of the held text, once the turn has ended."""
         text, place, begin, left = self.held, 0, 0, _MOST_READ
         calls: list[Parsed] = []
         while (event := self._next(text, place)).lastgroup is not None:
@@ -134,11 +134,11 @@ class TurnReader:
                 self._cross(kind == "opens")
                 continue
             left -= 1
-            found = list[Parsed]([MalformedCall("it is not read")])
+            here = list[Parsed]([MalformedCall("it is not read")])
             if left >= 0:
-                found, place = self._read(kind, text, place)
+                here, place = self._read(kind, text, place)
             begin = begin if calls else event.start()
-            calls += found
+            calls += here
             self._is_start = False
         if len(calls) > MOST_CALLS:
             problem = f"a turn has at most {MOST_CALLS} calls; this one has {len(calls)}"
@@ -146,18 +146,18 @@ class TurnReader:
         return Said(text[:begin] if calls else text, calls)
 
     def _next(self, text: str, place: int) -> re.Match[str]:
-        """What comes first from ``place`` on, by the last group: thinking that ``opens`` or
+        """The first event from ``place`` on, by the last group: thinking that ``opens`` or
         ``closes``, or the mark of a ``call``, or a ``bare`` one; without a group, the end, with
         what may still become one of them.
         """
         if self._is_thinking:
-            found = _INSIDE.search(text, place)
+            match = _INSIDE.search(text, place)
         else:
             bare = self._form == "llama3" and self._is_start
-            found = _BARE.match(text, place) if bare else None
-            found = found or self._events.search(text, place)
-        assert found is not None  # the end of the text fits
-        return found
+            match = _BARE.match(text, place) if bare else None
+            match = match or self._events.search(text, place)
+        assert match is not None  # the end of the text fits
+        return match
 
     def _cross(self, opens: bool) -> None:
         self._is_thinking, self._is_start = opens, True
@@ -176,7 +176,8 @@ MARKS: Mapping[ToolFormat, str] = {
     "hermes": _TOOL_CALL,
     "llama3": _PYTHON_TAG,
 }
-"""What begins a call, in the formats of chat templates; a template has the first one it names."""
+"""The marks that begin a call in the formats of chat templates; a template has the first one that
+it names."""
 
 
 def _begun(mark: str) -> str:
@@ -195,7 +196,7 @@ _BARE = re.compile(r"\s*+(?:(?P<bare>(?=\{))|\Z)")
 
 @lru_cache(64)
 def _events(form: ToolFormat, tools: tuple[str, ...]) -> re.Pattern[str]:
-    """What may come outside of thinking; white space ahead of a call belongs to it."""
+    """Matches the events outside of thinking; white space ahead of a call belongs to it."""
     if form == "plain":
         names = "|".join(map(re.escape, tools)) or r"(?!)"
         mark, begun = rf"\[\s*+(?=(?:{names})\()", r"\[\s*+\w*+\Z"
@@ -209,7 +210,7 @@ def _events(form: ToolFormat, tools: tuple[str, ...]) -> re.Pattern[str]:
 
 
 _QUOTES = ("`", "'", '"')
-"""What closes behind a mark that is only named, as in "write `<tool_call>`"."""
+"""Characters that close behind a mark which is only named, as in "write `<tool_call>`"."""
 
 
 def _hermes(text: str, place: int) -> tuple[list[Parsed], int]:
@@ -294,17 +295,17 @@ _KEY = re.compile(r"([A-Za-z_]\w*+)\s*+=\s*+")
 
 def _plain(text: str, place: int) -> tuple[list[Parsed], int]:
     """The calls between brackets."""
-    found: list[Parsed] = []
+    calls: list[Parsed] = []
     while named := _NAME.match(text, place):
         call, place = _plain_call(named[1], text, named.end())
-        found.append(call)
+        calls.append(call)
         if isinstance(call, MalformedCall):
-            return found, place
+            return calls, place
         place = _skip(text, place, ",")
     if text.startswith("]", place):
-        return found, place + 1
+        return calls, place + 1
     return [
-        *found[:-1],
+        *calls[:-1],
         MalformedCall(f"a call ends with ')]', found {_shown(text, place)}"),
     ], place
 
@@ -345,27 +346,27 @@ def _in_a_row(text: str, place: int) -> tuple[list[Parsed], int]:
     """JSON objects one behind the other, with commas or semicolons between them, and where they
     end.
     """
-    found: list[Parsed] = []
+    calls: list[Parsed] = []
     is_expected = True
     while place < len(text) and (is_expected or text[place] == "{"):
         value, problem, end = _json_at(text, place)
         if problem:
-            return [*found, MalformedCall(problem)], place
-        found.append(_call_of(value))
+            return [*calls, MalformedCall(problem)], place
+        calls.append(_call_of(value))
         place = _skip(text, end, ",;")
         is_expected = any(sign in ",;" for sign in text[end:place])
-    return found or [MalformedCall("a call is missing behind the token that begins it")], place
+    return calls or [MalformedCall("a call is missing behind the token that begins it")], place
 
 
 def _skip(text: str, place: int, separators: str) -> int:
     """The index behind white space that may hold one of ``separators``."""
     pattern = rf"\s*+[{separators}]?\s*+" if separators else r"\s*+"
-    found = re.compile(pattern).match(text, place)
-    return found.end() if found else place
+    match = re.compile(pattern).match(text, place)
+    return match.end() if match else place
 
 
 def _function_of(value: Any) -> Any:
-    """What OpenAI's form of a call has below ``function``."""
+    """The content below ``function`` in OpenAI's form of a call."""
     is_wrapped = isinstance(value, Mapping) and isinstance(value.get("function"), Mapping)
     return value["function"] if is_wrapped else value
 
@@ -428,7 +429,7 @@ def _shown(text: str, place: int) -> str:
 
 
 _UNREAD = ("<function=", "<arg_key>")
-"""What begins calls inside of Hermes' tag in the formats of Qwen3-Coder and GLM."""
+"""Marks that begin calls inside of Hermes' tag in the formats of Qwen3-Coder and GLM."""
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFormat:
@@ -436,8 +437,9 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFor
 
     Raises ConfigError where the template writes calls in another format.
     """
-    found: Any = tokenizer.chat_template if chat.chat else None
-    template = "\n".join(found.values()) if isinstance(found, dict) else str(found or "")
+    templates: Any = tokenizer.chat_template if chat.chat else None
+    named = isinstance(templates, dict)
+    template = "\n".join(templates.values()) if named else str(templates or "")
     known: list[ToolFormat] = [form for form, mark in MARKS.items() if mark in template]
     if '"parameters": ' in template:
         known.append("llama3")

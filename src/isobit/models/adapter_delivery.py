@@ -52,22 +52,22 @@ class JoinedAdapters:
         if not places:
             return None
         dtype = DTYPES[policy.flow.training.activations]
-        made = cls(
+        joined = cls(
             torch.zeros(size, dtype=torch.float32, device=policy.device),
             torch.zeros(size, dtype=dtype, device=policy.device),
             places,
         )
         for name in places:
-            path, master = name.removesuffix(".weight"), made.view(made.masters, policy, name)
+            path, master = name.removesuffix(".weight"), joined.view(joined.masters, policy, name)
             master.copy_(policy.masters[name].detach())
             policy.masters[name] = torch.nn.Parameter(master)
-            matrix = made.view(made.published, policy, name)
+            matrix = joined.view(joined.published, policy, name)
             held = {id(linears[path]): linears[path] for linears in sides}
             own = {key: replace(one, matrix=matrix) for key, one in held.items()}
             for linears in sides:
                 linears[path] = own[id(linears[path])]
-        made.publish()
-        return made
+        joined.publish()
+        return joined
 
     def view(self, tensor: torch.Tensor, policy: "Policy", name: str) -> torch.Tensor:
         begin, shape = self.places[name], policy.shapes[name]
@@ -76,9 +76,9 @@ class JoinedAdapters:
     @torch.no_grad()
     def publish(self) -> torch.Tensor:
         """Round all masters; -> how many numbers have changed, int64."""
-        made = self.masters.to(self.published.dtype)
-        changed = (made != self.published).sum()
-        self.published.copy_(made)
+        rounded = self.masters.to(self.published.dtype)
+        changed = (rounded != self.published).sum()
+        self.published.copy_(rounded)
         return changed
 
     def are_read(self, policy: "Policy") -> bool:
@@ -108,8 +108,8 @@ def check_delivered(policy: "Policy") -> None:
     def look() -> str | None:
         joined = policy.joined
         if joined is not None and joined.are_read(policy):
-            made = joined.masters.to(joined.published.dtype)
-            if torch.equal(made, joined.published):
+            expected = joined.masters.to(joined.published.dtype)
+            if torch.equal(expected, joined.published):
                 return None
         checks, differing = list[str](), list[torch.Tensor]()
         for name, master in policy.masters.items():
@@ -119,13 +119,15 @@ def check_delivered(policy: "Policy") -> None:
                 if held is None or rows.start == rows.stop:
                     continue
                 own = held.rows(rows.start, rows.stop)
-                made = policy.backend.publish(own.site, master)
+                expected = policy.backend.publish(own.site, master)
                 assert isinstance(own.matrix, torch.Tensor), "an adapter is not quantised"
-                assert isinstance(made, torch.Tensor)
+                assert isinstance(expected, torch.Tensor)
                 checks.append(f"{side} reads another {path} than the one that was trained")
-                differing.append((own.matrix != made).any())
-        found = torch.stack(differing).tolist() if differing else []  # waits for a device once
-        return next((check for check, differs in zip(checks, found, strict=True) if differs), None)
+                differing.append((own.matrix != expected).any())
+        outcomes = torch.stack(differing).tolist() if differing else []  # waits for a device once
+        return next(
+            (check for check, differs in zip(checks, outcomes, strict=True) if differs), None
+        )
 
     problems = [found for found in policy.world.all_gather(look()) if found is not None]
     if problems:

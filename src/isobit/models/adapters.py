@@ -169,13 +169,13 @@ def peft_tensors(
     """A policy's adapters, FP32 and whole, by the names of PEFT's files; ``folded`` are
     ``folded_columns``.
     """
-    made: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, master in adapter_masters(config).items():
         values = masters[name].detach().cpu()
         values = values / folded[name] if name in folded else values
         parts = values.split(list(master.adapter.values()))
-        made |= dict(zip(master.adapter, (part.contiguous() for part in parts), strict=True))
-    return made
+        tensors |= dict(zip(master.adapter, (part.contiguous() for part in parts), strict=True))
+    return tensors
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:

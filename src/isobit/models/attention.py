@@ -37,7 +37,7 @@ from isobit.precision.quant_tensor import DTYPES, EIGHT_BITS
 
 @dataclass(frozen=True, slots=True)
 class SavedAttention:
-    """What the backward reads. Inputs of linears are in the format of WGrad's operand."""
+    """Tensors that the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
     h: torch.Tensor
     normed: SavedInput  # of qkv_proj

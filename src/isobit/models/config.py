@@ -95,7 +95,7 @@ class ModelConfig:
     pad_token_id: int | None = None
     """The token that does not count at the end of a sequence of a reward model."""
     sliding_window: int | None = None
-    """How many keys a query sees, including its own; None: all before it."""
+    """The number of keys that a query sees, including its own; None: all before it."""
     full_layers: int = 0
     """The number of first layers without a window."""
     tokenizer_size: int | None = None
@@ -165,7 +165,7 @@ class ModelConfig:
         return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scaling
 
     def window(self, layer: int) -> int | None:
-        """How many keys a query of a layer sees, including its own; None: all before it."""
+        """The number of keys that a layer's query sees, including its own; None: all before it."""
         return self.sliding_window if layer >= self.full_layers else None
 
     def is_sparse(self, layer: int) -> bool:
@@ -254,15 +254,15 @@ class ModelConfig:
         experts, keys = self.experts, FAMILIES[self.family].experts
         if experts is None or keys is None:
             return {}
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             keys.counts[0]: experts.count,
             keys.width: experts.intermediate_size,
         }
-        found["num_experts_per_tok"] = experts.top_k
+        content["num_experts_per_tok"] = experts.top_k
         if keys.renormalise is not None:
-            found[keys.renormalise] = experts.renormalise
-            found |= {"decoder_sparse_step": 1, "mlp_only_layers": list(experts.dense_layers)}
-        return found
+            content[keys.renormalise] = experts.renormalise
+            content |= {"decoder_sparse_step": 1, "mlp_only_layers": list(experts.dense_layers)}
+        return content
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
@@ -280,8 +280,9 @@ _FREQUENCY_ERROR = 4e-6
 def rotary_buffer(
     config: ModelConfig, kind: str, positions: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What old checkpoints store of the rotary embedding, in FP64, and how far FP32 may be off:
-    ``inv_freq`` and ``original_inv_freq`` [D/2], ``cos_cached`` and ``sin_cached`` [positions, D].
+    """A buffer of the rotary embedding as old checkpoints store it, in FP64, and FP32's largest
+    error: ``inv_freq`` and ``original_inv_freq`` [D/2], ``cos_cached`` and ``sin_cached``
+    [positions, D].
     """
     own = replace(config, rope_scaling=None) if kind == "original_inv_freq" else config
     expected = inverse_frequencies(own)

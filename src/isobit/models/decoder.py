@@ -329,7 +329,7 @@ def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Scorable(Protocol):
-    """What a scorer needs; a policy has it, and so has a frozen model."""
+    """The attributes that a scorer needs; a policy and a frozen model have them."""
 
     backend: Backend
     flow: PrecisionFlow

@@ -29,7 +29,9 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What distinguishes a family. ``default_...`` are transformers' values of missing keys."""
+    """The traits that distinguish a family. ``default_...`` are transformers' values of missing
+    keys.
+    """
 
     architecture: str  # the class of its language models
     reward_architecture: str | None  # the class of its reward models, if they are supported

@@ -81,7 +81,7 @@ def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfi
 
 
 def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
-    """What a model in a flow requires of a back end."""
+    """The requirements of a model in a flow on a back end."""
     shapes = (site.linear for site in decoder_shape(config).sites)
     linears = {(linear.rows, linear.in_features): linear for linear in shapes if linear is not None}
     return backend.ModelNeeds(
@@ -502,12 +502,12 @@ def _cached(repository: str, revision: str | None, weights: bool) -> Path | None
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             repository, revision=revision, local_files_only=True, allow_patterns=["config.json"]
         )
     except (LocalEntryNotFoundError, ValueError):  # a name that no model can have
         return None
-    folder = Path(found)
+    folder = Path(snapshot)
     if not (folder / "config.json").is_file():
         return None
     try:

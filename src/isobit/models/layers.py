@@ -32,8 +32,8 @@ from isobit.precision.quant_tensor import DTYPES
 
 @dataclass(slots=True)
 class Weights:
-    """What one side of a flow reads: a LinearWeight for each linear by path, and the other tensors
-    in the activations' format by the names of their masters.
+    """The weights that one side of a flow reads: a LinearWeight for each linear by path, and the
+    others in the activations' format by the names of their masters.
     """
 
     backend: Backend
@@ -138,7 +138,7 @@ class Adapter:
         )
 
     def masters(self) -> dict[str, Master]:
-        made: dict[str, Master] = {}
+        masters: dict[str, Master] = {}
         for site in self.sites(0):
             shape, kind = site.adapter, site.name.rpartition(".")[2]
             assert shape is not None
@@ -147,8 +147,8 @@ class Adapter:
                 for one, rows in shape.parts.items()
             }
             size = shape.out_features, shape.in_features
-            made[f"{site.name}.weight"] = Master(size, {}, "matrix", names)
-        return made
+            masters[f"{site.name}.weight"] = Master(size, {}, "matrix", names)
+        return masters
 
     def add(
         self, weights: Weights, x: torch.Tensor, y: torch.Tensor, save: bool = False
@@ -183,7 +183,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class SavedInput:
-    """What the backward of a linear reads of its forward."""
+    """Tensors of its forward that the backward of a linear reads."""
 
     x: Operand | None = None  # its input [T, K] as WGrad reads it
     low: torch.Tensor | None = None  # t of its adapter, [T, R]
@@ -205,16 +205,16 @@ class Linear:
     has_bias: bool = False
     lora: Lora | None = None
     adapter: Adapter | None = field(init=False, default=None)
-    """None where no matrix is a target."""
+    """The linear's adapter; None where no matrix is a target."""
 
     def __post_init__(self) -> None:
-        lora, made = self.lora, None
+        lora, adapter = self.lora, None
         if lora is not None:
             targets = tuple(name for name in self.shape.parts if name in lora.targets)
             if targets:
                 path = self.checkpoint_path
-                made = Adapter(self.path, self.shape, path, lora.rank, lora.scale, targets)
-        object.__setattr__(self, "adapter", made)
+                adapter = Adapter(self.path, self.shape, path, lora.rank, lora.scale, targets)
+        object.__setattr__(self, "adapter", adapter)
 
     def saves(self, save: bool) -> bool:
         """Whether its input is wanted as WGrad reads it, which with LoRA is BF16: by a backward
@@ -263,7 +263,9 @@ class Linear:
         return observe(y, self.path), low
 
     def saved(self, weights: Weights, x: Operand | None) -> SavedInput:
-        """What ``saving_forward`` saves, of the input as WGrad reads it, without the product."""
+        """The tensors that ``saving_forward`` saves, from the input as WGrad reads it, without the
+        product.
+        """
         if self.adapter is None:
             return SavedInput(x)
         assert isinstance(x, torch.Tensor), "an adapter reads its input in BF16"
@@ -324,14 +326,14 @@ class Linear:
         return read + (self._kept_bytes(sizes, graph) if self.saves(save=False) and read else 0)
 
     def adapter_bytes(self, graph: Graph, backward: bool = False) -> int:
-        """What its adapter makes for a token: t of all targets, and its FP32 sums over up to
+        """Bytes that its adapter makes for a token: t of all targets, and its FP32 sums over up to
         ``ADAPTER_PARTS`` parts of the input; in the backward the gradient of t.
         """
         if (adapter := self.adapter) is None:
             return 0
         low = adapter.rank * len(adapter.targets)
-        made = DTYPES[graph.activations].itemsize * low
-        return made if backward else made + 4 * ADAPTER_PARTS * low
+        low_bytes = DTYPES[graph.activations].itemsize * low
+        return low_bytes if backward else low_bytes + 4 * ADAPTER_PARTS * low
 
     def _kept_bytes(self, sizes: Sizes, graph: Graph, is_kept: bool = False) -> int:
         return sizes.saved(graph.site(self.path), self.shape.in_features, is_kept)
@@ -366,18 +368,18 @@ class Norm:
     ) -> tuple[torch.Tensor, LinearInput]:
         """h and x [T, C] -> the residual stream, and its norm as the linear reads it."""
         assert self.linear is not None
-        h, _, made = self._forward(weights, h, x, save)
-        assert made is not None
-        return h, made
+        h, _, read = self._forward(weights, h, x, save)
+        assert read is not None
+        return h, read
 
     def keeping(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, LinearInput]:
         """h and x [T, C] -> the residual stream, its norm [T, C], and the linear's input."""
-        h, norm, made = self._forward(weights, h, x, save=False, keep=True)
+        h, norm, read = self._forward(weights, h, x, save=False, keep=True)
         assert norm is not None
-        assert made is not None
-        return h, norm, made
+        assert read is not None
+        return h, norm, read
 
     def final(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
@@ -397,12 +399,12 @@ class Norm:
     ) -> tuple[torch.Tensor, torch.Tensor | None, LinearInput | None]:
         site = None if self.linear is None else weights.linears[self.linear].site
         weight = weights.plain[f"{self.path}.weight"]
-        made = weights.backend.add_rms_norm(h, x, weight, self.epsilon, site, save, keep)
+        result = weights.backend.add_rms_norm(h, x, weight, self.epsilon, site, save, keep)
         if x is not None:
-            observe(made.h, self.residual)
-        if made.norm is not None:
-            observe(made.norm, self.path)
-        return made.h, made.norm, made.input
+            observe(result.h, self.residual)
+        if result.norm is not None:
+            observe(result.norm, self.path)
+        return result.h, result.norm, result.input
 
     def backward(
         self,

@@ -128,7 +128,7 @@ def _norm(config: ModelConfig, path: str, linear: str) -> Norm:
 
 @dataclass(frozen=True, slots=True)
 class SavedMlp:
-    """What the backward reads. Inputs of linears are in the format of WGrad's operand."""
+    """Tensors that the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
     h: torch.Tensor
     normed: SavedInput  # of gate and up
@@ -186,7 +186,9 @@ class Mlp:
         return h, x, SavedMlp(h, normed, gate_up, saved)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
-        """What ``saving_forward`` saves, from the residual stream h + x; without down_proj."""
+        """Compute again what ``saving_forward`` saves, from the residual stream h + x, without
+        down_proj.
+        """
         h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=True))
         gate_up, normed = self._gate_up.saving_forward(weights, b)
         site, saved = weights.linears[self._down.path].site, None
@@ -243,7 +245,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class SavedMixture:
-    """What the backward reads."""
+    """Tensors that the backward reads."""
 
     h: torch.Tensor
     norm: torch.Tensor  # what router and experts read

@@ -221,9 +221,9 @@ class Policy:
         """Check that all ranks of a world have the same published bytes; -> the version of the
         first one, and the checksum. Raises MismatchError, on all, if they differ.
         """
-        found = world.all_gather([self.version, self.checksum()])
-        first, expected = found[0]
-        for rank, (_, checksum) in enumerate(found):
+        states = world.all_gather([self.version, self.checksum()])
+        first, expected = states[0]
+        for rank, (_, checksum) in enumerate(states):
             if checksum != expected:
                 raise raised_on_all(
                     MismatchError(

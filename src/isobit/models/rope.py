@@ -150,8 +150,8 @@ def rope_json(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
         kind: dict[str, Any] = {"rope_type": "default"}
         older = {}
     else:
-        given = {key: value for key, value in asdict(scaling).items() if value is not None}
-        kind = {"rope_type": scaling.rope_type} | given
+        fields = {key: value for key, value in asdict(scaling).items() if value is not None}
+        kind = {"rope_type": scaling.rope_type} | fields
         older = {"rope_scaling": kind}
     return {"rope_theta": theta, "rope_parameters": kind | {"rope_theta": theta}} | older
 

@@ -65,11 +65,11 @@ def parse_json(content: bytes, source: str) -> dict[str, Any]:
     """A JSON object without duplicate keys. Raises ModelError, naming ``source``."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made, seen = dict(pairs), set[str]()
-        if len(made) < len(pairs):
+        values, seen = dict(pairs), set[str]()
+        if len(values) < len(pairs):
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))
             raise ModelError(f"{source}: {shown(twice)} is there twice; expected once")
-        return made
+        return values
 
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=without_duplicates)

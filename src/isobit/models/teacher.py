@@ -45,7 +45,7 @@ class Teacher:
     """Tokens of the teacher's distribution that count one by one; 0 is all."""
 
     def hidden_states(self, batch: PackedBatch) -> torch.Tensor:
-        """What predicts the N targets of a batch, [N, its own C]."""
+        """The teacher's hidden states that predict the N targets of a batch, [N, its own C]."""
         return target_states(self.model, batch, self.model.decoder.routes())[0]
 
     @torch.no_grad()
@@ -59,10 +59,10 @@ class Teacher:
         """hidden [N, C] of the policy and ``taught`` of the teacher, which predict the same tokens,
         temperatures FP32 [N] -> FP32 [N], nats; NaN where logits are not finite.
         """
-        found = torch.empty_like(temperatures)
+        divergences = torch.empty_like(temperatures)
         for part, log_p, log_q in self._parts(policy, hidden, taught, temperatures):
-            found[part] = self._divergence(log_p, log_q)
-        return found
+            divergences[part] = self._divergence(log_p, log_q)
+        return divergences
 
     @torch.no_grad()
     def backward(

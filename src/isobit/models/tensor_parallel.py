@@ -68,10 +68,10 @@ def joined_groups(
     sent = _padded(values.view(torch.uint8), width)
     rows = _padded(scales, max(groups)).t().contiguous()
     stacked = world.all_gather_stack(torch.cat([sent.view(-1), rows.view(-1).view(torch.uint8)]))
-    found = stacked[:, : tokens * width].view(world.size, tokens, width)
-    found_rows = stacked[:, tokens * width :].view(torch.float32).view(world.size, -1, tokens)
-    joined = _concatenated(found, widths, 1).view(values.dtype)
-    return joined, _concatenated(found_rows, groups, 0)
+    received = stacked[:, : tokens * width].view(world.size, tokens, width)
+    received_rows = stacked[:, tokens * width :].view(torch.float32).view(world.size, -1, tokens)
+    joined = _concatenated(received, widths, 1).view(values.dtype)
+    return joined, _concatenated(received_rows, groups, 0)
 
 
 def _sizes(cuts: Cuts) -> list[int]:

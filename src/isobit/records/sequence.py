@@ -92,7 +92,7 @@ COLUMNS = (
     Column("importance",          np.float32, "judge",   False, False, "importance"),
 )
 # fmt: on
-"""What each column means stands at its field of ``TokenSequence``."""
+"""The columns; the fields of ``TokenSequence`` say what each means."""
 COLUMN = {column.name: column for column in COLUMNS}
 """The rows of ``COLUMNS`` by name."""
 RECORDED = tuple(column.name for column in COLUMNS if column.writer == "rollout")
@@ -223,8 +223,8 @@ class TokenSequence:
 
     @property
     def ratio_log_probs(self) -> Numbers:
-        """What the loss's ratio is taken to: the old log-probabilities, or the recorded ones, which
-        stand in for them.
+        """The log-probabilities that the loss's ratio is taken to: the old ones, or the recorded
+        ones, which stand in for them.
         """
         return self.log_probs if self.old_log_probs is None else self.old_log_probs
 
@@ -259,17 +259,17 @@ class TokenSequence:
         """
         if self.turn_rewards is None:
             return None
-        found = self.of_response(self.turn_rewards)[self.turn_ends].tolist()
-        return tuple(None if math.isnan(one) else one for one in found)
+        rewards = self.of_response(self.turn_rewards)[self.turn_ends].tolist()
+        return tuple(None if math.isnan(reward) else reward for reward in rewards)
 
     def with_turn_rewards(self, rewards: Sequence[float | None]) -> Self:
         """The sequence with ``turn_rewards`` of its first turns, of which None has failed; the
         others have 0.
         """
-        found = np.zeros(self.response_length)
-        given = [math.nan if one is None else one for one in rewards]
-        found[self.turn_ends[: len(rewards)]] = given
-        return self.with_columns(turn_rewards=found)
+        entries = np.zeros(self.response_length)
+        numbers = [math.nan if reward is None else reward for reward in rewards]
+        entries[self.turn_ends[: len(rewards)]] = numbers
+        return self.with_columns(turn_rewards=entries)
 
     def given_from(self, first: int) -> list[tuple[int, int]]:
         """Begin and end of each run of tokens outside of the loss mask, from ``first`` on."""
@@ -324,8 +324,8 @@ def _spread_all(entries: Mapping[str, Any], mask: NDArray[np.bool_]) -> dict[str
 def _spread(
     values: ArrayLike, dtype: type[Entry], fill: int, mask: NDArray[np.bool_]
 ) -> NDArray[Entry]:
-    given, column = np.asarray(values, dtype), np.full(len(mask), fill, dtype)
+    entries, column = np.asarray(values, dtype), np.full(len(mask), fill, dtype)
     count = int(np.count_nonzero(mask))
-    assert given.shape in ((), (count,)), "one entry a token of the response, or one for all"
-    column[mask] = given
+    assert entries.shape in ((), (count,)), "one entry a token of the response, or one for all"
+    column[mask] = entries
     return column

@@ -28,7 +28,7 @@ graded nor searched for calls.
 def ends_in_thinking(prompt: str) -> bool:
     """Whether the chat template has begun the thinking at the end of the prompt."""
     last = prompt[-20:].rstrip()
-    return any(one.end() == len(last) for one in THINK.finditer(last))
+    return any(tag.end() == len(last) for tag in THINK.finditer(last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +112,15 @@ class Episode:
     @property
     def messages(self) -> list[dict[str, str]]:
         """The turns and the results as messages."""
-        found: list[dict[str, str]] = []
-        for place, turn in enumerate(self.turns):
-            found.append({"role": "assistant", "content": turn})
-            behind = self.results[place] if place < len(self.results) else ()
+        messages: list[dict[str, str]] = []
+        for index, turn in enumerate(self.turns):
+            messages.append({"role": "assistant", "content": turn})
+            behind = self.results[index] if index < len(self.results) else ()
             roles = {"user": "user"}  # all other kinds are of tools
-            found += [{"role": roles.get(kind, "tool"), "content": text} for kind, text in behind]
-        return found
+            messages += [
+                {"role": roles.get(kind, "tool"), "content": text} for kind, text in behind
+            ]
+        return messages
 
 
 @dataclass(frozen=True, slots=True)
