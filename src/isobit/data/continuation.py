@@ -52,7 +52,10 @@ class Continuation:
         answered_by: Collection[Speaker] = ("tool",),
     ) -> None:
         """``answered_by``: who will speak behind turns; another is checked when it first does."""
-        self._tokenizer, self._chat, self._form, self._tools = tokenizer, chat, form, tools
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._form = form
+        self._tools = tools
         self._stops = {one: str(tokenizer.decode([one])) for one in stop_token_ids}
         self._is_templated = chat.chat and bool(tokenizer.chat_template)
         self._checked = set[Speaker]()

@@ -244,7 +244,9 @@ class Bounded(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Join the text that a template, a macro or a block has written."""
-        limits, pieces, size = allowance(), list[str](), 0
+        limits = allowance()
+        pieces = list[str]()
+        size = 0
         for part in parts:
             size += len(part)
             limits.expect(size)

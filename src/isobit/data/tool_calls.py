@@ -124,7 +124,10 @@ class TurnReader:
 
     def finish(self) -> Said:
         """The text and the calls of the held text, once the turn has ended."""
-        text, place, begin, left = self.held, 0, 0, _MOST_READ
+        text = self.held
+        place = 0
+        begin = 0
+        left = _MOST_READ
         calls: list[Parsed] = []
         while (event := self._next(text, place)).lastgroup is not None:
             kind, place = event.lastgroup, event.end()

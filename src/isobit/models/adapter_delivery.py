@@ -39,7 +39,9 @@ class JoinedAdapters:
         """
         if policy.world.size > 1 or not policy.backend.rounds_alone:
             return None
-        places, size, adapters = dict[str, int](), 0, adapter_masters(policy.config)
+        places = dict[str, int]()
+        size = 0
+        adapters = adapter_masters(policy.config)
         sides = [policy.weights(side).linears for side in ("rollout", "training")]
         for name, master in policy.masters.items():
             if name not in adapters:

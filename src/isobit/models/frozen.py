@@ -52,7 +52,9 @@ class FrozenPolicy:
         self, config: ModelConfig, flow: PrecisionFlow, backend: Backend, weights: Weights
     ) -> None:
         """Takes over ``weights``; ``flow`` has their formats on both sides."""
-        self.config, self.flow, self.backend = config, flow, backend
+        self.config = config
+        self.flow = flow
+        self.backend = backend
         self.decoder: Decoder = build_decoder(config)
         self._weights = weights
         self._held = _held(weights, self.decoder)
@@ -333,7 +335,9 @@ class RewardModel:
     def __init__(self, policy: FrozenPolicy, tokenizer: PreTrainedTokenizerBase) -> None:
         """``policy`` has a score head; if it is offloaded, score within its ``on_device``."""
         assert policy.decoder.value is not None, "a reward model has a score head"
-        self.policy, self.tokenizer, self._scorer = policy, tokenizer, Scorer(policy)
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self._scorer = Scorer(policy)
 
     @property
     def context(self) -> int:

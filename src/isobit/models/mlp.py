@@ -140,8 +140,12 @@ class Mlp:
     """The MLP of one layer. ``MixtureOfExperts`` has the same methods."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        path, hidden, width = f"layers.{layer}", config.hidden_size, config.intermediate_size
-        self._path, self._layer, self._hidden = path, layer, hidden
+        path = f"layers.{layer}"
+        hidden = config.hidden_size
+        width = config.intermediate_size
+        self._path = path
+        self._layer = layer
+        self._hidden = hidden
         self._norm = _norm(config, path, f"{path}.gate_up_proj")
         checkpoint = f"model.{path}.mlp"
         gate_up = LinearShape({"gate_proj": width, "up_proj": width}, hidden)
@@ -260,8 +264,12 @@ class MixtureOfExperts:
         experts, names = config.experts, FAMILIES[config.family].experts
         if experts is None or names is None:
             raise ModelError(f"a {config.family} decoder has no experts")
-        path, hidden, width = f"layers.{layer}", config.hidden_size, experts.intermediate_size
-        self._layer, self._experts, self._hidden = layer, experts, hidden
+        path = f"layers.{layer}"
+        hidden = config.hidden_size
+        width = experts.intermediate_size
+        self._layer = layer
+        self._experts = experts
+        self._hidden = hidden
         self._norm = _norm(config, path, f"{path}.experts.gate_up_proj")
         checkpoint = f"model.{path}.{names.block}"
         self.router = f"{path}.router"

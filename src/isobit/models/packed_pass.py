@@ -48,7 +48,9 @@ class PackedPass:
         self._weights = policy.weights("training")
         if policy.kv_scales is not None and policy.kv_scales.calibration == "trainer":
             self._weights = replace(self._weights, kv_maxima=policy.kv_scales.learnt)
-        self._token_ids, self._positions, self._recompute = token_ids, positions, recompute
+        self._token_ids = token_ids
+        self._positions = positions
+        self._recompute = recompute
         self._routes = routes
         graph = policy.flow.training
         self._attend = policy.backend.packed_attention(graph, lengths, positions)

@@ -76,7 +76,9 @@ class PublishedWeights:
             weights.kv_scales = self.kv_scales
         if self.kv_scales is not None:
             self.sides["rollout"].kv_maxima = self.kv_scales.sampled
-        self._decoder, self._flow, self._backend = decoder, flow, backend
+        self._decoder = decoder
+        self._flow = flow
+        self._backend = backend
         self._described = decoder.masters()
 
     def take_all(

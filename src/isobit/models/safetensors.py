@@ -111,7 +111,9 @@ def _check_metadata(metadata: object, path: Path) -> None:
 def _entry(path: Path, name: str, entry: object, data_begin: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _damaged(path, f"{shown(name)} has not exactly dtype, shape and data_offsets")
-    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    kind = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(kind, str) or kind not in _SIZES:
         raise ModelError(
             f"{path}: {shown(name)} has the dtype {shown(kind)}, which is not read; a model's "

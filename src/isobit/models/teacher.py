@@ -74,7 +74,9 @@ class Teacher:
         d: torch.Tensor,
     ) -> torch.Tensor:
         """The gradient of the divergences, FP32 [N] -> that of hidden; adds lm_head's."""
-        head, weights, d_hidden = policy.decoder.lm_head, policy.weights("training"), []
+        head = policy.decoder.lm_head
+        weights = policy.weights("training")
+        d_hidden = []
         grad = None if head.is_frozen else policy.gradient(head.master)
         scaled = (d / temperatures)[:, None]
         for part, log_p, log_q in self._parts(policy, hidden, taught, temperatures):
