@@ -33,17 +33,8 @@ from isobit.config.data import (
     SftDataConfig,
 )
 from isobit.data.encoding import decode, is_marked, quoted_answer, token_ids_up_to
-from isobit.data.prompts import (
-    ASSISTANT,
-    Noticed,
-    TooLong,
-    all_unlearnt,
-    chat_messages,
-    encodable,
-    is_templated,
-    prompts_of_rows,
-    render_chat,
-)
+from isobit.data.prompts import Noticed, TooLong, all_unlearnt, prompts_of_rows
+from isobit.data.rendering import ASSISTANT, chat_messages, encodable, is_templated, render_chat
 from isobit.data.sources import Row, iter_rows, mixed
 from isobit.records.messages import (
     Message,
