@@ -52,7 +52,7 @@ def rendered(
 ) -> str:
     """The text of a conversation, as ``apply_chat_template`` of transformers gives it.
 
-    ``continues`` names the field of the last message that the model is to go on with. Raises
+    ``continues`` names the field of the last message that the model continues. Raises
     whatever the template raises, ``TemplateError`` for one that is invalid or does not end, and
     UnicodeEncodeError for half of a surrogate pair in the text, which no tokenizer reads.
     """

@@ -1,4 +1,4 @@
-"""How a conversation goes on in tokens behind a turn that called tools.
+"""The continuation of a conversation, in tokens, after a turn that called tools.
 
 What the model drew stays as it was drawn, up to the token that ended its turn; behind it stand the
 tokens of what the template writes for the results, up to the point where the model draws again.

@@ -3,9 +3,9 @@ datasets of the hub.
 
 The ``datasets`` library reads the folders, with a temporary cache, so that a changed file is never
 answered from an old one. A folder is untrusted: its README may name files anywhere, which the
-library would read or download. So every place that a README or a saved dataset names must be in the
-folder, which is checked before the library sees it, and images and similar columns, which are read
-from wherever a row says, are refused.
+library would read or download. So every path that a README or a saved dataset names must be in the
+folder, which is checked before the library sees it. Images and similar columns are refused: a row
+may name any path or address to read them from.
 
 Of a dataset of the hub only the files of rows are downloaded, no code and no README. What is in the
 hub's cache (``HF_HOME``) is used without a request, even where the hub has a newer version; name a

@@ -1,8 +1,8 @@
-"""Chat templates in a sandbox in which what a template computes is bounded, beside what it reads.
+"""A sandbox that bounds the memory and time of a chat template, beside what it may read.
 
 transformers renders templates in jinja's sandbox, which keeps them from the machine but not from
 its memory and time: ``'x' * 10 ** 9``, ``'%1000000000d' % 1``, a join, an indent, or twenty times
-``[x, x]`` take gigabytes in one operation, of which nothing outside can end one.  So the sandbox
+``[x, x]`` take gigabytes in one operation, which nothing outside can end.  So the sandbox
 here is transformers' own with these limits, for each rendering:
 
     a value       of at most ``VALUE`` characters and ``PER_CHARACTER`` more for each of the input;
@@ -10,8 +10,8 @@ here is transformers' own with these limits, for each rendering:
     all values    that operations make, ``ALL`` and ``ALL_PER_CHARACTER`` in the same way
     time          ``SECONDS`` of the thread's own, looked at between operations and lines
 
-An operation whose result can be larger than what it is given says beforehand how large it will be;
-every other is linear in its arguments, which are within the limit.  Methods of texts and numbers
+An operation whose result can be larger than its arguments computes the size beforehand; every
+other is linear in its arguments, which are within the limit.  Methods of texts and numbers
 are those of a list, and filters that search in ways that are not linear are left out.
 """
 

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes.
+"""Calls of tools in the text of a model.
 
     hermes     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes and Qwen
     llama3     {"name": "add", "parameters": {"a": 1}}                           Llama 3
@@ -16,7 +16,7 @@ thinking.  In ``plain``, and without Llama 3's <|python_tag|>, no control token 
 is one only if it names a tool of the request: any other JSON object is an answer.
 
 Text is untrusted: reading never raises, and a call that cannot be read becomes a ``MalformedCall``,
-whose problem is told to the model.
+whose problem the model is shown.
 """
 
 import json
@@ -82,9 +82,9 @@ def read_turn(text: str, form: ToolFormat, tools: Collection[str], is_thinking: 
         is_thinking: whether the prompt ends in the beginning of the model's thinking.
     """
     reader = TurnReader(form, tools, is_thinking)
-    told = reader.feed(text)
+    begin = reader.feed(text)
     rest = reader.finish()
-    return Said(told + rest.text, rest.calls)
+    return Said(begin + rest.text, rest.calls)
 
 
 class TurnReader:
@@ -105,8 +105,8 @@ class TurnReader:
         return "".join(self._held)
 
     def feed(self, text: str) -> str:
-        """Take more of the turn, and give back what cannot be part of a call whatever follows.
-        From the first call on, everything is held.
+        """Take more of the turn, and give back the text that no continuation can make part of a
+        call. From the first call on, everything is held.
         """
         if self._holds_call:
             self._held.append(text)

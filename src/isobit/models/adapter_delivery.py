@@ -144,8 +144,8 @@ def check_delivered(policy: "Policy") -> None:
 @contextmanager
 def filled(policy: "Policy", size: float = 0.05) -> Iterator[None]:
     """A block in which each B of a policy has small numbers, drawn by its name, in place of its
-    own: at a run's start it is zeros, and says nothing on whether anybody reads it. All ranks enter
-    it. Two publications are made.
+    own, which is zeros at a run's start and would not show whether an engine reads it. All ranks
+    enter the block. Two publications are made.
     """
     before = {name: master.detach().clone() for name, master in policy.masters.items()}
     with torch.no_grad():

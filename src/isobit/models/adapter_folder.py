@@ -1,12 +1,12 @@
-"""PEFT's folders of adapters of low rank: what is read of them, and what is refused by its name.
+"""Reading and writing of PEFT's folders of adapters of low rank.
 
     adapter_config.json           ``LoraConfig``: r, lora_alpha, target_modules, use_rslora, ..
     adapter_model.safetensors     base_model.model.MODULE.lora_A.weight    [r, K]
                                   base_model.model.MODULE.lora_B.weight    [N, r]
 
 An adapter that is read is y = W x + scale B A x on the published W, with one rank and one scale.
-Which linears have one is said by the tensors: ``target_modules`` may be a regular expression, which
-is not evaluated, and keys that choose modules or layers change nothing once the tensors are there.
+The tensors say which linears have one: ``target_modules`` may be a regular expression, which is not
+evaluated, and keys that choose modules or layers change nothing once the tensors are there.
 
 Every other key of the file must be one that is known not to change what an adapter computes, or
 have a value that leaves it plain.  A list of keys that are refused would pass those of the next
@@ -323,7 +323,7 @@ LOCAL = "./"
 def base_name(base: Path) -> tuple[str, str | None]:
     """A model folder's name in files that may be published, and its revision: the name of the hub,
     ``starter``, or ``./`` and its path from the current directory, or its last part where it lies
-    elsewhere. Where somebody keeps models is nobody else's concern.
+    elsewhere. So no path outside the current directory is published.
     """
     parts = base.parts
     if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):

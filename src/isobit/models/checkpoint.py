@@ -188,7 +188,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _check_index(folder: Path, tensors: dict[str, CheckpointTensor]) -> None:
-    """Each tensor is in the file that the index says, and the index names all tensors."""
+    """Raise ModelError unless the index names all tensors, each in the file that holds it."""
     index, weight_map = folder / INDEX_FILE, _weight_map(folder)
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.path != folder / file:

@@ -1,8 +1,8 @@
 """Models that only score: reference models and reward models.
 
-A frozen model holds what the training side of a policy reads, in that side's formats and nothing
-else: one byte per linear weight in FP8, and no masters. The scorer computes the policy's own
-forward on it, so equal bytes give equal bits, whatever else is in the batch.
+A frozen model holds the weights that the training side of a policy reads, in that side's formats,
+and nothing else: one byte per linear weight in FP8, and no masters. The scorer computes the
+policy's own forward on it, so equal bytes give equal bits, whatever else is in the batch.
 """
 
 import hashlib

@@ -43,8 +43,8 @@ class Scorer(Generic[Model]):
         targets, temperatures = to_device(batch.targets), to_device(batch.temperatures)
         scores = _scores(policy, hidden, targets, temperatures)
         if (teacher := self._teacher) is not None:
-            taught = teacher.hidden_states(batch)
-            divergences = teacher.divergences(policy, hidden, taught, temperatures)
+            teacher_hidden = teacher.hidden_states(batch)
+            divergences = teacher.divergences(policy, hidden, teacher_hidden, temperatures)
             scores = replace(scores, divergences=divergences)
         return _on_host(scores, routes, rows)
 
@@ -83,18 +83,18 @@ class ScoredPass:
         self._rows, self._targets = to_device(batch.rows), to_device(batch.targets)
         self._temperatures = to_device(batch.temperatures)
         self._hidden: torch.Tensor | None = None
-        self._teacher, self._taught = teacher, None
+        self._teacher, self._teacher_hidden = teacher, None
 
     @torch.no_grad()
     def forward(self) -> TokenScores:
         """The bits of ``Scorer.score``; raises as it does."""
         teacher = self._teacher
         if teacher is not None:  # before the pass fills the memory
-            self._taught = teacher.hidden_states(self.batch)
+            self._teacher_hidden = teacher.hidden_states(self.batch)
         self._hidden = self._pass.forward().index_select(0, self._rows)
         scores = _scores(self._policy, self._hidden, self._targets, self._temperatures)
-        if teacher is not None and self._taught is not None:
-            pair = self._hidden, self._taught
+        if teacher is not None and self._teacher_hidden is not None:
+            pair = self._hidden, self._teacher_hidden
             divergences = teacher.divergences(self._policy, *pair, self._temperatures)
             scores = replace(scores, divergences=divergences)
         return _on_host(scores, self._routes, self._rows)
@@ -157,11 +157,11 @@ class ScoredPass:
         )
 
     def _through_teacher(self, hidden: torch.Tensor, d_divergences: torch.Tensor) -> torch.Tensor:
-        taught, self._taught = self._taught, None
+        teacher_hidden, self._teacher_hidden = self._teacher_hidden, None
         assert self._teacher is not None
-        assert taught is not None, "the forward comes first"
+        assert teacher_hidden is not None, "the forward comes first"
         d = self._on_device(d_divergences)
-        return self._teacher.backward(self._policy, hidden, taught, self._temperatures, d)
+        return self._teacher.backward(self._policy, hidden, teacher_hidden, self._temperatures, d)
 
     def _through_value(self, hidden: torch.Tensor, d_values: torch.Tensor) -> torch.Tensor:
         policy = self._policy

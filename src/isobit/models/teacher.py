@@ -53,14 +53,14 @@ class Teacher:
         self,
         policy: Scorable,
         hidden: torch.Tensor,
-        taught: torch.Tensor,
+        teacher_hidden: torch.Tensor,
         temperatures: torch.Tensor,
     ) -> torch.Tensor:
-        """hidden [N, C] of the policy and ``taught`` of the teacher, which predict the same tokens,
-        temperatures FP32 [N] -> FP32 [N], nats; NaN where logits are not finite.
+        """hidden [N, C] of the policy and ``teacher_hidden`` of the teacher, which predict the same
+        tokens, temperatures FP32 [N] -> FP32 [N], nats; NaN where logits are not finite.
         """
         divergences = torch.empty_like(temperatures)
-        for part, log_p, log_q in self._parts(policy, hidden, taught, temperatures):
+        for part, log_p, log_q in self._parts(policy, hidden, teacher_hidden, temperatures):
             divergences[part] = self._divergence(log_p, log_q)
         return divergences
 
@@ -69,7 +69,7 @@ class Teacher:
         self,
         policy: Policy,
         hidden: torch.Tensor,
-        taught: torch.Tensor,
+        teacher_hidden: torch.Tensor,
         temperatures: torch.Tensor,
         d: torch.Tensor,
     ) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Teacher:
         d_hidden = []
         grad = None if head.is_frozen else policy.gradient(head.master)
         scaled = (d / temperatures)[:, None]
-        for part, log_p, log_q in self._parts(policy, hidden, taught, temperatures):
+        for part, log_p, log_q in self._parts(policy, hidden, teacher_hidden, temperatures):
             d_logits = self._d_logits(log_p, log_q).mul_(scaled[part])
             del log_p, log_q
             d_hidden.append(
@@ -91,7 +91,7 @@ class Teacher:
         self,
         policy: Scorable,
         hidden: torch.Tensor,
-        taught: torch.Tensor,
+        teacher_hidden: torch.Tensor,
         temperatures: torch.Tensor,
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Some rows, and their log p and log q, FP32 [n, V]."""
@@ -104,7 +104,7 @@ class Teacher:
                     model.decoder.lm_head.logits(model.weights("training"), states[part]),
                     temperatures[part],
                 )
-                for model, states in ((policy, hidden), (self.model, taught))
+                for model, states in ((policy, hidden), (self.model, teacher_hidden))
             )
             yield part, log_p, self._with_rest(log_p, log_q)
 

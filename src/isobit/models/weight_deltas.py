@@ -13,7 +13,8 @@ A learning rate of 1e-6 moves at most four of a hundred BF16 numbers to a neighb
 almost every page of 4 KiB has one of them, so that single numbers are sent.  One costs 3 bytes, and
 1/128 byte whether it changed or not.
 
-``digest_of`` names all tensors together, so that whoever applies an update can tell what it has.
+``digest_of`` names all tensors together, so that a server that applies an update can check what it
+holds.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A micro-batch of the trainer, and what a forward says of its tokens."""
+"""A micro-batch of the trainer, and the scores that a forward gives its tokens."""
 
 from dataclasses import dataclass
 

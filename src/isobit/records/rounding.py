@@ -1,6 +1,6 @@
 """When rewards are equal but for rounding.
 
-``0.1 * 3`` and ``0.3`` are one reward to whoever wrote them, and two FP64 numbers. Taken for
+``0.1 * 3`` and ``0.3`` are one reward to their author, and two FP64 numbers. Taken for
 different, they would make a group teach what the order of a sum was: divided by their standard
 deviation, or by Adam's second moment, such a difference moves the weights as a real one does.
 

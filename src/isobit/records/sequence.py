@@ -6,14 +6,14 @@
     weights_versions   GIVEN  | 7 7 7 8 8         | GIVEN            | 8 8
     advantages         0      | as judged         | 0                | as judged
 
-Every column has an entry for every token, so that masking tokens, moving a half-done sample to
+Every column has an entry for every token, so that masking tokens, moving an unfinished sample to
 newer weights, another turn, or an advantage for each token changes entries, never the container.
 
 ``COLUMNS`` declares the columns once.  Whatever sends, stores, digests or packs sequences reads
 that table, so a new column is a row and a field here (and a field of ``PackedBatch`` if a loss
 reads it), the code that writes it, and the code that reads it.
 
-Columns are arrays that nobody writes to (they are made read-only): 17 bytes a token as it was
+Columns are read-only arrays: 17 bytes a token as it was
 sampled, where tuples would take some 90, and a step with millions of tokens takes and joins them
 without looking at each.  Nothing here imports torch; rewards and data import this file.
 """

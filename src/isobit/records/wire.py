@@ -7,7 +7,7 @@ baselines.
                                         log-probabilities where there are any
 
 ``isobit.records.sequence.COLUMNS`` says which columns are kept; those that a step adds when it
-judges a sequence are not.  A prompt is kept as its id: whoever reads the value has the same data.
+judges a sequence are not.  A prompt is kept as its id: every reader of the value has the same data.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
