@@ -56,7 +56,7 @@ class Continuation:
         self._chat = chat
         self._form = form
         self._tools = tools
-        self._stops = {one: str(tokenizer.decode([one])) for one in stop_token_ids}
+        self._stops = {token: str(tokenizer.decode([token])) for token in stop_token_ids}
         self._is_templated = chat.chat and bool(tokenizer.chat_template)
         self._checked = set[Speaker]()
         if self._is_templated:

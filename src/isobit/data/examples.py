@@ -161,9 +161,13 @@ def _read_marks(row: Row, answers: Sequence[Answer], noticed: Noticed) -> _Read:
             if message["role"] != ASSISTANT and marks and all(marks.values()):
                 noticed.wanted.add(message["role"])
         row = replace(row, prompt=tuple(map(_without_marks, row.prompt)))
-    is_learnt = all(all(_marks(one).values()) for one in answers if not isinstance(one, str))
+    is_learnt = all(
+        all(_marks(answer).values()) for answer in answers if not isinstance(answer, str)
+    )
     noticed.unlearnt += not is_learnt
-    plain = [one if isinstance(one, str) else _answer(_without_marks(one)) for one in answers]
+    plain = [
+        answer if isinstance(answer, str) else _answer(_without_marks(answer)) for answer in answers
+    ]
     return row, plain, is_learnt
 
 

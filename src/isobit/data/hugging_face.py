@@ -110,7 +110,7 @@ def _check_saved(folder: Path) -> None:
         elif path.name == "state.json":
             files = _json(path).get("_data_files")
             files = files if isinstance(files, list) else []
-            named = [one.get("filename") if isinstance(one, dict) else one for one in files]
+            named = [file.get("filename") if isinstance(file, dict) else file for file in files]
         else:
             continue
         for name in named if isinstance(named, list) else [named]:

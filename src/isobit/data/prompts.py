@@ -279,7 +279,9 @@ def _notice(
         noticed.tokens.update(twice)
         if not isinstance(row.prompt, str):
             arguments = [one for message in row.prompt for one in written_arguments(message)]
-            noticed.quoted_arguments += any(one not in unmarked(text) for one in arguments)
+            noticed.quoted_arguments += any(
+                argument not in unmarked(text) for argument in arguments
+            )
             names = [str(call.get("name")) for one in row.prompt for call in calls_of(one)]
             noticed.unread_calls += any(name not in unmarked(text) for name in names)
             noticed.note_keys(row.prompt, tokenizer)
@@ -337,7 +339,7 @@ class _Limit:
     def whole(self) -> int:
         """The limit with no room left for a completion."""
         limits = (self.prompt, self.context)
-        return min((one for one in limits if one is not None), default=MAX_COUNT)
+        return min((limit for limit in limits if limit is not None), default=MAX_COUNT)
 
     def tokens(self, rule: tables.TooLong) -> int:
         """Raises ``DataError`` where a context without room makes all prompts too long, and the

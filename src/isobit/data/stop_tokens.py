@@ -57,7 +57,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     ids = token_ids([behind], tokenizer)[0] if separator else []
     unknown = tokenizer.unk_token_id
-    ends = (one for one in ids if one in special_token_ids(tokenizer) and one != unknown)
+    ends = (token for token in ids if token in special_token_ids(tokenizer) and token != unknown)
     return next(ends, None)
 
 

@@ -222,7 +222,7 @@ class _Formatter(SandboxedFormatter):
 
     def format_field(self, value: Any, format_spec: str) -> str:
         numbers = _NUMBER.findall(format_spec)
-        if any(len(one) > 5 for one in numbers):
+        if any(len(number) > 5 for number in numbers):
             raise TemplateError(f"the layout {format_spec[:40]!r} has more than {_MOST:,} columns")
         limits = allowance()
         limits.look(value)

@@ -380,7 +380,7 @@ def _call_of(value: Any) -> Parsed:
         return MalformedCall('a call is a JSON object with "name" and "arguments"')
     given = [value.get(key) for key in ("arguments", "parameters")]
     first, *others = [one for one in given if one not in (None, "", {})] or [None]
-    if any(one != first for one in others):
+    if any(other != first for other in others):
         return MalformedCall('a call has "arguments" or "parameters", and not both')
     return _call(value["name"], first)
 

@@ -131,7 +131,7 @@ class Adapter:
 
     def sites(self, layer: int) -> tuple[SiteShape, SiteShape]:
         down = LinearShape(dict.fromkeys(self.targets, self.rank), self.linear.in_features)
-        up = LinearShape({one: self.linear.parts[one] for one in self.targets}, self.rank)
+        up = LinearShape({target: self.linear.parts[target] for target in self.targets}, self.rank)
         return (
             SiteShape(f"{self.path}.lora_A", "adapter", layer, adapter=down),
             SiteShape(f"{self.path}.lora_B", "adapter", layer, adapter=up),

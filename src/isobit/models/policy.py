@@ -158,7 +158,9 @@ class Policy:
         """
         self.change, self._published.reads_folder = PublishedChange(self.world), False
         if isinstance(masters, Mapping):
-            pairs: Iterator[tuple[str, MasterValues]] = ((one, masters[one]) for one in self.shapes)
+            pairs: Iterator[tuple[str, MasterValues]] = (
+                (name, masters[name]) for name in self.shapes
+            )
         else:
             pairs = self._published.folded(masters, lambda channels: None)
         for name, values in pairs:
@@ -191,7 +193,7 @@ class Policy:
         (``isobit.models.safetensors``): the same on every rank, whatever it owns. Without
         ``values`` those of a value head are left out.
         """
-        kept = () if values else [one for one in self.shapes if one.startswith("value_head.")]
+        kept = () if values else [name for name in self.shapes if name.startswith("value_head.")]
         return self._published.checksum(kept)
 
     def base(self) -> dict[str, str] | None:

@@ -51,8 +51,8 @@ class PublishedChange:
         """The changed share, from 0 to 1, over the rows of all ranks, which all call it."""
         changed = int(torch.stack(self._changed).sum()) if self._changed else 0
         counts = self._world.all_gather((changed, self._numbers))
-        numbers = sum(one[1] for one in counts)
-        return sum(one[0] for one in counts) / numbers if numbers else 0.0
+        numbers = sum(count[1] for count in counts)
+        return sum(count[0] for count in counts) / numbers if numbers else 0.0
 
 
 SIDES: tuple[Side, Side] = ("rollout", "training")

@@ -212,7 +212,7 @@ class SentWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(one.nbytes for one in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @classmethod
     def of(cls, policy: Policy, before: "SentWeights | None" = None) -> "SentWeights":
