@@ -21,7 +21,7 @@ from isobit.commands.export import export, find_source
 from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
 from isobit.data.tokenizer import load_tokenizer
-from isobit.models.checkpoint import Checkpoint
+from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.folder import load_policy, read_any_config
 from isobit.models.policy import random_policy
 from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE
@@ -346,7 +346,7 @@ def test_fp8_becomes_bf16_without_a_loss(tmp_path: Path, lines: Lines) -> None:
     bf16 = export(find_source(fp8, None, lines.append), tmp_path / "bf16").folder
     assert "quantization_config" not in json.loads((bf16 / "config.json").read_text())
     again = export(find_source(bf16, None, lines.append), tmp_path / "again", "fp8").folder
-    one, other = (Checkpoint.open(folder, read_any_config(folder)) for folder in (fp8, again))
+    one, other = (FolderCheckpoint.open(folder, read_any_config(folder)) for folder in (fp8, again))
     for name in one.tensors:
         assert torch.equal(one.tensor(name), other.tensor(name))
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from isobit.config.precision import PrecisionConfig
 from isobit.models import checkpoint
-from isobit.models.checkpoint import Checkpoint
+from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.rope import LinearScaling, Llama3Scaling, YarnScaling
@@ -45,7 +45,7 @@ def rewrite(folder: Path, change: Callable[[Tensors], Tensors | None]) -> None:
 
 
 def masters_of(folder: Path, config: ModelConfig = CONFIG) -> Tensors:
-    masters: dict[str, Any] = dict(Checkpoint.open(folder, config).masters())
+    masters: dict[str, Any] = dict(FolderCheckpoint.open(folder, config).masters())
     return masters
 
 
@@ -195,7 +195,7 @@ def test_config_and_tensors_that_disagree(
 ) -> None:
     rewrite(folder, change)
     with pytest.raises(ModelError, match=message):
-        Checkpoint.open(folder, CONFIG)
+        FolderCheckpoint.open(folder, CONFIG)
 
 
 def test_finite_numbers() -> None:

@@ -20,7 +20,8 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file
 
 from isobit.config.precision import PrecisionConfig
-from isobit.models.folder import hub_folder, is_hub_name, load_model, model_folder
+from isobit.models.folder import load_model, model_folder
+from isobit.models.hub import hub_folder, is_hub_name
 from isobit.models.policy import random_policy
 from isobit.models.safetensors import INDEX_FILE, WEIGHTS_FILE, write_shards
 from isobit.models.saving import save_policy

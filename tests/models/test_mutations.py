@@ -19,7 +19,7 @@ from safetensors import safe_open
 from isobit.config.precision import PrecisionConfig
 from isobit.data.stop_tokens import stop_token_ids
 from isobit.data.tokenizer import check_vocabulary, load_tokenizer
-from isobit.models.checkpoint import Checkpoint
+from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import ModelConfig
 from isobit.models.policy import random_policy
 from isobit.models.quantised_checkpoint import read_quantisation
@@ -34,7 +34,7 @@ CONFIG = ModelConfig("llama", 16, 8, 16, 1, 2, 1, 4, 32, 1e-6, 1e4, tied_embeddi
 
 
 def masters_of(folder: Path) -> dict[str, Any]:
-    return dict(Checkpoint.open(folder, CONFIG).masters())
+    return dict(FolderCheckpoint.open(folder, CONFIG).masters())
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_safetensors(folder: Path) -> None:
         if outcomes.refuses(lambda: masters_of(folder), ModelError):
             continue
         assert {name: master.shape for name, master in masters_of(folder).items()} == shapes
-        read = Checkpoint.open(folder, CONFIG).tensors
+        read = FolderCheckpoint.open(folder, CONFIG).tensors
         with safe_open(path, framework="pt") as theirs:
             assert set(theirs.keys()) == read.keys()
             for name, tensor in read.items():

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.kernels.spec.quantise import publish
-from isobit.models.checkpoint import Checkpoint
+from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import Experts, ModelConfig
 from isobit.models.folder import load_policy, read_config
 from isobit.models.frozen import FrozenPolicy
@@ -276,7 +276,7 @@ def test_scales_of_other_formats(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_tensors_of_a_folder_one_by_one(tmp_path: Path) -> None:
     stored = write(tmp_path)
-    checkpoint = Checkpoint.open(tmp_path, CONFIG)
+    checkpoint = FolderCheckpoint.open(tmp_path, CONFIG)
     assert checkpoint.in_e4m3 == {n for n, x in stored.items() if x.dtype == E4M3}
     found = checkpoint.quantised(DOWN)
     assert found is not None and is_as_stored(found, stored, [DOWN])

@@ -12,7 +12,7 @@ import torch
 from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.rollout import RolloutConfig
 from isobit.data.tokenizer import tokenizer_size
-from isobit.models.checkpoint import Checkpoint
+from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import NAME, Head
 from isobit.models.folder import load_policy, read_config
@@ -140,7 +140,9 @@ def test_the_number_is_read_from_the_folder_and_files_keep_all_rows(tmp_path: Pa
         policy.masters[NAME][150] = 1.5
     save_policy(policy, tmp_path / "out", folder)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 160
-    found = dict(Checkpoint.open(tmp_path / "out", read_config(tmp_path / "out")).masters("cpu"))
+    found = dict(
+        FolderCheckpoint.open(tmp_path / "out", read_config(tmp_path / "out")).masters("cpu")
+    )
     table = found[NAME]
     assert isinstance(table, torch.Tensor)
     assert table.shape[0] == 160 and table[150].eq(1.5).all()

@@ -26,7 +26,8 @@ from isobit.memory.host import MemoryEstimate, estimate_memory, microbatch_token
 from isobit.memory.speed import SpeedShape, StepTime, StepWork, describe_step, estimate_step
 from isobit.models.checkpoint import weight_files
 from isobit.models.decoder import decoder_shape, parameter_count
-from isobit.models.folder import is_hub_name, model_needs
+from isobit.models.folder import model_needs
+from isobit.models.hub import is_hub_name
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.rewards.grading import Graders
 from isobit.rollout.engine import Limits, check_limits

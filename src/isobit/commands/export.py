@@ -26,7 +26,7 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import Recipe, RunConfig, SftConfig
 from isobit.models.adapter_folder import CONFIG_FILE, write_adapters
 from isobit.models.adapters import folded_columns, open_adapters, peft_tensors, without_adapters
-from isobit.models.checkpoint import Checkpoint as FolderCheckpoint
+from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import Lora, ModelConfig
 from isobit.models.decoder import build_decoder, checkpoint_shapes, decoder_shape, master_shapes
 from isobit.models.folder import base_folder, model_folder, read_any_config

@@ -38,7 +38,7 @@ _FILE = "<template>"
 CLOCK = "strftime_now"
 """The function by which chat templates read the clock."""
 _NOW: ContextVar[datetime | None] = ContextVar("now", default=None)
-"""What the clock of a template shows; None for the machine's."""
+"""The time that the clock of a template shows; None for the machine's."""
 
 
 def rendered(
@@ -52,7 +52,7 @@ def rendered(
 ) -> str:
     """The text of a conversation, as ``apply_chat_template`` of transformers gives it.
 
-    ``continues`` names the field of the last message that the model is to go on with. Raises
+    ``continues`` names the field of the last message that the model continues. Raises
     whatever the template raises, ``TemplateError`` for one that is invalid or does not end, and
     UnicodeEncodeError for half of a surrogate pair in the text, which no tokenizer reads.
     """
@@ -87,11 +87,11 @@ def _strftime_now(layout: str) -> str:
 
 
 def _templates(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """One, or several that have names; none."""
-    found: Any = tokenizer.chat_template
-    if isinstance(found, dict):
-        return tuple(map(str, found.values()))
-    return (str(found),) if found else ()
+    """The text of the chat template, or of each of several that have names; empty for none."""
+    templates: Any = tokenizer.chat_template
+    if isinstance(templates, dict):
+        return tuple(map(str, templates.values()))
+    return (str(templates),) if templates else ()
 
 
 @lru_cache(16)

@@ -1,4 +1,4 @@
-"""How a conversation goes on in tokens behind a turn that called tools.
+"""The continuation of a conversation, in tokens, after a turn that called tools.
 
 What the model drew stays as it was drawn, up to the token that ended its turn; behind it stand the
 tokens of what the template writes for the results, up to the point where the model draws again.
@@ -38,7 +38,7 @@ _CALL_ID = "isobit000"
 
 
 class Continuation:
-    """What a tokenizer appends to a turn that called tools, as tokens.
+    """Continues a turn that called tools: gives the tokens that the chat template appends to it.
 
     Raises ConfigError for a template that cannot be continued.
     """
@@ -53,8 +53,11 @@ class Continuation:
         answered_by: Collection[Speaker] = ("tool",),
     ) -> None:
         """``answered_by``: who will speak behind turns; another is checked when it first does."""
-        self._tokenizer, self._chat, self._form, self._tools = tokenizer, chat, form, tools
-        self._stops = {one: str(tokenizer.decode([one])) for one in stop_token_ids}
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._form = form
+        self._tools = tools
+        self._stops = {token: str(tokenizer.decode([token])) for token in stop_token_ids}
         self._is_templated = chat.chat and bool(tokenizer.chat_template)
         self._checked = set[Speaker]()
         if self._is_templated:
@@ -78,8 +81,8 @@ class Continuation:
             _, stop, text = self._next_turn([self._answer(speaker)], said)
         else:
             stop = self._stops[ended] if ended in self._stops else next(iter(self._stops.values()))
-            told = "".join([*(f"[{result}]" for result in results), *spoken])
-            text = quoted(told, self._tokenizer)
+            spelling = "".join([*(f"[{result}]" for result in results), *spoken])
+            text = quoted(spelling, self._tokenizer)
         ids = self._behind(stop, text)
         return ids if ended in self._stops else [*token_ids([stop], self._tokenizer)[0], *ids]
 
@@ -91,11 +94,11 @@ class Continuation:
         """
         place = f"prompt {prompt.id}"
         content = prompt.text if prompt.content is None else prompt.content
-        asked: str | list[Message]
+        opened: str | list[Message]
         if not isinstance(opening, str):
-            asked = list(opening)
+            opened = list(opening)
         elif isinstance(content, str):
-            asked = content + opening
+            opened = content + opening
         else:
             *before, last = messages_of(prompt)
             said = last["content"]
@@ -104,11 +107,11 @@ class Continuation:
                     f"{place}: the environment has text for the end of the prompt, whose last "
                     f"message is of {last['role']!r}; end it in text of the user"
                 )
-            asked = [*before, {**last, "content": said + opening}]
+            opened = [*before, {**last, "content": said + opening}]
         variables, tools = prompt.row.get(VARIABLES_COLUMN), self._tools or None
-        row = row_of(asked, prompt.row, place, tools=tools, variables=variables)
-        (found,) = prompts_of_rows(prompt.id, [row], self._tokenizer, self._chat)
-        return replace(found, id=prompt.id, content=prompt.content)
+        row = row_of(opened, prompt.row, place, tools=tools, variables=variables)
+        (continued,) = prompts_of_rows(prompt.id, [row], self._tokenizer, self._chat)
+        return replace(continued, id=prompt.id, content=prompt.content)
 
     def _behind(self, stop: str, text: str) -> list[int]:
         """The tokens of ``text`` behind a stop token, which may decide about its first one."""
@@ -137,8 +140,10 @@ class Continuation:
 
     @property
     def _thinks(self) -> bool:
-        found: Any = self._tokenizer.chat_template
-        return "</think>" in ("\n".join(found.values()) if isinstance(found, dict) else str(found))
+        template: Any = self._tokenizer.chat_template
+        return "</think>" in (
+            "\n".join(template.values()) if isinstance(template, dict) else str(template)
+        )
 
     def _results(self, results: Sequence[str]) -> list[Message]:
         if self._form == "plain" and results:

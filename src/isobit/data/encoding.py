@@ -39,7 +39,7 @@ class _Spelling(NamedTuple):
 def quoted(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """``text`` with marks around what the tokenizer would take for a control token."""
     control = _spelling(tokenizer).control
-    return text if control is None else control.sub(lambda found: f"{BEGIN}{found[0]}{END}", text)
+    return text if control is None else control.sub(lambda token: f"{BEGIN}{token[0]}{END}", text)
 
 
 def quoted_values(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -82,21 +82,21 @@ def token_ids(
     """The tokens of each text, which may be marked; with the tokenizer's special tokens around it
     if ``add_special_tokens``, except those that the text itself begins or ends with.
     """
-    found: list[list[int]] = [[] for _ in texts]
+    ids_of: list[list[int]] = [[] for _ in texts]
     plain = [place for place, text in enumerate(texts) if not is_marked(text)]
     for begin in range(0, len(plain), _AT_ONCE):
         places = plain[begin : begin + _AT_ONCE]
-        some = tokenizer(
+        encoded = tokenizer(
             [texts[place] for place in places],
             add_special_tokens=add_special_tokens,
             return_attention_mask=False,
             verbose=False,
         )["input_ids"]
-        for place, ids in zip(places, some, strict=True):
-            found[place] = ids
+        for place, ids in zip(places, encoded, strict=True):
+            ids_of[place] = ids
     for place in set(range(len(texts))) - set(plain):
-        found[place] = _marked_ids(texts[place], tokenizer, add_special_tokens)
-    return [_once(ids, tokenizer) for ids in found] if add_special_tokens else found
+        ids_of[place] = _marked_ids(texts[place], tokenizer, add_special_tokens)
+    return [_once(ids, tokenizer) for ids in ids_of] if add_special_tokens else ids_of
 
 
 def token_ids_up_to(
@@ -109,11 +109,11 @@ def token_ids_up_to(
     are more than ``most`` too: it is refused or dropped in any case.
     """
     longest = most_characters(most + 1, tokenizer)
-    found = token_ids([text[:longest] for text in texts], tokenizer, add_special_tokens)
+    ids_of = token_ids([text[:longest] for text in texts], tokenizer, add_special_tokens)
     for place, text in enumerate(texts):
-        if len(text) > longest and len(found[place]) <= most:  # the tokenizer leaves some out
-            (found[place],) = token_ids([text], tokenizer, add_special_tokens)
-    return found
+        if len(text) > longest and len(ids_of[place]) <= most:  # the tokenizer leaves some out
+            (ids_of[place],) = token_ids([text], tokenizer, add_special_tokens)
+    return ids_of
 
 
 def _once(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -33,17 +33,8 @@ from isobit.config.data import (
     SftDataConfig,
 )
 from isobit.data.encoding import decode, is_marked, quoted_answer, token_ids_up_to
-from isobit.data.prompts import (
-    ASSISTANT,
-    Noticed,
-    TooLong,
-    all_unlearnt,
-    chat_messages,
-    encodable,
-    is_templated,
-    prompts_of_rows,
-    render_chat,
-)
+from isobit.data.prompts import Noticed, TooLong, all_unlearnt, prompts_of_rows
+from isobit.data.rendering import ASSISTANT, chat_messages, encodable, is_templated, render_chat
 from isobit.data.sources import Row, iter_rows, mixed
 from isobit.records.messages import (
     Message,
@@ -76,14 +67,14 @@ def conversation_ids(
     """
     templated = is_templated(tokenizer, chat)
     texts = [_message_text(row, answer, tokenizer, chat) for row, answer in answers]
-    found = token_ids_up_to(read_tokens, texts, tokenizer, add_special_tokens=not templated)
+    ids_of = token_ids_up_to(read_tokens, texts, tokenizer, add_special_tokens=not templated)
     end = tokenizer.eos_token_id
     if not templated and isinstance(end, int):
-        found = [ids if ids[-1:] == [end] else [*ids, end] for ids in found]
-    for (row, _), ids in zip(answers, found, strict=True):
+        ids_of = [ids if ids[-1:] == [end] else [*ids, end] for ids in ids_of]
+    for (row, _), ids in zip(answers, ids_of, strict=True):
         if not ids:
             raise DataError(f"{row.place}: prompt and answer together have no token")
-    return [tuple(ids) for ids in found]
+    return [tuple(ids) for ids in ids_of]
 
 
 def _message_text(
@@ -118,8 +109,8 @@ def whole_answer(row: Row, answer: str) -> tuple[Row, str]:
     """
     if isinstance(row.prompt, str):
         return row, answer
-    asked, begun = without_beginning(row.prompt)
-    return replace(row, prompt=tuple(asked)), begun + answer
+    question, begun = without_beginning(row.prompt)
+    return replace(row, prompt=tuple(question)), begun + answer
 
 
 def row_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Row:
@@ -158,9 +149,11 @@ def _without_marks(message: Message) -> Message:
     return {key: value for key, value in message.items() if key not in marks} if marks else message
 
 
-def _read_marks(
-    row: Row, answers: Sequence[Answer], noticed: Noticed
-) -> tuple[Row, list[Answer], bool]:
+_Read: TypeAlias = tuple[Row, list[Answer], bool]
+"""A row, its answers, and whether they are learnt."""
+
+
+def _read_marks(row: Row, answers: Sequence[Answer], noticed: Noticed) -> _Read:
     """A row and answers to it without the keys of ``_MARKS``, and whether they are learnt."""
     if not isinstance(row.prompt, str):
         for message in row.prompt:
@@ -168,10 +161,40 @@ def _read_marks(
             if message["role"] != ASSISTANT and marks and all(marks.values()):
                 noticed.wanted.add(message["role"])
         row = replace(row, prompt=tuple(map(_without_marks, row.prompt)))
-    is_learnt = all(all(_marks(one).values()) for one in answers if not isinstance(one, str))
+    is_learnt = all(
+        all(_marks(answer).values()) for answer in answers if not isinstance(answer, str)
+    )
     noticed.unlearnt += not is_learnt
-    plain = [one if isinstance(one, str) else _answer(_without_marks(one)) for one in answers]
+    plain = [
+        answer if isinstance(answer, str) else _answer(_without_marks(answer)) for answer in answers
+    ]
     return row, plain, is_learnt
+
+
+def _prompts_of(
+    name: str,
+    read: Sequence[_Read],
+    tokenizer: PreTrainedTokenizerBase,
+    config: SftDataConfig,
+    most_tokens: int,
+    noticed: Noticed,
+    first: int,
+) -> list[Prompt]:
+    """The prompts in front of the answers, of which tokens beyond ``most_tokens`` are not needed;
+    notes the keys of the answers.
+    """
+    answers = (answer for _, answers, _ in read for answer in answers)
+    noticed.note_keys([one for one in answers if not isinstance(one, str)], tokenizer)
+    return prompts_of_rows(
+        name,
+        [row for row, *_ in read],
+        tokenizer,
+        config,
+        noticed=noticed,
+        continues=False,
+        first=first,
+        read_tokens=most_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,23 +235,11 @@ def build_examples(
     too_long, noticed = too_long or TooLong(config.too_long), noticed or Noticed()
     turns = source if isinstance(source, Sequence) else iter_turns(source)
     read = [_read_marks(row, [answer], noticed) for row, answer in turns]
-    rows = [row for row, *_ in read]
-    completions = [answer for _, (answer,), _ in read]
-    noticed.note_keys([one for one in completions if not isinstance(one, str)], tokenizer)
     most = min(config.max_tokens, context_tokens)
-    prompts = prompts_of_rows(
-        name,
-        rows,
-        tokenizer,
-        config,
-        noticed=noticed,
-        continues=False,
-        first=first,
-        read_tokens=most,
-    )
+    prompts = _prompts_of(name, read, tokenizer, config, most, noticed, first)
     texts = [
         _completion_text(prompt, row, completion, tokenizer, config)
-        for prompt, row, completion in zip(prompts, rows, completions, strict=True)
+        for prompt, (row, (completion,), _) in zip(prompts, read, strict=True)
     ]
     examples = []
     ids_of = token_ids_up_to(most, texts, tokenizer)
@@ -255,7 +266,7 @@ def _check_left(name: str, kept: Sequence[Any], too_long: TooLong, noticed: Noti
 
 
 def iter_turns(source: ExampleSource) -> Iterator[Turn]:
-    """What examples are built of, one at a time in memory."""
+    """The rows with their answers that examples are built of, one at a time in memory."""
     if isinstance(source, MixtureExamples):
         yield from mixed(source, iter_turns)
         return
@@ -325,7 +336,7 @@ def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
     """
     if not all(isinstance(message, Mapping) for message in messages):
         return False
-    found = [
+    stated = [
         (
             one.get("role"),
             message_text(content, row.place) if is_parts(content) else content,
@@ -334,7 +345,7 @@ def _is_prompt(messages: Sequence[Any], row: Row) -> bool:
         for content in [one.get("content")]
     ]
     expected = [(one["role"], one.get("content")) for one in as_messages(row.prompt)]
-    return [one for one in found if one[0] != "system"] == [
+    return [one for one in stated if one[0] != "system"] == [
         one for one in expected if one[0] != "system"
     ]
 
@@ -421,25 +432,14 @@ def build_pairs(
     """
     too_long, noticed = too_long or TooLong(config.too_long), noticed or Noticed()
     answered = source if isinstance(source, Sequence) else iter_answered(source)
-    found = [_read_marks(row, both, noticed) for row, *both in answered]
-    rows = [row for row, *_ in found]
-    answers = [(row, answer) for row, both, _ in found for answer in both]
-    noticed.note_keys([one for _, one in answers if not isinstance(one, str)], tokenizer)
+    read = [_read_marks(row, both, noticed) for row, *both in answered]
     most = min(config.max_tokens, context_tokens)
-    prompts = prompts_of_rows(
-        name,
-        rows,
-        tokenizer,
-        config,
-        noticed=noticed,
-        continues=False,
-        first=first,
-        read_tokens=most,
-    )
+    prompts = _prompts_of(name, read, tokenizer, config, most, noticed, first)
+    answers = [(row, answer) for row, both, _ in read for answer in both]
     ids = conversation_ids(answers, tokenizer, config, most)
     pairs = []
     for prompt, (row, _, is_learnt), chosen, rejected in zip(
-        prompts, found, ids[::2], ids[1::2], strict=True
+        prompts, read, ids[::2], ids[1::2], strict=True
     ):
         if not is_learnt:
             continue
@@ -455,7 +455,7 @@ def build_pairs(
 
 
 def iter_answered(source: ExampleSource) -> Iterator[Answered]:
-    """What pairs are built of, one at a time in memory."""
+    """The rows with two answers that pairs are built of, one at a time in memory."""
     if isinstance(source, MixtureExamples):
         yield from mixed(source, iter_answered)
         return

@@ -3,9 +3,9 @@ datasets of the hub.
 
 The ``datasets`` library reads the folders, with a temporary cache, so that a changed file is never
 answered from an old one. A folder is untrusted: its README may name files anywhere, which the
-library would read or download. So every place that a README or a saved dataset names must be in the
-folder, which is checked before the library sees it, and images and similar columns, which are read
-from wherever a row says, are refused.
+library would read or download. So every path that a README or a saved dataset names must be in the
+folder, which is checked before the library sees it. Images and similar columns are refused: a row
+may name any path or address to read them from.
 
 Of a dataset of the hub only the files of rows are downloaded, no code and no README. What is in the
 hub's cache (``HF_HOME``) is used without a request, even where the hub has a newer version; name a
@@ -30,7 +30,7 @@ SAVED_MARKERS = ("dataset_dict.json", "state.json")
 _CARDS = ("README.md", ".huggingface.yaml")
 """Files that assign the files of a folder to splits."""
 _PLACES = ("data_files", "data_dir")
-"""Their keys that name files."""
+"""The keys of a card that name files."""
 _READERS = ("arrow", "csv", "json", "parquet")
 """Modules of the library that read rows of text and numbers."""
 
@@ -110,7 +110,7 @@ def _check_saved(folder: Path) -> None:
         elif path.name == "state.json":
             files = _json(path).get("_data_files")
             files = files if isinstance(files, list) else []
-            named = [one.get("filename") if isinstance(one, dict) else one for one in files]
+            named = [file.get("filename") if isinstance(file, dict) else file for file in files]
         else:
             continue
         for name in named if isinstance(named, list) else [named]:
@@ -121,12 +121,12 @@ def _check_saved(folder: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_plain(path))
+        content = json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}, expected an object")
-    return found
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
 
 
 def _files(folder: Path, split: str | None, cache: str) -> Any:
@@ -285,14 +285,14 @@ def _cached(repository: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found = Path(
+        folder = Path(
             snapshot_download(
                 repository, repo_type="dataset", revision=revision, local_files_only=True
             )
         )
     except (LocalEntryNotFoundError, ValueError):
         return None
-    return found if _files_below(found) else None
+    return folder if _files_below(folder) else None
 
 
 def _is_whole(folder: Path, source: HubData) -> bool:
@@ -323,8 +323,8 @@ def _fetched(source: HubData, repository: str, revision: str | None) -> Path:
         remedy="name files",
         revision=revision,
     ):
-        found = HfApi().dataset_info(repository, revision=revision)
-        files = [sibling.rfilename for sibling in found.siblings or ()]
+        info = HfApi().dataset_info(repository, revision=revision)
+        files = [sibling.rfilename for sibling in info.siblings or ()]
         chosen = chosen_files(files, source)
         # with its revision, the snapshot is found again under that name
         folder = Path(
@@ -332,6 +332,6 @@ def _fetched(source: HubData, repository: str, revision: str | None) -> Path:
                 repository, repo_type="dataset", revision=revision, allow_patterns=chosen
             )
         )
-        if folder.name == found.sha:
+        if folder.name == info.sha:
             _list_of(folder).write_text(json.dumps(files), encoding="utf-8")
         return folder

@@ -3,9 +3,7 @@ they are too long. Digests of prompts, which detect changed data.
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -15,24 +13,18 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config import data as tables
 from isobit.config.base import MAX_COUNT
 from isobit.config.data import ChatConfig, DataConfig, DataSource
-from isobit.data.chat_template import check_variables, mentions, reads_key, rendered
+from isobit.data.chat_template import mentions, reads_key
 from isobit.data.encoding import (
     most_characters,
-    quoted,
-    quoted_values,
     token_ids_up_to,
     unmarked,
     written_twice,
 )
+from isobit.data.rendering import is_templated, render_row
 from isobit.data.sources import Row, load_rows
 from isobit.records.messages import (
-    VARIABLES_COLUMN,
     Message,
-    as_messages,
     calls_of,
-    other_forms,
-    quotes,
-    with_read_arguments,
     written_arguments,
 )
 from isobit.records.text import Prompt
@@ -65,7 +57,7 @@ _KEPT_AHEAD = 64
 
 @dataclass(slots=True)
 class TooLong:
-    """What becomes of items that are too long, and how many there were."""
+    """The rule for items that are too long, and how many there were."""
 
     rule: tables.TooLong = "refuse"
     dropped: int = 0
@@ -101,20 +93,20 @@ class TooLong:
 
 
 def describe_too_long(sets: Mapping[str, TooLong]) -> str:
-    """How many were too long in each set, for the end of a line about data; empty if none was."""
-    found = [f"{name}: {one.describe()}" for name, one in sets.items() if one.describe()]
-    return "".join(f"; {text}" for text in found)
+    """The number of too long rows in each set, for the end of a line about data; empty if none."""
+    parts = [f"{name}: {one.describe()}" for name, one in sets.items() if one.describe()]
+    return "".join(f"; {text}" for text in parts)
 
 
 @dataclass(slots=True)
 class Noticed:
-    """What a set's rows look like that its reader may not have meant; ``lines`` says it."""
+    """Oddities of a set's rows that their author may not have meant; ``lines`` reports them."""
 
     rows: int = 0
     rendered: int = 0
-    """Rows that spell control tokens which the chat template writes."""
+    """Rows that spell control tokens which the chat template writes itself."""
     tokens: set[str] = field(default_factory=set)
-    """Those."""
+    """The control tokens that they spell."""
     quoted_arguments: int = 0
     """Rows with arguments of tools in JSON text, where the template expects a table."""
     unread_tools: int = 0
@@ -129,49 +121,49 @@ class Noticed:
     """Roles, other than the assistant's, of messages that the data marks as to be learnt."""
 
     def lines(self, name: str) -> list[str]:
-        """A line for each, about the set ``name``."""
-        found: list[str] = []
+        """A line about the set ``name`` for each kind of oddity."""
+        lines: list[str] = []
         if self.rendered:
-            found.append(
+            lines.append(
                 f"{name}: {self.rendered} of {self.rows} prompts spell control tokens that the "
                 f"chat template writes itself ({', '.join(sorted(self.tokens))}), and were encoded "
                 "as ordinary characters; if the prompts are rendered already, set data.chat = false"
             )
         if self.quoted_arguments:
-            found.append(
+            lines.append(
                 f"{name}: {self.quoted_arguments} of {self.rows} prompts have calls of tools whose "
                 "arguments are JSON text, which the chat template does not write as it stands: "
                 "they were read as JSON"
             )
         if self.unread_tools:
-            found.append(
+            lines.append(
                 f"{name}: {self.unread_tools} of {self.rows} rows have tools, but no chat "
                 "template of the tokenizer says anything of tools: the model does not see them"
             )
         if self.unread_calls:
-            found.append(
+            lines.append(
                 f"{name}: {self.unread_calls} of {self.rows} prompts have calls of tools that the "
                 "tokenizer's chat template does not write: the model does not see them"
             )
         if self.unread_keys:
-            found.append(
+            lines.append(
                 f"{name}: messages have keys that neither Isobit nor the chat template reads: "
                 f"{', '.join(map(repr, sorted(self.unread_keys)))}"
             )
         if self.unlearnt:
-            found.append(
+            lines.append(
                 f"{name}: {self.unlearnt} answers are marked as not to be learnt: left out"
             )
         if self.wanted:
             roles = ", ".join(map(repr, sorted(self.wanted)))
-            found.append(
+            lines.append(
                 f"{name}: messages of {roles} are marked as to be learnt, but only answers of the "
                 "assistant are"
             )
-        return found
+        return lines
 
     def note_keys(self, messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Note the keys of messages that are rendered which nobody reads."""
+        """Note keys of rendered messages that neither Isobit nor the chat template reads."""
         said = (key for one in messages for key, value in one.items() if value not in _NOTHING)
         for key in set(said) - _READ - self.unread_keys:
             if not reads_key(tokenizer, key):
@@ -181,7 +173,7 @@ class Noticed:
 _READ = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "function_call"})
 """Keys of messages that every chat knows, or that a line of their own is for."""
 _NOTHING = ("", [], {})
-"""What a key may have without saying anything."""
+"""Values of a key that say nothing."""
 
 
 def build_prompts(
@@ -247,9 +239,9 @@ def prompts_of_rows(
     limit = most_tokens.tokens(too_long.rule)
     most = most_characters(min(most_tokens.whole, MAX_COUNT), tokenizer)
     texts: list[tuple[int, Row, str]] = []
-    for index, given in enumerate(rows, first):
-        row = replace(given, tools=tools) if tools else given
-        text = _render(row, tokenizer, chat, continues)
+    for index, source_row in enumerate(rows, first):
+        row = replace(source_row, tools=tools) if tools else source_row
+        text = render_row(row, tokenizer, chat, continues)
         _notice(text, row, tokenizer, chat, noticed)
         if len(text) > most:  # avoids tokenising it
             if too_long.rule == "cut":
@@ -287,7 +279,9 @@ def _notice(
         noticed.tokens.update(twice)
         if not isinstance(row.prompt, str):
             arguments = [one for message in row.prompt for one in written_arguments(message)]
-            noticed.quoted_arguments += any(one not in unmarked(text) for one in arguments)
+            noticed.quoted_arguments += any(
+                argument not in unmarked(text) for argument in arguments
+            )
             names = [str(call.get("name")) for one in row.prompt for call in calls_of(one)]
             noticed.unread_calls += any(name not in unmarked(text) for name in names)
             noticed.note_keys(row.prompt, tokenizer)
@@ -327,150 +321,8 @@ def all_unlearnt(name: str) -> DataError:
     )
 
 
-def _render(row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, continues: bool) -> str:
-    messages = chat_messages(row, tokenizer, chat)
-    if messages is None:
-        text = str(row.prompt)
-        return encodable(quoted(text, tokenizer) if chat.chat else text, row)
-    if continues and messages[-1]["role"] == ASSISTANT:
-        return _render_open(messages, row, tokenizer, chat)
-    return render_chat(messages, row, tokenizer, chat, add_generation_prompt=True)
-
-
 def _place(name: str, index: int, row: Row) -> str:
     return f"prompt {name}/{index} ({row.place})"
-
-
-def is_templated(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> bool:
-    return chat.chat and bool(tokenizer.chat_template)
-
-
-def chat_messages(
-    row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
-) -> list[Message] | None:
-    """The prompt as messages for the chat template, or None if its text is used as it is.
-
-    Raises ``DataError`` for messages without a template, or with ``chat`` off.
-    """
-    if isinstance(row.prompt, str) and not is_templated(tokenizer, chat):
-        return None
-    if not chat.chat:
-        raise DataError(
-            f"{row.place}: the prompt is chat messages, but data.chat is false; set it to true"
-        )
-    if not tokenizer.chat_template:
-        raise DataError(
-            f"{row.place}: the prompt is chat messages (a system message counts), but the "
-            "tokenizer has no chat template; give text"
-        )
-    return list(as_messages(row.prompt))
-
-
-ASSISTANT = "assistant"
-
-
-def render_chat(
-    messages: Sequence[Message],
-    row: Row,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: ChatConfig,
-    add_generation_prompt: bool,
-    continues: str | None = None,
-) -> str:
-    """The chat template's text of ``messages``, which are of ``row``; marked
-    (``isobit.data.encoding``) where a message spells a control token. Raises ``DataError`` if the
-    template refuses them, or reads no variable of such a name as the configuration or the row sets.
-    """
-    variables = {**chat.chat_template_kwargs, **row.variables}
-    try:
-        check_variables(variables, tokenizer)
-    except ValueError as error:
-        key = "data.chat_template_kwargs"
-        place = f"{row.place}, column {VARIABLES_COLUMN!r}" if row.variables else key
-        raise DataError(f"{place}: {error}") from None
-
-    def text_of(some: Sequence[Message]) -> str:
-        return rendered(
-            quoted_values(some, tokenizer),
-            tokenizer,
-            add_generation_prompt,
-            quoted_values(row.tools, tokenizer),
-            quoted_values(variables, tokenizer),
-            chat.date,
-            continues,
-        )
-
-    try:
-        text = text_of(messages)
-        written = [one for message in messages for one in written_arguments(message)]
-        if any(quotes(unmarked(text), one) for one in written):
-            text = text_of([with_read_arguments(message) for message in messages])
-    except UnicodeEncodeError as error:
-        raise _not_encodable(row, error) from error
-    except Exception as error:  # templates raise through jinja2: unsupported roles, order of turns
-        for other in other_forms(messages):
-            with suppress(Exception):
-                return text_of(other)
-        raise DataError(
-            f"{row.place}: the chat template refuses the messages: {type(error).__name__}: {error}"
-        ) from error
-    return text
-
-
-_CONTINUED = ("content", "reasoning_content", "reasoning", "thinking")
-
-
-def _render_open(
-    messages: Sequence[Message], row: Row, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
-) -> str:
-    """A conversation whose last message the model goes on with: as transformers renders it
-    (``continue_final_message``), but with the text as it stands behind the generation prompt where
-    the template leaves thoughts out of that message, or writes thoughts of its own before them.
-    """
-    name = next((name for name in _CONTINUED if messages[-1].get(name)), "content")
-    begun = messages[-1].get(name, "")
-    if messages[-1].get("tool_calls") or not isinstance(begun, str):
-        raise DataError(
-            f"{row.place}: the prompt ends in a message of the assistant that calls tools, which "
-            "cannot be gone on with; end the prompt in the tools' results or in a question"
-        )
-    asked, text = messages[:-1], quoted(begun, tokenizer)
-    head = render_chat(asked, row, tokenizer, chat, False) if asked else ""
-    ahead = render_chat(asked, row, tokenizer, chat, True) if asked else ""
-    if not begun:
-        return ahead
-    tag = _TAG.match(begun)
-    opens = tag[0].strip() if tag and name == "content" and ahead.startswith(head) else None
-    try:
-        found = render_chat(messages, row, tokenizer, chat, False, continues=name)
-    except DataError:
-        if opens is None:
-            raise
-    else:
-        own = found[len(head) : -len(text)] if found.endswith(text) else ""
-        if opens is None or opens not in own or not found.startswith(head):
-            return found
-    return head + ahead.removeprefix(head).partition(opens)[0] + text
-
-
-_TAG = re.compile(r"\s*<[^<>\s]+>|\s*\[[A-Z_]+\]")
-"""What opens a thought, at the beginning of a message."""
-
-
-def encodable(text: str, row: Row) -> str:
-    """``text``, which is of ``row``. Raises ``DataError`` if no tokenizer can read it."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _not_encodable(row, error) from error
-    return text
-
-
-def _not_encodable(row: Row, error: UnicodeEncodeError) -> DataError:
-    return DataError(
-        f"{row.place}: the text holds a lone surrogate at character {error.start}, and no "
-        "tokenizer reads it; remove it from the row, or from the chat template"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,9 +337,9 @@ class _Limit:
 
     @property
     def whole(self) -> int:
-        """Without the room for a completion."""
+        """The limit with no room left for a completion."""
         limits = (self.prompt, self.context)
-        return min((one for one in limits if one is not None), default=MAX_COUNT)
+        return min((limit for limit in limits if limit is not None), default=MAX_COUNT)
 
     def tokens(self, rule: tables.TooLong) -> int:
         """Raises ``DataError`` where a context without room makes all prompts too long, and the
@@ -504,14 +356,14 @@ class _Limit:
 
     def problem(self, place: str, size: int, characters: bool = False) -> str:
         """The error about a prompt of so many tokens, or characters, which is too many."""
-        found = f"{place} has {size:,} {'characters' if characters else 'tokens'}"
+        problem = f"{place} has {size:,} {'characters' if characters else 'tokens'}"
         rule = "; data.too_long = 'drop' or 'cut' drops or cuts such prompts"
         if self.prompt is not None and (size > self.prompt and self.prompt == self.whole):
-            return f"{found}, more than data.max_prompt_tokens = {self.prompt}{rule}"
+            return f"{problem}, more than data.max_prompt_tokens = {self.prompt}{rule}"
         if characters or self.context is None or size >= self.context:
-            return f"{found} and leaves no room in the model's context of {self.context}{rule}"
+            return f"{problem} and leaves no room in the model's context of {self.context}{rule}"
         return (
-            f"{found}; with max_new_tokens = {self.new} that is {size + self.new}, more than the "
+            f"{problem}; with max_new_tokens = {self.new} that is {size + self.new}, more than the "
             f"model's context of {self.context}: lower max_new_tokens to {self.context - size} or "
             f"shorten the prompt{rule}"
         )

@@ -129,7 +129,7 @@ _COMPRESSED: Mapping[bytes, Callable[[Path], Any]] = {
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\0": lzma.LZMAFile,
 }
-"""How files that begin with such bytes are opened."""
+"""Openers of compressed files, by the bytes that the files begin with."""
 _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 _DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
@@ -155,11 +155,11 @@ class _TwiceError(Exception):
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         seen = set[str]()
         raise _TwiceError(next(key for key, _ in pairs if key in seen or seen.add(key)))
-    return made
+    return value
 
 
 def _object(line: bytes, place: str) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _parsed(content: bytes, place: str, expected: str) -> Any:
 
 
 def _why(error: json.JSONDecodeError) -> str:
-    """What Python says, or the usual slips of files that were written by hand, by name."""
+    """The reason that Python gives, or one of the usual slips of files written by hand."""
     before, behind = error.doc[: error.pos].rstrip()[-1:], error.doc[error.pos :].lstrip()[:2]
     if behind[:1] in ("}", "]") and before == ",":
         return f"a comma before {behind[0]!r}, which JSON does not have; remove it"

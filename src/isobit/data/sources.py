@@ -68,26 +68,26 @@ def give_rows(rows: Iterable[Any], key: str) -> GivenRows:
     """Rows for the table ``key`` of a recipe; the caller must hold the result during the run.
     Raises DataError for anything but mappings.
     """
-    found = list(rows)
-    for place, row in enumerate(found):
+    listed = list(rows)
+    for place, row in enumerate(listed):
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
             raise DataError(
                 f"{key}: row {place} is {type(row).__name__} {row!r:.60}; expected a list of "
                 "mappings, as [{'prompt': '3+4='}] (of a DataFrame: frame.to_dict('records'))"
             )
-    made = GivenRows(found)
-    return _GIVEN.setdefault(made.sha256, made)
+    held = GivenRows(listed)
+    return _GIVEN.setdefault(held.sha256, held)
 
 
 def given_rows(sha256: str, count: int) -> Sequence[Mapping[str, Any]]:
     """The rows with a digest. Raises DataError if no ``GivenRows`` of it exists."""
-    found = _GIVEN.get(sha256)
-    if found is None:
+    held = _GIVEN.get(sha256)
+    if held is None:
         raise DataError(
             f"the data are {count} rows that were given from Python; give them again with "
             "isobit.train(.., data=rows, resume=True), or write them into a file, and name it"
         )
-    return found.rows
+    return held.rows
 
 
 def _plain(value: Any) -> Any:
@@ -358,14 +358,14 @@ def source_files(given: Path | tuple[Path, ...]) -> list[Path]:
 
     Raises ``DataError`` for a pattern without files and for a file that is named twice.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in (given,) if isinstance(given, Path) else given:
         if not glob.has_magic(str(path)) or path.exists():
-            found.append(path)
+            files.append(path)
             continue
-        matches = sorted(glob.glob(str(path), recursive=True))
-        files = [Path(name) for name in matches if not Path(name).is_dir()]
-        if not files:
+        names = sorted(glob.glob(str(path), recursive=True))
+        matches = [Path(name) for name in names if not Path(name).is_dir()]
+        if not matches:
             listed = str(path).startswith("[") and "," in str(path)
             raise DataError(
                 f"no file matches {path}; "
@@ -375,10 +375,10 @@ def source_files(given: Path | tuple[Path, ...]) -> list[Path]:
                     else "correct the pattern, or name the files"
                 )
             )
-        found += files
-    for place, path in enumerate(found):
-        if path in found[:place]:
+        files += matches
+    for index, path in enumerate(files):
+        if path in files[:index]:
             raise DataError(
                 f"{path} is named twice; name it once (a mixture's `weights` repeat a source)"
             )
-    return found
+    return files

@@ -57,7 +57,9 @@ class Spool(Mapping[str, Item]):
     def __init__(self, items: Iterable[Item], id_of: Callable[[Item], str]) -> None:
         """Raises DataError if the disk is full, and what the iteration raises."""
         self._file = tempfile.TemporaryFile(prefix="isobit-")  # noqa: SIM115
-        self._ends, self._numbers, self._name = array("Q", [0]), array("Q"), ""
+        self._ends = array("Q", [0])
+        self._numbers = array("Q")
+        self._name = ""
         for item in items:
             self._name, _, number = id_of(item).rpartition("/")
             self._ends.append(self._ends[-1] + self._write(item))

@@ -50,12 +50,14 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     said = "isobit-0"
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": said}]
     try:
-        _, found, behind = rendered(turns, tokenizer, add_generation_prompt=False).rpartition(said)
+        _, separator, behind = rendered(turns, tokenizer, add_generation_prompt=False).rpartition(
+            said
+        )
     except Exception:  # templates raise through jinja2; a run that renders prompts names the fault
         return None
-    ids = token_ids([behind], tokenizer)[0] if found else []
+    ids = token_ids([behind], tokenizer)[0] if separator else []
     unknown = tokenizer.unk_token_id
-    ends = (one for one in ids if one in special_token_ids(tokenizer) and one != unknown)
+    ends = (token for token in ids if token in special_token_ids(tokenizer) and token != unknown)
     return next(ends, None)
 
 

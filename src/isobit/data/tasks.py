@@ -32,12 +32,12 @@ def create_task(name: str, size: int, seed: int, options: Mapping[str, Any]) -> 
 
     _check(name, options, drawn=True)
     try:
-        given = (
+        arguments = (
             {**options, "datasets": _specs(options["datasets"])}
             if name == "composite" and "datasets" in options
             else options
         )
-        return reasoning_gym.create_dataset(name, **given, size=size, seed=seed)
+        return reasoning_gym.create_dataset(name, **arguments, size=size, seed=seed)
     except DataError:
         raise
     except Exception as error:  # tasks raise AssertionError, ValueError, TypeError and more
@@ -100,11 +100,11 @@ def read_verifiers(
     """The dataset of an environment of verifiers, which another process loads.  Raises
     ``DataError``.
     """
-    given = json.dumps([place, from_environment(options, "environment"), split])
+    request = json.dumps([place, from_environment(options, "environment"), split])
     command = [sys.executable, "-c", _PRINTS]
-    found = subprocess.run(command, input=given, capture_output=True, text=True, check=False)  # noqa: S603
-    if found.returncode:
-        said = found.stderr.strip().rpartition("\n")[2]
+    process = subprocess.run(command, input=request, capture_output=True, text=True, check=False)  # noqa: S603
+    if process.returncode:
+        said = process.stderr.strip().rpartition("\n")[2]
         raise DataError(f"the dataset of the environment {place!r} cannot be read: {said}")
-    for line in found.stdout.splitlines():
+    for line in process.stdout.splitlines():
         yield json.loads(line)

@@ -1,8 +1,8 @@
-"""Chat templates in a sandbox in which what a template computes is bounded, beside what it reads.
+"""A sandbox that bounds the memory and time of a chat template, beside what it may read.
 
 transformers renders templates in jinja's sandbox, which keeps them from the machine but not from
 its memory and time: ``'x' * 10 ** 9``, ``'%1000000000d' % 1``, a join, an indent, or twenty times
-``[x, x]`` take gigabytes in one operation, of which nothing outside can end one.  So the sandbox
+``[x, x]`` take gigabytes in one operation, which nothing outside can end.  So the sandbox
 here is transformers' own with these limits, for each rendering:
 
     a value       of at most ``VALUE`` characters and ``PER_CHARACTER`` more for each of the input;
@@ -10,8 +10,8 @@ here is transformers' own with these limits, for each rendering:
     all values    that operations make, ``ALL`` and ``ALL_PER_CHARACTER`` in the same way
     time          ``SECONDS`` of the thread's own, looked at between operations and lines
 
-An operation whose result can be larger than what it is given says beforehand how large it will be;
-every other is linear in its arguments, which are within the limit.  Methods of texts and numbers
+An operation whose result can be larger than its arguments computes the size beforehand; every
+other is linear in its arguments, which are within the limit.  Methods of texts and numbers
 are those of a list, and filters that search in ways that are not linear are left out.
 """
 
@@ -42,7 +42,9 @@ _NODE = 64
 _DEEPEST = 500
 """Containers within containers."""
 _MOST = 100_000
-"""Of items, columns and digits that a number in a template may ask for, as jinja's own range."""
+"""The most items, columns or digits that a number in a template may ask for, as in jinja's own
+``range``.
+"""
 
 _OF_TEXT = """
 capitalize casefold center count endswith expandtabs find format format_map index isalnum isalpha
@@ -56,10 +58,10 @@ _METHODS = {
     float: frozenset({"conjugate", "is_integer", "hex"}),
     bytes: frozenset[str](),
 }
-"""Those that a template may call."""
+"""The methods that a template may call, by the type of their owner."""
 _LEFT_OUT = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
 _ITERATED = ("list", "join", "sort", "unique", "sum", "first", "last", "min", "max", "length")
-"""Filters that go through all of a generator."""
+"""Filters that exhaust a generator."""
 _CONTAINERS = (
     list, tuple, set, frozenset, dict, type({}.items()), type({}.keys()), type({}.values())
 )  # fmt: skip
@@ -70,17 +72,17 @@ _WIDE = re.compile(r"[%)][#0\- +]*(\d*\.)?(\d{6,}|\*)")
 
 class _Size(NamedTuple):
     characters: int
-    """Of its text, roughly, and ``_NODE`` for each value in it."""
+    """Characters of its text, roughly, and ``_NODE`` for each value in it."""
     depth: int
 
 
 class Allowance:
-    """What is left to one rendering, or to the compilation of a template."""
+    """The budget of one rendering, or of the compilation of a template."""
 
-    def __init__(self, given: object = None) -> None:
+    def __init__(self, source: object = None) -> None:
         self._known: dict[int, tuple[object, _Size]] = {}  # holds them, so that ids stay theirs
         self._largest = 1 << 62
-        size = self._size(given).characters
+        size = self._size(source).characters
         self._largest = VALUE + PER_CHARACTER * size
         self._left = ALL + ALL_PER_CHARACTER * size
         self._until = time.thread_time() + SECONDS
@@ -160,22 +162,22 @@ _ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
 
 
 def allowance() -> Allowance:
-    """Of the rendering that is under way, or else for one operation alone."""
+    """The allowance of the rendering that is under way, or else a new one for one operation."""
     return _ALLOWANCE.get() or Allowance()
 
 
 @contextmanager
-def limited(given: object) -> Iterator[Allowance]:
+def limited(source: object) -> Iterator[Allowance]:
     """A block in which transformers renders templates within the limits for this input."""
-    before = _ALLOWANCE.set(made := Allowance(given))
+    before = _ALLOWANCE.set(limits := Allowance(source))
     try:
-        yield made
+        yield limits
     finally:
         _ALLOWANCE.reset(before)
 
 
 class _Generator(CodeGenerator):
-    """Lets the environment make what jinja's own makes in place: ~, slices and literals."""
+    """Generates code that makes ~, slices and literals through the environment, not in place."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
         self.write("environment.joined((")
@@ -212,7 +214,7 @@ class _Generator(CodeGenerator):
 
 
 class _Formatter(SandboxedFormatter):
-    """``str.format``, of which each field counts."""
+    """``str.format`` in which each field counts towards the limits."""
 
     def __init__(self, environment: "Bounded", **options: Any) -> None:
         super().__init__(environment, **options)
@@ -220,7 +222,7 @@ class _Formatter(SandboxedFormatter):
 
     def format_field(self, value: Any, format_spec: str) -> str:
         numbers = _NUMBER.findall(format_spec)
-        if any(len(one) > 5 for one in numbers):
+        if any(len(number) > 5 for number in numbers):
             raise TemplateError(f"the layout {format_spec[:40]!r} has more than {_MOST:,} columns")
         limits = allowance()
         limits.look(value)
@@ -230,7 +232,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
-    """The same of text in which what is put is escaped."""
+    """``_Formatter`` for markup: inserted values are escaped."""
 
 
 class Bounded(ImmutableSandboxedEnvironment):
@@ -241,13 +243,15 @@ class Bounded(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """What a template, a macro or a block has written."""
-        limits, found, size = allowance(), list[str](), 0
+        """Join the text that a template, a macro or a block has written."""
+        limits = allowance()
+        pieces = list[str]()
+        size = 0
         for part in parts:
             size += len(part)
             limits.expect(size)
-            found.append(part)
-        return limits.made("".join(found))
+            pieces.append(part)
+        return limits.made("".join(pieces))
 
     def made(self, value: Any) -> Any:
         return allowance().made(value)
@@ -360,66 +364,68 @@ def _check_replaced(limits: Allowance, text: str, old: Any, new: Any) -> None:
 
 def _sized(limits: Allowance, values: Any) -> list[Any]:
     """The items of what may be a generator."""
-    found, size = list[Any](), 0
+    items, size = list[Any](), 0
     for one in values:
         size += limits.size(one)
         limits.expect(size)
-        found.append(one)
-    return found
+        items.append(one)
+    return items
 
 
-class _Given(NamedTuple):
-    """What a filter is given."""
+class _FilterCall(NamedTuple):
+    """The value that a filter is applied to, and its arguments."""
 
     value: Any
     others: tuple[Any, ...]
     named: Mapping[str, Any]
 
-    def option(self, place: int, key: str, default: Any) -> Any:
-        return self.named.get(key, self.others[place] if len(self.others) > place else default)
+    def option(self, position: int, key: str, default: Any) -> Any:
+        return self.named.get(
+            key, self.others[position] if len(self.others) > position else default
+        )
 
 
-def _check_center(limits: Allowance, given: _Given) -> None:
-    limits.expect(limits.size(given.value) + int(given.option(0, "width", 80)))
+def _check_center(limits: Allowance, call: _FilterCall) -> None:
+    limits.expect(limits.size(call.value) + int(call.option(0, "width", 80)))
 
 
-def _check_indent(limits: Allowance, given: _Given) -> None:
-    width = given.option(0, "width", 4)
+def _check_indent(limits: Allowance, call: _FilterCall) -> None:
+    width = call.option(0, "width", 4)
     columns = len(width) if isinstance(width, str) else int(width)
-    lines = str(given.value).count("\n") + 2
-    limits.expect(limits.size(given.value) + lines * max(0, columns))
+    lines = str(call.value).count("\n") + 2
+    limits.expect(limits.size(call.value) + lines * max(0, columns))
 
 
-def _check_join(limits: Allowance, given: _Given) -> None:
-    between = len(str(given.option(0, "d", "")))
-    limits.expect(limits.size(given.value) + between * len(given.value))
+def _check_join(limits: Allowance, call: _FilterCall) -> None:
+    between = len(str(call.option(0, "d", "")))
+    limits.expect(limits.size(call.value) + between * len(call.value))
 
 
-def _check_replace(limits: Allowance, given: _Given) -> None:
-    old, new = given.option(0, "old", ""), given.option(1, "new", "")
-    _check_replaced(limits, str(given.value), old, new)
+def _check_replace(limits: Allowance, call: _FilterCall) -> None:
+    old, new = call.option(0, "old", ""), call.option(1, "new", "")
+    _check_replaced(limits, str(call.value), old, new)
 
 
-def _check_format(limits: Allowance, given: _Given) -> None:
-    _check_percent(limits, str(given.value), given.named or given.others)
+def _check_format(limits: Allowance, call: _FilterCall) -> None:
+    _check_percent(limits, str(call.value), call.named or call.others)
 
 
-def _check_json(limits: Allowance, given: _Given) -> None:
-    indent, separators = given.option(1, "indent", None), given.option(2, "separators", None)
+def _check_json(limits: Allowance, call: _FilterCall) -> None:
+    indent, separators = call.option(1, "indent", None), call.option(2, "separators", None)
     columns = len(indent) if isinstance(indent, str) else int(indent or 0)
     longest = max((len(str(one)) for one in separators or ()), default=0)
     if columns > _NODE or longest > _NODE:
         raise TemplateError(f"the filter tojson is given more than {_NODE} columns")
-    values, depth = limits.size(given.value) // _NODE + 1, limits.depth(given.value) + 1
-    limits.expect(limits.size(given.value) + values * depth * columns)
+    values, depth = limits.size(call.value) // _NODE + 1, limits.depth(call.value) + 1
+    limits.expect(limits.size(call.value) + values * depth * columns)
 
 
-def _check_parts(limits: Allowance, given: _Given) -> None:
-    _check_number(given.option(0, "linecount", given.named.get("slices", 0)), _MOST)
+def _check_parts(limits: Allowance, call: _FilterCall) -> None:
+    _check_number(call.option(0, "linecount", call.named.get("slices", 0)), _MOST)
 
 
-def _check_round(limits: Allowance, given: _Given) -> None:
-    _check_number(given.option(0, "precision", 0), _DEEPEST)
+def _check_round(limits: Allowance, call: _FilterCall) -> None:
+    _check_number(call.option(0, "precision", 0), _DEEPEST)
 
 
 def _check_number(number: Any, most: int) -> None:
@@ -427,17 +433,17 @@ def _check_number(number: Any, most: int) -> None:
         raise TemplateError(f"a filter is asked for {number:,}; expected at most {most:,}")
 
 
-def _check_sum(limits: Allowance, given: _Given) -> None:
-    if not isinstance(given.option(1, "start", 0), int | float):
+def _check_sum(limits: Allowance, call: _FilterCall) -> None:
+    if not isinstance(call.option(1, "start", 0), int | float):
         raise TemplateError("the filter sum adds numbers, and its start is none")
 
 
-def _check_letters(limits: Allowance, given: _Given) -> None:
-    if isinstance(given.value, str):
-        limits.expect(_NODE * len(given.value))
+def _check_letters(limits: Allowance, call: _FilterCall) -> None:
+    if isinstance(call.value, str):
+        limits.expect(_NODE * len(call.value))
 
 
-_CHECKS: Mapping[str, Callable[[Allowance, _Given], None]] = {
+_CHECKS: Mapping[str, Callable[[Allowance, _FilterCall], None]] = {
     "batch": _check_parts,
     "center": _check_center,
     "format": _check_format,
@@ -452,7 +458,7 @@ _CHECKS: Mapping[str, Callable[[Allowance, _Given], None]] = {
     "tojson": _check_json,
     "unique": _check_letters,
 }
-"""Raise ``TemplateError`` where a filter would make too much of what it is given."""
+"""Raise ``TemplateError`` where a filter would make too much of its value."""
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -470,7 +476,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         if name in _ITERATED and not hasattr(value, "__len__"):
             value = _sized(limits, value)
         if name in _CHECKS:
-            _CHECKS[name](limits, _Given(value, tuple(others), named))
+            _CHECKS[name](limits, _FilterCall(value, tuple(others), named))
         return limits.made(function(*before, value, *others, **named))
 
     return bounded

@@ -59,8 +59,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Raise ``ModelError`` for a chat template that is neither text nor texts by their names."""
-    found: Any = tokenizer.chat_template
-    texts = found.values() if isinstance(found, dict) else [] if found is None else [found]
+    templates: Any = tokenizer.chat_template
+    texts = (
+        templates.values()
+        if isinstance(templates, dict)
+        else []
+        if templates is None
+        else [templates]
+    )
     for text in texts:
         if not isinstance(text, str):
             raise ModelError(
@@ -71,8 +77,8 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _family(folder: Path) -> PreTrainedConfig | None:
-    """What ``AutoTokenizer`` reads of ``config.json``, by whose family it chooses a class. None
-    where it is to look itself.
+    """The configuration by whose family ``AutoTokenizer`` chooses a class. None where it is to look
+    itself.
 
     transformers also refuses sizes of models there, some of which are computed here, and which say
     nothing on a tokenizer: then the family alone is given. Raises ModelError for a file that cannot
@@ -87,16 +93,16 @@ def _family(folder: Path) -> PreTrainedConfig | None:
         if not path.is_file():
             return None
         try:
-            found = json.loads(read_plain(path))
-            if not isinstance(found, dict):
-                raise TypeError(f"but a {type(found).__name__}")
+            config = json.loads(read_plain(path))
+            if not isinstance(config, dict):
+                raise TypeError(f"but a {type(config).__name__}")
         except (OSError, ValueError, TypeError, RecursionError) as unread:
             raise ModelError(
                 f"{path} holds no JSON object ({unread}), and the tokenizer's family stands there; "
                 "put the model's own file back"
             ) from None
         names = ("model_type", "tokenizer_class")
-        family = {name: found[name] for name in names if isinstance(found.get(name), str)}
+        family = {name: config[name] for name in names if isinstance(config.get(name), str)}
         if isinstance(error, (ValueError, OSError)) or "model_type" not in family:
             return None  # a family that transformers does not know
         return AutoConfig.for_model(**family)
@@ -114,10 +120,10 @@ def tokenizer_size(folder: Path) -> int | None:
     Raises ``ModelError`` as ``load_tokenizer`` does.
     """
     files = [folder / name for name in (*TOKENIZER_FILES, "added_tokens.json")]
-    found = tuple(
+    stamps = tuple(
         (path, path.stat().st_mtime_ns, path.stat().st_size) for path in files if path.is_file()
     )
-    return _largest_id(folder, found) + 1 if found else None
+    return _largest_id(folder, stamps) + 1 if stamps else None
 
 
 @lru_cache(16)
@@ -137,5 +143,5 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that batches are padded with; None if the tokenizer names none."""
-    found = tokenizer.pad_token_id
-    return found if isinstance(found, int) else None
+    token = tokenizer.pad_token_id
+    return token if isinstance(token, int) else None

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes.
+"""Calls of tools in the text of a model.
 
     hermes     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes and Qwen
     llama3     {"name": "add", "parameters": {"a": 1}}                           Llama 3
@@ -16,7 +16,7 @@ thinking.  In ``plain``, and without Llama 3's <|python_tag|>, no control token 
 is one only if it names a tool of the request: any other JSON object is an answer.
 
 Text is untrusted: reading never raises, and a call that cannot be read becomes a ``MalformedCall``,
-whose problem is told to the model.
+whose problem the model is shown.
 """
 
 import json
@@ -46,15 +46,15 @@ takes a time that grows with the text.
 class ToolCall:
     name: str
     arguments: Mapping[str, Any]
-    """By name."""
+    """Arguments by name."""
     positional: tuple[Any, ...] = ()
-    """Those without a name, which only ``plain`` has."""
+    """Arguments without a name, which only ``plain`` has."""
 
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
     problem: str
-    """For the model: what is wrong, and what is expected."""
+    """A message to the model: what is wrong, and what is expected."""
 
 
 Parsed = ToolCall | MalformedCall
@@ -62,7 +62,7 @@ Parsed = ToolCall | MalformedCall
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a turn says."""
+    """The text and the calls of one turn."""
 
     text: str
     """Up to the first call, without white space ahead of it; all of it where there is no call."""
@@ -75,7 +75,7 @@ def names_of(tools: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def read_turn(text: str, form: ToolFormat, tools: Collection[str], is_thinking: bool) -> Said:
-    """What one turn of a model says, and its calls in their order.
+    """Read one turn of a model: its text, and its calls in their order.
 
     Args:
         text: the turn with its special tokens, but for the one that ended it.
@@ -83,9 +83,9 @@ def read_turn(text: str, form: ToolFormat, tools: Collection[str], is_thinking: 
         is_thinking: whether the prompt ends in the beginning of the model's thinking.
     """
     reader = TurnReader(form, tools, is_thinking)
-    told = reader.feed(text)
+    begin = reader.feed(text)
     rest = reader.finish()
-    return Said(told + rest.text, rest.calls)
+    return Said(begin + rest.text, rest.calls)
 
 
 class TurnReader:
@@ -102,12 +102,12 @@ class TurnReader:
 
     @property
     def held(self) -> str:
-        """What ``feed`` has not given back yet."""
+        """The text that ``feed`` has not given back yet."""
         return "".join(self._held)
 
     def feed(self, text: str) -> str:
-        """Take more of the turn, and give back what cannot be part of a call whatever follows.
-        From the first call on, everything is held.
+        """Take more of the turn, and give back the text that no continuation can make part of a
+        call. From the first call on, everything is held.
         """
         if self._holds_call:
             self._held.append(text)
@@ -124,8 +124,11 @@ class TurnReader:
         return text[:end]
 
     def finish(self) -> Said:
-        """What the held text says, once the turn has ended."""
-        text, place, begin, left = self.held, 0, 0, _MOST_READ
+        """The text and the calls of the held text, once the turn has ended."""
+        text = self.held
+        place = 0
+        begin = 0
+        left = _MOST_READ
         calls: list[Parsed] = []
         while (event := self._next(text, place)).lastgroup is not None:
             kind, place = event.lastgroup, event.end()
@@ -135,11 +138,11 @@ class TurnReader:
                 self._cross(kind == "opens")
                 continue
             left -= 1
-            found = list[Parsed]([MalformedCall("it is not read")])
+            here = list[Parsed]([MalformedCall("it is not read")])
             if left >= 0:
-                found, place = self._read(kind, text, place)
+                here, place = self._read(kind, text, place)
             begin = begin if calls else event.start()
-            calls += found
+            calls += here
             self._is_start = False
         if len(calls) > MOST_CALLS:
             problem = f"a turn has at most {MOST_CALLS} calls; this one has {len(calls)}"
@@ -147,18 +150,18 @@ class TurnReader:
         return Said(text[:begin] if calls else text, calls)
 
     def _next(self, text: str, place: int) -> re.Match[str]:
-        """What comes first from ``place`` on, by the last group: thinking that ``opens`` or
+        """The first event from ``place`` on, by the last group: thinking that ``opens`` or
         ``closes``, or the mark of a ``call``, or a ``bare`` one; without a group, the end, with
         what may still become one of them.
         """
         if self._is_thinking:
-            found = _INSIDE.search(text, place)
+            match = _INSIDE.search(text, place)
         else:
             bare = self._form == "llama3" and self._is_start
-            found = _BARE.match(text, place) if bare else None
-            found = found or self._events.search(text, place)
-        assert found is not None  # the end of the text fits
-        return found
+            match = _BARE.match(text, place) if bare else None
+            match = match or self._events.search(text, place)
+        assert match is not None  # the end of the text fits
+        return match
 
     def _cross(self, opens: bool) -> None:
         self._is_thinking, self._is_start = opens, True
@@ -177,7 +180,8 @@ MARKS: Mapping[ToolFormat, str] = {
     "hermes": _TOOL_CALL,
     "llama3": _PYTHON_TAG,
 }
-"""What begins a call, in the formats of chat templates; a template has the first one it names."""
+"""The marks that begin a call in the formats of chat templates; a template has the first one that
+it names."""
 
 
 def _begun(mark: str) -> str:
@@ -196,7 +200,7 @@ _BARE = re.compile(r"\s*+(?:(?P<bare>(?=\{))|\Z)")
 
 @lru_cache(64)
 def _events(form: ToolFormat, tools: tuple[str, ...]) -> re.Pattern[str]:
-    """What may come outside of thinking; white space ahead of a call belongs to it."""
+    """Matches the events outside of thinking; white space ahead of a call belongs to it."""
     if form == "plain":
         names = "|".join(map(re.escape, tools)) or r"(?!)"
         mark, begun = rf"\[\s*+(?=(?:{names})\()", r"\[\s*+\w*+\Z"
@@ -210,7 +214,7 @@ def _events(form: ToolFormat, tools: tuple[str, ...]) -> re.Pattern[str]:
 
 
 _QUOTES = ("`", "'", '"')
-"""What closes behind a mark that is only named, as in "write `<tool_call>`"."""
+"""Characters that close behind a mark which is only named, as in "write `<tool_call>`"."""
 
 
 def _hermes(text: str, place: int) -> tuple[list[Parsed], int]:
@@ -248,7 +252,7 @@ _BARE_CALL = re.compile(
 
 _ARGUMENTS = {"parameters", "arguments"}
 _KEYS = _ARGUMENTS | {"name", "type", "id"}
-"""Of a call; an object with others is something else, such as the schema of a tool."""
+"""The keys of a call; an object with other keys is something else, such as the schema of a tool."""
 
 
 def _bare_calls(text: str, place: int, tools: Collection[str]) -> tuple[list[Parsed], int]:
@@ -295,17 +299,17 @@ _KEY = re.compile(r"([A-Za-z_]\w*+)\s*+=\s*+")
 
 def _plain(text: str, place: int) -> tuple[list[Parsed], int]:
     """The calls between brackets."""
-    found: list[Parsed] = []
+    calls: list[Parsed] = []
     while named := _NAME.match(text, place):
         call, place = _plain_call(named[1], text, named.end())
-        found.append(call)
+        calls.append(call)
         if isinstance(call, MalformedCall):
-            return found, place
+            return calls, place
         place = _skip(text, place, ",")
     if text.startswith("]", place):
-        return found, place + 1
+        return calls, place + 1
     return [
-        *found[:-1],
+        *calls[:-1],
         MalformedCall(f"a call ends with ')]', found {_shown(text, place)}"),
     ], place
 
@@ -346,27 +350,27 @@ def _in_a_row(text: str, place: int) -> tuple[list[Parsed], int]:
     """JSON objects one behind the other, with commas or semicolons between them, and where they
     end.
     """
-    found: list[Parsed] = []
+    calls: list[Parsed] = []
     is_expected = True
     while place < len(text) and (is_expected or text[place] == "{"):
         value, problem, end = _json_at(text, place)
         if problem:
-            return [*found, MalformedCall(problem)], place
-        found.append(_call_of(value))
+            return [*calls, MalformedCall(problem)], place
+        calls.append(_call_of(value))
         place = _skip(text, end, ",;")
         is_expected = any(sign in ",;" for sign in text[end:place])
-    return found or [MalformedCall("a call is missing behind the token that begins it")], place
+    return calls or [MalformedCall("a call is missing behind the token that begins it")], place
 
 
 def _skip(text: str, place: int, separators: str) -> int:
-    """Behind white space, and one of ``separators`` in it."""
+    """The index behind white space that may hold one of ``separators``."""
     pattern = rf"\s*+[{separators}]?\s*+" if separators else r"\s*+"
-    found = re.compile(pattern).match(text, place)
-    return found.end() if found else place
+    match = re.compile(pattern).match(text, place)
+    return match.end() if match else place
 
 
 def _function_of(value: Any) -> Any:
-    """What OpenAI's form of a call has below ``function``."""
+    """The content below ``function`` in OpenAI's form of a call."""
     is_wrapped = isinstance(value, Mapping) and isinstance(value.get("function"), Mapping)
     return value["function"] if is_wrapped else value
 
@@ -377,7 +381,7 @@ def _call_of(value: Any) -> Parsed:
         return MalformedCall('a call is a JSON object with "name" and "arguments"')
     given = [value.get(key) for key in ("arguments", "parameters")]
     first, *others = [one for one in given if one not in (None, "", {})] or [None]
-    if any(one != first for one in others):
+    if any(other != first for other in others):
         return MalformedCall('a call has "arguments" or "parameters", and not both')
     return _call(value["name"], first)
 
@@ -429,7 +433,7 @@ def _shown(text: str, place: int) -> str:
 
 
 _UNREAD = ("<function=", "<arg_key>")
-"""What begins calls inside of Hermes' tag in the formats of Qwen3-Coder and GLM."""
+"""Marks that begin calls inside of Hermes' tag in the formats of Qwen3-Coder and GLM."""
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFormat:
@@ -437,8 +441,9 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ToolFor
 
     Raises ConfigError where the template writes calls in another format.
     """
-    found: Any = tokenizer.chat_template if chat.chat else None
-    template = "\n".join(found.values()) if isinstance(found, dict) else str(found or "")
+    templates: Any = tokenizer.chat_template if chat.chat else None
+    named = isinstance(templates, dict)
+    template = "\n".join(templates.values()) if named else str(templates or "")
     known: list[ToolFormat] = [form for form, mark in MARKS.items() if mark in template]
     if '"parameters": ' in template:
         known.append("llama3")

@@ -39,7 +39,9 @@ class JoinedAdapters:
         """
         if policy.world.size > 1 or not policy.backend.rounds_alone:
             return None
-        places, size, adapters = dict[str, int](), 0, adapter_masters(policy.config)
+        places = dict[str, int]()
+        size = 0
+        adapters = adapter_masters(policy.config)
         sides = [policy.weights(side).linears for side in ("rollout", "training")]
         for name, master in policy.masters.items():
             if name not in adapters:
@@ -52,22 +54,22 @@ class JoinedAdapters:
         if not places:
             return None
         dtype = DTYPES[policy.flow.training.activations]
-        made = cls(
+        joined = cls(
             torch.zeros(size, dtype=torch.float32, device=policy.device),
             torch.zeros(size, dtype=dtype, device=policy.device),
             places,
         )
         for name in places:
-            path, master = name.removesuffix(".weight"), made.view(made.masters, policy, name)
+            path, master = name.removesuffix(".weight"), joined.view(joined.masters, policy, name)
             master.copy_(policy.masters[name].detach())
             policy.masters[name] = torch.nn.Parameter(master)
-            matrix = made.view(made.published, policy, name)
+            matrix = joined.view(joined.published, policy, name)
             held = {id(linears[path]): linears[path] for linears in sides}
             own = {key: replace(one, matrix=matrix) for key, one in held.items()}
             for linears in sides:
                 linears[path] = own[id(linears[path])]
-        made.publish()
-        return made
+        joined.publish()
+        return joined
 
     def view(self, tensor: torch.Tensor, policy: "Policy", name: str) -> torch.Tensor:
         begin, shape = self.places[name], policy.shapes[name]
@@ -76,9 +78,9 @@ class JoinedAdapters:
     @torch.no_grad()
     def publish(self) -> torch.Tensor:
         """Round all masters; -> how many numbers have changed, int64."""
-        made = self.masters.to(self.published.dtype)
-        changed = (made != self.published).sum()
-        self.published.copy_(made)
+        rounded = self.masters.to(self.published.dtype)
+        changed = (rounded != self.published).sum()
+        self.published.copy_(rounded)
         return changed
 
     def are_read(self, policy: "Policy") -> bool:
@@ -108,8 +110,8 @@ def check_delivered(policy: "Policy") -> None:
     def look() -> str | None:
         joined = policy.joined
         if joined is not None and joined.are_read(policy):
-            made = joined.masters.to(joined.published.dtype)
-            if torch.equal(made, joined.published):
+            expected = joined.masters.to(joined.published.dtype)
+            if torch.equal(expected, joined.published):
                 return None
         checks, differing = list[str](), list[torch.Tensor]()
         for name, master in policy.masters.items():
@@ -119,13 +121,15 @@ def check_delivered(policy: "Policy") -> None:
                 if held is None or rows.start == rows.stop:
                     continue
                 own = held.rows(rows.start, rows.stop)
-                made = policy.backend.publish(own.site, master)
+                expected = policy.backend.publish(own.site, master)
                 assert isinstance(own.matrix, torch.Tensor), "an adapter is not quantised"
-                assert isinstance(made, torch.Tensor)
+                assert isinstance(expected, torch.Tensor)
                 checks.append(f"{side} reads another {path} than the one that was trained")
-                differing.append((own.matrix != made).any())
-        found = torch.stack(differing).tolist() if differing else []  # waits for a device once
-        return next((check for check, differs in zip(checks, found, strict=True) if differs), None)
+                differing.append((own.matrix != expected).any())
+        outcomes = torch.stack(differing).tolist() if differing else []  # waits for a device once
+        return next(
+            (check for check, differs in zip(checks, outcomes, strict=True) if differs), None
+        )
 
     problems = [found for found in policy.world.all_gather(look()) if found is not None]
     if problems:
@@ -140,8 +144,8 @@ def check_delivered(policy: "Policy") -> None:
 @contextmanager
 def filled(policy: "Policy", size: float = 0.05) -> Iterator[None]:
     """A block in which each B of a policy has small numbers, drawn by its name, in place of its
-    own: at a run's start it is zeros, and says nothing on whether anybody reads it. All ranks enter
-    it. Two publications are made.
+    own, which is zeros at a run's start and would not show whether an engine reads it. All ranks
+    enter the block. Two publications are made.
     """
     before = {name: master.detach().clone() for name, master in policy.masters.items()}
     with torch.no_grad():

@@ -1,12 +1,12 @@
-"""PEFT's folders of adapters of low rank: what is read of them, and what is refused by its name.
+"""Reading and writing of PEFT's folders of adapters of low rank.
 
     adapter_config.json           ``LoraConfig``: r, lora_alpha, target_modules, use_rslora, ..
     adapter_model.safetensors     base_model.model.MODULE.lora_A.weight    [r, K]
                                   base_model.model.MODULE.lora_B.weight    [N, r]
 
 An adapter that is read is y = W x + scale B A x on the published W, with one rank and one scale.
-Which linears have one is said by the tensors: ``target_modules`` may be a regular expression, which
-is not evaluated, and keys that choose modules or layers change nothing once the tensors are there.
+The tensors say which linears have one: ``target_modules`` may be a regular expression, which is not
+evaluated, and keys that choose modules or layers change nothing once the tensors are there.
 
 Every other key of the file must be one that is known not to change what an adapter computes, or
 have a value that leaves it plain.  A list of keys that are refused would pass those of the next
@@ -72,8 +72,8 @@ _SAME_BASE = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"}
 """Values of ``init_lora_weights``, as text, whose start leaves the model as it is."""
 _FORMATS = ("F32", "BF16", "F16", "F64")
 LARGEST = 65504.0
-"""Of a number of an adapter and of its alpha: what FP16 can hold. Trained ones are below 100; sums
-over thousands of products of larger ones come near the largest number of FP32.
+"""The largest number of an adapter and the largest alpha: what FP16 can hold. Trained numbers are
+below 100; sums over thousands of products of larger ones come near the largest number of FP32.
 """
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 _LITERAL = re.compile(r"\^?[\w.\\]+\$?")
@@ -103,7 +103,7 @@ class AdapterTensors:
     path: Path
     file: TensorFile
     modules: tuple[str, ...]
-    """With an adapter."""
+    """The modules that have an adapter."""
 
     @classmethod
     def open(cls, folder: Path) -> "AdapterTensors":
@@ -151,14 +151,14 @@ class AdapterTensors:
 
     def values(self, name: str) -> torch.Tensor:
         """FP32. Raises ModelError for a number that is not finite, or larger than ``LARGEST``."""
-        made = self.file[name].float()
-        check_numbers(made, f"{self.path}: {shown(name)}")
-        return made
+        numbers = self.file[name].float()
+        check_numbers(numbers, f"{self.path}: {shown(name)}")
+        return numbers
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """What ``adapter_config.json`` and the names of the tensors say."""
+    """The content of ``adapter_config.json`` and of the names of the tensors."""
 
     base: str  # the model that it changes: a folder or a name of the hub
     lora: Lora
@@ -170,26 +170,26 @@ def read_adapter_config(folder: Path) -> AdapterFolder:
     """Raises ModelError for what is not plain LoRA on a decoder's linears."""
     path = folder / CONFIG_FILE
     try:
-        found = parse_json(read_plain(path), str(path))
+        config = parse_json(read_plain(path), str(path))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    if found.get("peft_type") != "LORA":
+    if config.get("peft_type") != "LORA":
         raise ModelError(f"{path}: peft_type is not LORA, the only kind of adapter that is read")
     tensors = AdapterTensors.open(folder)
-    rank, alpha = _rank_and_alpha(path, found)
-    _check_keys(path, found)
-    _check_start(path, found.get("init_lora_weights", True))
-    _check_patterns(path, found, tensors)
-    base = found.get("base_model_name_or_path")
+    rank, alpha = _rank_and_alpha(path, config)
+    _check_keys(path, config)
+    _check_start(path, config.get("init_lora_weights", True))
+    _check_patterns(path, config, tensors)
+    base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(
             f"{path}: base_model_name_or_path is {_value(base)}; write the folder or the hub's "
             "name of the model there that the adapter was trained on"
         )
-    if isinstance(revision := found.get("revision"), str) and not Path(base).exists():
+    if isinstance(revision := config.get("revision"), str) and not Path(base).exists():
         base = f"{base}@{revision}"
-    targets, is_whole = _targets(path, found, tensors)
-    lora = Lora(rank, alpha, targets, found.get("use_rslora") is True)
+    targets, is_whole = _targets(path, config, tensors)
+    lora = Lora(rank, alpha, targets, config.get("use_rslora") is True)
     return AdapterFolder(base, lora, is_whole)
 
 
@@ -197,8 +197,8 @@ def _value(value: object) -> str:
     return shown(repr(value))
 
 
-def _rank_and_alpha(path: Path, found: Mapping[str, Any]) -> tuple[int, float]:
-    rank, alpha = found.get("r"), found.get("lora_alpha")
+def _rank_and_alpha(path: Path, config: Mapping[str, Any]) -> tuple[int, float]:
+    rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise ModelError(f"{path}: r is {_value(rank)}; expected a whole number from 1 on")
     if (type(alpha) is not int and type(alpha) is not float) or not 0 < alpha <= LARGEST:
@@ -209,9 +209,11 @@ def _rank_and_alpha(path: Path, found: Mapping[str, Any]) -> tuple[int, float]:
     return rank, float(alpha)
 
 
-def _check_keys(path: Path, found: Mapping[str, Any]) -> None:
-    """Of every key that is neither read nor known to change nothing, the value is the plain one."""
-    for key, value in found.items():
+def _check_keys(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for a key that is neither read nor known to change nothing, unless its value
+    is the plain one.
+    """
+    for key, value in config.items():
         if key in _READ or key in _IGNORED or key in ("rank_pattern", "alpha_pattern"):
             continue
         if value and value != _PLAIN.get(key):
@@ -219,9 +221,9 @@ def _check_keys(path: Path, found: Mapping[str, Any]) -> None:
                 f"{path}: {shown(key)} is {_value(value)}, which may change what an adapter "
                 "computes; only plain LoRA is read. If it changes nothing, take the key out"
             )
-    if not isinstance(found.get("use_rslora", False), bool | None):
+    if not isinstance(config.get("use_rslora", False), bool | None):
         raise ModelError(
-            f"{path}: use_rslora is {_value(found['use_rslora'])}; expected true or false"
+            f"{path}: use_rslora is {_value(config['use_rslora'])}; expected true or false"
         )
 
 
@@ -238,23 +240,23 @@ def _check_start(path: Path, start: object) -> None:
         )
 
 
-def _check_patterns(path: Path, found: Mapping[str, Any], tensors: AdapterTensors) -> None:
+def _check_patterns(path: Path, config: Mapping[str, Any], tensors: AdapterTensors) -> None:
     """Raise ModelError where modules have other ranks or alphas than the file's own."""
-    ranks, alphas = found.get("rank_pattern") or {}, found.get("alpha_pattern") or {}
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         raise ModelError(f"{path}: rank_pattern and alpha_pattern are objects of numbers")
-    others = sorted(tensors.ranks - {found["r"]})
+    others = sorted(tensors.ranks - {config["r"]})
     if others:
         by = f", which rank_pattern says ({_value(ranks)})" if ranks else ""
         raise ModelError(
-            f"{path}: r is {found['r']}, and adapters in {tensors.path} have the rank {others[0]}"
+            f"{path}: r is {config['r']}, and adapters in {tensors.path} have the rank {others[0]}"
             f"{by}: they do not belong together, or are not plain LoRA, which has one rank"
         )
     for pattern, alpha in alphas.items():
-        if alpha != found["lora_alpha"] and _may_match(pattern, tensors.modules):
+        if alpha != config["lora_alpha"] and _may_match(pattern, tensors.modules):
             raise ModelError(
                 f"{path}: alpha_pattern is {_value(alphas)}, which gives modules another alpha "
-                f"than {found['lora_alpha']}; only plain LoRA is read, which has one"
+                f"than {config['lora_alpha']}; only plain LoRA is read, which has one"
             )
 
 
@@ -270,10 +272,10 @@ def _may_match(pattern: str, modules: tuple[str, ...]) -> bool:
 
 
 def _targets(
-    path: Path, found: Mapping[str, Any], tensors: AdapterTensors
+    path: Path, config: Mapping[str, Any], tensors: AdapterTensors
 ) -> tuple[tuple[str, ...], bool]:
     """The targets, and whether all layers have them."""
-    named, chosen = found.get("target_modules"), any(found.get(key) for key in _CHOOSING)
+    named, chosen = config.get("target_modules"), any(config.get(key) for key in _CHOOSING)
     having = {module.rpartition(".")[2] for module in tensors.modules}
     if strange := sorted(having - set(LORA_TARGETS)):
         raise ModelError(
@@ -315,13 +317,13 @@ def _check_named(path: Path, named: list[str], tensors: AdapterTensors, chosen: 
 
 
 LOCAL = "./"
-"""Before the name of a base that is a folder, so that it is never taken for one of the hub."""
+"""The prefix of a base that is a folder, so that its name is never taken for one of the hub."""
 
 
 def base_name(base: Path) -> tuple[str, str | None]:
-    """What files that may be published call a model folder, and its revision: the name of the hub,
+    """A model folder's name in files that may be published, and its revision: the name of the hub,
     ``starter``, or ``./`` and its path from the current directory, or its last part where it lies
-    elsewhere. Where somebody keeps models is nobody else's concern.
+    elsewhere. So no path outside the current directory is published.
     """
     parts = base.parts
     if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):

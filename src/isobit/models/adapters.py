@@ -19,7 +19,7 @@ import torch
 from isobit.config.precision import PrecisionConfig
 from isobit.kernels.operands import LinearWeight
 from isobit.models.adapter_folder import CONFIG_FILE, AdapterTensors, read_adapter_config
-from isobit.models.checkpoint import Checkpoint
+from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import Decoder, build_decoder
 from isobit.models.layers import Master, Weights
@@ -96,7 +96,7 @@ def add_adapter(
     decoder, stored = build_decoder(config), open_adapters(folder, config)
     flow = build_flow(precision, decoder.shape)
     graph, own = flow.rollout, policy.weights("rollout")
-    folded = folded_columns(config, flow, Checkpoint.open(base, policy.config).tensor)
+    folded = folded_columns(config, flow, FolderCheckpoint.open(base, policy.config).tensor)
     linears = {path: replace(held, site=graph.site(path)) for path, held in own.linears.items()}
     for master_name, master in adapter_masters(config).items():
         values = torch.cat([stored[part] for part in master.adapter])
@@ -139,8 +139,8 @@ def open_adapters(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
 def folded_columns(
     config: ModelConfig, flow: PrecisionFlow, norm: Callable[[str], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """By the name of an A, the powers of two [1, K] that a policy in ``flow`` has multiplied it by
-    (``fold_norms``); A's that are PEFT's are left out. ``norm`` gives the base's tensors.
+    """The powers of two [1, K] that a policy in ``flow`` has multiplied each A by (``fold_norms``),
+    by A's name; an A that equals PEFT's is left out. ``norm`` gives the base's tensors.
     """
     sites = [*flow.rollout.sites, *flow.training.sites]
     int8 = {site.name for site in sites if site.kind == "linear" and site.forward == "int8"}
@@ -169,15 +169,15 @@ def peft_tensors(
     """A policy's adapters, FP32 and whole, by the names of PEFT's files; ``folded`` are
     ``folded_columns``.
     """
-    made: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, master in adapter_masters(config).items():
         values = masters[name].detach().cpu()
         values = values / folded[name] if name in folded else values
         parts = values.split(list(master.adapter.values()))
-        made |= dict(zip(master.adapter, (part.contiguous() for part in parts), strict=True))
-    return made
+        tensors |= dict(zip(master.adapter, (part.contiguous() for part in parts), strict=True))
+    return tensors
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:
-    """The base."""
+    """The configuration of the base."""
     return replace(config, lora=None)

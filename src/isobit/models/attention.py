@@ -37,7 +37,7 @@ from isobit.precision.quant_tensor import DTYPES, EIGHT_BITS
 
 @dataclass(frozen=True, slots=True)
 class SavedAttention:
-    """What the backward reads. Inputs of linears are in the format of WGrad's operand."""
+    """Tensors that the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
     h: torch.Tensor
     normed: SavedInput  # of qkv_proj
@@ -141,7 +141,9 @@ class Attention:
         return self._norm.backward(weights, gradient, d_a, saved.h, d)
 
     def bytes(self, sizes: Sizes, graph: Graph) -> UnitBytes:
-        config, shape, layer = self._config, self._shape, self._layer
+        config = self._config
+        shape = self._shape
+        layer = self._layer
         a = DTYPES[graph.activations].itemsize
         stream, attended = a * config.hidden_size, a * shape.num_heads * shape.head_dim
         qkv = a * self._qkv.shape.out_features
@@ -172,7 +174,9 @@ class Attention:
         )
 
     def _transform(self, weights: Weights) -> QkvTransform:
-        config, plain, path = self._config, weights.plain, f"layers.{self._layer}"
+        config = self._config
+        plain = weights.plain
+        path = f"layers.{self._layer}"
         scale_bytes, maxima = self._tensor_scales(weights)
         return QkvTransform(
             config.num_heads // weights.tensor_parallel.size,
@@ -192,7 +196,9 @@ class Attention:
 
     def _tensor_scales(self, weights: Weights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The layer's scales of Q, K and V, and the maxima to raise, where the flow has them."""
-        scales, maxima, layer = weights.kv_scales, weights.kv_maxima, self._layer
+        scales = weights.kv_scales
+        maxima = weights.kv_maxima
+        layer = self._layer
         if scales is None or layer not in scales.layers:
             return None, None
         has_own = weights.graph.has_tensor_scales(layer)

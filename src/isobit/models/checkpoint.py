@@ -154,16 +154,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     index = folder / INDEX_FILE
-    found = read_json(index).get("weight_map")
-    if not isinstance(found, dict) or not found:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map; expected one from tensors to files")
-    for name, file in found.items():
+    for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise ModelError(
                 f"{index}: {shown(name)} is said to be in {shown(file)}, expected the name of a "
                 ".safetensors file"
             )
-    return found
+    return weight_map
 
 
 def _inside(folder: Path, name: str, named_by: Path) -> Path:
@@ -188,7 +188,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _check_index(folder: Path, tensors: dict[str, CheckpointTensor]) -> None:
-    """Each tensor is in the file that the index says, and the index names all tensors."""
+    """Raise ModelError unless the index names all tensors, each in the file that holds it."""
     index, weight_map = folder / INDEX_FILE, _weight_map(folder)
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.path != folder / file:
@@ -234,7 +234,7 @@ _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class FolderCheckpoint:
     """The tensors of a folder that fit a configuration; none has been read."""
 
     config: ModelConfig
@@ -242,28 +242,28 @@ class Checkpoint:
     scales: Mapping[str, CheckpointTensor]  # of each matrix in 8 bits, by the matrix's name
 
     @classmethod
-    def open(cls, folder: Path, config: ModelConfig) -> "Checkpoint":
+    def open(cls, folder: Path, config: ModelConfig) -> "FolderCheckpoint":
         """Raises ModelError for a missing, damaged, misshaped or superfluous tensor."""
         source = folder / "config.json"
         format = read_quantisation(read_json(source), str(source))
-        found = open_checkpoint(folder)
+        stored = open_checkpoint(folder)
         expected = _expected(config)
-        _check_names(folder, config, expected, found)
+        _check_names(folder, config, expected, stored)
         scales: dict[str, CheckpointTensor] = {}
         for name, (shape, is_matrix) in expected.items():
-            tensor = found[name]
+            tensor = stored[name]
             if tensor.shape != shape:
                 raise ModelError(
                     f"{tensor} has the shape {tensor.shape}, but config.json asks for {shape}"
                 )
             _check_format(tensor, is_matrix, format)
             if tensor.format in SUFFIXES:
-                scales[name] = _scales_of(tensor, found)
+                scales[name] = _scales_of(tensor, stored)
         if isinstance(format, Int8Format):
-            check_int8(format, {name: rotation_size(found[name].shape[1]) for name in scales})
-        if config.tied_embeddings and _HEAD in found:
-            _check_tied(found[_HEAD], found[f"model.{EMBEDDING}"])
-        return cls(config, {name: found[name] for name in expected}, scales)
+            check_int8(format, {name: rotation_size(stored[name].shape[1]) for name in scales})
+        if config.tied_embeddings and _HEAD in stored:
+            _check_tied(stored[_HEAD], stored[f"model.{EMBEDDING}"])
+        return cls(config, {name: stored[name] for name in expected}, scales)
 
     def masters(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, MasterValues]]:
         """Each master by name on the device, in the order of the forward: FP32, or the folder's FP8
@@ -334,25 +334,25 @@ class Checkpoint:
         if self.tensors[next(iter(master.parts))].format == FP8:
             return self._read_fp8(master, device)
         (n, k), parts = master.shape, list(master.parts.values())
-        made = Int8Rows.empty(n, k, device)
-        rows = zip(made.values.split(parts), made.scales.split(parts), strict=True)
+        matrix = Int8Rows.empty(n, k, device)
+        rows = zip(matrix.values.split(parts), matrix.scales.split(parts), strict=True)
         for part, (values, scales) in zip(master.parts, rows, strict=True):
             copy_in_pieces(values, self.tensors[part].mapped)
             scales.copy_(read_int8_scales(self.tensors[part], self.scales[part]))
-        return made
+        return matrix
 
     def _read_fp8(self, master: Master, device: torch.device) -> QuantTensor:
         rows, columns = master.shape
         parts = tuple(master.parts.values())
-        made = QuantTensor.empty_blocks(rows, columns, device, parts)
+        matrix = QuantTensor.empty_blocks(rows, columns, device, parts)
         stored = {part: self.tensors[part] for part in master.parts}
-        for target, tensor in zip(made.values.split(list(parts)), stored.values(), strict=True):
+        for target, tensor in zip(matrix.values.split(list(parts)), stored.values(), strict=True):
             copy_in_pieces(target.view(torch.uint8), tensor.mapped.view(torch.uint8))
         scales = [read_scales(tensor, self.scales[part]) for part, tensor in stored.items()]
-        made.scales.copy_(torch.cat(scales))
-        if holds_nan_byte(made.values):
+        matrix.scales.copy_(torch.cat(scales))
+        if holds_nan_byte(matrix.values):
             raise _not_finite(next(one for one in stored.values() if holds_nan_byte(one.mapped)))
-        return made
+        return matrix
 
 
 _Expected = Mapping[str, tuple[tuple[int, ...], bool]]
@@ -368,34 +368,36 @@ def _expected(config: ModelConfig) -> _Expected:
 
 
 def _check_names(
-    folder: Path, config: ModelConfig, expected: _Expected, found: Mapping[str, CheckpointTensor]
+    folder: Path, config: ModelConfig, expected: _Expected, stored: Mapping[str, CheckpointTensor]
 ) -> None:
-    """Nothing is missing, scales of matrices in 8 bits included, and nothing else is there."""
-    stored = {name: found[name].format for name in expected if name in found}
-    quantised = {name: SUFFIXES[kind] for name, kind in stored.items() if kind in SUFFIXES}
-    wanted = {*expected, *(name + suffix for name, suffix in quantised.items())}
+    """Raise ModelError if a tensor, or the scales of a matrix in 8 bits, is missing or not read."""
+    formats = {name: stored[name].format for name in expected if name in stored}
+    quantised = {name: SUFFIXES[kind] for name, kind in formats.items() if kind in SUFFIXES}
+    read = {*expected, *(name + suffix for name, suffix in quantised.items())}
     if config.tied_embeddings and not config.score_head:
-        wanted.add(_HEAD)  # some exporters write the tied matrix twice
-    for name, tensor in found.items():
-        if name not in wanted and not _is_buffer(tensor, config):
+        read.add(_HEAD)  # some exporters write the tied matrix twice
+    for name, tensor in stored.items():
+        if name not in read and not _is_buffer(tensor, config):
             raise ModelError(
                 f"{tensor.file.path}: holds {shown(name)}, which a {config.family} decoder does "
-                f"not read{_about_scales(name, found)}"
+                f"not read{_about_scales(name, stored)}"
             )
-    missing = [name for name in expected if name not in found]
+    missing = [name for name in expected if name not in stored]
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
 
 
-def _scales_of(tensor: CheckpointTensor, found: Mapping[str, CheckpointTensor]) -> CheckpointTensor:
+def _scales_of(
+    tensor: CheckpointTensor, stored: Mapping[str, CheckpointTensor]
+) -> CheckpointTensor:
     name, kind = tensor.name + SUFFIXES[tensor.format], tensor.format
-    if name not in found:
+    if name not in stored:
         raise ModelError(
             f"{tensor} is {kind}, and its scales {name} are missing; expected "
             f"{one_of(SCALE_FORMATS[kind])} of the shape {scales_shape(tensor.shape, kind)}"
         )
-    check_scales(tensor, found[name])
-    return found[name]
+    check_scales(tensor, stored[name])
+    return stored[name]
 
 
 _ROTARY = re.compile(
@@ -411,11 +413,11 @@ def _is_buffer(tensor: CheckpointTensor, config: ModelConfig) -> bool:
     """Whether it is a rotary buffer. Raises ModelError if its numbers are not those that the
     configuration gives.
     """
-    found = _ROTARY.fullmatch(tensor.name)
-    if found is None or tensor.format not in FORMATS:
+    match = _ROTARY.fullmatch(tensor.name)
+    if match is None or tensor.format not in FORMATS:
         return False
     values = tensor.mapped.double()
-    expected, error = rotary_buffer(config, found["kind"], values.numel() // config.head_dim)
+    expected, error = rotary_buffer(config, match["kind"], values.numel() // config.head_dim)
     if values.numel() != expected.numel():
         raise ModelError(
             f"{tensor} has the shape {tensor.shape}, but config.json asks for {expected.numel()} "
@@ -435,9 +437,9 @@ def _is_buffer(tensor: CheckpointTensor, config: ModelConfig) -> bool:
     return True
 
 
-def _about_scales(name: str, found: Mapping[str, CheckpointTensor]) -> str:
+def _about_scales(name: str, stored: Mapping[str, CheckpointTensor]) -> str:
     for kind, suffix in SUFFIXES.items():
-        matrix = found.get(name.removesuffix(suffix))
+        matrix = stored.get(name.removesuffix(suffix))
         if matrix is not None and matrix.name != name:
             return f": {matrix.name} is {matrix.format}, and {kind} alone has scales"
     return ""

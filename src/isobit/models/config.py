@@ -40,7 +40,7 @@ class Experts:
     top_k: int
     """Experts per token."""
     intermediate_size: int
-    """Of each expert."""
+    """The intermediate size of each expert."""
     renormalise: bool
     """Whether the weights of a token's experts are scaled to sum to 1."""
     dense_layers: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class Lora:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Of ``LORA_TARGETS``."""
+    """Names among ``LORA_TARGETS``."""
     rslora: bool = False
 
     @property
@@ -87,13 +87,15 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None
     score_head: bool = False
-    """A reward model: one score instead of lm_head's logits."""
+    """Whether it is a reward model, with one score instead of lm_head's logits."""
     value_head: bool = False
-    """In addition to lm_head, the value of each state (PPO's critic); no checkpoint has it."""
+    """Whether a head beside lm_head gives the value of each state (PPO's critic); no checkpoint has
+    it.
+    """
     pad_token_id: int | None = None
-    """For a reward model: the token that does not count at the end of a sequence."""
+    """The token that does not count at the end of a sequence of a reward model."""
     sliding_window: int | None = None
-    """How many keys a query sees, including its own; None: all before it."""
+    """The number of keys that a query sees, including its own; None: all before it."""
     full_layers: int = 0
     """The number of first layers without a window."""
     tokenizer_size: int | None = None
@@ -141,7 +143,9 @@ class ModelConfig:
         return self.tokenizer_size or self.vocab_size
 
     def with_tokenizer(self, tokens: int | None) -> "ModelConfig":
-        """For a tokenizer whose largest id is ``tokens`` - 1; None where there is none."""
+        """The configuration for a tokenizer whose largest id is ``tokens`` - 1; None for no
+        tokenizer.
+        """
         leaves_out = tokens is not None and tokens < self.vocab_size and not self.score_head
         return replace(self, tokenizer_size=tokens if leaves_out else None)
 
@@ -161,7 +165,7 @@ class ModelConfig:
         return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scaling
 
     def window(self, layer: int) -> int | None:
-        """How many keys a query of a layer sees, including its own; None: all before it."""
+        """The number of keys that a layer's query sees, including its own; None: all before it."""
         return self.sliding_window if layer >= self.full_layers else None
 
     def is_sparse(self, layer: int) -> bool:
@@ -250,15 +254,15 @@ class ModelConfig:
         experts, keys = self.experts, FAMILIES[self.family].experts
         if experts is None or keys is None:
             return {}
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             keys.counts[0]: experts.count,
             keys.width: experts.intermediate_size,
         }
-        found["num_experts_per_tok"] = experts.top_k
+        content["num_experts_per_tok"] = experts.top_k
         if keys.renormalise is not None:
-            found[keys.renormalise] = experts.renormalise
-            found |= {"decoder_sparse_step": 1, "mlp_only_layers": list(experts.dense_layers)}
-        return found
+            content[keys.renormalise] = experts.renormalise
+            content |= {"decoder_sparse_step": 1, "mlp_only_layers": list(experts.dense_layers)}
+        return content
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
@@ -276,8 +280,9 @@ _FREQUENCY_ERROR = 4e-6
 def rotary_buffer(
     config: ModelConfig, kind: str, positions: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What old checkpoints store of the rotary embedding, in FP64, and how far FP32 may be off:
-    ``inv_freq`` and ``original_inv_freq`` [D/2], ``cos_cached`` and ``sin_cached`` [positions, D].
+    """A buffer of the rotary embedding as old checkpoints store it, in FP64, and FP32's largest
+    error: ``inv_freq`` and ``original_inv_freq`` [D/2], ``cos_cached`` and ``sin_cached``
+    [positions, D].
     """
     own = replace(config, rope_scaling=None) if kind == "original_inv_freq" else config
     expected = inverse_frequencies(own)

@@ -17,7 +17,9 @@ class ConfigFields:
     """
 
     def __init__(self, values: dict[str, Any], source: str, within: str = "") -> None:
-        self.values, self.source, self.within = values, source, within
+        self.values = values
+        self.source = source
+        self.within = within
 
     def integer(self, key: str, least: int, most: int, default: int | None = None) -> int:
         """Required if there is no default."""

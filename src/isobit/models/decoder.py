@@ -216,7 +216,7 @@ class Decoder:
         return {name: master for name, master in masters.items() if not master.parts}
 
     def ownership(self, processes: int, hosts: int = 1) -> Ownership:
-        """Which rank owns which rows of the masters that learn, of so many processes on so many
+        """The rows of the masters that learn which each rank owns, of so many processes on so many
         hosts.
         """
         described = self.trained()
@@ -318,7 +318,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Of the layers' matrices: without embeddings, the head and norms."""
+    """The number of parameters in the layers' matrices: without embeddings, the head and norms."""
     shapes = checkpoint_shapes(config).items()
     return sum(prod(one) for name, one in shapes if ".layers." in name and len(one) > 1)
 
@@ -329,7 +329,7 @@ def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Scorable(Protocol):
-    """What a scorer needs; a policy has it, and so has a frozen model."""
+    """The attributes that a scorer needs; a policy and a frozen model have them."""
 
     backend: Backend
     flow: PrecisionFlow

@@ -29,7 +29,9 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What distinguishes a family. ``default_...`` are transformers' values of missing keys."""
+    """The traits that distinguish a family. ``default_...`` are transformers' values of missing
+    keys.
+    """
 
     architecture: str  # the class of its language models
     reward_architecture: str | None  # the class of its reward models, if they are supported
@@ -38,7 +40,7 @@ class Traits:
     default_head_dim: int | None = None  # None: the hidden size over the number of heads
     default_rope_theta: float = 1e4
     windows: Literal["none", "every layer", "upper layers"] = "none"
-    """Which layers a sliding window applies to, if config.json enables one."""
+    """The layers that a sliding window applies to, if config.json enables one."""
     default_window: int | None = None
     experts: ExpertNames | None = None
 
@@ -91,7 +93,7 @@ FAMILIES: dict[Family, Traits] = {
         ),
     ),
 }
-"""By the ``model_type`` of a config.json."""
+"""The families by the ``model_type`` of a config.json."""
 
 ARCHITECTURES: dict[str, Family] = {
     traits.architecture: family for family, traits in FAMILIES.items()

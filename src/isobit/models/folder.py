@@ -4,19 +4,10 @@ Nothing is unpickled.
 
 A folder holds a language model (``...ForCausalLM``) or a reward model
 (``...ForSequenceClassification``), and readers of one kind refuse the other.
-
-Models of the Hugging Face hub by name: ``org/name``, or ``org/name@revision`` with a branch, tag
-or commit.
-
-A model in the hub's cache (``HF_HOME``) is used without a request, even if the hub has a newer one;
-name its commit to get that. Otherwise the config, the card, the tokenizer's files, the chat
-template and the index of shards are fetched first, then the safetensors that the index names.
-Nothing else is fetched: no pickle, and no code.
 """
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,18 +36,16 @@ from isobit.models.adapters import (
     peft_tensors,
     read_adapters,
 )
-from isobit.models.checkpoint import Checkpoint, read_json, shard_names, weight_files
+from isobit.models.checkpoint import FolderCheckpoint, read_json
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape
 from isobit.models.function import SampledPolicy
+from isobit.models.hub import hub_folder, is_hub_name
 from isobit.models.master_values import MasterValues
 from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare
 from isobit.models.quantised_checkpoint import read_quantisation
-from isobit.models.safetensors import INDEX_FILE
 from isobit.models.saving import (
-    TEMPLATES,
-    TEXT_FILES,
     copy_tokenizer,
     policy_contents,
     write_folder,
@@ -66,7 +55,7 @@ from isobit.parallel.world import ALONE, World, write_on_all
 from isobit.records.text import SamplingParams
 from isobit.starter import starter_folder
 from isobit.util.disk_space import disk_errors
-from isobit.util.errors import ModelError, hub_errors, shown
+from isobit.util.errors import ModelError, shown
 from isobit.util.files import new_folder
 from isobit.util.plain_files import read_plain
 from isobit.util.terminal import say
@@ -83,7 +72,7 @@ def choose_device(wanted: Device, config: ModelConfig, precision: PrecisionConfi
 
 
 def model_needs(config: ModelConfig, preset: str) -> backend.ModelNeeds:
-    """What a model in a flow requires of a back end."""
+    """The requirements of a model in a flow on a back end."""
     shapes = (site.linear for site in decoder_shape(config).sites)
     linears = {(linear.rows, linear.in_features): linear for linear in shapes if linear is not None}
     return backend.ModelNeeds(
@@ -146,7 +135,7 @@ def _local_base(folder: Path, name: str) -> Path:
 
 
 _RUNS = 16
-"""In a chain of runs that each began from the adapters of another."""
+"""The most runs in a chain in which each began from the adapters of another."""
 
 
 def _base_of_run(folder: Path) -> Path | None:
@@ -206,10 +195,10 @@ def load_policy(
 def read_masters(
     folder: Path, config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0
 ) -> Iterator[tuple[str, MasterValues]]:
-    """``Checkpoint.masters`` of a folder. Files are open and headers checked when this returns.
-    Adapters are those of the folder, or drawn by ``seed``.
+    """``FolderCheckpoint.masters`` of a folder. Files are open and headers checked when this
+    returns. Adapters are those of the folder, or drawn by ``seed``.
     """
-    masters = Checkpoint.open(base_folder(folder), config).masters(device)
+    masters = FolderCheckpoint.open(base_folder(folder), config).masters(device)
     if config.lora is None:
         return masters
     if is_adapter_folder(folder):
@@ -316,7 +305,7 @@ def _write_adapters(model: LoadedModel, target: Path, finish: Callable[[Path], N
     lora = policy.config.lora
     assert lora is not None, "a policy with adapters"
     whole = {name: policy.whole_master(name).cpu() for name in adapter_masters(policy.config)}
-    stored = Checkpoint.open(base, policy.config)
+    stored = FolderCheckpoint.open(base, policy.config)
     folded = folded_columns(policy.config, policy.flow, stored.tensor)
     tensors = peft_tensors(policy.config, whole, folded)
 
@@ -448,85 +437,3 @@ def _sampling(model: SamplingModel | DescribedModel, rollout: RolloutConfig) -> 
         stop_strings=rollout.stop_strings,
         special_tokens=rollout.special_tokens == "show",
     )
-
-
-_NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
-_DESCRIPTION = ("config.json", "README.md", INDEX_FILE, *TEXT_FILES, f"{TEMPLATES}/*.jinja")
-
-
-_PLACES = {"runs", "run", "out", "output", "outputs", "checkpoints", "results", "tmp"}
-"""Folders that runs are written to: ``runs/mine`` is a path, also where there is no ``runs``."""
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether this can only be a model of the hub: ``org/name``, with no local folder ``org``."""
-    match, first = _NAME.fullmatch(name), name.partition("/")[0]
-    return (
-        match is not None and ".." not in name and first not in _PLACES and not Path(first).exists()
-    )
-
-
-def hub_folder(name: str, weights: bool = True) -> Path:
-    """The folder of a model's snapshot in the hub's cache, fetched if it is not there; without
-    ``weights`` its config, tokenizer and index of shards are enough.
-
-    Raises ModelError for a name that the hub does not know or does not give access to, for a model
-    without safetensors, and for one that is not cached while offline.
-    """
-    match = _NAME.fullmatch(name)
-    assert match is not None, name
-    repository, revision = match["repository"], match["revision"]
-    folder = _cached(repository, revision, weights)
-    if folder is not None:
-        return folder
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise ModelError(
-            f"{name} is no folder here, and as a model of the hub it is not in the cache "
-            f"{constants.HF_HUB_CACHE}, while HF_HUB_OFFLINE forbids to fetch it; name a folder, "
-            "or fetch it once without HF_HUB_OFFLINE"
-        )
-    what = name if weights else f"config and tokenizer of {name}"
-    say(f"isobit: fetching {what} from the hub to {constants.HF_HUB_CACHE}")
-    folder = _fetched(name, repository, revision, _DESCRIPTION)
-    if not weights:
-        return folder
-    # the revision is now a commit, the folder's name: both turns see the same files
-    return _fetched(name, repository, folder.name, shard_names(folder))
-
-
-def _cached(repository: str, revision: str | None, weights: bool) -> Path | None:
-    """The snapshot's folder if it is complete, but for the weights where they are not wanted and
-    the hub must not be asked; an interrupted fetch leaves only a part of it.
-    """
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        found = snapshot_download(
-            repository, revision=revision, local_files_only=True, allow_patterns=["config.json"]
-        )
-    except (LocalEntryNotFoundError, ValueError):  # a name that no model can have
-        return None
-    folder = Path(found)
-    if not (folder / "config.json").is_file():
-        return None
-    try:
-        return folder if weight_files(folder) else None
-    except ModelError:
-        return None if weights or not constants.HF_HUB_OFFLINE else folder
-
-
-def _fetched(name: str, repository: str, revision: str | None, files: tuple[str, ...]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    with hub_errors(
-        ModelError,
-        known=f"{name}: the hub has {repository}",
-        unknown=f"{name} is no folder here, and the hub has no such model",
-        failed=f"{name} is no folder here, and it cannot be fetched from the hub",
-        remedy="name a folder",
-        revision=revision,
-    ):
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))

@@ -1,8 +1,8 @@
 """Models that only score: reference models and reward models.
 
-A frozen model holds what the training side of a policy reads, in that side's formats and nothing
-else: one byte per linear weight in FP8, and no masters. The scorer computes the policy's own
-forward on it, so equal bytes give equal bits, whatever else is in the batch.
+A frozen model holds the weights that the training side of a policy reads, in that side's formats,
+and nothing else: one byte per linear weight in FP8, and no masters. The scorer computes the
+policy's own forward on it, so equal bytes give equal bits, whatever else is in the batch.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ SIDE: Side = "training"  # the side that scores
 
 
 def frozen_config(config: ModelConfig) -> ModelConfig:
-    """Without a value head and adapters."""
+    """The configuration without a value head and adapters."""
     return replace(config, value_head=False, lora=None)
 
 
@@ -52,7 +52,9 @@ class FrozenPolicy:
         self, config: ModelConfig, flow: PrecisionFlow, backend: Backend, weights: Weights
     ) -> None:
         """Takes over ``weights``; ``flow`` has their formats on both sides."""
-        self.config, self.flow, self.backend = config, flow, backend
+        self.config = config
+        self.flow = flow
+        self.backend = backend
         self.decoder: Decoder = build_decoder(config)
         self._weights = weights
         self._held = _held(weights, self.decoder)
@@ -72,14 +74,14 @@ class FrozenPolicy:
     ) -> "FrozenPolicy":
         """Publish masters one by one, as a ``Policy`` does, keeping none of them."""
         flow = build_flow(precision, decoder_shape(config)).frozen(SIDE)
-        made = Policy(config, flow, masters, device, trainable=False)
-        return cls(config, flow, made.backend, made.weights(SIDE))
+        published = Policy(config, flow, masters, device, trainable=False)
+        return cls(config, flow, published.backend, published.weights(SIDE))
 
     @classmethod
     def load(
         cls, folder: Path, precision: PrecisionConfig, device: torch.device | str = "cpu"
     ) -> "FrozenPolicy":
-        """From a folder, with one master at a time in memory. Raises ModelError as ``load_policy``
+        """Load a folder, with one master at a time in memory. Raises ModelError as ``load_policy``
         does.
         """
         config = read_config(folder)
@@ -97,9 +99,9 @@ class FrozenPolicy:
             return cls(config, flow, policy.backend, weights)
         flow = policy.flow.frozen(SIDE)
         weights = _copy(policy.weights(SIDE), decoder, flow.training)
-        made = cls(config, flow, policy.backend, weights)
-        made._remember(policy, flow.training == policy.flow.training)
-        return made
+        frozen = cls(config, flow, policy.backend, weights)
+        frozen._remember(policy, flow.training == policy.flow.training)
+        return frozen
 
     def weights(self, side: Side) -> Weights:
         assert side == SIDE, "a frozen model only scores"
@@ -111,9 +113,9 @@ class FrozenPolicy:
         return sum(tensor.nbytes for tensor in self._held)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint must hold, by name: ``LINEAR.weight`` as published, in FP8 with
-        ``LINEAR.weight.scales``, and all other masters' published tensors by their names. lm_head's
-        other form and the rotary table are functions of the rest.
+        """The tensors that a checkpoint must hold, by name: ``LINEAR.weight`` as published, in FP8
+        with ``LINEAR.weight.scales``, and all other masters' published tensors by their names.
+        lm_head's other form and the rotary table are functions of the rest.
         """
         return _named(self._weights, self.decoder)
 
@@ -173,13 +175,13 @@ class FrozenPolicy:
                 where = "the model" if name in own else "the checkpoint"
                 raise CheckpointError(f"{name} is only in {where}: it is of another model")
         for name, tensor in own.items():
-            found = tensors[name]
-            if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+            stored = tensors[name]
+            if (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                 raise CheckpointError(
-                    f"{name} is {found.dtype} of {tuple(found.shape)}, and the model has "
+                    f"{name} is {stored.dtype} of {tuple(stored.shape)}, and the model has "
                     f"{tensor.dtype} of {tuple(tensor.shape)}: it is of another model or flow"
                 )
-            _bytes(mine[id(tensor)]).copy_(_bytes(found))
+            _bytes(mine[id(tensor)]).copy_(_bytes(stored))
         if self.decoder.head is not None:
             site, head = self._weights.graph.site(LM_HEAD), self._weights.lm_head
             table = self._weights.plain[self.decoder.head.master]
@@ -235,8 +237,8 @@ class FrozenPolicy:
             tensor.data = value
 
     def _lasting(self) -> list[torch.Tensor]:
-        """What keeps the weights, in the order of ``_held``: main memory if offloaded, or the
-        device.
+        """The tensors that keep the weights, in the order of ``_held``: main memory if offloaded,
+        or the device.
         """
         return self._held if self._places is None else self._places
 
@@ -333,7 +335,9 @@ class RewardModel:
     def __init__(self, policy: FrozenPolicy, tokenizer: PreTrainedTokenizerBase) -> None:
         """``policy`` has a score head; if it is offloaded, score within its ``on_device``."""
         assert policy.decoder.value is not None, "a reward model has a score head"
-        self.policy, self.tokenizer, self._scorer = policy, tokenizer, Scorer(policy)
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self._scorer = Scorer(policy)
 
     @property
     def context(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether what an engine samples from and what is trained compute one function.
+"""Comparison of the function that an engine samples from with the function that is trained.
 
 The answer is read off formats and tensors; ``isobit verify`` and every exact step show it in bits.
 """
@@ -11,12 +11,12 @@ from isobit.precision.flow import Graph, is_same_forward
 from isobit.precision.quant_tensor import Side
 
 SampledPolicy = Policy | PolicyShare
-"""What an engine samples from."""
+"""A policy that an engine samples from."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbFunction:
-    """What function log-probabilities are values of, so that those of two can be compared.
+    """The function that log-probabilities are values of, so that two can be compared.
 
     Sampling and training compute one function only if engine and trainer read the same weight
     tensors, use the same formats at every site and run the same kernels. An engine that runs
@@ -33,7 +33,7 @@ class LogProbFunction:
 
 
 def function_of(policy: SampledPolicy, side: Side) -> LogProbFunction:
-    """What one side of a policy computes on its device."""
+    """The function that one side of a policy computes on its device."""
     return LogProbFunction(policy, policy.flow.graph(side), policy.backend.name)
 
 

@@ -20,7 +20,9 @@ def calibrate_kv_scales(
     has a live sample. The scales do not depend on batches and ranks
     (``isobit.precision.kv_scales``).
     """
-    scales, world, to_device = policy.kv_scales, policy.world, policy.backend.to_device
+    scales = policy.kv_scales
+    world = policy.world
+    to_device = policy.backend.to_device
     assert scales is not None, "the flow has scales a token"
 
     @torch.no_grad()

@@ -32,8 +32,8 @@ from isobit.precision.quant_tensor import DTYPES
 
 @dataclass(slots=True)
 class Weights:
-    """What one side of a flow reads: a LinearWeight for each linear by path, and the other tensors
-    in the activations' format by the names of their masters.
+    """The weights that one side of a flow reads: a LinearWeight for each linear by path, and the
+    others in the activations' format by the names of their masters.
     """
 
     backend: Backend
@@ -69,7 +69,9 @@ class Master:
     kind: Literal["matrix", "bias", "plain"] = "plain"
     """A linear's matrix [N, K] or bias [N], or a tensor published in the activations' format."""
     adapter: Mapping[str, int] = field(default_factory=dict)
-    """Of a matrix of LoRA, which has no ``parts``: the tensors in PEFT's files, as of ``parts``."""
+    """The tensors in PEFT's files that are concatenated in a matrix of LoRA, which has no
+    ``parts``; with their rows.
+    """
 
     def of_checkpoint(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """The checkpoint's tensors by name: the parts' rows of ``values``, not copied."""
@@ -120,7 +122,7 @@ class Adapter:
     scale: float
     targets: tuple[str, ...]  # of the linear's parts, in their order
     columns: tuple[slice, ...] = field(init=False)
-    """Of the linear's output, of each target."""
+    """The columns of the linear's output that belong to each target."""
 
     def __post_init__(self) -> None:
         ends = dict(zip(self.linear.parts, accumulate(self.linear.parts.values()), strict=True))
@@ -129,14 +131,14 @@ class Adapter:
 
     def sites(self, layer: int) -> tuple[SiteShape, SiteShape]:
         down = LinearShape(dict.fromkeys(self.targets, self.rank), self.linear.in_features)
-        up = LinearShape({one: self.linear.parts[one] for one in self.targets}, self.rank)
+        up = LinearShape({target: self.linear.parts[target] for target in self.targets}, self.rank)
         return (
             SiteShape(f"{self.path}.lora_A", "adapter", layer, adapter=down),
             SiteShape(f"{self.path}.lora_B", "adapter", layer, adapter=up),
         )
 
     def masters(self) -> dict[str, Master]:
-        made: dict[str, Master] = {}
+        masters: dict[str, Master] = {}
         for site in self.sites(0):
             shape, kind = site.adapter, site.name.rpartition(".")[2]
             assert shape is not None
@@ -145,8 +147,8 @@ class Adapter:
                 for one, rows in shape.parts.items()
             }
             size = shape.out_features, shape.in_features
-            made[f"{site.name}.weight"] = Master(size, {}, "matrix", names)
-        return made
+            masters[f"{site.name}.weight"] = Master(size, {}, "matrix", names)
+        return masters
 
     def add(
         self, weights: Weights, x: torch.Tensor, y: torch.Tensor, save: bool = False
@@ -181,7 +183,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class SavedInput:
-    """What the backward of a linear reads of its forward."""
+    """Tensors of its forward that the backward of a linear reads."""
 
     x: Operand | None = None  # its input [T, K] as WGrad reads it
     low: torch.Tensor | None = None  # t of its adapter, [T, R]
@@ -203,16 +205,16 @@ class Linear:
     has_bias: bool = False
     lora: Lora | None = None
     adapter: Adapter | None = field(init=False, default=None)
-    """None where no matrix is a target."""
+    """The linear's adapter; None where no matrix is a target."""
 
     def __post_init__(self) -> None:
-        lora, made = self.lora, None
+        lora, adapter = self.lora, None
         if lora is not None:
             targets = tuple(name for name in self.shape.parts if name in lora.targets)
             if targets:
                 path = self.checkpoint_path
-                made = Adapter(self.path, self.shape, path, lora.rank, lora.scale, targets)
-        object.__setattr__(self, "adapter", made)
+                adapter = Adapter(self.path, self.shape, path, lora.rank, lora.scale, targets)
+        object.__setattr__(self, "adapter", adapter)
 
     def saves(self, save: bool) -> bool:
         """Whether its input is wanted as WGrad reads it, which with LoRA is BF16: by a backward
@@ -261,7 +263,9 @@ class Linear:
         return observe(y, self.path), low
 
     def saved(self, weights: Weights, x: Operand | None) -> SavedInput:
-        """What ``saving_forward`` saves, of the input as WGrad reads it, without the product."""
+        """The tensors that ``saving_forward`` saves, from the input as WGrad reads it, without the
+        product.
+        """
         if self.adapter is None:
             return SavedInput(x)
         assert isinstance(x, torch.Tensor), "an adapter reads its input in BF16"
@@ -306,8 +310,8 @@ class Linear:
         return dx
 
     def saved_bytes(self, sizes: Sizes, graph: Graph, is_kept: bool = False) -> int:
-        """Of its input [K] a token, and of t, for a backward; ``is_kept``: the input itself
-        stays.
+        """Bytes a token of its input [K] and of t that are saved for a backward; ``is_kept``: the
+        input itself stays.
         """
         if not self.saves(save=True):
             return 0
@@ -315,19 +319,21 @@ class Linear:
         return self._kept_bytes(sizes, graph, is_kept) + DTYPES[graph.activations].itemsize * low
 
     def read_bytes(self, sizes: Sizes, graph: Graph) -> int:
-        """Of its input [K] a token in a forward without a backward, beside the input itself."""
+        """Bytes a token of its input [K], as it reads it in a forward without a backward, beside
+        the input itself.
+        """
         read = sizes.read(graph.site(self.path), self.shape.in_features)
         return read + (self._kept_bytes(sizes, graph) if self.saves(save=False) and read else 0)
 
     def adapter_bytes(self, graph: Graph, backward: bool = False) -> int:
-        """What its adapter makes for a token: t of all targets, and its FP32 sums over up to
+        """Bytes that its adapter makes for a token: t of all targets, and its FP32 sums over up to
         ``ADAPTER_PARTS`` parts of the input; in the backward the gradient of t.
         """
         if (adapter := self.adapter) is None:
             return 0
         low = adapter.rank * len(adapter.targets)
-        made = DTYPES[graph.activations].itemsize * low
-        return made if backward else made + 4 * ADAPTER_PARTS * low
+        low_bytes = DTYPES[graph.activations].itemsize * low
+        return low_bytes if backward else low_bytes + 4 * ADAPTER_PARTS * low
 
     def _kept_bytes(self, sizes: Sizes, graph: Graph, is_kept: bool = False) -> int:
         return sizes.saved(graph.site(self.path), self.shape.in_features, is_kept)
@@ -362,18 +368,18 @@ class Norm:
     ) -> tuple[torch.Tensor, LinearInput]:
         """h and x [T, C] -> the residual stream, and its norm as the linear reads it."""
         assert self.linear is not None
-        h, _, made = self._forward(weights, h, x, save)
-        assert made is not None
-        return h, made
+        h, _, read = self._forward(weights, h, x, save)
+        assert read is not None
+        return h, read
 
     def keeping(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, LinearInput]:
         """h and x [T, C] -> the residual stream, its norm [T, C], and the linear's input."""
-        h, norm, made = self._forward(weights, h, x, save=False, keep=True)
+        h, norm, read = self._forward(weights, h, x, save=False, keep=True)
         assert norm is not None
-        assert made is not None
-        return h, norm, made
+        assert read is not None
+        return h, norm, read
 
     def final(
         self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None
@@ -393,12 +399,12 @@ class Norm:
     ) -> tuple[torch.Tensor, torch.Tensor | None, LinearInput | None]:
         site = None if self.linear is None else weights.linears[self.linear].site
         weight = weights.plain[f"{self.path}.weight"]
-        made = weights.backend.add_rms_norm(h, x, weight, self.epsilon, site, save, keep)
+        result = weights.backend.add_rms_norm(h, x, weight, self.epsilon, site, save, keep)
         if x is not None:
-            observe(made.h, self.residual)
-        if made.norm is not None:
-            observe(made.norm, self.path)
-        return made.h, made.norm, made.input
+            observe(result.h, self.residual)
+        if result.norm is not None:
+            observe(result.norm, self.path)
+        return result.h, result.norm, result.input
 
     def backward(
         self,

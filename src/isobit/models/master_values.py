@@ -17,25 +17,25 @@ from isobit.util.errors import ModelError
 MasterValues = torch.Tensor | QuantisedWeight  # what a folder has for a master
 
 
-def is_taken(site: Site, given: QuantisedWeight) -> bool:
+def is_taken(site: Site, stored: QuantisedWeight) -> bool:
     """Whether a linear multiplies with a folder's bytes and scales as they are."""
-    if isinstance(given, Int8Rows):
+    if isinstance(stored, Int8Rows):
         return site.forward == "int8"
-    return site.forward == "e4m3" and (site.scales == "fp32" or _are_powers_of_two(given.scales))
+    return site.forward == "e4m3" and (site.scales == "fp32" or _are_powers_of_two(stored.scales))
 
 
-def master_of(given: QuantisedWeight) -> torch.Tensor:
+def master_of(stored: QuantisedWeight) -> torch.Tensor:
     """The FP32 numbers that a folder's bytes stand for. Raises ModelError for INT8."""
-    if isinstance(given, Int8Rows):
+    if isinstance(stored, Int8Rows):
         raise ModelError(
             "the model's folder is in INT8, whose integers are used as they are: by a flow whose "
             "linears are in INT8 in rollout and training (int8, int8-linear), to sample or to "
             "train [lora]; for other flows and to train all weights name the folder that it was "
             "exported from"
         )
-    master = torch.empty(given.values.shape, dtype=torch.float32, device=given.values.device)
-    rows = master.split(list(given.parts))
-    for target, part in zip(rows, parts_of(given), strict=True):
+    master = torch.empty(stored.values.shape, dtype=torch.float32, device=stored.values.device)
+    rows = master.split(list(stored.parts))
+    for target, part in zip(rows, parts_of(stored), strict=True):
         target.copy_(dequantise(part))
     return master
 

@@ -128,7 +128,7 @@ def _norm(config: ModelConfig, path: str, linear: str) -> Norm:
 
 @dataclass(frozen=True, slots=True)
 class SavedMlp:
-    """What the backward reads. Inputs of linears are in the format of WGrad's operand."""
+    """Tensors that the backward reads. Inputs of linears are in the format of WGrad's operand."""
 
     h: torch.Tensor
     normed: SavedInput  # of gate and up
@@ -140,8 +140,12 @@ class Mlp:
     """The MLP of one layer. ``MixtureOfExperts`` has the same methods."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        path, hidden, width = f"layers.{layer}", config.hidden_size, config.intermediate_size
-        self._path, self._layer, self._hidden = path, layer, hidden
+        path = f"layers.{layer}"
+        hidden = config.hidden_size
+        width = config.intermediate_size
+        self._path = path
+        self._layer = layer
+        self._hidden = hidden
         self._norm = _norm(config, path, f"{path}.gate_up_proj")
         checkpoint = f"model.{path}.mlp"
         gate_up = LinearShape({"gate_proj": width, "up_proj": width}, hidden)
@@ -186,7 +190,9 @@ class Mlp:
         return h, x, SavedMlp(h, normed, gate_up, saved)
 
     def again(self, weights: Weights, h: torch.Tensor, x: torch.Tensor | None) -> SavedMlp:
-        """What ``saving_forward`` saves, from the residual stream h + x; without down_proj."""
+        """Compute again what ``saving_forward`` saves, from the residual stream h + x, without
+        down_proj.
+        """
         h, b = self._norm.forward(weights, h, x, self._gate_up.saves(save=True))
         gate_up, normed = self._gate_up.saving_forward(weights, b)
         site, saved = weights.linears[self._down.path].site, None
@@ -243,7 +249,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class SavedMixture:
-    """What the backward reads."""
+    """Tensors that the backward reads."""
 
     h: torch.Tensor
     norm: torch.Tensor  # what router and experts read
@@ -258,8 +264,12 @@ class MixtureOfExperts:
         experts, names = config.experts, FAMILIES[config.family].experts
         if experts is None or names is None:
             raise ModelError(f"a {config.family} decoder has no experts")
-        path, hidden, width = f"layers.{layer}", config.hidden_size, experts.intermediate_size
-        self._layer, self._experts, self._hidden = layer, experts, hidden
+        path = f"layers.{layer}"
+        hidden = config.hidden_size
+        width = experts.intermediate_size
+        self._layer = layer
+        self._experts = experts
+        self._hidden = hidden
         self._norm = _norm(config, path, f"{path}.experts.gate_up_proj")
         checkpoint = f"model.{path}.{names.block}"
         self.router = f"{path}.router"

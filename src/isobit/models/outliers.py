@@ -15,7 +15,7 @@ _READERS = {
         "experts.gate_up_proj",
     ),
 }
-"""What reads a layer's norms."""
+"""The matrices that read a layer's norms."""
 _OUTSTANDING = 2.0
 
 
@@ -69,7 +69,7 @@ def fold_norms(
 
 
 def about_folded(channels: Sequence[int]) -> str:
-    """What to say of norms that were changed, from what ``fold_norms`` has noted."""
+    """A line about the norms that were changed, from the counts that ``fold_norms`` has noted."""
     return (
         f"isobit: {sum(channels)} channels of {len(channels)} norms, whose weights are more than "
         f"{_OUTSTANDING:g} times the median, are moved into the matrices behind them for INT8: "

@@ -26,7 +26,7 @@ from isobit.precision.quant_tensor import Side
 from isobit.records.batch import PackedBatch
 
 Saved = torch.Tensor | tuple[SavedAttention, Any]
-"""What the halves of a layer save, or a tensor, the residual stream, to compute them from again."""
+"""The tensors that the halves of a layer save, or the residual stream, to compute them again."""
 
 
 class PackedPass:
@@ -48,7 +48,9 @@ class PackedPass:
         self._weights = policy.weights("training")
         if policy.kv_scales is not None and policy.kv_scales.calibration == "trainer":
             self._weights = replace(self._weights, kv_maxima=policy.kv_scales.learnt)
-        self._token_ids, self._positions, self._recompute = token_ids, positions, recompute
+        self._token_ids = token_ids
+        self._positions = positions
+        self._recompute = recompute
         self._routes = routes
         graph = policy.flow.training
         self._attend = policy.backend.packed_attention(graph, lengths, positions)
@@ -108,7 +110,7 @@ class PackedPass:
         return layer.attention.backward(weights, gradient, attend, positions, attention, d)
 
     def _take(self, layer: Layer) -> tuple[SavedAttention, Any]:
-        """What the backward of a layer reads, computed again if it was not saved."""
+        """The tensors that the backward of a layer reads, computed again if they were not saved."""
         saved, weights = self._saved.pop(), self._weights
         if isinstance(saved, torch.Tensor):
             h, x, attention = layer.attention.saving_forward(weights, saved, None, self._attend)
@@ -123,8 +125,8 @@ class PackedPass:
 def target_states(
     model: Scorable, batch: PackedBatch, routes: Routes | None = None, side: Side = "training"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What predicts the N targets of a batch, [N, C] after the final norm, in the formats of a
-    side, and its rows, int64 [N], on the device. Routing goes to ``routes``.
+    """The hidden states that predict the N targets of a batch, [N, C] after the final norm, in the
+    formats of a side, and their rows, int64 [N], on the device. Routing goes to ``routes``.
     """
     to_device = model.backend.to_device
     positions, rows = to_device(batch.positions), to_device(batch.rows)

@@ -158,7 +158,9 @@ class Policy:
         """
         self.change, self._published.reads_folder = PublishedChange(self.world), False
         if isinstance(masters, Mapping):
-            pairs: Iterator[tuple[str, MasterValues]] = ((one, masters[one]) for one in self.shapes)
+            pairs: Iterator[tuple[str, MasterValues]] = (
+                (name, masters[name]) for name in self.shapes
+            )
         else:
             pairs = self._published.folded(masters, lambda channels: None)
         for name, values in pairs:
@@ -191,12 +193,12 @@ class Policy:
         (``isobit.models.safetensors``): the same on every rank, whatever it owns. Without
         ``values`` those of a value head are left out.
         """
-        kept = () if values else [one for one in self.shapes if one.startswith("value_head.")]
+        kept = () if values else [name for name in self.shapes if name.startswith("value_head.")]
         return self._published.checksum(kept)
 
     def base(self) -> dict[str, str] | None:
-        """With LoRA, what names the base's published bytes, which never change: their checksum, and
-        the back end, since others publish other bytes. Else None.
+        """The checksum of the base's published bytes, which never change with LoRA, and the back
+        end, since others publish other bytes; None without LoRA.
         """
         if self.config.lora is None:
             return None
@@ -221,9 +223,9 @@ class Policy:
         """Check that all ranks of a world have the same published bytes; -> the version of the
         first one, and the checksum. Raises MismatchError, on all, if they differ.
         """
-        found = world.all_gather([self.version, self.checksum()])
-        first, expected = found[0]
-        for rank, (_, checksum) in enumerate(found):
+        states = world.all_gather([self.version, self.checksum()])
+        first, expected = states[0]
+        for rank, (_, checksum) in enumerate(states):
             if checksum != expected:
                 raise raised_on_all(
                     MismatchError(

@@ -67,7 +67,9 @@ class PolicyShare:
     @torch.no_grad()
     def _keep_share(self, name: str, master: Master) -> None:
         """Replace what was just published of a master by this rank's rows of it."""
-        linears, plain, path = self._weights.linears, self._weights.plain, name.rpartition(".")[0]
+        linears = self._weights.linears
+        plain = self._weights.plain
+        path = name.rpartition(".")[0]
         parts = {part.split(".")[-2]: rows for part, rows in master.parts.items()}
         if master.kind == "matrix":
             linears[path] = replace(

@@ -42,17 +42,17 @@ class PublishedChange:
         self._numbers = 0
 
     def add(self, changed: torch.Tensor, numbers: int) -> None:
-        """One matrix of so many numbers; ``changed`` is an int64 scalar on its device."""
+        """Count one matrix of so many numbers; ``changed`` is an int64 scalar on its device."""
         self._changed.append(changed)
         self._numbers += numbers
 
     @property
     def share(self) -> float:
-        """From 0 to 1, over the rows of all ranks, which all call it; 0 if nothing changed."""
+        """The changed share, from 0 to 1, over the rows of all ranks, which all call it."""
         changed = int(torch.stack(self._changed).sum()) if self._changed else 0
         counts = self._world.all_gather((changed, self._numbers))
-        numbers = sum(one[1] for one in counts)
-        return sum(one[0] for one in counts) / numbers if numbers else 0.0
+        numbers = sum(count[1] for count in counts)
+        return sum(count[0] for count in counts) / numbers if numbers else 0.0
 
 
 SIDES: tuple[Side, Side] = ("rollout", "training")
@@ -69,14 +69,16 @@ class PublishedWeights:
             side: Weights(backend, rope, flow.graph(side)) for side in SIDES
         }
         self.conversion = ScaleConversion()
-        """For a folder's FP8 with scales that the flow does not have."""
+        """The error of a folder's FP8 with scales that the flow does not have."""
         self.reads_folder = False  # whether matrices are a folder's FP8, unchanged
         self.kv_scales = KvScales.of(flow, backend.device)
         for weights in self.sides.values():
             weights.kv_scales = self.kv_scales
         if self.kv_scales is not None:
             self.sides["rollout"].kv_maxima = self.kv_scales.sampled
-        self._decoder, self._flow, self._backend = decoder, flow, backend
+        self._decoder = decoder
+        self._flow = flow
+        self._backend = backend
         self._described = decoder.masters()
 
     def take_all(
@@ -116,12 +118,12 @@ class PublishedWeights:
     def publish(self, name: str, master: torch.Tensor) -> None:
         path, kind = name.rpartition(".")[0], self._described[name].kind
         if kind == "matrix":
-            made = {
+            published = {
                 site: LinearWeight(site, self._backend.publish(site, master))
                 for site in self._sites(path).values()
             }
             for side, site in self._sites(path).items():
-                self.sides[side].linears[path] = made[site]
+                self.sides[side].linears[path] = published[site]
             return
         held = master.to(DTYPES[self._flow.training.activations], copy=True)  # for both sides
         if kind == "bias":
@@ -137,25 +139,25 @@ class PublishedWeights:
             self._derive_head()
 
     @torch.no_grad()
-    def take(self, name: str, given: QuantisedWeight, keep_master: bool) -> torch.Tensor | None:
+    def take(self, name: str, stored: QuantisedWeight, keep_master: bool) -> torch.Tensor | None:
         """Use a folder's FP8 or INT8 unchanged on each side whose flow has its form, and publish
         its numbers on the other; -> these numbers, if ``keep_master``. Raises ModelError for INT8
         whose numbers are needed.
         """
         path = name.rpartition(".")[0]
         sites = self._sites(path)
-        taken = {site: is_taken(site, given) for site in sites.values()}
-        master = master_of(given) if keep_master or not all(taken.values()) else None
-        made = {site: LinearWeight(site, given) for site in sites.values() if taken[site]}
-        self.reads_folder |= bool(made)
+        taken = {site: is_taken(site, stored) for site in sites.values()}
+        master = master_of(stored) if keep_master or not all(taken.values()) else None
+        published = {site: LinearWeight(site, stored) for site in sites.values() if taken[site]}
+        self.reads_folder |= bool(published)
         for side, site in sites.items():
-            if site not in made:
+            if site not in published:
                 assert master is not None
                 matrix = self._backend.publish(site, master)
-                made[site] = LinearWeight(site, matrix)
-                if isinstance(given, QuantTensor) and isinstance(matrix, QuantTensor):
-                    self.conversion.add(path, given, matrix)
-            self.sides[side].linears[path] = made[site]
+                published[site] = LinearWeight(site, matrix)
+                if isinstance(stored, QuantTensor) and isinstance(matrix, QuantTensor):
+                    self.conversion.add(path, stored, matrix)
+            self.sides[side].linears[path] = published[site]
         return master if keep_master else None
 
     @torch.no_grad()
@@ -235,14 +237,14 @@ class PublishedWeights:
         if self._decoder.head is None:
             return
         table = self.sides["training"].plain[self._decoder.head.master]
-        made: dict[Site, HeadWeight] = {}
+        heads: dict[Site, HeadWeight] = {}
         for weights in self.sides.values():
             site = weights.graph.site(LM_HEAD)
-            if site not in made:
-                made[site] = self._backend.publish_head(site, table, weights.head)
-            weights.head = made[site]
+            if site not in heads:
+                heads[site] = self._backend.publish_head(site, table, weights.head)
+            weights.head = heads[site]
 
 
 def _distinct(biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    found = {id(bias): bias for bias in biases if bias is not None}
-    return list(found.values())
+    by_identity = {id(bias): bias for bias in biases if bias is not None}
+    return list(by_identity.values())

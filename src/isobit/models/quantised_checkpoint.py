@@ -51,7 +51,7 @@ from isobit.util.errors import ConfigError, ModelError, shown
 FORMATS = ("F32", "BF16", "F16", "F64")  # formats of weights that are not quantised
 FP8, INT8 = "F8_E4M3", "I8"
 SUFFIXES = {FP8: SCALES_SUFFIX, INT8: INT8_SCALES_SUFFIX}
-"""Of the scales of matrices in each format."""
+"""Suffixes of the names of scales, by the format of their matrices."""
 SCALE_FORMATS = {FP8: ("F32", "BF16", "F8_E8M0"), INT8: ("F32",)}
 _WANTED: dict[str, Any] = {
     "quant_method": "fp8",
@@ -93,34 +93,36 @@ class Int8Format(Fp8Format):
 
 def read_quantisation(config: Mapping[str, Any], source: str) -> Fp8Format | None:
     """A config.json's ``quantization_config``, or None. Raises ModelError for other formats."""
-    found = config.get("quantization_config")
-    if found is None:
+    quantisation = config.get("quantization_config")
+    if quantisation is None:
         return None
-    if not isinstance(found, Mapping):
-        raise ModelError(f"{source}: quantization_config is {shown(found)}, expected an object")
-    if found.get("quant_method") == "compressed-tensors":
-        return Int8Format(_modules(found, ("ignore",), source), found, source)
-    for key, wanted in _WANTED.items():
-        if found.get(key, wanted if key in _BY_DEFAULT else None) != wanted:
+    if not isinstance(quantisation, Mapping):
+        raise ModelError(
+            f"{source}: quantization_config is {shown(quantisation)}, expected an object"
+        )
+    if quantisation.get("quant_method") == "compressed-tensors":
+        return Int8Format(_modules(quantisation, ("ignore",), source), quantisation, source)
+    for key, expected in _WANTED.items():
+        if quantisation.get(key, expected if key in _BY_DEFAULT else None) != expected:
             raise ModelError(
-                f"{source}: quantization_config has {key} = {shown(repr(found.get(key)))}, which "
-                f"is not supported; expected {wanted!r}: E4M3 in blocks of 128 x 128, or no "
-                "quantisation"
+                f"{source}: quantization_config has {key} = "
+                f"{shown(repr(quantisation.get(key)))}, which is not supported; expected "
+                f"{expected!r}: E4M3 in blocks of 128 x 128, or no quantisation"
             )
-    for key, value in found.items():
+    for key, value in quantisation.items():
         known = key in _WANTED or key in _LISTS
         if not known and value not in _HARMLESS.get(key, (None,)):
             raise ModelError(
                 f"{source}: quantization_config has {shown(key)} = {shown(repr(value))}, which is "
                 "not supported"
             )
-    return Fp8Format(_modules(found, _LISTS, source))
+    return Fp8Format(_modules(quantisation, _LISTS, source))
 
 
-def _modules(found: Mapping[str, Any], keys: Sequence[str], source: str) -> tuple[str, ...]:
+def _modules(quantisation: Mapping[str, Any], keys: Sequence[str], source: str) -> tuple[str, ...]:
     kept: list[str] = []
     for key in keys:
-        names = found.get(key) or []
+        names = quantisation.get(key) or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ModelError(f"{source}: {key} is {shown(repr(names))}, expected a list of modules")
         kept += names
@@ -131,14 +133,14 @@ def check_int8(format: Int8Format, rotations: Mapping[str, int]) -> None:
     """Raises ModelError for another layout than ``int8_config`` writes for these matrices, with the
     rows of their Hadamard matrix.
     """
-    wanted = _int8_layout(rotations, format.kept)
-    for key in (*wanted, *format.config.keys() - wanted.keys()):
-        found = format.config.get(key)
-        if found != wanted.get(key) and (key in wanted or found):
+    layout = _int8_layout(rotations, format.kept)
+    for key in (*layout, *format.config.keys() - layout.keys()):
+        value = format.config.get(key)
+        if value != layout.get(key) and (key in layout or value):
             raise ModelError(
                 f"{format.source}: the folder is in compressed-tensors' format, of which only what "
                 f"`isobit export --format int8` writes is read, and {shown(key)} = "
-                f"{shown(repr(found))} is not ({wanted.get(key)!r}); name the folder that it was "
+                f"{shown(repr(value))} is not ({layout.get(key)!r}); name the folder that it was "
                 "made from, in BF16 or FP8"
             )
 
@@ -200,14 +202,14 @@ def _int8_layout(rotations: Mapping[str, int], kept: Sequence[str]) -> dict[str,
 
 
 def _check_vllm_takes(module: str, names: Collection[str]) -> None:
-    found = "is an expert" if ".experts." in module else None
+    problem = "is an expert" if ".experts." in module else None
     if f"{module}.bias" in names:
-        found = "has a bias"
-    if found is not None:
+        problem = "has a bias"
+    if problem is not None:
         raise ConfigError(
-            f"{module} {found}, and vLLM multiplies inputs by a Hadamard matrix, as INT8 needs it, "
-            "only in front of linears that are no experts and have no bias; export with --format "
-            "bf16"
+            f"{module} {problem}, and vLLM multiplies inputs by a Hadamard matrix, as INT8 needs "
+            "it, only in front of linears that are no experts and have no bias; export with "
+            "--format bf16"
         )
 
 
@@ -218,26 +220,26 @@ def scales_shape(matrix: tuple[int, ...], format: str = FP8) -> tuple[int, ...]:
 
 def read_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> torch.Tensor:
     """FP32 scales, on the host. Raises ModelError if one is not finite and positive."""
-    found = scales.mapped.float()
-    if not bool(((found > 0) & torch.isfinite(found * E4M3_MAX)).all()):
+    numbers = scales.mapped.float()
+    if not bool(((numbers > 0) & torch.isfinite(numbers * E4M3_MAX)).all()):
         raise ModelError(
             f"{scales} holds a scale that is not positive and finite, so values of {matrix.name} "
             "are none; expected positive numbers"
         )
-    return found
+    return numbers
 
 
 def read_int8_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> torch.Tensor:
     """The FP32 scale of each row, as it is published, on the host. Raises ModelError as
     ``read_scales`` does.
     """
-    found = scales.mapped[:, 0].double() / rotation_size(matrix.shape[1]) ** 0.5
-    if not bool(((found > 0) & torch.isfinite(found)).all()):
+    numbers = scales.mapped[:, 0].double() / rotation_size(matrix.shape[1]) ** 0.5
+    if not bool(((numbers > 0) & torch.isfinite(numbers)).all()):
         raise ModelError(
             f"{scales} holds a scale that is not positive and finite, so values of {matrix.name} "
             "are none; expected positive numbers"
         )
-    return found.float()
+    return numbers.float()
 
 
 def check_scales(matrix: CheckpointTensor, scales: CheckpointTensor) -> None:

@@ -130,7 +130,9 @@ Rope = tuple[float, RopeScaling | None]  # theta and scaling
 
 
 def read_rope(fields: ConfigFields, default_theta: float, max_positions: int) -> Rope:
-    """From a whole config.json. Raises ModelError for what the decoder does not compute."""
+    """Read theta and scaling from a whole config.json. Raises ModelError for what the decoder does
+    not compute.
+    """
     keys = ("rope_parameters", "rope_scaling")
     tables = [table for table in map(fields.table, keys) if table is not None]
     read = [_read_table(table, fields, default_theta, max_positions) for table in tables]
@@ -148,8 +150,8 @@ def rope_json(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
         kind: dict[str, Any] = {"rope_type": "default"}
         older = {}
     else:
-        given = {key: value for key, value in asdict(scaling).items() if value is not None}
-        kind = {"rope_type": scaling.rope_type} | given
+        fields = {key: value for key, value in asdict(scaling).items() if value is not None}
+        kind = {"rope_type": scaling.rope_type} | fields
         older = {"rope_scaling": kind}
     return {"rope_theta": theta, "rope_parameters": kind | {"rope_theta": theta}} | older
 
@@ -214,7 +216,9 @@ def _factor(table: ConfigFields, default: float | None = None) -> float:
 
 
 def _original_positions(table: ConfigFields, fields: ConfigFields, max_positions: int) -> int:
-    """From the table or, in some folders, beside it; if missing, the context itself."""
+    """The original context, from the table or, in some folders, beside it; if missing, the context
+    itself.
+    """
     key = "original_max_position_embeddings"
     beside = fields.integer(key, 1, MAX_POSITIONS, max_positions)
     original = table.integer(key, 1, MAX_POSITIONS, beside)

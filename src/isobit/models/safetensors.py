@@ -65,11 +65,11 @@ def parse_json(content: bytes, source: str) -> dict[str, Any]:
     """A JSON object without duplicate keys. Raises ModelError, naming ``source``."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made, seen = dict(pairs), set[str]()
-        if len(made) < len(pairs):
+        values, seen = dict(pairs), set[str]()
+        if len(values) < len(pairs):
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))
             raise ModelError(f"{source}: {shown(twice)} is there twice; expected once")
-        return made
+        return values
 
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=without_duplicates)
@@ -111,7 +111,9 @@ def _check_metadata(metadata: object, path: Path) -> None:
 def _entry(path: Path, name: str, entry: object, data_begin: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _damaged(path, f"{shown(name)} has not exactly dtype, shape and data_offsets")
-    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    kind = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(kind, str) or kind not in _SIZES:
         raise ModelError(
             f"{path}: {shown(name)} has the dtype {shown(kind)}, which is not read; a model's "
@@ -175,7 +177,7 @@ _ORDER = {dtype: place for place, dtype in enumerate(_FORMATS)}
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """Where everything is in a file that is to be written."""
+    """The layout of a file that is to be written."""
 
     header: bytes
     begins: Mapping[str, int]  # of each tensor's bytes in the file, in their order
@@ -185,7 +187,7 @@ class FilePlan:
     def of(
         cls, layout: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
     ) -> "FilePlan":
-        """For tensors of these shapes and formats, which may be on the device ``meta``."""
+        """The plan for tensors of these shapes and formats, which may be on the device ``meta``."""
         names = sorted(layout, key=lambda name: (_ORDER[layout[name].dtype], name))
         entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         begins: dict[str, int] = {}
@@ -330,7 +332,7 @@ class Slice:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return prod(self.shape) * self.rows.element_size()
 
 

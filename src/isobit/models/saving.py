@@ -98,7 +98,7 @@ class MergedTensors:
         return values if change is None else (values.double() + change).float()
 
     def change(self, name: str) -> torch.Tensor | None:
-        """What is added to a tensor, FP64; None where there is no adapter."""
+        """The change that is added to a tensor, FP64; None where there is no adapter."""
         path = f"base_model.model.{name.removesuffix('.weight')}"
         down = self.adapters.get(f"{path}.lora_A.weight")
         if down is None:
@@ -108,7 +108,7 @@ class MergedTensors:
 
     @property
     def in_e4m3(self) -> frozenset[str]:
-        """None: a merged matrix is in FP32."""
+        """The empty set: merged matrices are in FP32."""
         return frozenset()
 
     def quantised(self, name: str) -> QuantTensor | None:
@@ -166,15 +166,18 @@ def stored_contents(config: ModelConfig, tensors: Tensors) -> Contents:
     """The matrices that are stored in E4M3, byte for byte, and the rest in BF16."""
 
     def stored(matrix: str) -> QuantTensor:
-        found = tensors.quantised(matrix)
-        assert found is not None, f"{matrix} is in E4M3"
-        return found
+        quantised = tensors.quantised(matrix)
+        assert quantised is not None, f"{matrix} is in E4M3"
+        return quantised
 
     return _in_fp8(config, tensors.in_e4m3, stored, tensors)
 
 
 def _in_fp8(
-    config: ModelConfig, matrices: Set[str], made: Callable[[str], QuantTensor], tensors: Tensors
+    config: ModelConfig,
+    matrices: Set[str],
+    published: Callable[[str], QuantTensor],
+    tensors: Tensors,
 ) -> Contents:
     whole = whole_blocks(config, matrices)
     layout: dict[str, torch.Tensor] = {}
@@ -191,7 +194,7 @@ def _in_fp8(
         matrix = name.removesuffix(SCALES_SUFFIX)
         if matrix not in matrices:
             return tensors.tensor(name).bfloat16()
-        quantised = made(matrix)
+        quantised = published(matrix)
         if matrix not in whole:
             return dequantise(quantised).bfloat16()
         return quantised.values if name == matrix else quantised.scales
@@ -231,11 +234,11 @@ def int8_contents(
         matrix = name.removesuffix(INT8_SCALES_SUFFIX)
         if matrix not in sites:
             return numbers(name).bfloat16()
-        made = publish_part(sites[matrix], numbers(matrix))
-        assert isinstance(made, Int8Rows), "the site is in INT8"
+        published = publish_part(sites[matrix], numbers(matrix))
+        assert isinstance(published, Int8Rows), "the site is in INT8"
         if name == matrix:
-            return made.values
-        return made.scales.double().mul_(math.sqrt(sizes[matrix])).float()[:, None]
+            return published.values
+        return published.scales.double().mul_(math.sqrt(sizes[matrix])).float()[:, None]
 
     return Contents(layout, value, quantization)
 
@@ -273,8 +276,8 @@ def _folded(
 
 
 def quantised_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]:
-    """For each of the checkpoint's matrices that the rollout has in 8 bits, its site as a linear of
-    its own. Blocks begin anew at each part of a fused matrix, so the bytes are the same.
+    """The sites of the checkpoint's matrices that the rollout has in 8 bits, each as a linear of
+    its own, by name. Blocks begin anew at each part of a fused matrix, so the bytes are the same.
     """
     sites: dict[str, Site] = {}
     for name, master in build_decoder(config).masters().items():
@@ -287,9 +290,9 @@ def quantised_sites(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Site]
 
 
 def publish_part(site: Site, values: torch.Tensor) -> QuantisedWeight:
-    made = backend_of(values.device).publish(site, values.float())
-    assert isinstance(made, QuantisedWeight), "the site is in 8 bits"
-    return made
+    published = backend_of(values.device).publish(site, values.float())
+    assert isinstance(published, QuantisedWeight), "the site is in 8 bits"
+    return published
 
 
 def quantisation_of(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Any] | None:
@@ -302,7 +305,7 @@ def quantisation_of(config: ModelConfig, flow: PrecisionFlow) -> dict[str, Any] 
 
 
 def whole_blocks(config: ModelConfig, matrices: Set[str]) -> set[str]:
-    """Those of the matrices whose masters have only parts of whole blocks."""
+    """The matrices whose masters have only parts of whole blocks."""
     return {
         part
         for master in build_decoder(config).masters().values()
@@ -333,19 +336,19 @@ def published_tensors(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
             is_table = name == policy.decoder.lm_head.master or name.startswith("embed")
             yield next(iter(master.parts)), values[:drawn] if is_table else values
             continue
-        found = (
+        values = (
             weights.linears[path].bias if master.kind == "bias" else weights.linears[path].matrix
         )
-        if isinstance(found, QuantTensor):
-            for part, one in zip(master.parts, parts_of(found), strict=True):
+        if isinstance(values, QuantTensor):
+            for part, one in zip(master.parts, parts_of(values), strict=True):
                 if part in whole:
                     yield part, one.values
                     yield part + SCALES_SUFFIX, one.scales
                 else:
                     yield part, dequantise(one).bfloat16()
         else:
-            assert isinstance(found, torch.Tensor), "a matrix in E4M3 or BF16, or a bias"
-            yield from zip(master.parts, found.split(list(master.parts.values())), strict=True)
+            assert isinstance(values, torch.Tensor), "a matrix in E4M3 or BF16, or a bias"
+            yield from zip(master.parts, values.split(list(master.parts.values())), strict=True)
 
 
 def _kept_modules(layout: Layout, quantised: Set[str]) -> list[str]:
@@ -475,8 +478,8 @@ def write_folder(
 def _token_ids(source: Path) -> dict[str, Any]:
     """The special tokens that another folder's config.json names."""
     path = source / "config.json"
-    found = json.loads(read_plain(path)) if path.is_file() else {}
-    return {key: found[key] for key in _TOKEN_IDS if found.get(key) is not None}
+    config = json.loads(read_plain(path)) if path.is_file() else {}
+    return {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
 
 
 _OF_A_MACHINE = ("name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file")
@@ -488,17 +491,17 @@ def _copy_text(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
     if source.name not in ("tokenizer_config.json", "special_tokens_map.json"):
         return
-    found = json.loads(read_plain(source))
-    if not isinstance(found, dict):
+    content = json.loads(read_plain(source))
+    if not isinstance(content, dict):
         return
     kept = {
         key: value
-        for key, value in found.items()
+        for key, value in content.items()
         if key not in _OF_A_MACHINE
         or not isinstance(value, str)
         or not value.startswith(("/", "~", "."))
     }
-    if kept != found:
+    if kept != content:
         _write_json(target, kept)
 
 

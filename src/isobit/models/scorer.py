@@ -41,18 +41,18 @@ class Scorer(Generic[Model]):
         routes, to_device = policy.decoder.routes(), policy.backend.to_device
         hidden, rows = self.hidden_states(batch, routes)
         targets, temperatures = to_device(batch.targets), to_device(batch.temperatures)
-        made = _scores(policy, hidden, targets, temperatures)
+        scores = _scores(policy, hidden, targets, temperatures)
         if (teacher := self._teacher) is not None:
-            taught = teacher.hidden_states(batch)
-            found = teacher.divergences(policy, hidden, taught, temperatures)
-            made = replace(made, divergences=found)
-        return _on_host(made, routes, rows)
+            teacher_hidden = teacher.hidden_states(batch)
+            divergences = teacher.divergences(policy, hidden, teacher_hidden, temperatures)
+            scores = replace(scores, divergences=divergences)
+        return _on_host(scores, routes, rows)
 
     @torch.no_grad()
     def hidden_states(
         self, batch: PackedBatch, routes: Routes | None = None, side: Side = "training"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``target_states``."""
+        """The hidden states that predict the targets, and their rows (``target_states``)."""
         return target_states(self.policy, batch, routes, side)
 
 
@@ -83,21 +83,21 @@ class ScoredPass:
         self._rows, self._targets = to_device(batch.rows), to_device(batch.targets)
         self._temperatures = to_device(batch.temperatures)
         self._hidden: torch.Tensor | None = None
-        self._teacher, self._taught = teacher, None
+        self._teacher, self._teacher_hidden = teacher, None
 
     @torch.no_grad()
     def forward(self) -> TokenScores:
         """The bits of ``Scorer.score``; raises as it does."""
         teacher = self._teacher
         if teacher is not None:  # before the pass fills the memory
-            self._taught = teacher.hidden_states(self.batch)
+            self._teacher_hidden = teacher.hidden_states(self.batch)
         self._hidden = self._pass.forward().index_select(0, self._rows)
-        made = _scores(self._policy, self._hidden, self._targets, self._temperatures)
-        if teacher is not None and self._taught is not None:
-            pair = self._hidden, self._taught
-            found = teacher.divergences(self._policy, *pair, self._temperatures)
-            made = replace(made, divergences=found)
-        return _on_host(made, self._routes, self._rows)
+        scores = _scores(self._policy, self._hidden, self._targets, self._temperatures)
+        if teacher is not None and self._teacher_hidden is not None:
+            pair = self._hidden, self._teacher_hidden
+            divergences = teacher.divergences(self._policy, *pair, self._temperatures)
+            scores = replace(scores, divergences=divergences)
+        return _on_host(scores, self._routes, self._rows)
 
     @torch.no_grad()
     def backward(
@@ -157,11 +157,11 @@ class ScoredPass:
         )
 
     def _through_teacher(self, hidden: torch.Tensor, d_divergences: torch.Tensor) -> torch.Tensor:
-        taught, self._taught = self._taught, None
+        teacher_hidden, self._teacher_hidden = self._teacher_hidden, None
         assert self._teacher is not None
-        assert taught is not None, "the forward comes first"
+        assert teacher_hidden is not None, "the forward comes first"
         d = self._on_device(d_divergences)
-        return self._teacher.backward(self._policy, hidden, taught, self._temperatures, d)
+        return self._teacher.backward(self._policy, hidden, teacher_hidden, self._temperatures, d)
 
     def _through_value(self, hidden: torch.Tensor, d_values: torch.Tensor) -> torch.Tensor:
         policy = self._policy
@@ -205,25 +205,25 @@ def _routes_with_loss(
     """The routing of a batch that is trained on; None for a dense policy."""
     if not policy.decoder.is_sparse:
         return None
-    wanted = coefficients or RouterCoefficients()
+    weights = coefficients or RouterCoefficients()
     means = policy.backend.to_device(sequence_means(batch.lengths))
-    return policy.decoder.routes(RouterLoss(means, wanted.balance, wanted.z))
+    return policy.decoder.routes(RouterLoss(means, weights.balance, weights.z))
 
 
-def _on_host(found: TokenScores, routes: Routes | None, rows: torch.Tensor) -> TokenScores:
+def _on_host(scores: TokenScores, routes: Routes | None, rows: torch.Tensor) -> TokenScores:
     """Adds the routing of ``rows``, int64 [N], which predict the targets. Raises NonFiniteError."""
-    log_probs = found.log_probs.cpu()
+    log_probs = scores.log_probs.cpu()
     if not torch.isfinite(log_probs).all():
         raise NonFiniteError(
             "training forward: the log-probability of a sampled token is not finite"
         )
-    divergences = None if found.divergences is None else found.divergences.cpu()
+    divergences = None if scores.divergences is None else scores.divergences.cpu()
     if divergences is not None and not torch.isfinite(divergences).all():
         raise NonFiniteError("the teacher's forward: its logits are not finite")
     return TokenScores(
         log_probs,
-        found.entropies.cpu(),
-        None if found.values is None else found.values.cpu(),
+        scores.entropies.cpu(),
+        None if scores.values is None else scores.values.cpu(),
         None if routes is None else routes.digests().index_select(0, rows).cpu(),
         None if routes is None else routes.scores(),
         divergences,

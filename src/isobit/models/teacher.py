@@ -45,7 +45,7 @@ class Teacher:
     """Tokens of the teacher's distribution that count one by one; 0 is all."""
 
     def hidden_states(self, batch: PackedBatch) -> torch.Tensor:
-        """What predicts the N targets of a batch, [N, its own C]."""
+        """The teacher's hidden states that predict the N targets of a batch, [N, its own C]."""
         return target_states(self.model, batch, self.model.decoder.routes())[0]
 
     @torch.no_grad()
@@ -53,31 +53,33 @@ class Teacher:
         self,
         policy: Scorable,
         hidden: torch.Tensor,
-        taught: torch.Tensor,
+        teacher_hidden: torch.Tensor,
         temperatures: torch.Tensor,
     ) -> torch.Tensor:
-        """hidden [N, C] of the policy and ``taught`` of the teacher, which predict the same tokens,
-        temperatures FP32 [N] -> FP32 [N], nats; NaN where logits are not finite.
+        """hidden [N, C] of the policy and ``teacher_hidden`` of the teacher, which predict the same
+        tokens, temperatures FP32 [N] -> FP32 [N], nats; NaN where logits are not finite.
         """
-        found = torch.empty_like(temperatures)
-        for part, log_p, log_q in self._parts(policy, hidden, taught, temperatures):
-            found[part] = self._divergence(log_p, log_q)
-        return found
+        divergences = torch.empty_like(temperatures)
+        for part, log_p, log_q in self._parts(policy, hidden, teacher_hidden, temperatures):
+            divergences[part] = self._divergence(log_p, log_q)
+        return divergences
 
     @torch.no_grad()
     def backward(
         self,
         policy: Policy,
         hidden: torch.Tensor,
-        taught: torch.Tensor,
+        teacher_hidden: torch.Tensor,
         temperatures: torch.Tensor,
         d: torch.Tensor,
     ) -> torch.Tensor:
         """The gradient of the divergences, FP32 [N] -> that of hidden; adds lm_head's."""
-        head, weights, d_hidden = policy.decoder.lm_head, policy.weights("training"), []
+        head = policy.decoder.lm_head
+        weights = policy.weights("training")
+        d_hidden = []
         grad = None if head.is_frozen else policy.gradient(head.master)
         scaled = (d / temperatures)[:, None]
-        for part, log_p, log_q in self._parts(policy, hidden, taught, temperatures):
+        for part, log_p, log_q in self._parts(policy, hidden, teacher_hidden, temperatures):
             d_logits = self._d_logits(log_p, log_q).mul_(scaled[part])
             del log_p, log_q
             d_hidden.append(
@@ -89,7 +91,7 @@ class Teacher:
         self,
         policy: Scorable,
         hidden: torch.Tensor,
-        taught: torch.Tensor,
+        teacher_hidden: torch.Tensor,
         temperatures: torch.Tensor,
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Some rows, and their log p and log q, FP32 [n, V]."""
@@ -102,7 +104,7 @@ class Teacher:
                     model.decoder.lm_head.logits(model.weights("training"), states[part]),
                     temperatures[part],
                 )
-                for model, states in ((policy, hidden), (self.model, taught))
+                for model, states in ((policy, hidden), (self.model, teacher_hidden))
             )
             yield part, log_p, self._with_rest(log_p, log_q)
 

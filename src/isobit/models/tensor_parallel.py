@@ -68,10 +68,10 @@ def joined_groups(
     sent = _padded(values.view(torch.uint8), width)
     rows = _padded(scales, max(groups)).t().contiguous()
     stacked = world.all_gather_stack(torch.cat([sent.view(-1), rows.view(-1).view(torch.uint8)]))
-    found = stacked[:, : tokens * width].view(world.size, tokens, width)
-    found_rows = stacked[:, tokens * width :].view(torch.float32).view(world.size, -1, tokens)
-    joined = _concatenated(found, widths, 1).view(values.dtype)
-    return joined, _concatenated(found_rows, groups, 0)
+    received = stacked[:, : tokens * width].view(world.size, tokens, width)
+    received_rows = stacked[:, tokens * width :].view(torch.float32).view(world.size, -1, tokens)
+    joined = _concatenated(received, widths, 1).view(values.dtype)
+    return joined, _concatenated(received_rows, groups, 0)
 
 
 def _sizes(cuts: Cuts) -> list[int]:
@@ -91,7 +91,7 @@ def _concatenated(stacked: torch.Tensor, sizes: Sequence[int], dim: int) -> torc
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Which part of a decoder this rank has, and how to gather whole tensors."""
+    """The part of a decoder that this rank has, and the gathering of whole tensors."""
 
     world: World  # the ranks that share one decoder
     queries: Cuts = ()  # columns of attention's output, H D
@@ -218,7 +218,7 @@ def _even(columns: int, ranks: int) -> Cuts:
 
 
 def _in_blocks(name: str, columns: int, ranks: int, smallest: int = _SMALL) -> Cuts:
-    """In whole blocks of 128, or of ``smallest`` if there are too few; longer shares first."""
+    """Cuts in whole blocks of 128, or of ``smallest`` if there are too few; longer shares first."""
     block = BLOCK if num_blocks(columns) >= ranks else smallest
     blocks = -(-columns // block)
     if blocks < ranks:

@@ -1,4 +1,4 @@
-"""New weights as what has changed of those before, on their way to servers that sample for a run.
+"""New weights as their changes from the ones before, for servers that sample for a run.
 
 An update is safetensors files, of 256 MiB each unless one tensor has more.  Of each tensor that
 changed they hold
@@ -13,7 +13,8 @@ A learning rate of 1e-6 moves at most four of a hundred BF16 numbers to a neighb
 almost every page of 4 KiB has one of them, so that single numbers are sent.  One costs 3 bytes, and
 1/128 byte whether it changed or not.
 
-``digest_of`` names all tensors together, so that whoever applies an update can tell what it has.
+``digest_of`` names all tensors together, so that a server that applies an update can check what it
+holds.
 """
 
 import os
@@ -60,8 +61,8 @@ def digest_of(tensors: Tensors) -> str:
 def rounded_masters(
     policy: Policy, before: Tensors | None = None
 ) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
-    """What a publication rounds and quantises, by name, on the host: masters in BF16, or in FP32 in
-    the flow ``fp32``, without a value head, which only trains.  With each its change from
+    """The numbers that a publication quantises, by name, on the host: masters in BF16, or in FP32
+    in the flow ``fp32``, without a value head, which only trains.  With each its change from
     ``before`` (``rounded``).
     """
     dtype = torch.float32 if policy.flow.preset == "fp32" else torch.bfloat16
@@ -80,8 +81,8 @@ def rounded(
     They are compared on the master's device, ``CHUNK`` numbers at a time, so that it takes few
     bytes there; on a GPU several threads copy meanwhile.
     """
-    made = torch.empty(master.shape, dtype=dtype)
-    places = [made.view(-1).split(CHUNK), master.detach().reshape(-1).split(CHUNK)]
+    copy = torch.empty(master.shape, dtype=dtype)
+    places = [copy.view(-1).split(CHUNK), master.detach().reshape(-1).split(CHUNK)]
     olds = [None] * len(places[0]) if before is None else before.view(-1).split(CHUNK)
 
     def work(place: torch.Tensor, values: torch.Tensor, old: torch.Tensor | None) -> Changed | None:
@@ -91,10 +92,10 @@ def rounded(
 
     if master.is_cuda:
         with ThreadPoolExecutor(COPIES) as threads:
-            found = list(threads.map(work, *places, olds))
+            changes = list(threads.map(work, *places, olds))
     else:  # whose operations have threads of their own
-        found = list(map(work, *places, olds))
-    return made, _joined([one for one in found if one is not None], made)
+        changes = list(map(work, *places, olds))
+    return copy, _joined([change for change in changes if change is not None], copy)
 
 
 Changed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # counts, places and values of a chunk
@@ -164,24 +165,24 @@ def read_file(body: bytearray) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file's bytes, copied.  Raises ModelError."""
     with memoryview(body) as data:
         stored = read_header(data, Path("the body"))
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, one in stored.items():
         if one.format not in DTYPES:
             raise ModelError(f"{shown(name)} is {one.format}, in which no weights are sent")
         # an offset of the file need not be a multiple of the numbers' size
         part, dtype = body[one.begin : one.end], DTYPES[one.format]
         flat = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
-        found[name] = flat.view(one.shape)
-    return found
+        tensors[name] = flat.view(one.shape)
+    return tensors
 
 
 def parted_names(tensors: Tensors) -> dict[str, dict[str, torch.Tensor]]:
-    """What an update holds of each tensor: all of it under "", or its change."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    """The parts that an update holds of each tensor: all of it under "", or its change."""
+    parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, values in tensors.items():
         owner = _owner(name)
-        found.setdefault(owner, {})[name[len(owner) + 1 :]] = values
-    return found
+        parts.setdefault(owner, {})[name[len(owner) + 1 :]] = values
+    return parts
 
 
 def _owner(name: str) -> str:
@@ -196,26 +197,26 @@ def _file(tensors: Tensors) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class SentWeights:
-    """One version of a policy's weights as servers are sent it.  Nothing changes it."""
+    """One version of a policy's weights, as it is sent to servers; immutable."""
 
     version: int
     tensors: Tensors
-    """All, on the host."""
+    """All tensors, on the host."""
     digest: str
     published: int
-    """``Policy.checksum`` of what is published of them, without a value head."""
+    """``Policy.checksum`` of the bytes published from them, without a value head."""
     base: str | None
     """The digest of the version before, to which ``change`` leads from there; None without one."""
     change: Tensors
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
-        return sum(one.nbytes for one in self.tensors.values())
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @classmethod
     def of(cls, policy: Policy, before: "SentWeights | None" = None) -> "SentWeights":
-        """Those that the policy has published last."""
+        """The weights that the policy has published last."""
         tensors, change = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         held = None if before is None else before.tensors
         for name, tensors[name], changed in rounded_masters(policy, held):

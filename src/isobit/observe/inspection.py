@@ -22,7 +22,7 @@ from isobit.memory.activations import published_bytes
 from isobit.memory.cache_size import RESERVE, forward_bytes, num_pages_within
 from isobit.memory.device import Bytes, DevicePlan, DevicePlanner, read_card
 from isobit.memory.speed import SpeedShape, StepTime, StepWork, estimate_step
-from isobit.models.checkpoint import Checkpoint
+from isobit.models.checkpoint import FolderCheckpoint
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import build_decoder, decoder_shape, parameter_count
 from isobit.models.folder import model_needs, read_any_config
@@ -324,7 +324,7 @@ def inspect_folder(
         return Inspection(
             folder, config, parameters, 0, (), False, name, (), "e4m3", presets, back_end, memory
         )
-    tensors = Checkpoint.open(folder, config)
+    tensors = FolderCheckpoint.open(folder, config)
     sites = quantised_sites(config, flow)
     if tensors.in_e4m3:
         everywhere = quantised_sites(config, build_flow(PrecisionConfig(preset="fp8"), shape))
@@ -367,7 +367,7 @@ def _measure(
             on_matrix(done, len(sites))
 
 
-def _formats(tensors: Checkpoint) -> tuple[FormatFigures, ...]:
+def _formats(tensors: FolderCheckpoint) -> tuple[FormatFigures, ...]:
     """By format, the one with most numbers first; scales are counted separately."""
     found: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors.tensors.values():

@@ -20,7 +20,8 @@ from isobit.models.adapter_folder import LOCAL, base_name
 from isobit.models.adapters import adapter_masters
 from isobit.models.config import ModelConfig
 from isobit.models.decoder import parameter_count
-from isobit.models.folder import base_folder, is_hub_name
+from isobit.models.folder import base_folder
+from isobit.models.hub import is_hub_name
 from isobit.observe.report.panels import evaluation_sets, is_accuracy
 from isobit.observe.report.templates import visible
 from isobit.observe.run_record import RunRecord

@@ -1,4 +1,4 @@
-"""A micro-batch of the trainer, and what a forward says of its tokens."""
+"""A micro-batch of the trainer, and the scores that a forward gives its tokens."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class PackedBatch:
     temperatures: torch.Tensor
     """float32 [N]"""
     recorded_log_probs: torch.Tensor
-    """float32 [N], by whoever drew the targets."""
+    """float32 [N], recorded as the targets were drawn."""
     old_log_probs: torch.Tensor
     """float32 [N], that the ratio of the loss is taken to: the trainer's own from before its first
     update, or the recorded ones where those are the same function's.
@@ -42,8 +42,8 @@ class PackedBatch:
     replayed), and None where no sequence has any.
     """
     fresh: torch.Tensor | None = None
-    """bool [N], whether a target was drawn from the weights of before the step's updates; None is
-    everywhere.
+    """bool [N], whether a target was drawn from the weights of before the step's updates; None: all
+    were.
     """
     reference_log_probs: torch.Tensor | None = None
     """float32 [N], by the reference model."""
@@ -71,23 +71,28 @@ class RouterScores:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What a forward says of the N targets of a batch, or of one of its sequences: FP32 [N] where
-    nothing else is said, on the host.
+    """The results of a forward for the N targets of a batch, or of one of its sequences: FP32 [N]
+    where nothing else is said, on the host.
     """
 
     log_probs: torch.Tensor
-    """At the temperature that each target was drawn with; [0] for a model without lm_head."""
+    """Log-probabilities at the temperature that each target was drawn with; [0] for a model without
+    lm_head.
+    """
     entropies: torch.Tensor
-    """Of the distribution that each target was drawn from, nats; [0] for a model without lm_head,
-    and where only the other columns were asked for.
+    """Entropies of the distributions that the targets were drawn from, nats; [0] for a model
+    without lm_head, and where only the other columns were asked for.
     """
     values: torch.Tensor | None = None
-    """By a scalar head, at the row that predicts each target; None where the model has none."""
+    """Values of a scalar head at the row that predicts each target; None where the model has none.
+    """
     routings: torch.Tensor | None = None
     """int64 [N]: the digest of the experts at the row that predicts each target
     (``isobit.models.layers``); None for a dense model.
     """
     router: RouterScores | None = None
-    """Of a mixture of experts in a pass that is learnt from."""
+    """Scores of the routers of a mixture of experts, in a pass that is learnt from."""
     divergences: torch.Tensor | None = None
-    """From the teacher's distribution, nats (``isobit.models.teacher``); None without a teacher."""
+    """Divergences from the teacher's distribution, nats (``isobit.models.teacher``); None without a
+    teacher.
+    """

@@ -31,29 +31,29 @@ def group_digests(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def rewards_digest(groups: Sequence[Group]) -> str:
-    """Of what the groups have been given."""
-    given = [
+    """The digest of the groups' rewards, alone."""
+    contents = [
         [group.rewards, group.reward_parts, group.baseline, *_turn_rewards(group)]
         for group in groups
     ]
-    return hashlib.sha256(json.dumps(given).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
 def _turn_rewards(group: Group) -> list[list[tuple[float | None, ...] | None]]:
-    found = [one.sequence.rewards_of_turns for one in group.completions]
-    return [found] if any(one is not None for one in found) else []
+    rewards = [completion.sequence.rewards_of_turns for completion in group.completions]
+    return [rewards] if any(of_turns is not None for of_turns in rewards) else []
 
 
 def _tokens(groups: Sequence[Group]) -> str:
-    answered = [
+    contents = [
         [
             group.prompt.id,
             group.visit,
-            [[one.sequence.length, one.finish_reason] for one in group.completions],
+            [[answer.sequence.length, answer.finish_reason] for answer in group.completions],
         ]
         for group in groups
     ]
-    digest = hashlib.sha256(json.dumps(answered).encode())
+    digest = hashlib.sha256(json.dumps(contents).encode())
     for completion in _all(groups):
         sequence = completion.sequence
         digest.update(_bytes(sequence.token_ids))

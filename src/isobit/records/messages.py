@@ -40,7 +40,9 @@ def read_prompt(value: Any, place: str) -> str | Messages:
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and any(map(_has_role, value)):
-        return tuple(message_of(one, f"{place}, message {n}") for n, one in enumerate(value, 1))
+        return tuple(
+            message_of(message, f"{place}, message {n}") for n, message in enumerate(value, 1)
+        )
     raise DataError(
         f"{place}: expected text or a list of messages with 'role' and 'content', found "
         f"{_shown(value)}"
@@ -66,7 +68,7 @@ def _is_deep(value: Any, left: int = _DEEPEST) -> bool:
     if not isinstance(value, Mapping | list | tuple):
         return False
     parts = value.values() if isinstance(value, Mapping) else value
-    return left == 0 or any(_is_deep(one, left - 1) for one in parts)
+    return left == 0 or any(_is_deep(part, left - 1) for part in parts)
 
 
 def _shown(value: Any) -> str:
@@ -79,8 +81,8 @@ def _listed(value: Any) -> Any:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {name: _listed(one) for name, one in value.items()}
-    return [_listed(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: _listed(item) for name, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
@@ -93,13 +95,13 @@ def _from_sharegpt(value: Any) -> Any:
     if not isinstance(value, list) or not value:
         return value
     roles = {**_SHAREGPT, "system": "system"}
-    if not all(isinstance(one, Mapping) and one.keys() >= {"from", "value"} for one in value):
+    if not all(isinstance(turn, Mapping) and turn.keys() >= {"from", "value"} for turn in value):
         return value
-    if not all(one["from"] in roles and not {"role", "content"} & one.keys() for one in value):
+    if not all(turn["from"] in roles and not {"role", "content"} & turn.keys() for turn in value):
         return value
     names = {"from": "role", "value": "content"}
-    plain = ({**one, "from": roles[one["from"]]} for one in value)
-    return [{names.get(key, key): content for key, content in one.items()} for one in plain]
+    plain = ({**turn, "from": roles[turn["from"]]} for turn in value)
+    return [{names.get(key, key): content for key, content in turn.items()} for turn in plain]
 
 
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{.*["']role["']\s*:""", re.DOTALL)
@@ -113,11 +115,11 @@ def written_messages(text: str) -> str | list[Any]:
         return text
     for read in (json.loads, ast.literal_eval):
         try:
-            found = read(text.strip())
+            content = read(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        if isinstance(found, list) and found and all(map(_has_role, found)):
-            return found
+        if isinstance(content, list) and content and all(map(_has_role, content)):
+            return content
     return text
 
 
@@ -180,15 +182,17 @@ def _read_call(call: Any, place: str) -> dict[str, Any]:
             f"{place}: expected {{'type': 'function', 'function': {{'name': '..', 'arguments': "
             f"{{..}}}}}}, found {_shown(call)}"
         )
-    given = function.get("arguments", function.get("parameters"))
-    read = (_from_json(given) if given.strip() else None) if isinstance(given, str) else given
-    if read is not None and not isinstance(read, Mapping):
+    arguments = function.get("arguments", function.get("parameters"))
+    table = arguments
+    if isinstance(arguments, str):
+        table = _from_json(arguments) if arguments.strip() else None
+    if table is not None and not isinstance(table, Mapping):
         raise DataError(
             f"{place}: the arguments of {name!r} are a table or its JSON text, found "
-            f"{_shown(given)}"
+            f"{_shown(arguments)}"
         )
-    made = {**function, "arguments": {} if read is None else given}
-    return {**call, "function": made} if is_wrapped else made
+    filled = {**function, "arguments": {} if table is None else arguments}
+    return {**call, "function": filled} if is_wrapped else filled
 
 
 def is_parts(content: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
@@ -219,13 +223,13 @@ def read_tools(value: Any, place: str) -> Sequence[Mapping[str, Any]] | None:
     the list. None for no tools.
     """
     check_depth(value, place)
-    found = _listed(_from_json(value))
-    if found is None or found in ([], ""):
+    tools = _listed(_from_json(value))
+    if tools is None or tools in ([], ""):
         return None
-    if isinstance(found, list):
-        found = [_from_json(one) for one in found]
-        if all(isinstance(one, Mapping) for one in found):
-            return tuple(found)
+    if isinstance(tools, list):
+        tools = [_from_json(tool) for tool in tools]
+        if all(isinstance(tool, Mapping) for tool in tools):
+            return tuple(tools)
     raise DataError(
         f"{place}: expected tools for the chat template, a list of JSON schemas or its JSON text, "
         f"found {_shown(value)}; if that column is for the reward alone, set `tools` of this data "
@@ -234,26 +238,26 @@ def read_tools(value: Any, place: str) -> Sequence[Mapping[str, Any]] | None:
 
 
 def _from_json(value: Any) -> Any:
-    """What JSON text says; anything else as it is, also text that is nested too deeply."""
+    """The content of JSON text; anything else as it is, also text that is nested too deeply."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        content = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
-    return value if _is_deep(found) else found
+    return value if _is_deep(content) else content
 
 
 def read_variables(value: Any, place: str) -> Mapping[str, Any]:
     """Variables of the chat template: a table, or its JSON text."""
     check_depth(value, place)
-    found = _from_json(value)
-    if found is None or found == "":
+    variables = _from_json(value)
+    if variables is None or variables == "":
         return {}
-    if not isinstance(found, Mapping):
+    if not isinstance(variables, Mapping):
         raise DataError(
             f"{place}, column {VARIABLES_COLUMN!r}: expected a table of variables of the chat "
             f"template or its JSON text, found {_shown(value)}"
         )
-    return dict(found)
+    return dict(variables)
 
 
 def other_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -261,17 +265,18 @@ def other_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     arguments as a table and half as JSON text, and some want content where there is none.
     """
     filled = [{"content": "", **message} for message in messages]
-    for some in (messages, filled):
-        for change in (lambda one: one, _read, _write):
-            other = [_with_arguments(message, change) for message in some]
+    for variant in (messages, filled):
+        for change in (lambda arguments: arguments, _read, _write):
+            other = [_with_arguments(message, change) for message in variant]
             if other != list(messages):
                 yield other
 
 
 def calls_of(message: Message) -> list[Mapping[str, Any]]:
     calls = message.get("tool_calls")
-    found = [call for call in calls if isinstance(call, Mapping)] if _is_list(calls) else []
-    return [one if isinstance(one := call.get("function"), Mapping) else call for call in found]
+    tables = [call for call in calls if isinstance(call, Mapping)] if _is_list(calls) else []
+    functions = ((call.get("function"), call) for call in tables)
+    return [function if isinstance(function, Mapping) else call for function, call in functions]
 
 
 def _is_list(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
@@ -280,8 +285,10 @@ def _is_list(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
 
 def written_arguments(message: Message) -> list[str]:
     """The arguments of a message's calls of tools that are JSON text."""
-    found = [call.get("arguments") for call in calls_of(message)]
-    return [one for one in found if isinstance(one, str) and isinstance(_read(one), Mapping)]
+    arguments = [call.get("arguments") for call in calls_of(message)]
+    return [
+        text for text in arguments if isinstance(text, str) and isinstance(_read(text), Mapping)
+    ]
 
 
 def _read(arguments: Any) -> Any:
@@ -298,7 +305,7 @@ def _write(arguments: Any) -> Any:
 def quotes(text: str, arguments: str) -> bool:
     """Whether a template that expects a table has written JSON text as a text in quotes."""
     quoted = (json.dumps(arguments, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
-    return arguments not in text and any(one in text for one in quoted)
+    return arguments not in text and any(spelling in text for spelling in quoted)
 
 
 def with_read_arguments(message: Message) -> Message:
@@ -312,8 +319,12 @@ def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
     def changed(call: Any) -> Any:
         if not isinstance(call, Mapping):
             return call
-        made = {name: changed(one) if name == "function" else one for name, one in call.items()}
-        return {**made, "arguments": change(made["arguments"])} if "arguments" in made else made
+        fields = dict(call)
+        if "function" in fields:
+            fields["function"] = changed(fields["function"])
+        if "arguments" in fields:
+            fields["arguments"] = change(fields["arguments"])
+        return fields
 
     calls = message.get("tool_calls")
     return (

@@ -29,7 +29,7 @@ from typing import Literal
 Metrics = dict[str, float]
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 Kind = Literal["train", "sft", "preference"]
-"""What writes a metric: ``isobit train``, and ``isobit sft`` with either objective."""
+"""The command that writes a metric: ``isobit train``, or ``isobit sft`` with either objective."""
 
 _TRAIN: tuple[Kind, ...] = ("train",)
 _SFT: tuple[Kind, ...] = ("sft",)
@@ -46,7 +46,7 @@ class Line:
     text: str
     """A format string whose fields are names of metrics."""
     shorter: tuple[tuple[int, str], ...] = ()
-    """What replaces the text on a narrow terminal, in this order over all parts."""
+    """Replacements of the text on a narrow terminal, in this order over all parts."""
     runs: tuple[Kind, ...] = _TRAIN
 
 
@@ -63,7 +63,7 @@ class Metric:
     chart: str = ""
     """The title of its chart in the report, which it shares with others of that title."""
     label: str = ""
-    """What its curve is called there; the last part of the name by default."""
+    """The name of its curve there; the last part of the metric's name by default."""
     line: Line | None = None
     exact: float | None = None
     """Its value in every step of an exact flow."""
@@ -389,7 +389,7 @@ _PATTERNS = [
     for name, metric in METRICS.items()
     if re.search("SET|NAME", name)
 ]
-"""Of rows whose names have capitals."""
+"""Patterns of the rows whose names have capitals."""
 
 
 def find_metric(name: str) -> Metric | None:
@@ -400,13 +400,13 @@ def find_metric(name: str) -> Metric | None:
 
 
 def chosen_name(name: str) -> str:
-    """What the run chose for the capitals in the name of a row, "" where there are none."""
-    found = (pattern.fullmatch(name) for pattern, _ in _PATTERNS)
-    return next((match["NAME"] for match in found if match), "")
+    """The name that the run chose for the capitals in a row's name, "" where there are none."""
+    matches = (pattern.fullmatch(name) for pattern, _ in _PATTERNS)
+    return next((match["NAME"] for match in matches if match), "")
 
 
 def listed(metrics: Mapping[str, float], kind: Kind) -> Metrics:
-    """Those of the metrics that the table lists for a kind of run."""
+    """The metrics that the table lists for a kind of run."""
     return {
         name: value
         for name, value in metrics.items()

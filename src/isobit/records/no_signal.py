@@ -49,14 +49,14 @@ def describe_untaught(untaught: Mapping[str, float], advise: bool = False) -> st
     """Why completions, counted by the names of ``UNTAUGHT``, taught nothing; with ``advise`` also
     what to do about most of them.
     """
-    found = [(name, untaught[name]) for name in UNTAUGHT if untaught.get(name)]
-    total = sum(count for _, count in found)
-    if not found:
+    counts = [(name, untaught[name]) for name in UNTAUGHT if untaught.get(name)]
+    total = sum(count for _, count in counts)
+    if not counts:
         return "no completions"
-    parts = [f"{count:,.0f} {UNTAUGHT[name][0]}" for name, count in found]
-    if len(found) == 1:
-        text = f"{total:,.0f} completions, all {UNTAUGHT[found[0][0]][0]}"
+    parts = [f"{count:,.0f} {UNTAUGHT[name][0]}" for name, count in counts]
+    if len(counts) == 1:
+        text = f"{total:,.0f} completions, all {UNTAUGHT[counts[0][0]][0]}"
     else:
         text = f"{total:,.0f} completions, {', '.join(parts[:-1])} and {parts[-1]}"
-    most = max(found, key=lambda pair: pair[1])[0]
+    most = max(counts, key=lambda pair: pair[1])[0]
     return f"{text}; {UNTAUGHT[most][1]}" if advise else text

@@ -32,11 +32,11 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
     bins: list[list[int]] = []
     spaces = _Spaces(len(lengths), budget)
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = spaces.first(lengths[index]) if lengths[index] <= budget else len(bins)
-        if place == len(bins):
+        number = spaces.first(lengths[index]) if lengths[index] <= budget else len(bins)
+        if number == len(bins):
             bins.append([])
-        bins[place].append(index)
-        spaces.fill(place, lengths[index])
+        bins[number].append(index)
+        spaces.fill(number, lengths[index])
     return bins
 
 
@@ -94,8 +94,10 @@ def pack(sequences: Sequence[TokenSequence], tokens_per_microbatch: int) -> list
 def lay_end_to_end(sequences: Sequence[TokenSequence]) -> PackedBatch:
     """One micro-batch of the sequences in their order, with every column that ``COLUMNS`` packs."""
     lengths = [sequence.length for sequence in sequences]
-    token_ids = torch.from_numpy(np.concatenate([one.token_ids for one in sequences])).long()
-    mask = torch.from_numpy(np.concatenate([one.loss_mask for one in sequences]))
+    token_ids = torch.from_numpy(
+        np.concatenate([sequence.token_ids for sequence in sequences])
+    ).long()
+    mask = torch.from_numpy(np.concatenate([sequence.loss_mask for sequence in sequences]))
     learnt = mask.nonzero().squeeze(1)
     owner = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))[learnt]
     columns = {
@@ -121,20 +123,21 @@ def _packed(sequences: Sequence[TokenSequence], column: Column) -> torch.Tensor 
     """The entries of all responses; None where no sequence has the column.  Of what a replayed
     sequence is without, the fill is packed; of other columns all sequences have one, or none.
     """
-    found: list[np.ndarray | None] = [getattr(one, column.name) for one in sequences]
+    arrays: list[np.ndarray | None] = [getattr(sequence, column.name) for sequence in sequences]
     if column.stand_in is not None:
-        others = [getattr(one, column.stand_in) for one in sequences]
-        found = [other if one is None else one for one, other in zip(found, others, strict=True)]
-    missing = sum(one is None for one in found)
-    if missing == len(found):
+        substitutes = [getattr(sequence, column.stand_in) for sequence in sequences]
+        pairs = zip(arrays, substitutes, strict=True)
+        arrays = [substitute if array is None else array for array, substitute in pairs]
+    missing = sum(array is None for array in arrays)
+    if missing == len(arrays):
         return None
     is_lost_in_replay = column.writer == "rollout" and not column.replayed
     assert not missing or is_lost_in_replay, "all sequences have a column, or none"
     return responses(
         sequences,
         [
-            np.full(sequence.length, column.fill, column.dtype) if one is None else one
-            for sequence, one in zip(sequences, found, strict=True)
+            np.full(sequence.length, column.fill, column.dtype) if array is None else array
+            for sequence, array in zip(sequences, arrays, strict=True)
         ],
     )
 
@@ -142,4 +145,6 @@ def _packed(sequences: Sequence[TokenSequence], column: Column) -> torch.Tensor 
 def responses(sequences: Sequence[TokenSequence], columns: Iterable[np.ndarray]) -> torch.Tensor:
     """The entries of all response tokens of a column each, end to end."""
     pairs = zip(sequences, columns, strict=True)
-    return torch.from_numpy(np.concatenate([one.of_response(column) for one, column in pairs]))
+    return torch.from_numpy(
+        np.concatenate([sequence.of_response(column) for sequence, column in pairs])
+    )

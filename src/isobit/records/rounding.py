@@ -1,6 +1,6 @@
 """When rewards are equal but for rounding.
 
-``0.1 * 3`` and ``0.3`` are one reward to whoever wrote them, and two FP64 numbers. Taken for
+``0.1 * 3`` and ``0.3`` are one reward to their author, and two FP64 numbers. Taken for
 different, they would make a group teach what the order of a sum was: divided by their standard
 deviation, or by Adam's second moment, such a difference moves the weights as a real one does.
 
@@ -24,8 +24,8 @@ _SHORT = 12
 
 def are_level(values: Iterable[float]) -> bool:
     """Whether finite numbers differ by rounding at most; true without any."""
-    found = list(values)
-    low, high = min(found, default=0.0), max(found, default=0.0)
+    numbers = list(values)
+    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
     if low == high:
         return True
     if float(low).is_integer() and float(high).is_integer():
@@ -33,7 +33,7 @@ def are_level(values: Iterable[float]) -> bool:
     largest, spread = max(abs(low), abs(high)), high - low
     if spread <= FP64 * max(largest, 1.0):
         return True
-    return spread <= FP32 * largest and any(map(_is_of_fp32, found))
+    return spread <= FP32 * largest and any(map(_is_of_fp32, numbers))
 
 
 def settled(value: float, *marks: float) -> float:
@@ -43,9 +43,9 @@ def settled(value: float, *marks: float) -> float:
 
 def rounded_sum(terms: Iterable[float]) -> float:
     """The sum in the order of the terms; 0 where they cancel but for rounding."""
-    found = list(terms)
-    total = sum(found, start=0.0)
-    largest = max(map(abs, found), default=0.0)
+    numbers = list(terms)
+    total = sum(numbers, start=0.0)
+    largest = max(map(abs, numbers), default=0.0)
     return 0.0 if abs(total) <= FP64 * largest else total
 
 

@@ -1,4 +1,4 @@
-"""One sequence from sampling to the loss: tokens, and beside each of them all that is known of it.
+"""One sequence from sampling to the loss: tokens, and all that is known of each.
 
     token_ids          prompt | answer            | what a tool said | answer ...
     loss_mask          False  | True              | False            | True
@@ -6,14 +6,14 @@
     weights_versions   GIVEN  | 7 7 7 8 8         | GIVEN            | 8 8
     advantages         0      | as judged         | 0                | as judged
 
-Every column has an entry for every token, so that masking tokens, moving a half-done sample to
+Every column has an entry for every token, so that masking tokens, moving an unfinished sample to
 newer weights, another turn, or an advantage for each token changes entries, never the container.
 
 ``COLUMNS`` declares the columns once.  Whatever sends, stores, digests or packs sequences reads
 that table, so a new column is a row and a field here (and a field of ``PackedBatch`` if a loss
 reads it), the code that writes it, and the code that reads it.
 
-Columns are arrays that nobody writes to (they are made read-only): 17 bytes a token as it was
+Columns are read-only arrays: 17 bytes a token as it was
 sampled, where tuples would take some 90, and a step with millions of tokens takes and joins them
 without looking at each.  Nothing here imports torch; rewards and data import this file.
 """
@@ -92,9 +92,9 @@ COLUMNS = (
     Column("importance",          np.float32, "judge",   False, False, "importance"),
 )
 # fmt: on
-"""What each column means stands at its field of ``TokenSequence``."""
+"""The columns; the fields of ``TokenSequence`` say what each means."""
 COLUMN = {column.name: column for column in COLUMNS}
-"""By name."""
+"""The rows of ``COLUMNS`` by name."""
 RECORDED = tuple(column.name for column in COLUMNS if column.writer == "rollout")
 """The columns that sampling fills."""
 
@@ -113,39 +113,40 @@ class TokenSequence:
     log_probs: Numbers
     """log-softmax(logits / temperature) over the full vocabulary, recorded at the draw."""
     weights_versions: Integers
-    """Of the weights each token was drawn from, or ``GIVEN``."""
+    """The version of the weights that each token was drawn from, or ``GIVEN``."""
     advantages: Numbers
     """Zeros until the sequence has been judged."""
     temperature: float = 1.0
-    """Of the log-probabilities: above 0, and 1 where decoding was greedy."""
+    """The temperature of the log-probabilities: above 0, and 1 where decoding was greedy."""
     truncated_log_probs: Numbers | None = None
-    """Under the truncated distribution; None without top-k, top-p or min-p."""
+    """Log-probabilities under the truncated distribution; None without top-k, top-p or min-p."""
     routings: Digests | None = None
     """Digests of the experts at the row that each token was drawn from, recorded at the draw
     (``isobit.models.layers``); None where a model without experts drew.
     """
     turn_rewards: NDArray[np.float64] | None = None
-    """By an environment: the reward of each turn at its last token, NaN where the environment
-    failed, and 0 at all others; None where it gives turns none.
+    """The environment's reward of each turn, at the turn's last token: NaN where the environment
+    failed, and 0 at all other tokens; None where it rewards no turns.
     """
     old_log_probs: Numbers | None = None
-    """By the trainer's forward before it learnt from the sequence; None where the recorded ones are
-    those of the same function.
+    """Log-probabilities of the trainer's forward before it learnt from the sequence; None where the
+    recorded ones are those of the same function.
     """
     old_routings: Digests | None = None
     """Digests of that forward's experts; None as for ``old_log_probs``, or without experts."""
     reference_log_probs: Numbers | None = None
-    """By the reference model; None without one."""
+    """Log-probabilities of the reference model; None without one."""
     teacher_log_probs: Numbers | None = None
-    """By a teacher of the sampled tokens; None without one."""
+    """Log-probabilities that a teacher gives the sampled tokens; None without one."""
     kl_penalties: Numbers | None = None
     """The KL coefficient times the estimated divergence from the reference, taken from the reward
     token by token; None where no penalty is in the reward.
     """
     values: Numbers | None = None
-    """By the value head, of the state before each token, before it learnt from the sequence."""
+    """The value head's values of the state before each token, before it learnt from the sequence.
+    """
     returns: Numbers | None = None
-    """What the value head is to learn."""
+    """The targets of the value head."""
     importance: Numbers | None = None
     """The weights of the corrections; None is 1 everywhere."""
     fresh: bool = True
@@ -153,8 +154,8 @@ class TokenSequence:
     what is replayed, or was sampled ahead.
     """
     drawn: int | None = None
-    """How many tokens were drawn for it, as whoever drew them has counted, whatever the mask says
-    (``isobit.training.token_count``); None where nobody did.
+    """The number of tokens drawn for it, as its engine counted them, whatever the mask says
+    (``isobit.training.token_count``); None where none was counted.
     """
 
     def __post_init__(self) -> None:
@@ -222,14 +223,14 @@ class TokenSequence:
 
     @property
     def ratio_log_probs(self) -> Numbers:
-        """What the loss's ratio is taken to: the old log-probabilities, or the recorded ones, which
-        stand in for them.
+        """The log-probabilities that the loss's ratio is taken to: the old ones, or the recorded
+        ones, which stand in for them.
         """
         return self.log_probs if self.old_log_probs is None else self.old_log_probs
 
     @property
     def num_bytes(self) -> int:
-        """Of its tokens, its mask and its columns."""
+        """Bytes of its tokens, its mask and its columns."""
         return sum(array.nbytes for *_, array in self._arrays())
 
     def of_response(self, column: NDArray[Entry]) -> NDArray[Entry]:
@@ -258,17 +259,17 @@ class TokenSequence:
         """
         if self.turn_rewards is None:
             return None
-        found = self.of_response(self.turn_rewards)[self.turn_ends].tolist()
-        return tuple(None if math.isnan(one) else one for one in found)
+        rewards = self.of_response(self.turn_rewards)[self.turn_ends].tolist()
+        return tuple(None if math.isnan(reward) else reward for reward in rewards)
 
     def with_turn_rewards(self, rewards: Sequence[float | None]) -> Self:
         """The sequence with ``turn_rewards`` of its first turns, of which None has failed; the
         others have 0.
         """
-        found = np.zeros(self.response_length)
-        given = [math.nan if one is None else one for one in rewards]
-        found[self.turn_ends[: len(rewards)]] = given
-        return self.with_columns(turn_rewards=found)
+        entries = np.zeros(self.response_length)
+        numbers = [math.nan if reward is None else reward for reward in rewards]
+        entries[self.turn_ends[: len(rewards)]] = numbers
+        return self.with_columns(turn_rewards=entries)
 
     def given_from(self, first: int) -> list[tuple[int, int]]:
         """Begin and end of each run of tokens outside of the loss mask, from ``first`` on."""
@@ -277,7 +278,7 @@ class TokenSequence:
         return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
     def with_given(self, token_ids: Sequence[int]) -> Self:
-        """The sequence with tokens behind it that no policy drew."""
+        """The sequence followed by tokens that no policy drew."""
         count, columns = len(token_ids), dict[str, Any]()
         for column in COLUMNS:
             array = getattr(self, column.name)
@@ -323,8 +324,8 @@ def _spread_all(entries: Mapping[str, Any], mask: NDArray[np.bool_]) -> dict[str
 def _spread(
     values: ArrayLike, dtype: type[Entry], fill: int, mask: NDArray[np.bool_]
 ) -> NDArray[Entry]:
-    given, column = np.asarray(values, dtype), np.full(len(mask), fill, dtype)
+    entries, column = np.asarray(values, dtype), np.full(len(mask), fill, dtype)
     count = int(np.count_nonzero(mask))
-    assert given.shape in ((), (count,)), "one entry a token of the response, or one for all"
-    column[mask] = given
+    assert entries.shape in ((), (count,)), "one entry a token of the response, or one for all"
+    column[mask] = entries
     return column

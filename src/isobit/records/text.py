@@ -15,18 +15,20 @@ from isobit.records.sequence import TokenSequence
 FinishReason = Literal["stop", "length", "aborted", "turns", "time", "failed"]
 """The last three end episodes (``isobit.rollout.episodes``)."""
 CUT: tuple[FinishReason, ...] = ("length", "turns", "time", "failed")
-"""What ends a completion before its model has ended it."""
+"""The reasons that end a completion before its model has ended it."""
 
 
 THINK = re.compile(r"<think(?:ing)?>|\[THINK\]")
 THOUGHT = re.compile(r"</think(?:ing)?>|\[/THINK\]")
-"""Where a model's thinking begins and ends, which is neither graded nor searched for calls."""
+"""``THINK`` and ``THOUGHT`` match the beginning and the end of a model's thinking, which is neither
+graded nor searched for calls.
+"""
 
 
 def ends_in_thinking(prompt: str) -> bool:
     """Whether the chat template has begun the thinking at the end of the prompt."""
     last = prompt[-20:].rstrip()
-    return any(one.end() == len(last) for one in THINK.finditer(last))
+    return any(tag.end() == len(last) for tag in THINK.finditer(last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     row: Mapping[str, Any] = field(default_factory=dict)
     content: str | Sequence[Mapping[str, Any]] | None = None
-    """As the dataset has it, before the chat template: text, or chat messages; None where it comes
-    from no dataset.
+    """The prompt as the dataset has it, before the chat template: text, or chat messages; None
+    where it comes from no dataset.
     """
 
 
@@ -79,17 +81,17 @@ class Episode:
     """A completion of several turns, in which a model has called tools."""
 
     turns: tuple[str, ...]
-    """What the model wrote, with special tokens and stop strings, but for the tokens that ended a
+    """The model's texts, with special tokens and stop strings, but without the tokens that ended a
     turn.
     """
     results: tuple[tuple[tuple[str, str], ...], ...]
-    """Behind each turn, for each call its kind (``ResultKind``) and what the model was told."""
+    """The results of the calls after each turn: the kind (``ResultKind``) and the text of each."""
     failure: str = ""
     """The kind of the environment's failure, where there was one."""
     reward: float | None = None
-    """By the environment's own ``get_reward``; those of turns are in the sequence."""
+    """The reward of the environment's own ``get_reward``; those of turns are in the sequence."""
     prompt: str = ""
-    """As it was rendered, where the environment has said something for it."""
+    """The prompt as it was rendered, where the environment added something to it."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any] | None) -> "Episode | None":
@@ -110,13 +112,15 @@ class Episode:
     @property
     def messages(self) -> list[dict[str, str]]:
         """The turns and the results as messages."""
-        found: list[dict[str, str]] = []
-        for place, turn in enumerate(self.turns):
-            found.append({"role": "assistant", "content": turn})
-            behind = self.results[place] if place < len(self.results) else ()
+        messages: list[dict[str, str]] = []
+        for index, turn in enumerate(self.turns):
+            messages.append({"role": "assistant", "content": turn})
+            behind = self.results[index] if index < len(self.results) else ()
             roles = {"user": "user"}  # all other kinds are of tools
-            found += [{"role": roles.get(kind, "tool"), "content": text} for kind, text in behind]
-        return found
+            messages += [
+                {"role": roles.get(kind, "tool"), "content": text} for kind, text in behind
+            ]
+        return messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,7 @@ class Completion:
     text: str
     finish_reason: FinishReason
     episode: Episode | None = None
-    """With an environment: what happened between the turns, of which ``text`` is the last."""
+    """The turns and the results of their calls, with an environment; ``text`` is the last turn."""
     stop_string: str = ""
     """The stop string that ended the answer, where one did."""
 
@@ -178,7 +182,7 @@ class Completion:
         return self._drawn(self.sequence.weights_versions)
 
     def _drawn(self, column: np.ndarray) -> tuple:
-        """Python's own numbers, as who writes a reward expects them."""
+        """The entries of the response as Python's own numbers, which authors of rewards expect."""
         return tuple(self.sequence.of_response(column).tolist())
 
 

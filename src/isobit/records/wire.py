@@ -7,7 +7,7 @@ baselines.
                                         log-probabilities where there are any
 
 ``isobit.records.sequence.COLUMNS`` says which columns are kept; those that a step adds when it
-judges a sequence are not.  A prompt is kept as its id: whoever reads the value has the same data.
+judges a sequence are not.  A prompt is kept as its id: every reader of the value has the same data.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,19 +32,22 @@ def joined(sequences: Sequence[TokenSequence]) -> dict[str, torch.Tensor]:
     column stands beside ``NAME_of``, the indices of the sequences that have it; one that none has
     is left out.
     """
-    spans = [_spans(one.loss_mask) for one in sequences]
+    spans = [_spans(sequence.loss_mask) for sequence in sequences]
     tensors = {
-        "lengths": torch.tensor([one.length for one in sequences], dtype=torch.int64),
-        "span_counts": torch.tensor([len(one) // 2 for one in spans], dtype=torch.int64),
+        "lengths": torch.tensor([sequence.length for sequence in sequences], dtype=torch.int64),
+        "span_counts": torch.tensor([len(bounds) // 2 for bounds in spans], dtype=torch.int64),
         "spans": _end_to_end(spans, np.int64).view(-1, 2),
-        "token_ids": _end_to_end([one.token_ids for one in sequences], np.int32),
-        "temperatures": torch.tensor([one.temperature for one in sequences], dtype=torch.float64),
+        "token_ids": _end_to_end([sequence.token_ids for sequence in sequences], np.int32),
+        "temperatures": torch.tensor(
+            [sequence.temperature for sequence in sequences], dtype=torch.float64
+        ),
         "drawn": torch.tensor(
-            [_UNCOUNTED if one.drawn is None else one.drawn for one in sequences], dtype=torch.int64
+            [_UNCOUNTED if sequence.drawn is None else sequence.drawn for sequence in sequences],
+            dtype=torch.int64,
         ),
     }
     for column in SENT:
-        arrays = [getattr(one, column.name) for one in sequences]
+        arrays = [getattr(sequence, column.name) for sequence in sequences]
         having = [index for index, array in enumerate(arrays) if array is not None]
         if having or not column.optional:
             parts = [sequences[index].of_response(arrays[index]) for index in having]
@@ -89,16 +92,16 @@ def _columns(
     tensors: Mapping[str, torch.Tensor], column: Column, masks: Sequence[NDArray[np.bool_]]
 ) -> list[Any]:
     """A column of each sequence, of which there are the masks; None where it has none."""
-    found: list[Any] = [None] * len(masks)
+    arrays: list[Any] = [None] * len(masks)
     if column.name not in tensors:
-        return found
-    places = list(range(len(masks)))
-    having = tensors[f"{column.name}_of"].tolist() if column.optional else places
+        return arrays
+    indices = list(range(len(masks)))
+    having = tensors[f"{column.name}_of"].tolist() if column.optional else indices
     counts = [int(np.count_nonzero(masks[index])) for index in having]
     for index, part in zip(having, tensors[column.name].split(counts), strict=True):
-        found[index] = np.full(len(masks[index]), column.fill, column.dtype)
-        found[index][masks[index]] = part.numpy()
-    return found
+        arrays[index] = np.full(len(masks[index]), column.fill, column.dtype)
+        arrays[index][masks[index]] = part.numpy()
+    return arrays
 
 
 def _end_to_end(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
@@ -121,13 +124,17 @@ def _mask(length: int, spans: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def completions_value(completions: Sequence[Completion]) -> dict[str, Any]:
     """Completions as ``isobit.parallel.world`` takes them, none of them judged."""
-    episodes = [one.episode for one in completions]
-    stops = [one.stop_string for one in completions]
+    episodes = [completion.episode for completion in completions]
+    stops = [completion.stop_string for completion in completions]
     return {
-        "texts": [one.text for one in completions],
-        "finish_reasons": [one.finish_reason for one in completions],
-        "sequences": joined([one.sequence for one in completions]),
-        **({"episodes": [one and asdict(one) for one in episodes]} if any(episodes) else {}),
+        "texts": [completion.text for completion in completions],
+        "finish_reasons": [completion.finish_reason for completion in completions],
+        "sequences": joined([completion.sequence for completion in completions]),
+        **(
+            {"episodes": [episode and asdict(episode) for episode in episodes]}
+            if any(episodes)
+            else {}
+        ),
         **({"stop_strings": stops} if any(stops) else {}),
     }
 
@@ -158,7 +165,7 @@ def groups_value(groups: Sequence[Group]) -> dict[str, Any]:
             }
             for group in groups
         ],
-        **completions_value([one for group in groups for one in group.completions]),
+        **completions_value([completion for group in groups for completion in group.completions]),
     }
 
 

@@ -34,7 +34,8 @@ from transformers import PreTrainedTokenizerBase
 from isobit.config.data import ChatConfig
 from isobit.config.environment import ToolFormat
 from isobit.data.encoding import most_characters, special_token_ids, token_ids
-from isobit.data.prompts import Noticed, encodable, prompts_of_rows
+from isobit.data.prompts import Noticed, prompts_of_rows
+from isobit.data.rendering import encodable
 from isobit.data.sources import Row, row_of
 from isobit.data.tool_calls import MARKS, tool_format
 from isobit.models.folder import SamplingModel
