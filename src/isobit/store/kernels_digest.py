@@ -4,32 +4,103 @@ and names of files.
 
 import ast
 import hashlib
+import os
+import secrets
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import isobit
+from isobit.util.plain_files import read_plain
 
 _COMPUTE = ("kernels", "precision")  # folders of the package
+_LONGEST_ENTRY = 256  # bytes
 
 
 @cache
 def kernels_sha256() -> str:
-    """Of the source that decides what an operation computes."""
+    """SHA-256 of the definitions that decide what an operation computes.  Parsing them takes a
+    fifth of the time of all imports, so the digest of the same bytes is kept in the user's cache.
+    """
+    sources = _sources()
+    key = _key(sources)
+    digest = _kept(key)
+    if digest is None:
+        digest = definitions_sha256({name: source.decode() for name, source in sources.items()})
+        _keep(key, digest)
+    return digest
+
+
+def _sources() -> dict[str, bytes]:
+    """The bytes of each module of the kernels and formats, by its dotted name."""
     package = Path(__file__).parents[1]
-    return definitions_sha256(
-        {
-            ".".join(path.relative_to(package.parent).with_suffix("").parts): path.read_text()
-            for folder in _COMPUTE
-            for path in (package / folder).rglob("*.py")
-        }
-    )
+    return {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts): path.read_bytes()
+        for folder in _COMPUTE
+        for path in (package / folder).rglob("*.py")
+    }
+
+
+def _key(sources: Mapping[str, bytes]) -> str:
+    """SHA-256 of all that the digest depends on: names, bytes, this file, the version of Python."""
+    own = {"": Path(__file__).read_bytes(), sys.version: b""}
+    whole = hashlib.sha256()
+    for name, source in sorted((own | dict(sources)).items()):
+        whole.update(f"{name}\0{len(source)}\0".encode() + source)
+    return whole.hexdigest()
+
+
+def _entry(key: str) -> Path | None:
+    """The file of a digest in the user's cache; None where the user has no home."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        folder = cache if cache.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return folder / "isobit" / "kernels" / key
+
+
+def _line(key: str, digest: str) -> bytes:
+    """The content of an entry: the digest, and a checksum that damage does not survive."""
+    return f"{digest} {hashlib.sha256(f'{key} {digest}'.encode()).hexdigest()}\n".encode()
+
+
+def _kept(key: str) -> str | None:
+    """The digest that an earlier process has kept; None where there is none, or a damaged one."""
+    entry = _entry(key)
+    if entry is None:
+        return None
+    try:
+        line = read_plain(entry, _LONGEST_ENTRY)
+    except OSError:
+        return None
+    digest = line[:64].decode("ascii", "replace")
+    return digest if line == _line(key, digest) else None
+
+
+def _keep(key: str, digest: str) -> None:
+    """Keep a digest for later processes, where the cache can be written: as a whole, by renaming,
+    since others may do the same at once.
+    """
+    entry = _entry(key)
+    if entry is None:
+        return
+    with suppress(OSError):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        partial = entry.with_name(f".{secrets.token_hex(8)}")
+        try:
+            partial.write_bytes(_line(key, digest))
+            partial.replace(entry)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def definitions_sha256(sources: Mapping[str, str]) -> str:
-    """Of what modules, given by dotted names, define and execute.
+    """SHA-256 of what modules, given by dotted names, define and execute.
 
     A global name counts as the definition that it refers to: ``linear.dgrad`` and ``dgrad`` are
     equal under the right imports.  Definitions of one name in several modules are distinguished by
@@ -103,7 +174,7 @@ class _Syntax:
             self._names[local] = self._labels.get(module, {}).get(name, outside)
 
     def text(self, node: Any) -> str:
-        """Of a node, a list of nodes or a constant."""
+        """The text of a node, a list of nodes or a constant."""
         if isinstance(node, list):
             return f"[{','.join(self.text(one) for one in node if not _says_nothing(one))}]"
         if isinstance(node, ast.Name) and node.id in self._names:
