@@ -55,9 +55,11 @@ from isobit.models.policy import Policy, random_policy
 from isobit.parallel.world import ALONE
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout import episodes, executor
-from isobit.rollout.engine import EngineStats, Follow, Handle, Request, SampleEvent
+from isobit.rollout.engine import Follow, SampleEvent
+from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.run.evaluate import open_environments
 from isobit.starter import starter_folder
 from isobit.store.reward_record import AnswerRecord

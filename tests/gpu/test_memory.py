@@ -22,8 +22,9 @@ from isobit.memory.turns import DeviceTurns, HostMoments
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 from isobit.util.terminal import Clock
@@ -164,8 +165,7 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute, stays:
         Trainer(policy, config, total_updates=4),
     )
     turns, clock = DeviceTurns(plan, engine, trainer), Clock()
-    assert engine._works is not None
-    drawn, made = [], weakref.ref(engine._works)  # which keeps no cache
+    drawn, made = [], weakref.ref(engine._executor.runner)  # which keeps no cache
     for _ in range(2):
         drawn.append(answers(engine))
         with turns.training(clock):

@@ -31,8 +31,9 @@ from isobit.models.families import FAMILIES
 from isobit.models.policy import Policy
 from isobit.models.scorer import PackedPass
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 
 DENSE: dict[Family, Any] = {
     "llama": LlamaConfig,

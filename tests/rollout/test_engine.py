@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Handle, Limits, Request, check_limits, check_requests, generate
+from isobit.rollout.engine import generate
+from isobit.rollout.requests import Handle, Limits, Request, check_limits, check_requests
 from isobit.util.errors import RequestError
 from tests.rollout.history_model import make_engine
 

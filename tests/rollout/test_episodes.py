@@ -25,9 +25,10 @@ from isobit.records.sequence import COLUMNS, GIVEN, TokenSequence
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rewards.grade import Failure
 from isobit.rollout import episodes
-from isobit.rollout.engine import EngineStats, Handle, Request
+from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.starter import starter_folder
 from isobit.store.reward_record import AnswerRecord
 from tests.environments.servers import Count, serving

@@ -23,8 +23,9 @@ from isobit.models.policy_share import SentWeights
 from isobit.observe.console import silent
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout import episodes, servers
-from isobit.rollout.engine import Handle, Request, Sampler, generate
+from isobit.rollout.engine import Sampler, generate
 from isobit.rollout.http_engine import HttpEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.run.loop import train
 from isobit.util.errors import ConfigError, MismatchError, RequestError, ServerError
 from tests.rollout.served import engine_of, native_of, served

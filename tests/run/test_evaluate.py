@@ -13,7 +13,7 @@ from isobit.config.data import JsonlData
 from isobit.config.recipes import GenerationConfig, RunConfig
 from isobit.config.tables import PrecisionConfig, RolloutConfig
 from isobit.records.text import Group
-from isobit.rollout.engine import Progress
+from isobit.rollout.engine_stats import Progress
 from isobit.run.evaluate import completion_lines, evaluate_folder, rollout_folder
 from isobit.util.errors import ConfigError, DataError, RewardError
 

@@ -39,7 +39,7 @@ from isobit.util.terminal import say
 if TYPE_CHECKING:
     from isobit.config.recipes import ServeConfig
     from isobit.models.policy import Policy
-    from isobit.serve.app import Server
+    from isobit.serve.app import ApiServer
 
 POLL_S = 1.0
 """Between two looks for a checkpoint."""
@@ -246,14 +246,14 @@ def _server(
     updated: Path | None,
     adapters: Mapping[str, Path],
     hosts: HostCheck | None,
-) -> "Server":
+) -> "ApiServer":
     from isobit.data.tokenizer import load_tokenizer
     from isobit.memory.cache_size import batched_tokens
     from isobit.models.folder import LoadedModel, load_adapters, load_sampling_model
     from isobit.models.policy import Policy
     from isobit.rollout.native import NativeEngine
     from isobit.rollout.scoring import TokenScorer
-    from isobit.serve.app import Server, Settings
+    from isobit.serve.app import ApiServer, Settings
     from isobit.serve.engine import EngineThread
     from isobit.serve.weights import WeightUpdates
 
@@ -290,10 +290,10 @@ def _server(
         hosts=hosts,
     )
     updates = None if updated is None else WeightUpdates(policy, thread, updated)
-    return Server(model, load_tokenizer(model.folder), thread, serving, updates)
+    return ApiServer(model, load_tokenizer(model.folder), thread, serving, updates)
 
 
-def _serve(server: "Server", listener: socket.socket, options: Namespace) -> int:
+def _serve(server: "ApiServer", listener: socket.socket, options: Namespace) -> int:
     import uvicorn
 
     from isobit.serve.connections import Connection, most_connections

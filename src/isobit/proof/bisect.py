@@ -18,13 +18,8 @@ from isobit.config.tables import PrecisionConfig
 from isobit.kernels.operands import UNROUNDED
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
-from isobit.proof.difference import (
-    Extremes,
-    Operations,
-    SiteDifference,
-    describe_site,
-    keys_of_batch,
-)
+from isobit.proof.difference import Extremes, Operations, SiteDifference, describe_site
+from isobit.proof.observation import keys_of_batch
 from isobit.proof.scenarios import Scenario, Workload
 from isobit.proof.verify import (
     ScenarioResult,

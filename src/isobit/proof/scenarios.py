@@ -19,7 +19,7 @@ from isobit.precision.quant_tensor import Side
 from isobit.records.batch import PackedBatch, pack
 from isobit.records.sequence import COLUMN, TokenSequence
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request
+from isobit.rollout.requests import Request
 
 RESULT_TOKENS = 16
 """Of a tool: prompts end around the bounds of pages, so that these cross them."""

@@ -42,16 +42,8 @@ from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare
 from isobit.models.scorer import Scorer, calibrate_kv_scales
 from isobit.parallel.world import ALONE, World
-from isobit.proof.difference import (
-    Checksums,
-    Keep,
-    ObservedRunner,
-    Operations,
-    TokenObserver,
-    compared_operations,
-    describe_site,
-    observed_scores,
-)
+from isobit.proof.difference import Checksums, Operations, compared_operations, describe_site
+from isobit.proof.observation import Keep, ObservedRunner, TokenObserver, observed_scores
 from isobit.proof.scenarios import (
     RESULT_TOKENS,
     Scenario,
@@ -66,8 +58,10 @@ from isobit.proof.scenarios import (
 from isobit.records.batch import PackedBatch, sequences_of
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group
-from isobit.rollout.engine import EngineStats, Handle, Request, RolloutEngine, generate
+from isobit.rollout.engine import RolloutEngine, generate
+from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.runner import page_tokens_of
 from isobit.training.comparison import Comparison
 from isobit.util.errors import ConfigError, IsobitError

@@ -54,18 +54,9 @@ from isobit.parallel.world import World
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason, ends_in_thinking
 from isobit.rewards.grade import Failure
-from isobit.rollout.engine import (
-    EngineStats,
-    Follow,
-    Handle,
-    Periods,
-    Progress,
-    Request,
-    RolloutEngine,
-    SampleEvent,
-    check_requests,
-    requests_of,
-)
+from isobit.rollout.engine import Follow, RolloutEngine, SampleEvent
+from isobit.rollout.engine_stats import EngineStats, Periods, Progress
+from isobit.rollout.requests import Handle, Request, check_requests, requests_of
 from isobit.rollout.sequence import cut, decode
 from isobit.rollout.shared import generate_shared
 from isobit.util.errors import shown

@@ -36,16 +36,8 @@ from isobit.kernels.operands import DecodeBatch, Drawn, Draws
 from isobit.models.folder import model_needs
 from isobit.models.policy_share import SampledPolicy
 from isobit.parallel.world import Pulse
-from isobit.rollout.runner import (
-    DrawnToken,
-    Ready,
-    build_batch,
-    distinct_rows,
-    draws_of,
-    empty_cache,
-    rollout_states,
-    truncates,
-)
+from isobit.rollout.draws import Ready, distinct_rows, draws_of, truncates
+from isobit.rollout.runner import DrawnToken, build_batch, empty_cache, rollout_states
 from isobit.rollout.scheduler import Plan
 from isobit.rollout.sequence import Sample, States
 from isobit.util.errors import ConfigError

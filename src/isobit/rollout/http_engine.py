@@ -26,8 +26,8 @@ from isobit.config.tables import RunRolloutConfig
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction, SentWeights, function_of
 from isobit.rollout.answers import Drawn, UnavailableError
-from isobit.rollout.engine import Handle, Limits
 from isobit.rollout.remote_samples import SampleBooks
+from isobit.rollout.requests import Handle, Limits
 from isobit.rollout.sequence import Sample
 from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, Weights
 from isobit.util.errors import ConfigError, ServerError, shown

@@ -11,17 +11,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from isobit.records.text import Completion
-from isobit.rollout.engine import (
-    EngineStats,
-    Follow,
-    Handle,
-    Limits,
-    Request,
-    SampleEvent,
-    check_limits,
-    parted,
-    requests_of,
-)
+from isobit.rollout.engine import Follow, SampleEvent, parted
+from isobit.rollout.engine_stats import EngineStats
+from isobit.rollout.requests import Handle, Limits, Request, check_limits, requests_of
 from isobit.rollout.sequence import Sample, SharedPrompt
 from isobit.util.errors import NonFiniteError, RequestError
 

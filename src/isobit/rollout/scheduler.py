@@ -34,7 +34,7 @@ from itertools import islice
 from typing import Protocol, TypeVar
 
 from isobit.memory.cache_size import PageAllocator
-from isobit.rollout.engine import EngineStats
+from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.sequence import CachedTokens, Sample, SharedPrompt, States
 
 Plan = list[tuple[CachedTokens, int]]

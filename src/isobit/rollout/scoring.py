@@ -21,7 +21,8 @@ import torch
 
 from isobit.memory.cache_size import PageAllocator, out_of_memory_named, pages_for
 from isobit.models.policy import Policy
-from isobit.rollout.runner import PolicyRunner, build_batch, finite_rows
+from isobit.rollout.draws import finite_rows
+from isobit.rollout.runner import PolicyRunner, build_batch
 from isobit.rollout.scheduler import by_adapter
 from isobit.rollout.sequence import CachedTokens
 from isobit.util.errors import IsobitError, NonFiniteError, RequestError

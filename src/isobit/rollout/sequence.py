@@ -33,7 +33,7 @@ from isobit.data.tokenizer import byte_token_ids, is_of_tokenizer, special_token
 from isobit.memory.cache_size import PageAllocator, Parked
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
-from isobit.rollout.engine import Handle, Request
+from isobit.rollout.requests import Handle, Request
 from isobit.util.errors import DataError, IsobitError, shown
 
 if TYPE_CHECKING:

@@ -39,17 +39,9 @@ from typing import Any
 from isobit.parallel.world import World, decode, encode, is_raised_on_all, run_and_gather
 from isobit.records.kept_groups import completions_of, completions_value
 from isobit.records.text import Completion
-from isobit.rollout.engine import (
-    EngineStats,
-    Handle,
-    Periods,
-    Progress,
-    Request,
-    SampleEvent,
-    Sampler,
-    check_is_free,
-    generate,
-)
+from isobit.rollout.engine import SampleEvent, Sampler, check_is_free, generate
+from isobit.rollout.engine_stats import EngineStats, Periods, Progress
+from isobit.rollout.requests import Handle, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from isobit.memory.cache_size import batched_tokens, out_of_memory_named
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction
 from isobit.models.saving import published_tensors
-from isobit.rollout.engine import Handle, Limits, Request
 from isobit.rollout.remote_samples import SampleBooks
+from isobit.rollout.requests import Handle, Limits, Request
 from isobit.rollout.sequence import Sample
 from isobit.rollout.vllm_model import (
     BACKEND,

@@ -51,8 +51,8 @@ from isobit.rollout.answers import (
     WorkerDescribed,
     read_answer,
 )
-from isobit.rollout.engine import Handle, Request
 from isobit.rollout.http_engine import MIB, HttpEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.sequence import Sample
 from isobit.rollout.servers import (
     PUBLISH_S,

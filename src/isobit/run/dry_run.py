@@ -29,7 +29,7 @@ from isobit.models.decoder import decoder_shape, parameter_count
 from isobit.models.folder import is_hub_name, model_needs
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.rewards.grading import Graders
-from isobit.rollout.engine import Limits, check_limits
+from isobit.rollout.requests import Limits, check_limits
 from isobit.run.data import settled, with_date_of_run
 from isobit.run.lessons import SftData
 from isobit.run.plan import AnyPlan, check_requests, plan_device_memory

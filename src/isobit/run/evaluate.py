@@ -46,16 +46,11 @@ from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.grading import Graders, Grading
 from isobit.rewards.reference_check import check_references
 from isobit.rewards.tally import GradeStats
-from isobit.rollout.engine import (
-    EngineStats,
-    Handle,
-    Progress,
-    Request,
-    RolloutEngine,
-    generate,
-)
+from isobit.rollout.engine import RolloutEngine, generate
+from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.shared import generate_shared
 from isobit.run.data import evaluation_limit, rendering_notes, with_date, with_date_of
 from isobit.run.frozen_models import ModelRewards

@@ -68,8 +68,9 @@ from isobit.records.batch import pack
 from isobit.records.sequence import PackedBatch, TokenSequence
 from isobit.records.text import Group
 from isobit.rewards.grading import Graders
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.run.data import with_date_of
 from isobit.run.evaluate import evaluation_requests, read_sets
 from isobit.run.frozen_models import ModelRewards

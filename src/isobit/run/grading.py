@@ -32,7 +32,7 @@ from isobit.parallel.world import ALONE, World, raised_on_all, run_and_gather
 from isobit.records.text import Group
 from isobit.rewards.grading import Graders, ModelScores
 from isobit.rewards.tally import GradeStats, Tally
-from isobit.rollout.engine import Progress
+from isobit.rollout.engine_stats import Progress
 from isobit.store.disk import WaitingWriter
 from isobit.store.reward_record import RewardRecord
 from isobit.util.errors import Interrupted, RewardError, StoppedAtOnce

@@ -36,7 +36,7 @@ from isobit.proof.doctor_findings import action_of, check_state, check_step
 from isobit.records.metrics import METRICS, Metrics, listed
 from isobit.records.text import Group, describe_untaught
 from isobit.rewards.tally import GradeStats
-from isobit.rollout.engine import EngineStats
+from isobit.rollout.engine_stats import EngineStats
 from isobit.run.pending import COMPARED, GradedBatch
 from isobit.store.resume import Start
 from isobit.store.state import StateDigest, StepDigests, state_digest

@@ -44,7 +44,8 @@ from isobit.parallel.world import ALONE, World
 from isobit.records.kept_groups import completions_value, groups_value
 from isobit.records.text import Completion, Group
 from isobit.rewards.grading import Graders
-from isobit.rollout.engine import EngineStats, Progress, Request
+from isobit.rollout.engine_stats import EngineStats, Progress
+from isobit.rollout.requests import Request
 from isobit.run.data import settled, with_check_of_run, with_date_of_run
 from isobit.run.grading import Interruption
 from isobit.run.log import RlSummary

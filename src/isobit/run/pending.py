@@ -71,7 +71,7 @@ from isobit.records.kept_groups import completions_of, groups_of, groups_value
 from isobit.records.metrics import Metrics
 from isobit.records.text import Completion, Group, Prompt
 from isobit.rewards.tally import GradeStats
-from isobit.rollout.engine import EngineStats
+from isobit.rollout.engine_stats import EngineStats
 from isobit.run.evaluate import Evaluation, Evaluator
 from isobit.run.grading import RecordedGrading
 from isobit.run.run import check_alike

@@ -53,7 +53,7 @@ from isobit.parallel.gradient_sum import ONE_SLOT, Slots
 from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import PrecisionFlow, build_flow
 from isobit.precision.quant_tensor import BLOCK
-from isobit.rollout.engine import Request
+from isobit.rollout.requests import Request
 from isobit.run.data import RlData, digests
 from isobit.run.lessons import SftData
 from isobit.store.compatible import ALL_TOKENS

@@ -35,8 +35,9 @@ from isobit.proof.doctor_findings import check_noise
 from isobit.proof.redraw import redraw_some
 from isobit.records.batch import pack
 from isobit.records.text import Completion, SamplingParams
-from isobit.rollout.engine import EngineStats, Handle, Progress, Request
+from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.episodes import Episodes, Tools
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.shared import generate_shared
 from isobit.run.data import RlData, load_prompts
 from isobit.run.evaluate import (

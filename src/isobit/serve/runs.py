@@ -35,10 +35,12 @@ from isobit.models.checkpoint import is_finite
 from isobit.models.policy import Policy
 from isobit.models.policy_share import apply_change, digest_of, parted_names, read_file
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Handle, Request, SampleEvent
-from isobit.serve.engine import Accepted, Call, DisconnectedError, EngineThread
-from isobit.serve.protocol import ApiError, read_request
-from isobit.serve.work import Gate
+from isobit.rollout.engine import SampleEvent
+from isobit.rollout.requests import Handle, Request
+from isobit.serve.admission import Gate
+from isobit.serve.engine import Accepted, DisconnectedError, EngineCall, EngineThread
+from isobit.serve.errors import ApiError
+from isobit.serve.protocol import read_request
 from isobit.store.manifest import environment
 from isobit.util.errors import ModelError, shown
 
@@ -89,7 +91,7 @@ class Session:
     """What one client has asked for since it last began anew."""
 
     number: int
-    call: Call | None = None
+    call: EngineCall | None = None
     """While samples of it are live: weights stay as long."""
     is_asking: bool = False
     """Whether samples are on their way to the call."""
@@ -201,7 +203,7 @@ class Runs:
                 return {"sha256": digest, "published": None}
             for session in self._sessions.values():  # a run that died has left some
                 self._end(session)
-            call = Call(is_control=True)
+            call = EngineCall(is_control=True)
             self.thread.publish(call, lambda: self.policy.republish(self._held))
             await call.next()
             self._digest, self._published = digest, self.policy.version
@@ -288,7 +290,7 @@ class Runs:
         requests = [self._request(session, asked.client, one) for one in asked.ask]
         assert self.gate is not None
         self.gate.enter(sum(request.samples for request in requests))
-        call = session.call = session.call or Call()
+        call = session.call = session.call or EngineCall()
         session.is_asking = True
         numbers = [number for one in asked.ask for number in one.numbers]
         self.thread.submit(call, requests, "tokens")

@@ -17,7 +17,7 @@ from isobit.kernels.spec.experts import (
 )
 from isobit.precision.quant_tensor import Format
 from isobit.proof.cases import ROWS
-from isobit.proof.product_cases import EXPERTS, IDLE, Mixture
+from isobit.proof.expert_cases import EXPERTS, IDLE, Mixture
 
 FORMATS: list[Format] = ["fp32", "bf16", "e4m3"]
 
