@@ -20,6 +20,7 @@ from isobit.proof import verify as verify_module
 from isobit.proof.scenarios import drawn_by, other_weights
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
 from isobit.records.sequence import TokenSequence
+from isobit.rollout import executor
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import ForwardBatch, PolicyRunner
 from isobit.rollout.scheduler import Plan
