@@ -49,7 +49,7 @@ from isobit.config.data import ChatConfig, EnvironmentConfig
 from isobit.config.tables import RolloutConfig
 from isobit.data.continuation import Continuation
 from isobit.data.tool_calls import Said, ToolCall
-from isobit.environments.pool import Answer, Environments
+from isobit.environments.pool import Environments, TurnAnswer
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.policy import Policy, random_policy
 from isobit.parallel.world import ALONE
@@ -62,7 +62,7 @@ from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Handle, Request
 from isobit.run.evaluate import open_environments
 from isobit.starter import starter_folder
-from isobit.store.reward_record import AnswerRecord
+from isobit.store.reward_record import KnownAnswers
 
 LONGEST_S = 2.0
 PROMPT_TOKENS = 24
@@ -109,12 +109,12 @@ class LockStep:
 
     def __init__(self, environments: Environments[Handle], engine: NativeEngine) -> None:
         self._environments, self._engine = environments, engine
-        self._held: list[tuple[Handle, Answer]] = []
+        self._held: list[tuple[Handle, TurnAnswer]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environments, name)
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[Handle, Answer]]:
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Handle, TurnAnswer]]:
         self._held += self._environments.poll(timeout_s)
         if self._engine.num_live or self._environments.num_waiting:
             return []
@@ -189,7 +189,7 @@ def play(
     continuation = Continuation(tokenizer, ChatConfig(), "plain", [], (0,))
     with every_turn_calls(arguments) as asked, open_environments(config, tokenizer) as environments:
         told: Any = LockStep(environments, engine) if arm == "lock-step" else environments
-        tools, record = Tools([], "plain", continuation), AnswerRecord(lambda _: None)
+        tools, record = Tools([], "plain", continuation), KnownAnswers(lambda _: None)
         context = policy.config.max_positions
         episodes = Episodes(config, tools, told, record, tokenizer, context, engine)
         began, cpu_began = perf_counter(), process_time()

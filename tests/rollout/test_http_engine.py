@@ -323,7 +323,7 @@ def test_what_a_server_cannot_draw_ends_the_run(
         engine.submit([replace(requests()[0], sampling=SamplingParams(200))])
     with pytest.raises(RequestError, match="followed to their end alone"):
         engine.submit(requests(), "tokens")
-    monkeypatch.setattr(servers.Asked, "body", lambda self: {"numbers": [1]})
+    monkeypatch.setattr(servers.AskedSamples, "body", lambda self: {"numbers": [1]})
     with pytest.raises(ServerError, match=r"/isobit/step answers with 400: ask\.0\.token_ids"):
         generate(engine, requests())
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from isobit.serve.admission import check_size
-from isobit.serve.answers import Made, in_pieces, pieces, written
+from isobit.serve.answers import LazyList, in_pieces, pieces, written
 from isobit.serve.errors import ApiError
 from isobit.serve.protocol import CompletionRequest
 from isobit.serve.token_texts import ScoredPrompt
@@ -28,7 +28,10 @@ from tests.serve.servers import Running, choices, events
 )
 def test_pieces_add_up_to_what_is_written_at_once(content: Any) -> None:
     assert "".join(pieces(content)) == written(content) == json.dumps(content)
-    made = {"choices": Made(3, lambda at: {"index": at, "of": content}), "none": Made(0, str)}
+    made = {
+        "choices": LazyList(3, lambda at: {"index": at, "of": content}),
+        "none": LazyList(0, str),
+    }
     assert written(made) == json.dumps(
         {"choices": [{"index": at, "of": content} for at in range(3)], "none": []}
     )
@@ -54,7 +57,7 @@ def test_the_event_loop_goes_on_while_a_large_answer_is_made() -> None:
                 await asyncio.sleep(0.001)
 
         beside = asyncio.create_task(turn())
-        async for text in in_pieces(Made(8, make)):
+        async for text in in_pieces(LazyList(8, make)):
             texts.append(text)
             most = max(most, len(text))
             assert len(made) <= len(texts) + 1, "entries are made as they are written"

@@ -296,7 +296,7 @@ def _server(
 def _serve(server: "ApiServer", listener: socket.socket, options: Namespace) -> int:
     import uvicorn
 
-    from isobit.serve.connections import Connection, most_connections
+    from isobit.serve.connections import HttpConnection, most_connections
 
     host, port = listener.getsockname()[:2]
     if options.api_key is None and not ip_address(host).is_loopback:
@@ -310,7 +310,7 @@ def _serve(server: "ApiServer", listener: socket.socket, options: Namespace) -> 
             f"isobit: at most {most} connections are open at once, fewer than the places of "
             "--max-live; raise the limit of open files (ulimit -n)"
         )
-    http: Any = partial(Connection, most=most)
+    http: Any = partial(HttpConnection, most=most)
     config = uvicorn.Config(
         server.app(),
         lifespan="on",
@@ -449,12 +449,12 @@ def run_ui(arguments: Sequence[str]) -> int:
         import uvicorn
 
         from isobit.observe.viewer import Viewer
-        from isobit.serve.connections import Connection
+        from isobit.serve.connections import HttpConnection
 
         port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
         app = Viewer(options.runs).app(token, port)
         config = uvicorn.Config(
-            app, lifespan="off", http=Connection, timeout_graceful_shutdown=1, **_PLAIN_HTTP
+            app, lifespan="off", http=HttpConnection, timeout_graceful_shutdown=1, **_PLAIN_HTTP
         )
         print(f"isobit: the runs are at http://127.0.0.1:{port}/{token}/", flush=True)
         for number in (signal.SIGTERM, signal.SIGINT):

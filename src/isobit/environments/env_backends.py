@@ -41,7 +41,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class HostStart:
     """The first message to a host."""
 
     kind: Literal["class", "verifiers", "openenv"]

@@ -25,7 +25,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from isobit.environments.env_backends import Call, Start, Turn, rewarded, truncated_result
+from isobit.environments.env_backends import Call, HostStart, Turn, rewarded, truncated_result
 from isobit.rewards.grade import outcome_of
 from isobit.util.errors import ToolError, shown
 
@@ -73,7 +73,7 @@ class Observed:
     is_done: bool
 
 
-class Connection:
+class OpenEnvConnection:
     """A session of the server at ``address``, which waits ``deadline_s`` for each answer."""
 
     def __init__(self, address: str, deadline_s: float) -> None:
@@ -171,7 +171,7 @@ def _url_of(address: str, path: str) -> str:
 class HostedOpenEnv:
     """A server that is elsewhere, and its tools."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: HostStart) -> None:
         self._start = start
         try:
             importlib.import_module("websockets.sync.client")
@@ -284,14 +284,16 @@ def _problem(schema: Mapping[str, Any]) -> str:
     return f"its schema has more than {_DEEPEST} levels" if level else ""
 
 
-def _opened(start: Start, kind: str, data: Mapping[str, Any]) -> tuple[Connection, Observed]:
+def _opened(
+    start: HostStart, kind: str, data: Mapping[str, Any]
+) -> tuple[OpenEnvConnection, Observed]:
     """A session with the answer to its first message.  A server that does not answer, or has no
     session free, which it may have once another ends, is asked again for a while.
     """
     until = monotonic() + start.deadline_s * _PATIENCE
     while True:
         try:
-            connection = Connection(start.place, start.deadline_s)
+            connection = OpenEnvConnection(start.place, start.deadline_s)
             try:
                 return connection, connection.ask(kind, data)
             except BaseException:
@@ -306,7 +308,7 @@ def _opened(start: Start, kind: str, data: Mapping[str, Any]) -> tuple[Connectio
 class OpenEnvEpisode:
     """A session."""
 
-    def __init__(self, start: Start, tools: Sequence[Mapping[str, Any]], is_mcp: bool) -> None:
+    def __init__(self, start: HostStart, tools: Sequence[Mapping[str, Any]], is_mcp: bool) -> None:
         self._start, self._is_mcp, self._is_over = start, is_mcp, False
         self._tools = {tool["name"]: tool["parameters"] for tool in tools}
 

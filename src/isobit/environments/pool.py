@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from isobit.config.data import ENVIRONMENTS, EnvironmentConfig
-from isobit.environments.env_backends import Start, Turn
+from isobit.environments.env_backends import HostStart, Turn
 from isobit.environments.python_environments import packed_environment
 from isobit.records.text import Message
 from isobit.rewards.grade import LARGEST, Failure
@@ -58,7 +58,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TurnAnswer:
     """What an episode's process said of one turn."""
 
     results: tuple[Result, ...] = ()
@@ -90,7 +90,7 @@ class Answer:
         }
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> "Answer":
+    def of(cls, content: Mapping[str, Any]) -> "TurnAnswer":
         """Undo ``recorded``."""
         failure = content["failure"]
         return cls(
@@ -103,7 +103,7 @@ class Answer:
         )
 
 
-class KnownAnswers(Protocol):
+class AnswerRecord(Protocol):
     """What environments have said (``isobit.store.reward_record``)."""
 
     def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
@@ -124,7 +124,7 @@ class Environments(Generic[Key]):
 
     def __init__(self, config: EnvironmentConfig, most_characters: int) -> None:
         """Start the host; results have at most so many characters."""
-        self._start = Start(
+        self._start = HostStart(
             config.kind,
             PLACES.get(config.place, config.place),
             from_environment(config.options, "environment"),
@@ -148,7 +148,7 @@ class Environments(Generic[Key]):
         """Those that have a process of the present host."""
         self._lost: dict[Key, str] = {}
         """Those whose host has ended since their last turn, with how it did."""
-        self._failed: list[tuple[Key, Answer]] = []
+        self._failed: list[tuple[Key, TurnAnswer]] = []
         self._count = self._barren_ends = 0
         self._tools: Sequence[Mapping[str, Any]] | None = None
         self.has_reward = False
@@ -176,10 +176,6 @@ class Environments(Generic[Key]):
         """Turns that have not been answered."""
         return len(self._queue) + len(self._asked) + len(self._failed)
 
-    def knows(self, key: Key) -> bool:
-        """Whether the episode has a process with all that was asked of it."""
-        return key in self._numbers
-
     def ask(
         self,
         key: Key,
@@ -191,7 +187,7 @@ class Environments(Generic[Key]):
         an episode that is new, and without turns nothing else is done.
         """
         if key in self._lost:
-            self._failed.append((key, Answer(failure=Failure("crash", self._lost.pop(key)))))
+            self._failed.append((key, TurnAnswer(failure=Failure("crash", self._lost.pop(key)))))
             return
         if key not in self._numbers:
             self._count += 1
@@ -199,7 +195,7 @@ class Environments(Generic[Key]):
         number = self._numbers[key]
         self._queue.append((key, ("ask", number, dict(columns), turns, wants_reward)))
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[Key, Answer]]:
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Key, TurnAnswer]]:
         """What has been answered, after at most so many seconds.  Raises ToolError where no process
         can be had.
         """
@@ -235,7 +231,7 @@ class Environments(Generic[Key]):
             raise ToolError(f"no process for environments can be started: {error}") from error
         self._since, self._is_ready = monotonic(), False
 
-    def _attend(self, timeout_s: float) -> list[tuple[Key, Answer]]:
+    def _attend(self, timeout_s: float) -> list[tuple[Key, TurnAnswer]]:
         self._hand_out()
         poller = select.poll()
         poller.register(self._host.replies, select.POLLIN)
@@ -266,7 +262,7 @@ class Environments(Generic[Key]):
             self._host.send(frame(message))
         self._queue.extendleft(reversed(held))
 
-    def _hear(self, message: Mapping[str, Any]) -> Iterator[tuple[Key, Answer]]:
+    def _hear(self, message: Mapping[str, Any]) -> Iterator[tuple[Key, TurnAnswer]]:
         """What the host says, all of which is checked, since tools run below it."""
         match message:
             case {"episode": int(number), **content}:
@@ -282,7 +278,7 @@ class Environments(Generic[Key]):
 
     def _hear_episode(
         self, number: int, content: Mapping[str, Any]
-    ) -> Iterator[tuple[Key, Answer]]:
+    ) -> Iterator[tuple[Key, TurnAnswer]]:
         key = self._keys.get(number)
         if key is None or self._asked.pop(key, None) is None:
             return
@@ -311,7 +307,7 @@ class Environments(Generic[Key]):
         if self._tools is None or self._barren_ends >= _BARREN_ENDS:
             raise ToolError(f"the host of the environments ends again and again: {how}")
         queued = [key for key, _ in self._queue if key in self._begun]
-        failure = Answer(failure=Failure("crash", how))
+        failure = TurnAnswer(failure=Failure("crash", how))
         self._failed += [(key, failure) for key in (*self._asked, *queued)]
         told = {*self._asked, *queued}
         self._queue = deque(one for one in self._queue if one[0] not in told)
@@ -326,7 +322,7 @@ class Environments(Generic[Key]):
         self._begun.discard(key)
 
 
-def _answer_of(content: Mapping[str, Any]) -> Answer:
+def _answer_of(content: Mapping[str, Any]) -> TurnAnswer:
     """An answer from what a process wrote, none of which is trusted."""
     seconds = content.get("seconds")
     took = float(seconds) if isinstance(seconds, float | int) else 0.0
@@ -334,13 +330,13 @@ def _answer_of(content: Mapping[str, Any]) -> Answer:
         kind, message = content["failed"], content.get("message")
         if not (isinstance(kind, str) and isinstance(message, str)):
             kind, message = "flood", "it wrote no answer"
-        return Answer(failure=Failure(kind, message[:2000]), seconds=took)
+        return TurnAnswer(failure=Failure(kind, message[:2000]), seconds=took)
     results = content.get("results")
     found = [_result_of(one) for one in results] if isinstance(results, list) else [None]
     if None in found:
-        return Answer(failure=Failure("flood", "it wrote no answer"), seconds=took)
+        return TurnAnswer(failure=Failure("flood", "it wrote no answer"), seconds=took)
     opening = content.get("opening")
-    return Answer(
+    return TurnAnswer(
         tuple(one for one in found if one is not None),
         opening if isinstance(opening, str) or _are_messages(opening) else None,
         _number_of(content.get("reward")),

@@ -12,7 +12,14 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from isobit.environments.env_backends import Call, Start, Turn, rewarded, text_of, truncated_result
+from isobit.environments.env_backends import (
+    Call,
+    HostStart,
+    Turn,
+    rewarded,
+    text_of,
+    truncated_result,
+)
 from isobit.environments.python_environments import EnvironmentReward, unpacked_environment
 from isobit.rewards.grade import failure_of, outcome_of
 from isobit.util.errors import ToolError
@@ -81,7 +88,7 @@ def schemas_of(cls: type) -> list[dict[str, Any]]:
 class HostedClass:
     """A class whose public methods are tools."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: HostStart) -> None:
         self._start, self._rewards = start, ()
         if start.packed:
             self._class, self._rewards = unpacked_environment(start.packed)
@@ -105,7 +112,9 @@ class HostedClass:
 class Instance:
     """An instance of such a class."""
 
-    def __init__(self, cls: type, start: Start, rewards: Sequence[EnvironmentReward] = ()) -> None:
+    def __init__(
+        self, cls: type, start: HostStart, rewards: Sequence[EnvironmentReward] = ()
+    ) -> None:
         """``rewards`` are asked in place of ``get_reward``, and added up."""
         self._class, self._most, self._rewards = cls, start.most_characters, rewards
         self._columns: Mapping[str, Any] = {}

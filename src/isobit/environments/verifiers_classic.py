@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from isobit.environments.env_backends import Start, Turn, rewarded, text_of, truncated_result
+from isobit.environments.env_backends import HostStart, Turn, rewarded, text_of, truncated_result
 from isobit.rewards.grade import outcome_of
 from isobit.util.errors import ToolError
 from isobit.util.plain_files import read_plain
@@ -78,7 +78,7 @@ def load_verifiers(place: str, options: Mapping[str, Any]) -> Any:
 class HostedVerifiers:
     """An environment whose model is the engine."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: HostStart) -> None:
         self._environment = load_verifiers(start.place, start.options)
         self._most = start.most_characters
         if self._environment.requires_group_rollouts:
@@ -234,7 +234,7 @@ def _client(conversation: Conversation) -> Any:
     """The client of a model that is elsewhere."""
     base: Any = importlib.import_module("verifiers.clients").Client
 
-    class Drawn(base):
+    class EngineClient(base):
         def setup_client(self, config: Any) -> Any:
             return config
 
@@ -256,7 +256,7 @@ def _client(conversation: Conversation) -> Any:
 
         async def close(self) -> None: ...
 
-    return Drawn(None)
+    return EngineClient(None)
 
 
 def _plain(message: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from isobit.proof.doctor_findings import require_close, require_equal
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionCase:
     """Random sequences, and the ways to attend over them."""
 
     format: Format
@@ -157,7 +157,7 @@ multiples of 2^-23.
 """
 
 
-def check_attention(attention: Attention) -> Tensor:
+def check_attention(attention: AttentionCase) -> Tensor:
     """Raises Fault unless attention over pages, over a packed batch and of each sequence alone have
     the same bits, and are softmax attention.
     """

@@ -30,7 +30,7 @@ _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
 @dataclass(slots=True)
-class Rows:
+class SiteRows:
     """What one side computed at one site: the format, and a key and a checksum for each row, as
     many times as it was computed.
     """
@@ -46,12 +46,12 @@ class Checksums:
     """
 
     def __init__(self) -> None:
-        self.sites: dict[str, Rows] = {}
+        self.sites: dict[str, SiteRows] = {}
 
     def __call__(
         self, name: str, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None
     ) -> None:
-        rows = self.sites.setdefault(name, Rows(_FORMATS[values.dtype]))
+        rows = self.sites.setdefault(name, SiteRows(_FORMATS[values.dtype]))
         rows.keys.append(keys)
         rows.checksums.append(row_checksums(values, scales))
 
@@ -86,7 +86,7 @@ def first_difference(
     compute.
     """
     for index, (site, rows) in enumerate(training.sites.items()):
-        theirs = rollout.sites.get(site, Rows(rows.format, [NO_KEYS], [NO_KEYS]))
+        theirs = rollout.sites.get(site, SiteRows(rows.format, [NO_KEYS], [NO_KEYS]))
         found = _difference(site, index, theirs, rows, last_tokens)
         if found.differing.numel() or found.lacks_rows:
             return found
@@ -94,7 +94,7 @@ def first_difference(
 
 
 def _difference(
-    site: str, sites_before: int, rollout: Rows, training: Rows, last_tokens: torch.Tensor
+    site: str, sites_before: int, rollout: SiteRows, training: SiteRows, last_tokens: torch.Tensor
 ) -> SiteDifference:
     on_rollout, on_training = torch.cat(rollout.keys), torch.cat(training.keys)
     checksums = {"rollout": torch.cat(rollout.checksums), "training": torch.cat(training.checksums)}

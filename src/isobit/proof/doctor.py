@@ -24,7 +24,7 @@ from isobit.models.folder import model_needs
 from isobit.models.policy import random_policy
 from isobit.precision.flow import Site
 from isobit.proof import cases, expert_cases, linear_cases
-from isobit.proof.attention_cases import Attention, check_attention
+from isobit.proof.attention_cases import AttentionCase, check_attention
 from isobit.proof.cases import Case, check_gradients, check_rows
 from isobit.proof.doctor_environment import environment_checks, extras
 from isobit.proof.doctor_findings import (
@@ -149,8 +149,8 @@ VALUES: dict[str, tuple[Callable[[], Case], ...]] = {
 }
 """Operations whose rows are independent of each other, by the name of their check."""
 
-ATTENTION: dict[str, tuple[Callable[[], Attention], ...]] = {
-    f"attention in {format.upper()}": (partial(Attention, format, (1, 40, 67, 130)),)
+ATTENTION: dict[str, tuple[Callable[[], AttentionCase], ...]] = {
+    f"attention in {format.upper()}": (partial(AttentionCase, format, (1, 40, 67, 130)),)
     for format in ("e4m3", "int8", "bf16")
 }
 
@@ -165,7 +165,7 @@ GRADIENTS: dict[str, tuple[Callable[[], Case], ...]] = {
     "RMSNorm": (cases.rms_norm,),
     "Q, K and V": (cases.transformed_qkv,),
     "Q, K and V before 8 bits": (partial(cases.transformed_qkv, is_rotated=True),),
-    "attention": (Attention("fp32", (40, 97)).case,),
+    "attention": (AttentionCase("fp32", (40, 97)).case,),
     "SwiGLU": (cases.swiglu,),
     "experts": (expert_cases.expert_gradients, partial(expert_cases.router, dtype=torch.float32)),
     "embedding": (cases.embedding,),

@@ -61,7 +61,7 @@ EXPERTS, IDLE = 6, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class ExpertsCase:
     """Tokens and the experts of a layer, of sizes that fill no blocks."""
 
     x: Tensor
@@ -71,7 +71,7 @@ class Mixture:
     masters: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, format: Format) -> "Mixture":
+    def of(cls, format: Format) -> "ExpertsCase":
         dtype = DTYPES["fp32" if format == "fp32" else "bf16"]
         x = normal(ROWS, 200, dtype=dtype)
         routing = experts_module.route(x, normal(EXPERTS, 200, seed=1, dtype=dtype), 3, True)
@@ -123,13 +123,13 @@ class Mixture:
 
 def experts(format: Format) -> Case:
     """Each expert is a linear with its own matrix, to the bit."""
-    made = Mixture.of(format)
+    made = ExpertsCase.of(format)
     return Case("the experts", {}, made.dense, made.rows, tolerance=0.0)
 
 
 def expert_gradients(format: Format = "fp32") -> Case:
     """Of the rows, the matrices and the weights of the routing."""
-    made = Mixture.of(format)
+    made = ExpertsCase.of(format)
     dy = normal(ROWS, 200, seed=5, dtype=made.x.dtype)
     chosen = made.routing.experts.long()
 

@@ -64,7 +64,7 @@ class OutputLimitError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessLimits:
     seconds: float
     memory_bytes: int
 
@@ -114,7 +114,7 @@ class Process:
         self,
         role: Role,
         job: dict[str, Any],
-        limits: Limits,
+        limits: ProcessLimits,
         launched_by: Launcher,
         *,
         stdin: bytes = b"",
@@ -340,7 +340,7 @@ def trial(candidate: Launcher) -> str | None:
         if shutil.which(program) is None:
             return f"there is no {program}"
     try:
-        probe = Process("probe", {}, Limits(10.0, 256 << 20), candidate)
+        probe = Process("probe", {}, ProcessLimits(10.0, 256 << 20), candidate)
         output, exit_code = probe.finish(1000)
     except (SandboxError, TimeLimitError, OutputLimitError, OSError) as error:
         return str(error)

@@ -74,7 +74,7 @@ class Described(AnswerModel):
         return {name: getattr(self, name) for name in names}
 
 
-class Published(AnswerModel):
+class PublishAnswer(AnswerModel):
     """``/isobit/weights/publish``: the digest of all weights, and the checksum of what was
     published of them; None where that was not.
     """
@@ -83,7 +83,7 @@ class Published(AnswerModel):
     published: int | None = None
 
 
-class Drawn(AnswerModel):
+class DrawnSample(AnswerModel):
     """What was drawn for one sample since the last step."""
 
     number: int
@@ -107,7 +107,7 @@ class Drawn(AnswerModel):
 class Step(AnswerModel):
     """``/isobit/step``."""
 
-    samples: tuple[Drawn, ...]
+    samples: tuple[DrawnSample, ...]
 
     def check_tokens(self, most: int) -> None:
         """Raise AnswerError for a token that is not among the first so many."""

@@ -49,7 +49,7 @@ from isobit.data.continuation import Continuation, messages_of
 from isobit.data.tokenizer import most_characters, token_ids
 from isobit.data.tool_calls import MalformedCall, Parsed, Said, read_turn
 from isobit.environments.env_backends import Call, Turn
-from isobit.environments.pool import Answer, Environments, KnownAnswers, Opening, Result
+from isobit.environments.pool import AnswerRecord, Environments, Opening, Result, TurnAnswer
 from isobit.parallel.world import World
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason, ends_in_thinking
@@ -134,7 +134,7 @@ class Episodes:
         config: EnvironmentConfig,
         tools: Tools,
         environments: Environments[Handle],
-        answers: KnownAnswers,
+        answers: AnswerRecord,
         tokenizer: PreTrainedTokenizerBase,
         context: int,
         engine: RolloutEngine,
@@ -143,7 +143,7 @@ class Episodes:
         self._answers, self._tokenizer, self._context = answers, tokenizer, context
         self._engine = engine
         self._open: dict[Handle, _Open] = {}
-        self._answered_at_once: list[tuple[Handle, Answer]] = []
+        self._answered_at_once: list[tuple[Handle, TurnAnswer]] = []
         self._ended: list[SampleEvent] = []
         self._said: list[tuple[Sequence[Any], Mapping[str, Any]]] = []
         """What environments have said in this rollout, by key."""
@@ -275,20 +275,20 @@ class Episodes:
         ended, self._ended = self._ended, []
         return ended
 
-    def _poll(self) -> list[tuple[Handle, Answer]]:
+    def _poll(self) -> list[tuple[Handle, TurnAnswer]]:
         """What environments have answered; waited for a little where the engine has no work."""
         known, self._answered_at_once = self._answered_at_once, []
         idle = not self._engine.num_live and not known
         found = self._environments.poll(_TICK_S if idle and self._open else 0.0)
         return known + [(one, self._noted(one, answer)) for one, answer in found]
 
-    def _noted(self, handle: Handle, answer: Answer) -> Answer:
+    def _noted(self, handle: Handle, answer: TurnAnswer) -> TurnAnswer:
         """An answer of a process, as it is recorded: a failure where the episode's time is over."""
         episode, most = self._open[handle], self._config.episode_s
         episode.seconds += answer.seconds
         if answer.failure is None and not episode.is_over and episode.seconds > most:
             message = f"all calls took longer than environment.episode_s = {most:g}"
-            answer = Answer(failure=Failure("deadline", message))
+            answer = TurnAnswer(failure=Failure("deadline", message))
         self._said.append((self._key(handle), answer.recorded()))
         return answer
 
@@ -330,7 +330,7 @@ class Episodes:
             if calls or self._environments.has_turn_reward:
                 self._ask(handle)
             else:
-                self._answered_at_once.append((handle, Answer()))
+                self._answered_at_once.append((handle, TurnAnswer()))
 
     def _read(self, turn: str, is_thinking: bool) -> Said:
         return read_turn(turn, self._tools.form, self._tools.names, is_thinking)
@@ -353,7 +353,7 @@ class Episodes:
         recorded = self._answers.find(self._key(handle))
         if recorded is not None:
             self._said.append((self._key(handle), recorded))
-            self._answered_at_once.append((handle, Answer.of(recorded)))
+            self._answered_at_once.append((handle, TurnAnswer.of(recorded)))
             return
         turns, episode.sent = episode.said[episode.sent :], len(episode.said)
         prompt = episode.request.prompt
@@ -362,7 +362,7 @@ class Episodes:
             columns = {**columns, "prompt": [*map(dict, messages_of(prompt))]}
         self._environments.ask(handle, columns, turns, wants_reward)
 
-    def _go_on(self, handle: Handle, answer: Answer) -> None:
+    def _go_on(self, handle: Handle, answer: TurnAnswer) -> None:
         """Give the model the results, or end the episode."""
         episode = self._open[handle]
         if episode.is_over or answer.is_over:

@@ -8,7 +8,7 @@ another capture.  Batches are padded up to a captured size; sizes are captured w
 occur, and so are longer contexts, whose attention runs in more parts.  Where a sample has a filter
 (top-k, top-p, min-p), the graph ends with the logits.
 
-Drawn tokens travel to the host behind the step that made them; ``PendingTokens`` waits for them.
+Drawn tokens travel to the host behind the step that made them; ``TokensInFlight`` waits for them.
 
 What the device itself knows of each running sample: its newest token, its length, its pages, its
 noise key and its temperature.
@@ -166,7 +166,7 @@ class DrawnFor:
     """int64 [N], of the rows that they were drawn from; None for a model without experts."""
 
 
-class PendingTokens:
+class TokensInFlight:
     """What a step draws, on its way to the host."""
 
     def __init__(
@@ -302,11 +302,11 @@ class GraphRunner:
             routings = routings.index_select(0, self._backend.to_device(torch.tensor(rows)))
         self._drawn.append(DrawnFor(samples, drawn, routings))
 
-    def end_step(self) -> PendingTokens:
+    def end_step(self) -> TokensInFlight:
         """Everything drawn since the last call."""
         drawn, self._drawn = self._drawn, []
         world = self._policy.weights("rollout").tensor_parallel.world
-        return PendingTokens(drawn, self._backend, world.pulse if world.size > 1 else None)
+        return TokensInFlight(drawn, self._backend, world.pulse if world.size > 1 else None)
 
     def forget(self, samples: Sequence[Sample]) -> None:
         """These samples have left."""

@@ -25,11 +25,11 @@ import isobit
 from isobit.config.tables import RunRolloutConfig
 from isobit.models.policy import Policy
 from isobit.models.policy_share import LogProbFunction, SentWeights, function_of
-from isobit.rollout.answers import Drawn, UnavailableError
-from isobit.rollout.remote_samples import SampleBooks
-from isobit.rollout.requests import Handle, Limits
+from isobit.rollout.answers import DrawnSample, UnavailableError
+from isobit.rollout.remote_samples import RemoteSamples
+from isobit.rollout.requests import EngineLimits, Handle
 from isobit.rollout.sequence import Sample
-from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, Weights
+from isobit.rollout.servers import PROTOCOL, AskedSamples, NewsBoard, Server, VersionedWeights
 from isobit.util.errors import ConfigError, ServerError, shown
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Load:
         self.tokens += sign * sample.max_length
 
 
-class HttpEngine(SampleBooks):
+class HttpEngine(RemoteSamples):
     """Draws samples with servers elsewhere, which hold the current weights of a policy
     (``RolloutEngine``).
 
@@ -96,12 +96,12 @@ class HttpEngine(SampleBooks):
         bits: Mapping[str, str],
     ) -> None:
         self._policy, self._patience_s = policy, config.servers_timeout_s
-        self._board = Board(self._patience_s, policy.config.num_drawn)
+        self._board = NewsBoard(self._patience_s, policy.config.num_drawn)
         self._servers = self._reach(config.servers, key, bits)
         self._loads = {server: Load() for server in self._servers}
         notes = self._check_servers()
         sizes = [one.sizes for one in self._servers if one.sizes]
-        limits = Limits(
+        limits = EngineLimits(
             min(one.get("context", policy.config.max_positions) for one in sizes),
             policy.config.vocab_size,
             min(one["pages"] for one in sizes),
@@ -114,7 +114,7 @@ class HttpEngine(SampleBooks):
         """Those that a server has, by the numbers that they have there."""
         self._number_of: dict[Handle, int] = {}
         self._numbered = 0
-        self._weights: Weights | None = None
+        self._weights: VersionedWeights | None = None
         self._heard_at = monotonic()
         weakref.finalize(self, self._board.close)
         for server in self._servers:
@@ -160,7 +160,7 @@ class HttpEngine(SampleBooks):
         """The command that starts a server."""
         return "isobit serve MODEL --api-key env:NAME --allow-weight-updates DIR"
 
-    def _take_published(self) -> Weights:
+    def _take_published(self) -> VersionedWeights:
         """What was published last, as servers get it."""
         assert self._weights is None or isinstance(self._weights, SentWeights)
         return SentWeights.of(self._policy, self._weights)
@@ -233,7 +233,7 @@ class HttpEngine(SampleBooks):
         self._note_update(weights, up, seconds)
         self._count_update(seconds, is_first=before is None)
 
-    def _note_update(self, weights: Weights, up: int, seconds: float) -> None:
+    def _note_update(self, weights: VersionedWeights, up: int, seconds: float) -> None:
         sent = [size for server in self._servers for _, size, _ in server.pushed]
         self._notes.append(
             f"weights of version {weights.version}: {up} of {len(self._servers)} servers have "
@@ -266,7 +266,7 @@ class HttpEngine(SampleBooks):
         most = min(server.sizes["places"], server.sizes["running"] * 5 // 4 + 1)
         return most - self._loads[server].samples
 
-    def _asked(self, samples: Sequence[Sample], server: Server) -> Asked:
+    def _asked(self, samples: Sequence[Sample], server: Server) -> AskedSamples:
         first, sampling = samples[0], samples[0].prompt.request.sampling
         numbers = range(self._numbered + 1, self._numbered + 1 + len(samples))
         self._numbered += len(samples)
@@ -284,7 +284,7 @@ class HttpEngine(SampleBooks):
             "min_p": sampling.min_p,
             "stop_token_ids": list(sampling.stop_token_ids),
         }
-        return Asked(tuple(first.tokens), numbers, [one.key for one in samples], asked)
+        return AskedSamples(tuple(first.tokens), numbers, [one.key for one in samples], asked)
 
     def _hear(self, draws: bool = False) -> None:
         """Take in the servers' news; ``draws`` says whether those that are up should draw."""
@@ -306,7 +306,7 @@ class HttpEngine(SampleBooks):
                 "again, and go on with --resume"
             )
 
-    def _accept(self, told: Drawn) -> None:
+    def _accept(self, told: DrawnSample) -> None:
         """Append what a server drew for one sample, up to what ends it here.  Raises ServerError
         for columns that the sample needs and has not, and for an end that is none.
         """
@@ -337,7 +337,7 @@ class HttpEngine(SampleBooks):
                 "none here"
             )
 
-    def _check_columns(self, sample: Sample, server: Server, told: Drawn) -> None:
+    def _check_columns(self, sample: Sample, server: Server, told: DrawnSample) -> None:
         truncates = sample.prompt.request.sampling.truncates
         routes = self.tells_routings and self._policy.config.experts is not None
         for is_needed, column, what in (

@@ -45,7 +45,7 @@ from isobit.rollout.engine import Follow, SampleEvent, parted
 from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.executor import executor_of
 from isobit.rollout.graph_runner import GraphRunner
-from isobit.rollout.requests import Handle, Limits, Request, check_limits, requests_of
+from isobit.rollout.requests import EngineLimits, Handle, Request, check_limits, requests_of
 from isobit.rollout.runner import ModelRunner, PipelineRunner, PolicyRunner
 from isobit.rollout.scheduler import Scheduler
 from isobit.rollout.sequence import Sample, SharedPrompt
@@ -103,7 +103,7 @@ class NativeEngine:
         """The samples that have failed alone since the last step."""
         with out_of_memory_named(self._policy.backend.memory):
             self._executor = executor_of(partial(make_runner, policy, num_pages), self.stats)
-        self._limits = Limits(
+        self._limits = EngineLimits(
             policy.config.max_positions,
             policy.config.vocab_size,
             num_pages,
@@ -118,7 +118,7 @@ class NativeEngine:
         return function_of(self._policy, "rollout")
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         """What the model and the cache can take."""
         return self._limits
 

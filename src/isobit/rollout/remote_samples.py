@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from isobit.records.text import Completion
 from isobit.rollout.engine import Follow, SampleEvent, parted
 from isobit.rollout.engine_stats import EngineStats
-from isobit.rollout.requests import Handle, Limits, Request, check_limits, requests_of
+from isobit.rollout.requests import EngineLimits, Handle, Request, check_limits, requests_of
 from isobit.rollout.sequence import Sample, SharedPrompt
 from isobit.util.errors import NonFiniteError, RequestError
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class SampleBooks:
+class RemoteSamples:
     """The samples of an engine whose tokens another program draws, and what is told of them: most
     of a ``RolloutEngine``.  An engine says how samples get there (``_draw``) and away from there
     (``_let_go``).
     """
 
     def __init__(
-        self, limits: Limits, seed: int, tokenizer: "PreTrainedTokenizerBase | None"
+        self, limits: EngineLimits, seed: int, tokenizer: "PreTrainedTokenizerBase | None"
     ) -> None:
         self._limits, self._seed, self._tokenizer = limits, seed, tokenizer
         self.stats, self._started_at = EngineStats(), perf_counter()

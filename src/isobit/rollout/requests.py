@@ -122,7 +122,7 @@ def _check_sampling(request: Request) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What the model and the cache can take: positions, vocabulary entries, pages and their tokens;
     and whether text can be decoded.
     """
@@ -140,7 +140,7 @@ class Limits:
 
 
 def check_limits(
-    requests: Sequence[Request], limits: Limits, live: Collection[Handle] = ()
+    requests: Sequence[Request], limits: EngineLimits, live: Collection[Handle] = ()
 ) -> None:
     """Refuse the batch if ``check_requests`` does, or if any request of it can never be served.
 
@@ -157,7 +157,7 @@ def check_limits(
             )
 
 
-def _check_prompt(request: Request, limits: Limits) -> None:
+def _check_prompt(request: Request, limits: EngineLimits) -> None:
     prompt = request.prompt
     num_tokens = len(prompt.token_ids)
     if num_tokens == 0:

@@ -29,8 +29,8 @@ from isobit.rollout.answers import (
     MOST_ANSWERED,
     AnswerError,
     Described,
-    Drawn,
-    Published,
+    DrawnSample,
+    PublishAnswer,
     Step,
     UnavailableError,
     read_answer,
@@ -57,7 +57,7 @@ _SAME = {
 """What must be the same, and what it is otherwise."""
 
 
-class Weights(Protocol):
+class VersionedWeights(Protocol):
     """One version of a policy's weights on their way to servers."""
 
     @property
@@ -73,7 +73,7 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedSamples:
     """Samples of a server that start from the same tokens, by the engine's numbers."""
 
     token_ids: Sequence[int]
@@ -96,7 +96,7 @@ class Asked:
 class News:
     """What a server has told, or has become."""
 
-    samples: Sequence[Drawn] = ()
+    samples: Sequence[DrawnSample] = ()
     lost: Collection[int] = ()
     """Numbers of samples that it will not go on with."""
     note: str | None = None
@@ -105,7 +105,7 @@ class News:
 
 
 @dataclass(slots=True)
-class Board:
+class NewsBoard:
     """What the threads share; ``changed`` guards it, and all that the run's thread writes into a
     ``Server``.
     """
@@ -147,15 +147,15 @@ class Server:
     """
 
     def __init__(
-        self, url: str, key: str | None, expected: Mapping[str, Any], board: Board
+        self, url: str, key: str | None, expected: Mapping[str, Any], board: NewsBoard
     ) -> None:
         self.url, self._key, self._expected, self._board = url, key, expected, board
         self.is_up, self.problem = False, "it has not been asked yet"
         self.sizes: Mapping[str, int] = {}
         self.pushed: list[tuple[bool, int, float]] = []
         """Of each update: whether all weights went, bytes and seconds."""
-        self._weights: Weights | None = None
-        self._asks: list[Asked] = []
+        self._weights: VersionedWeights | None = None
+        self._asks: list[AskedSamples] = []
         self._drops: list[int] = []
         # of the thread alone
         self._held: str | None = None
@@ -186,12 +186,12 @@ class Server:
 
     # By the run's thread, which holds ``board.changed``.
 
-    def set_weights(self, weights: Weights) -> None:
+    def set_weights(self, weights: VersionedWeights) -> None:
         """Others are sampled from now on, and all samples of these are to be dropped."""
         self._weights, self.is_up = weights, False
         self._drops, self._asks = [], []
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: AskedSamples) -> None:
         self._asks.append(asked)
 
     def drop(self, numbers: Iterable[int]) -> None:
@@ -278,16 +278,16 @@ class Server:
                 "the address lead elsewhere"
             )
 
-    def _take_asks(self) -> list[Asked]:
+    def _take_asks(self) -> list[AskedSamples]:
         """As many as a body holds; of a server that had no places for them, one."""
-        taken: list[Asked] = []
+        taken: list[AskedSamples] = []
         tokens, most = 0, 0 if self._is_full else MOST_ASKED
         while self._asks and (not taken or tokens + len(self._asks[0].token_ids) <= most):
             tokens += len(self._asks[0].token_ids)
             taken.append(self._asks.pop(0))
         return taken
 
-    def _begin(self, weights: Weights) -> None:
+    def _begin(self, weights: VersionedWeights) -> None:
         """Have the server hold these weights, with nothing live."""
         if self._live:
             self._session += 1
@@ -300,7 +300,9 @@ class Server:
         self._board.post(News(note=f"{self.url} samples" if self.problem else None))
         self.problem = ""
 
-    def _step(self, weights: Weights, asks: Sequence[Asked], drops: Sequence[int]) -> Step | None:
+    def _step(
+        self, weights: VersionedWeights, asks: Sequence[AskedSamples], drops: Sequence[int]
+    ) -> Step | None:
         """The answer; None where the places do not suffice for what is asked."""
         body = {
             "client": self._client,
@@ -316,7 +318,7 @@ class Server:
             raise UnavailableError(sentence_of(found))
         return None if status == 429 else read_answer(Step, found, "/isobit/step")
 
-    def _push(self, weights: Weights) -> None:
+    def _push(self, weights: VersionedWeights) -> None:
         """Send an update, and all weights where it does not lead to the right digest."""
         assert isinstance(weights, SentWeights)
         base = self._held if self._held == weights.base else None
@@ -332,7 +334,7 @@ class Server:
                 self._request("POST", "/isobit/weights/part", file, is_json=False)
             body = json.dumps({"sha256": weights.digest}).encode()
             _, found = self._request("POST", "/isobit/weights/publish", [body], seconds=PUBLISH_S)
-            answer = read_answer(Published, found, "/isobit/weights/publish")
+            answer = read_answer(PublishAnswer, found, "/isobit/weights/publish")
             self.pushed.append((start is None, size, time.perf_counter() - begun))
             if answer.sha256 != weights.digest:
                 continue

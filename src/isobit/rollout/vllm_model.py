@@ -363,11 +363,11 @@ def _same_process() -> type:
         pass
 
     @dataclass
-    class Published(base.WeightTransferUpdateInfo):
+    class WeightsByReference(base.WeightTransferUpdateInfo):
         weights: Mapping[str, torch.Tensor]
 
     class SameProcess(base.WeightTransferEngine):
-        init_info_cls, update_info_cls = Nothing, Published
+        init_info_cls, update_info_cls = Nothing, WeightsByReference
 
         def init_transfer_engine(self, init_info: Nothing) -> None:
             pass
@@ -375,7 +375,7 @@ def _same_process() -> type:
         def start_weight_update(self) -> None:
             reload.initialize_layerwise_reload(self.model)
 
-        def receive_weights(self, update_info: Published) -> None:
+        def receive_weights(self, update_info: WeightsByReference) -> None:
             self.model.load_weights(iter(update_info.weights.items()))
 
         def finish_weight_update(self) -> None:

@@ -39,7 +39,7 @@ from isobit.rollout.answers import (
     Answer,
     AnswerError,
     Choice,
-    Drawn,
+    DrawnSample,
     Event,
     Models,
     Paused,
@@ -56,10 +56,10 @@ from isobit.rollout.requests import Handle, Request
 from isobit.rollout.sequence import Sample
 from isobit.rollout.servers import (
     PUBLISH_S,
-    Asked,
+    AskedSamples,
     News,
     Server,
-    Weights,
+    VersionedWeights,
     connect,
     difference,
     sentence_of,
@@ -181,10 +181,10 @@ class VllmServers(HttpEngine):
     def _how_to_start(self) -> str:
         return self._start
 
-    def _take_published(self) -> Weights:
+    def _take_published(self) -> VersionedWeights:
         return WeightsFile.of(self._policy, self._folder)
 
-    def _note_update(self, weights: Weights, up: int, seconds: float) -> None:
+    def _note_update(self, weights: VersionedWeights, up: int, seconds: float) -> None:
         loaded = max((took for one in self._servers for _, _, took in one.pushed), default=0.0)
         self._notes.append(
             f"weights of version {weights.version}: {up} of {len(self._servers)} servers have "
@@ -193,7 +193,7 @@ class VllmServers(HttpEngine):
             f"compared in {loaded:.2f} s"
         )
 
-    def _asked(self, samples: Sequence[Sample], server: Server) -> Asked:
+    def _asked(self, samples: Sequence[Sample], server: Server) -> AskedSamples:
         sampling = samples[0].prompt.request.sampling
         # vLLM refuses several greedy samples of a request
         alone = bool(sampling.stop_strings) or sampling.temperature == 0
@@ -242,7 +242,7 @@ def start_command(policy: Policy, folder: Path, tokenizer: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StreamNews:
     """News of a stream: tokens of a sample, or what went wrong."""
 
     number: int = 0
@@ -261,7 +261,7 @@ class Stream:
         headers: Mapping[str, str],
         body: Mapping[str, Any],
         numbers: Sequence[int],
-        told: "SimpleQueue[Told]",
+        told: "SimpleQueue[StreamNews]",
     ) -> None:
         self.numbers = frozenset(numbers)
         self._url, self._headers, self._body = url, headers, json.dumps(body).encode()
@@ -290,7 +290,7 @@ class Stream:
 
     def _fail(self, error: Exception) -> None:
         if not self._is_closed:
-            self._told.put(Told(error=error))
+            self._told.put(StreamNews(error=error))
 
     def _read(self) -> None:
         self._connection = connection = connect(self._url)
@@ -329,7 +329,7 @@ class Stream:
         if reason is not None:
             self._unended.discard(number)
         log_probs = [float("-inf") if one == _MINUS_INFINITY else one for one in values]
-        self._told.put(Told(number, tokens, log_probs, reason))
+        self._told.put(StreamNews(number, tokens, log_probs, reason))
 
 
 def _events(response: HTTPResponse) -> Iterator[Event]:
@@ -345,7 +345,7 @@ def _drawn(found: Iterable[Mapping[str, Any]]) -> Step:
     """What was told of samples, as a step of another server has it."""
     columns = ("token_ids", "log_probs")
     made = [{**one, **{name: tuple(one[name]) for name in columns}} for one in found]
-    return Step(samples=tuple(Drawn(**one) for one in made))
+    return Step(samples=tuple(DrawnSample(**one) for one in made))
 
 
 def _scales_of(answer: Scales) -> Any:
@@ -374,7 +374,7 @@ class VllmServer(Server):
         super().__init__(url, key, expected, board)
         self._start_command, self._name = start, ""
         self._streams: list[Stream] = []
-        self._told: SimpleQueue[Told] = SimpleQueue()
+        self._told: SimpleQueue[StreamNews] = SimpleQueue()
         self._scales_due = False
 
     def check(self) -> None:
@@ -414,7 +414,9 @@ class VllmServer(Server):
             stream.close()
         self._streams = []
 
-    def _step(self, weights: Weights, asks: Sequence[Asked], drops: Sequence[int]) -> Step | None:
+    def _step(
+        self, weights: VersionedWeights, asks: Sequence[AskedSamples], drops: Sequence[int]
+    ) -> Step | None:
         """What streams have told since the last step; those without live samples are closed."""
         for stream in [one for one in self._streams if not one.numbers & self._live]:
             stream.close()
@@ -440,14 +442,14 @@ class VllmServer(Server):
             self._board.post(News(note=f"{self.url} has {line}"))
         return _drawn(found.values())
 
-    def _take(self) -> Iterator[Told]:
+    def _take(self) -> Iterator[StreamNews]:
         with suppress(Empty):
             yield self._told.get(timeout=WAIT_S)
             time.sleep(GATHER_S)
             while True:
                 yield self._told.get_nowait()
 
-    def _ask(self, asked: Asked, numbers: Sequence[int]) -> None:
+    def _ask(self, asked: AskedSamples, numbers: Sequence[int]) -> None:
         sampling = asked.sampling
         body = {
             "model": self._name,
@@ -470,7 +472,7 @@ class VllmServer(Server):
         headers = {"Content-Type": "application/json", **self._authorisation}
         self._streams.append(Stream(self.url, headers, body, numbers, self._told))
 
-    def _push(self, weights: Weights) -> None:
+    def _push(self, weights: VersionedWeights) -> None:
         """Have the worker load the file, with nothing there that is sampled."""
         assert isinstance(weights, WeightsFile)
         begun = time.perf_counter()

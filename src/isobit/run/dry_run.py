@@ -29,7 +29,7 @@ from isobit.models.decoder import decoder_shape, parameter_count
 from isobit.models.folder import is_hub_name, model_needs
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.rewards.grading import Graders
-from isobit.rollout.requests import Limits, check_limits
+from isobit.rollout.requests import EngineLimits, check_limits
 from isobit.run.data import settled, with_date_of_run
 from isobit.run.lessons import SftData
 from isobit.run.plan import AnyPlan, check_requests, plan_device_memory
@@ -148,7 +148,9 @@ def plan_training(
         memory = _plan_main_memory(plan, flow, back_end.sizes, processes)
         pages = num_pages_for(model, flow, config.rollout, back_end.sizes)
         pages = pages if plan.samples_here else _AT_SERVERS
-    limits = Limits(model.max_positions, model.vocab_size, pages, back_end.sizes.page_tokens, True)
+    limits = EngineLimits(
+        model.max_positions, model.vocab_size, pages, back_end.sizes.page_tokens, True
+    )
     check = partial(check_limits, limits=limits)
     check_requests(plan.requests, check, model.max_positions)
     disk = plan_disk(

@@ -25,7 +25,7 @@ _BATCH = 64
 _writing = ThreadPoolExecutor(1, "answers")
 
 
-class Made:
+class LazyList:
     """A list whose entries are made as they are written, once and in their order."""
 
     def __init__(self, count: int, make: Callable[[int], Any]) -> None:
@@ -53,7 +53,7 @@ def pieces(content: Any) -> Iterator[str]:
             yield from pieces(value)
             begin = ", "
         yield "}" if content else "{}"
-    elif isinstance(content, Made):
+    elif isinstance(content, LazyList):
         begin = "["
         for value in content:
             yield begin

@@ -35,7 +35,7 @@ _FULL = (
 )
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One connection; ``most`` is how many there may be."""
 
     def __init__(self, *arguments: Any, most: int = MOST_CONNECTIONS, **named: Any) -> None:
@@ -112,7 +112,7 @@ class Connection(H11Protocol):
         open_ones = [
             one
             for one in self.connections
-            if isinstance(one, Connection) and not one.transport.is_closing()
+            if isinstance(one, HttpConnection) and not one.transport.is_closing()
         ]
         if len(open_ones) <= self._most:
             return  # enough are about to go

@@ -67,7 +67,7 @@ class Done:
     """What ``EngineThread.publish``, ``pause`` or ``resume`` was asked for."""
 
 
-Told = Accepted | Scores | SampleEvent | Done
+CallNews = Accepted | Scores | SampleEvent | Done
 PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of the calls that are open: they end with a PausedError, they run to their end, or
 they stand still until the thread is resumed."""
@@ -79,18 +79,18 @@ class EngineCall:
     """
 
     def __init__(self, is_control: bool = False) -> None:
-        self._told: asyncio.Queue[Told | BaseException] = asyncio.Queue()
+        self._told: asyncio.Queue[CallNews | BaseException] = asyncio.Queue()
         self.is_control = is_control
         self.is_closed = False
         self.is_gone = False
         """Whether its client is."""
 
-    def tell(self, what: Told | BaseException) -> None:
+    def tell(self, what: CallNews | BaseException) -> None:
         """In the event loop."""
         self.is_gone = self.is_gone or isinstance(what, DisconnectedError)
         self._told.put_nowait(what)
 
-    async def next(self) -> Told:
+    async def next(self) -> CallNews:
         """What happened next. Raises what the engine has raised, and DisconnectedError."""
         what = await self._told.get()
         if isinstance(what, BaseException):
@@ -136,7 +136,7 @@ class EngineThread:
         """Calls that have begun and are not cancelled: their weights stay."""
         self._held: list[tuple[EngineCall, Callable[[], None]]] = []
         """What calls have asked for that wait for new weights."""
-        self._news: list[tuple[EngineCall, Told | BaseException]] = []
+        self._news: list[tuple[EngineCall, CallNews | BaseException]] = []
         self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -364,7 +364,7 @@ class EngineThread:
             return
 
 
-def _tell_all(news: Sequence[tuple[EngineCall, Told | BaseException]]) -> None:
+def _tell_all(news: Sequence[tuple[EngineCall, CallNews | BaseException]]) -> None:
     for call, what in news:
         if not call.is_closed:
             call.tell(what)

@@ -87,7 +87,7 @@ class AskedPublish(Strict):
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class ClientSession:
     """What one client has asked for since it last began anew."""
 
     number: int
@@ -118,7 +118,7 @@ class Runs:
     """The policy's version that was published from them."""
     _staged: dict[str, torch.Tensor] | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _sessions: dict[str, Session] = field(default_factory=dict)
+    _sessions: dict[str, ClientSession] = field(default_factory=dict)
     _watch: "asyncio.Task[None] | None" = None
 
     @property
@@ -262,7 +262,7 @@ class Runs:
             session.heard_at = time.monotonic()
             return {"samples": found}
 
-    def _session(self, asked: AskedStep) -> Session:
+    def _session(self, asked: AskedStep) -> ClientSession:
         """The client's; a new one ends the one before."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._end_silent())
@@ -270,10 +270,10 @@ class Runs:
         if known is None or known.number != asked.session:
             if known is not None:
                 self._end(known)
-            known = self._sessions[asked.client] = Session(asked.session)
+            known = self._sessions[asked.client] = ClientSession(asked.session)
         return known
 
-    async def _step(self, session: Session, asked: AskedStep) -> list[dict[str, Any]]:
+    async def _step(self, session: ClientSession, asked: AskedStep) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
         if asked.ask:
             await self._take_on(session, asked, found)
@@ -284,7 +284,7 @@ class Runs:
         return [one for number, one in found.items() if number not in dropped]
 
     async def _take_on(
-        self, session: Session, asked: AskedStep, found: dict[int, dict[str, Any]]
+        self, session: ClientSession, asked: AskedStep, found: dict[int, dict[str, Any]]
     ) -> None:
         self._check_weights(asked)
         requests = [self._request(session, asked.client, one) for one in asked.ask]
@@ -311,7 +311,7 @@ class Runs:
             held = "others" if self.weights is None else self.weights[:12]
             raise ApiError(409, f"weights: samples are drawn from {held} here", "weights")
 
-    def _request(self, session: Session, client: str, asked: AskedGroup) -> Request:
+    def _request(self, session: ClientSession, client: str, asked: AskedGroup) -> Request:
         if len(asked.keys) != len(asked.numbers):
             raise ApiError(400, "keys: expected one for each of numbers")
         session.groups += 1
@@ -320,14 +320,14 @@ class Runs:
         prompt = Prompt(name, "", asked.token_ids)
         return Request(prompt, 0, len(asked.numbers), sampling, keys=asked.keys)
 
-    def _drop(self, session: Session, numbers: set[int]) -> None:
+    def _drop(self, session: ClientSession, numbers: set[int]) -> None:
         leaving = [handle for handle, number in session.live.items() if number in numbers]
         if session.call is not None and leaving:
             self.thread.abort(session.call, leaving)
         for handle in leaving:
             self._leave(session, handle)
 
-    async def _gather(self, session: Session, found: dict[int, dict[str, Any]]) -> None:
+    async def _gather(self, session: ClientSession, found: dict[int, dict[str, Any]]) -> None:
         """Wait for news of the session's samples, then a little for more."""
         until = time.monotonic() + (GATHER_S if found else WAIT_S)
         while session.call is not None:
@@ -340,7 +340,7 @@ class Runs:
                 until = time.monotonic() + GATHER_S
             self._note(session, told, found)
 
-    def _note(self, session: Session, told: Any, found: dict[int, dict[str, Any]]) -> None:
+    def _note(self, session: ClientSession, told: Any, found: dict[int, dict[str, Any]]) -> None:
         if not isinstance(told, SampleEvent) or told.handle not in session.live:
             return
         number = session.live[told.handle]
@@ -354,7 +354,7 @@ class Runs:
             one["finish_reason"] = told.completion.finish_reason
             self._leave(session, told.handle)
 
-    def _leave(self, session: Session, handle: Handle) -> None:
+    def _leave(self, session: ClientSession, handle: Handle) -> None:
         """A sample has ended; without any left the weights may change."""
         assert self.gate is not None
         del session.live[handle]
@@ -363,7 +363,7 @@ class Runs:
             self.thread.cancel(session.call)
             session.call = None
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: ClientSession) -> None:
         self._drop(session, set(session.live.values()))
         if session.call is not None:
             self.thread.cancel(session.call)

@@ -16,7 +16,7 @@ from typing import Any
 from isobit.rollout.engine import SampleEvent
 from isobit.rollout.requests import Handle, Request
 from isobit.rollout.scoring import Scored, Scoring
-from isobit.serve.answers import SMALL, Made, in_pieces, written
+from isobit.serve.answers import SMALL, LazyList, in_pieces, written
 from isobit.serve.engine import (
     Accepted,
     DisconnectedError,
@@ -137,7 +137,7 @@ class ServedRequest:
         return {
             **self._head,
             "object": self.form.whole,
-            "choices": Made(len(found), choice),
+            "choices": LazyList(len(found), choice),
             "usage": self.usage.json(),
             **self.form.of_prompts(self._questions),
         }
@@ -167,7 +167,7 @@ class ServedRequest:
                 yield text
             async for part in self._parts():
                 self.first_at = self.first_at or time.perf_counter()
-                content = {**head, "choices": Made(1, partial(self._delta, part))}
+                content = {**head, "choices": LazyList(1, partial(self._delta, part))}
                 if self._size(part) <= SMALL:
                     yield event_of(content)
                     continue
@@ -195,7 +195,7 @@ class ServedRequest:
                 if begun is not None:
                     yield event_of({**head, "choices": [begun], **of_prompts})
             else:
-                made = Made(1, partial(self._beginning, index))
+                made = LazyList(1, partial(self._beginning, index))
                 async for text in _event_in_pieces({**head, "choices": made, **of_prompts}):
                     yield text
             of_prompts = {}
