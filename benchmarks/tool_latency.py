@@ -62,7 +62,7 @@ from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Handle, Request
 from isobit.run.evaluate import open_environments
 from isobit.starter import starter_folder
-from isobit.store.reward_record import KnownAnswers
+from isobit.store.reward_record import AnswerRecord
 
 LONGEST_S = 2.0
 PROMPT_TOKENS = 24
@@ -189,7 +189,7 @@ def play(
     continuation = Continuation(tokenizer, ChatConfig(), "plain", [], (0,))
     with every_turn_calls(arguments) as asked, open_environments(config, tokenizer) as environments:
         told: Any = LockStep(environments, engine) if arm == "lock-step" else environments
-        tools, record = Tools([], "plain", continuation), KnownAnswers(lambda _: None)
+        tools, record = Tools([], "plain", continuation), AnswerRecord(lambda _: None)
         context = policy.config.max_positions
         episodes = Episodes(config, tools, told, record, tokenizer, context, engine)
         began, cpu_began = perf_counter(), process_time()
@@ -220,7 +220,7 @@ def _figures(
 
 def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
-    executor.PATIENCE = arguments.patience
+    executor.PipelinedExecutor.patience = arguments.patience
     tokenizer = readable_tokenizer()
     shape = arguments.shape
     config = TINY if shape == "tiny" else model_shape(shape)

@@ -103,7 +103,7 @@ class TurnAnswer:
         )
 
 
-class AnswerRecord(Protocol):
+class AnswerLog(Protocol):
     """What environments have said (``isobit.store.reward_record``)."""
 
     def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:

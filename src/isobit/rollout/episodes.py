@@ -49,7 +49,7 @@ from isobit.data.continuation import Continuation, messages_of
 from isobit.data.tokenizer import most_characters, token_ids
 from isobit.data.tool_calls import MalformedCall, Parsed, Said, read_turn
 from isobit.environments.env_backends import Call, Turn
-from isobit.environments.pool import AnswerRecord, Environments, Opening, Result, TurnAnswer
+from isobit.environments.pool import AnswerLog, Environments, Opening, Result, TurnAnswer
 from isobit.parallel.world import World
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason, ends_in_thinking
@@ -134,7 +134,7 @@ class Episodes:
         config: EnvironmentConfig,
         tools: Tools,
         environments: Environments[Handle],
-        answers: AnswerRecord,
+        answers: AnswerLog,
         tokenizer: PreTrainedTokenizerBase,
         context: int,
         engine: RolloutEngine,
