@@ -35,7 +35,7 @@ class Turn:
 
     calls: Sequence[Call]
     text: str = ""
-    """Without its calls."""
+    """The text without the calls."""
     is_cut: bool = False
     """Whether the length limit ended it."""
 
@@ -48,10 +48,10 @@ class HostStart:
     place: str
     options: Mapping[str, Any]
     deadline_s: float
-    """For the calls of a turn, with ``reset`` before the first."""
+    """Seconds for the calls of a turn, and for ``reset`` before the first."""
     memory_bytes: int
     most_characters: int
-    """Of a result; the rest is cut off."""
+    """The longest result in characters; the rest is cut off."""
     packed: bytes = b""
     """The class, where it was given from Python (``isobit.environments.python_environments``)."""
 

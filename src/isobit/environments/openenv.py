@@ -39,7 +39,7 @@ _DEEPEST = 64
 _NAME = re.compile(r"[\w./-]{1,128}", re.ASCII)
 """A name of MCP."""
 _PATIENCE = 0.5
-"""Of the deadline, for a server that is not there yet or has no session free."""
+"""The share of the deadline that a server gets which is not there yet or has no session free."""
 _PAUSE_S = 0.2
 _OBJECTIONS = ("EXECUTION_ERROR", "VALIDATION_ERROR")
 """Errors behind which a session goes on."""

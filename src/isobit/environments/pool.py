@@ -33,7 +33,7 @@ PLACES = {name: f"isobit.environments.shipped:{name.title()}" for name in ENVIRO
 """Environments that ship with Isobit, by name."""
 _LINE_LIMIT = 1 << 26
 _GRACE_S = 10.0
-"""Beyond an episode's deadline, after which the host is taken for hung."""
+"""Seconds beyond an episode's deadline after which the host is taken for hung."""
 _BARREN_ENDS = 8
 """Hosts in a row that ended without an answer, after which the run ends."""
 _MOST_UNANSWERED = 64
@@ -51,7 +51,7 @@ environment says as the user.
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the model is told of one call."""
+    """The result of one call, as the model sees it."""
 
     kind: ResultKind
     text: str
@@ -62,13 +62,13 @@ class TurnAnswer:
     """What an episode's process said of one turn."""
 
     results: tuple[Result, ...] = ()
-    """In the order of the calls."""
+    """Results in the order of the calls."""
     opening: Opening = None
-    """Of an episode that is new: text for the end of the prompt, or messages in its place."""
+    """What a new episode adds: text for the end of the prompt, or messages in its place."""
     reward: float | None = None
-    """By ``get_reward``, where it was asked for."""
+    """The value of ``get_reward``, where it was asked for."""
     turn_reward: float | None = None
-    """By ``get_turn_reward``, where the class has it."""
+    """The value of ``get_turn_reward``, where the class has it."""
     failure: Failure | None = None
     """``deadline``, ``crash``, ``memory``, ``flood``, ``reset``, or a kind of ``LostEpisodeError``:
     the process is no more; or why there is no reward.
@@ -78,7 +78,7 @@ class TurnAnswer:
     """Whether the environment has ended the episode."""
 
     def recorded(self) -> dict[str, Any]:
-        """As JSON."""
+        """The answer in the form of JSON."""
         failure = self.failure
         return {
             **({} if self.opening is None else {"opening": self.opening}),
@@ -139,15 +139,15 @@ class Environments(Generic[Key]):
         self._unanswered = 0
         """Episodes in a row that had no answer from a server."""
         self._numbers: dict[Key, int] = {}
-        """Of the episodes that the present host knows, or will."""
+        """Numbers of the episodes that the present host knows, or will know."""
         self._keys: dict[int, Key] = {}
         self._queue: deque[tuple[Key, tuple[Any, ...]]] = deque()
         self._asked: dict[Key, float] = {}
-        """Those under way, with when they were handed out."""
+        """Episodes with a turn under way, with the time at which it was handed out."""
         self._begun: set[Key] = set()
-        """Those that have a process of the present host."""
+        """Episodes that have a process of the present host."""
         self._lost: dict[Key, str] = {}
-        """Those whose host has ended since their last turn, with how it did."""
+        """Episodes whose host has ended since their last turn, with how it ended."""
         self._failed: list[tuple[Key, TurnAnswer]] = []
         self._count = self._barren_ends = 0
         self._tools: Sequence[Mapping[str, Any]] | None = None

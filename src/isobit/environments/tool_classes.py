@@ -154,7 +154,9 @@ class Instance:
         return values[0] if len(values) == 1 else sum(values)
 
     def _results(self, calls: Sequence[Call]) -> list[list[str]]:
-        """In the order of the calls; of tools that are coroutines, those in a row run at once."""
+        """Results in the order of the calls; calls in a row whose tools are coroutines run at
+        once.
+        """
         found: list[list[str]] = []
         for is_async, some in groupby(calls, self._is_async):
             if is_async:
@@ -229,7 +231,7 @@ def _awaited(value: Any) -> Any:
 
 
 def _error_of(error: BaseException) -> list[str]:
-    """What the model is told of an error; raises one that ends the process."""
+    """The result that the model sees for an error; raises one that ends the process."""
     if isinstance(error, MemoryError | SystemExit):
         raise error
     return ["error", str(error) if isinstance(error, ToolError) else failure_of(error).message]

@@ -54,7 +54,7 @@ from isobit.rewards.supervisor import descendants, leave_to_trainer, limit_memor
 from isobit.util.errors import ToolError
 
 _END_S = 0.3
-"""How long a process that closed its pipe is given to end, so that its exit code can be told."""
+"""Seconds that a process which closed its pipe gets to end, so that its exit code is known."""
 _GLANCE_S = 0.2
 """Seconds between looks for episodes that ended or took too long."""
 _FORM = 6
@@ -156,7 +156,7 @@ class RunningEpisode:
     requests: int
     replies: int
     began: float | None = None
-    """When it was asked; None while nothing is asked."""
+    """The time at which it was asked; None while nothing is asked."""
     unread: bytearray = field(default_factory=bytearray)
 
 

@@ -70,7 +70,7 @@ class AttentionCase:
         return torch.cat([q, k, v], 1).flatten(1).to(self.dtype)
 
     def packed(self) -> Tensor:
-        """As training attends: all sequences in one batch, [T, H D]."""
+        """Attention as in training: all sequences in one batch, [T, H D]."""
         attend = PackedAttention(self.flow.training, self.lengths, self.positions)
         return attend(0, self.projected(), self.transform)
 
@@ -86,8 +86,8 @@ class AttentionCase:
         )
 
     def paged(self, seed: int) -> Tensor:
-        """As rollout attends: sequences grow in random chunks and in random company, their pages
-        shuffled.
+        """Attention as in rollout: sequences grow in random chunks and in random company, their
+        pages shuffled.
         """
         choose, transform, projected = Random(seed), self.transform, self.projected()  # noqa: S311
         pages = -(-max(self.lengths) // PAGE_TOKENS)

@@ -53,8 +53,8 @@ class Case:
     is_elementwise: bool = False
     """Whether a row is a single number, whose place in a vector register may matter."""
     tolerance: float | None = None
-    """Of ``rows``, relative to the largest number; 0 where bits must be equal, None for that of its
-    dtype.
+    """The tolerance of ``rows``, relative to the largest number; 0 where bits must be equal, None
+    for that of its dtype.
     """
     gradients: Callable[[], Mapping[str, Tensor]] | None = None
     """What the backward gives by the name of the input, added to zeros where it adds."""
@@ -117,8 +117,8 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> Tensor:
 
 
 def wide(*shape: int, seed: int = 0, dtype: torch.dtype = FP32, spread: float = 1.0) -> Tensor:
-    """Over a wide range: a normal number times e to the power of another times ``spread`` (exp2
-    would depend on the number of threads).
+    """Numbers over a wide range: a normal number times e to the power of another times ``spread``
+    (exp2 would depend on the number of threads).
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
@@ -348,7 +348,7 @@ def scalar_head(width: int = 5003, dtype: torch.dtype = FP32) -> Case:
 
 
 def log_softmax(width: int = 5003) -> Case:
-    """Over an odd vocabulary of two sums."""
+    """Log-softmax over an odd vocabulary that takes two sums."""
     logits, temperatures = wide(ROWS, width), torch.linspace(0.5, 2.0, ROWS)
     return Case(
         "log-softmax",

@@ -69,9 +69,9 @@ class SiteDifference:
     differing: torch.Tensor
     """Keys of the tokens that differ, int64, ascending."""
     unstable: Mapping[str, int]
-    """By side, how many tokens it computed more than once with different bits."""
+    """Counts, by side, of tokens that it computed more than once with different bits."""
     alone: Mapping[str, torch.Tensor]
-    """By side, keys of the tokens that the other side should have rows of and lacks."""
+    """Keys, by side, of the tokens that the other side should have rows of and lacks."""
 
     @property
     def lacks_rows(self) -> bool:

@@ -329,7 +329,7 @@ def _flows(device: str) -> str:
 
 
 def _runs_here(findings: list[Finding]) -> Iterator[str]:
-    """Where things run, and how to get more."""
+    """Lines that say what runs here, and how to get more."""
     if any(finding.status == "fail" for finding in findings):
         yield "nothing should run here before the failures above are mended"
     else:

@@ -38,7 +38,7 @@ _SLOWER = (
 
 
 INT8_COLUMNS = (128, 96)
-"""Of the stored rows, with Hadamard matrices of 128 and of 32 rows."""
+"""Columns of the stored rows, with Hadamard matrices of 128 and of 32 rows."""
 
 
 def golden_file() -> Path:

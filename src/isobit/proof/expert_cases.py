@@ -85,7 +85,7 @@ class ExpertsCase:
         return cls(x, routing, made[0], made[1], (masters[0], masters[1]))
 
     def rows(self, index: Tensor) -> Tensor:
-        """Of these tokens alone."""
+        """The output for these tokens alone."""
         routing = Routing(*(x[index] for x in self._routing()))
         read = linear_module.linear_input(self.x[index], self.gate_up.site).read
         return experts_module.experts(read, routing, self.gate_up, self.down)
@@ -128,7 +128,7 @@ def experts(format: Format) -> Case:
 
 
 def expert_gradients(format: Format = "fp32") -> Case:
-    """Of the rows, the matrices and the weights of the routing."""
+    """Gradients of the rows, of the matrices and of the weights of the routing."""
     made = ExpertsCase.of(format)
     dy = normal(ROWS, 200, seed=5, dtype=made.x.dtype)
     chosen = made.routing.experts.long()

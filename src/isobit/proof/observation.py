@@ -62,7 +62,9 @@ def token_keys(
 
 
 def _weighted_bits(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """In as few operations as possible: a proof calls it some ten thousand times."""
+    """A checksum of each row, int64 [T], in as few operations as possible: a proof calls it some
+    ten thousand times.
+    """
     rows = x if x.dim() == 2 else x.unsqueeze(-1).flatten(1)
     if rows.shape[1] * rows.element_size() % 4 == 0:
         bits = rows.contiguous().view(torch.int32)

@@ -22,7 +22,7 @@ from isobit.records.text import Prompt, SamplingParams
 from isobit.rollout.requests import Request
 
 RESULT_TOKENS = 16
-"""Of a tool: prompts end around the bounds of pages, so that these cross them."""
+"""Tokens of a tool's result: prompts end around the bounds of pages, so that results cross them."""
 
 
 @dataclass(frozen=True, slots=True)

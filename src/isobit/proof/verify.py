@@ -122,7 +122,7 @@ class ScenarioResult:
 
     @property
     def comparison(self) -> Comparison:
-        """Over all packings: a token counts once in each."""
+        """The comparison over all packings: a token counts once in each."""
         return sum(self.comparisons.values(), Comparison())
 
 

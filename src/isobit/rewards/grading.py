@@ -99,7 +99,7 @@ class Repetition:
 
 
 ModelScores: TypeAlias = Mapping[str, Callable[[Sequence[tuple[Prompt, Completion]]], list[float]]]
-"""For each part that is a model, the function that scores pairs of prompts and completions."""
+"""The function that scores pairs of prompts and completions, for each part that is a model."""
 
 
 class Graders:

@@ -167,7 +167,7 @@ DEFAULT_WORKERS = 4
 """The most processes by default."""
 TICK_S = 0.1
 START_DEADLINE_S = 300.0
-"""For starting an interpreter and importing the modules of the rewards."""
+"""Seconds for starting an interpreter and importing the modules of the rewards."""
 FAILED_STARTS = 3
 """Failed starts in a row that end the run."""
 _MODES = frozenset(get_args(Mode))

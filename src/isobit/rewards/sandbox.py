@@ -41,7 +41,7 @@ Role = Literal["candidate", "tests", "script", "probe"]
 FILE_BYTES = 16 << 20
 SANDBOXED_CODE = Path(__file__).parent / "sandboxed"
 INSIDE = "/isobit/sandboxed"
-"""Where the sandbox sees `isobit.rewards.sandboxed`."""
+"""The path of `isobit.rewards.sandboxed` inside the sandbox."""
 TIDY_SECONDS = 5.0
 ENVIRONMENT = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",

@@ -87,7 +87,9 @@ def finite_rows(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def non_finite(logits: Tensor, sample: Sample) -> NonFiniteError:
-    """Of one row of ``logits`` FP32 [V], from which a sample's next token was to be drawn."""
+    """The error for a row of ``logits`` FP32 [V] that holds no distribution of the sample's next
+    token.
+    """
     count = int((~torch.isfinite(logits)).sum())
     what = f"{count} of {logits.numel()} are NaN or infinite"
     if not count:
@@ -97,6 +99,6 @@ def non_finite(logits: Tensor, sample: Sample) -> NonFiniteError:
 
 
 def place_of(sample: Sample) -> str:
-    """Where a sample stands, for a message on it."""
+    """Name a sample's prompt, position and adapter, for an error message."""
     named = f"prompt {sample.prompt.request.prompt.id!r} at position {len(sample.tokens) - 1}"
     return named if sample.adapter is None else f"{named} with the adapter {sample.adapter!r}"

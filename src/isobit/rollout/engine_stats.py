@@ -34,14 +34,16 @@ class EngineStats:
     forwards: int = 0
     seconds: float = 0.0
     update_s: float = 0.0
-    """Of these, in which new weights were on their way to an engine with weights of its own."""
+    """Seconds of these in which new weights were on their way to an engine with its own copy of
+    them.
+    """
     kv_ratio: float = 0.0
     """The largest magnitude of Q, K and V over the largest that its scale holds; 0 with scales a
     token.
     """
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
-        """Of two calls together."""
+        """Counts of two calls together."""
         names = [field.name for field in fields(self) if field.name != "kv_ratio"]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return EngineStats(**sums, kv_ratio=max(self.kv_ratio, other.kv_ratio))
@@ -80,7 +82,7 @@ class Periods:
     """
 
     def __init__(self, engine: CountsWork) -> None:
-        """Of an engine without live samples."""
+        """Begin with ``engine``, which has no live samples."""
         self._engine, self._began = engine, perf_counter()
         self._records = [engine.stats]
         """The first is of what was done before."""

@@ -62,7 +62,7 @@ from isobit.rollout.shared import generate_shared
 from isobit.util.errors import shown
 
 _TICK_S = 0.1
-"""Of a rollout that only waits for tools."""
+"""Seconds between two polls of a rollout that only waits for tools."""
 _CUT = " [cut]"
 _TAIL = 20
 """Tokens ahead of a turn that are looked at for the beginning of thinking."""
@@ -98,21 +98,21 @@ class _Open:
     is_opening: bool
     """Whether the environment has yet to say what it has for the prompt."""
     prompt: str = ""
-    """As the environment has changed it."""
+    """The prompt's text as the environment has changed it."""
     finish_reason: FinishReason = "stop"
-    """Of the last turn; once the environment is asked for its reward, of the episode."""
+    """The last turn's; the episode's once the environment is asked for its reward."""
     text: str = ""
     stop_string: str = ""
     turns: list[str] = field(default_factory=list)
     parsed: list[Parsed] = field(default_factory=list)
-    """Of the last turn."""
+    """The calls of the last turn."""
     said: list[Turn] = field(default_factory=list)
     """All turns, with the calls that can be run."""
     sent: int = 0
-    """Those that the episode's process has been given."""
+    """The number of turns that the episode's process has been given."""
     results: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
-    """Of the turns that called tools; None where the environment failed."""
+    """Rewards of the turns that called tools; None where the environment failed."""
     failure: str = ""
     reward: float | None = None
     seconds: float = 0.0
@@ -482,7 +482,7 @@ class Episodes:
 
 
 def _handles(requests: Sequence[Request]) -> list[list[Handle]]:
-    """As ``engine.submit`` gives them, of samples that begin later."""
+    """The handles that ``engine.submit`` would give, for samples that begin later."""
     return [
         [Handle(one.prompt.id, one.visit, sample) for sample in range(one.samples)]
         for one in requests

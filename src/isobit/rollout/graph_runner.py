@@ -190,7 +190,7 @@ class TokensInFlight:
         self._arriving = backend.to_host([torch.cat(column) for column in columns.values()])
 
     def wait(self) -> list[DrawnToken]:
-        """In the order of the draws."""
+        """Wait for the tokens; they come in the order of the draws."""
         # also where nothing was drawn, so that the host is never more than a step ahead
         with nullcontext() if self._pulse is None else self._pulse.waiting("tokens"):
             arrived = [tensor.tolist() for tensor in self._arriving.wait()]
@@ -226,7 +226,7 @@ class _StepKey:
     filtered: bool
     """Whether the draw is left to the host: it ends with the logits."""
     adapter: str | None
-    """Whose weights it reads."""
+    """The adapter whose weights it reads; None for the policy's."""
 
 
 class GraphRunner:

@@ -98,7 +98,7 @@ class NativeEngine:
         """In the order of arrival."""
         self._streams: dict[Handle, SampleStream] = {}
         self._events: list[SampleEvent] = []
-        """What the next step has to tell."""
+        """Events that the next step returns."""
         self._failed: dict[Handle, IsobitError] = {}
         """The samples that have failed alone since the last step."""
         with out_of_memory_named(self._policy.backend.memory):
@@ -227,7 +227,7 @@ class NativeEngine:
     def abort(self, handles: Iterable[Handle]) -> list[SampleEvent]:
         """End samples where they stand, with the tokens so far; one that is in flight is dropped.
 
-        Of what has ended already and been told of, the pages are no longer parked.
+        Also frees the parked pages of samples that have already ended.
         """
         asked = set(handles)
         with self._all_or_nothing():
@@ -265,9 +265,10 @@ class NativeEngine:
         return half_done
 
     def admit(self, requests: Sequence[Request], half_done: Mapping[Handle, Completion]) -> None:
-        """As the protocol says.  They share the pages of their prompt with those who wait for it.
+        """Take on half-done samples, which share the pages of their prompt with those that wait for
+        it.
 
-        Raises RequestError as it says; then none of them is taken on.
+        Raises RequestError as the protocol says; then none of them is taken on.
         """
         asked = requests_of(half_done, requests, self._live)
         check_limits(list(asked.values()), self._limits)
@@ -328,9 +329,9 @@ class NativeEngine:
         return Sample(prompt, index, self._seed, length, self._limits.max_pages, self._tokenizer)
 
     def _prompts_in_line(self) -> dict[tuple[str, int], SharedPrompt]:
-        """Those that samples wait for, by prompt and visit.  A sample that comes later than those
-        who run already brings its prompt again: they have their places in the line, were they to
-        lose their pages, and it has another.
+        """The prompts that samples wait for, by prompt and visit. A sample that comes while others
+        of its prompt run brings the prompt again: these keep their places in the queue, should they
+        lose their pages, and it has a later one.
         """
         prompts = (sample.prompt for sample in self._live.values())
         return {
@@ -412,8 +413,8 @@ class NativeEngine:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """After an error nobody is live: samples are left half done, and a NaN left in a page would
-        poison whoever is given the page next.
+        """Start over after an error, with no sample live: samples are left half done, and a NaN in
+        a page would reach the sample that is given the page next.
         """
         try:
             with out_of_memory_named(self._policy.backend.memory):

@@ -1,8 +1,8 @@
-"""Books of samples that another program draws (``isobit.rollout.vllm_engine``,
-``isobit.rollout.http_engine``): who is live, what was drawn, and what is told of it.
+"""Samples that another program draws (``isobit.rollout.vllm_engine``,
+``isobit.rollout.http_engine``): which are live, what was drawn, and the events of it.
 
-Stop strings, episodes and half-done samples are those of the native engine, since a sample keeps
-its books as there (``isobit.rollout.sequence``).  A log-probability that is none ends all.
+Stop strings, episodes and half-done samples are those of the native engine, since a sample is the
+same object as there (``isobit.rollout.sequence``).  A log-probability that is not finite ends all.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 
 class RemoteSamples:
-    """The samples of an engine whose tokens another program draws, and what is told of them: most
-    of a ``RolloutEngine``.  An engine says how samples get there (``_draw``) and away from there
-    (``_let_go``).
+    """The samples of an engine whose tokens another program draws: most of a ``RolloutEngine``.  An
+    engine defines how samples are drawn there (``_draw``) and ended there (``_let_go``).
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class RemoteSamples:
         self._check(requests, self._live)
 
     def submit(self, requests: Sequence[Request], follow: Follow = "end") -> list[list[Handle]]:
-        """As the protocol says, with samples that are followed to their end."""
+        """Take on requests, whose samples are followed to their end alone."""
         self.check(requests)
         if follow != "end":
             raise RequestError("samples that others draw are followed to their end alone")
@@ -82,7 +81,9 @@ class RemoteSamples:
         return [[sample.handle for sample in group] for group in groups]
 
     def step(self) -> list[SampleEvent]:
-        """As the protocol says.  Raises NonFiniteError for a log-probability that is none."""
+        """Have tokens drawn, and return what has ended. Raises NonFiniteError for a log-probability
+        that is not finite.
+        """
         if self._live:
             with self._all_or_nothing():
                 self._draw()
@@ -167,7 +168,7 @@ class RemoteSamples:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """After an error nobody is live."""
+        """Start over after an error, with no sample live."""
         try:
             yield
         except BaseException:

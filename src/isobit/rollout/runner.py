@@ -32,7 +32,7 @@ class ForwardBatch:
     """int64 [T], from 0 in each sequence."""
     paged: PagedBatch
     adapter: str | None = None
-    """Of all B (``Request.adapter``)."""
+    """The adapter of all B sequences (``Request.adapter``); None for the policy as it is."""
 
 
 def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
@@ -71,7 +71,7 @@ class ModelRunner(Protocol):
 
     @property
     def version(self) -> int:
-        """Which weights: K and V computed under another version are worthless."""
+        """The version of the weights; K and V computed under another one are worthless."""
         ...
 
     @property
@@ -110,7 +110,7 @@ class PendingTokens(Protocol):
     """The tokens that one step draws, on their way to the host."""
 
     def wait(self) -> Iterable["DrawnToken"]:
-        """In the order of drawing.
+        """Wait for the tokens, which come in the order of drawing.
 
         A log-probability that is not finite says that the logits were not.  Called once, and in the
         order of the steps.
@@ -125,7 +125,7 @@ class DrawnToken(NamedTuple):
     token_id: int
     log_prob: float
     truncated_log_prob: float | None = None
-    """Under the truncated distribution; None without a filter."""
+    """The log-probability under the truncated distribution; None without a filter."""
     routing: int | None = None
     """The digest of the experts at the row that it was drawn from; None without experts."""
 
@@ -142,7 +142,7 @@ class PipelineRunner(Protocol):
 
     @property
     def version(self) -> int:
-        """Which weights: K and V computed under another version are worthless."""
+        """The version of the weights; K and V computed under another one are worthless."""
         ...
 
     @property
@@ -214,7 +214,7 @@ class PolicyRunner:
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch) -> States:
-        """K and V of the new tokens go into the cache."""
+        """The states of T new tokens, whose K and V go into the cache."""
         token_ids, positions = map(self._backend.to_device, (batch.token_ids, batch.positions))
         attend = self._backend.paged_attention(self._cache, batch.paged, positions)
         return rollout_states(self._policy, token_ids, attend, batch.adapter)
@@ -225,7 +225,7 @@ class PolicyRunner:
         return self._policy.decoder.lm_head.logits(self._policy.weights("rollout"), hidden)
 
     def draw(self, logits: Tensor, draws: Draws) -> Drawn:
-        """As the back end does it."""
+        """The next tokens of samples, from FP32 logits [R, V]."""
         return self._backend.draw(logits, draws.map(self._backend.to_device))
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:

@@ -138,7 +138,7 @@ class TokenScorer(Generic[Key]):
 
     @property
     def keys(self) -> list[Key]:
-        """Of all that has not been scored."""
+        """The keys of everything that has not been scored."""
         return [given.key for given in (*self._active, *self._waiting)]
 
     def add(self, key: Key, scoring: Scoring, owner: Hashable = None) -> None:
@@ -224,7 +224,7 @@ class TokenScorer(Generic[Key]):
             self._runner.clear_pages(pages)
 
     def _begin_again(self) -> None:
-        """With weights that were published since: K and V of others are worthless."""
+        """Start over with newly published weights, under which the K and V so far are worthless."""
         self._version = self._runner.version
         for given in self._active:
             given.sequence.cached, given.scored = 0, Scored()

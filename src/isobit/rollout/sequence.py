@@ -134,7 +134,7 @@ class StopWatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """Of T tokens; or of one, without the first dimension."""
+    """What a forward leaves of T tokens, or of one, without the first dimension."""
 
     hidden: Tensor
     """[T, hidden]"""

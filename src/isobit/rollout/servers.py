@@ -43,7 +43,7 @@ CONNECT_S, ANSWER_S, PUBLISH_S = 10.0, 120.0, 300.0
 IDLE_S = 2.0
 """How long a connection is kept unused; servers close it after 5 s."""
 FULL_S = 0.5
-"""Until a server whose places others have is asked again."""
+"""Seconds until a server whose places are taken by others is asked again."""
 LONGEST_WAIT_S = 30.0
 MOST_ASKED = 1 << 20
 """Tokens in one body, of which servers take 16 MiB."""
@@ -68,7 +68,7 @@ class VersionedWeights(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all tensors."""
         ...
 
 
@@ -94,20 +94,20 @@ class AskedSamples:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a server has told, or has become."""
+    """News of a server: tokens, lost samples, a line for the console, or an error."""
 
     samples: Sequence[DrawnSample] = ()
     lost: Collection[int] = ()
     """Numbers of samples that it will not go on with."""
     note: str | None = None
     error: IsobitError | None = None
-    """That ends the run."""
+    """An error that ends the run."""
 
 
 @dataclass(slots=True)
 class NewsBoard:
-    """What the threads share; ``changed`` guards it, and all that the run's thread writes into a
-    ``Server``.
+    """News of all servers for the run's thread; ``changed`` guards it, and all that this thread
+    writes into a ``Server``.
     """
 
     patience_s: float
@@ -162,7 +162,7 @@ class Server:
         self._live: set[int] = set()
         self._is_full = False
         self._told_at = 0.0
-        """When it last had nothing to draw, or told of a token."""
+        """The time at which it last had nothing to draw, or sent a token."""
         self._client, self._session = token_hex(8), 0
         self._connection: HTTPConnection | None = None
         self._used_at = 0.0
@@ -187,7 +187,7 @@ class Server:
     # By the run's thread, which holds ``board.changed``.
 
     def set_weights(self, weights: VersionedWeights) -> None:
-        """Others are sampled from now on, and all samples of these are to be dropped."""
+        """Sample from other weights from now on; all samples of the present ones are dropped."""
         self._weights, self.is_up = weights, False
         self._drops, self._asks = [], []
 
@@ -279,7 +279,7 @@ class Server:
             )
 
     def _take_asks(self) -> list[AskedSamples]:
-        """As many as a body holds; of a server that had no places for them, one."""
+        """Take as many requests as a body holds; one after the server had no places for them."""
         taken: list[AskedSamples] = []
         tokens, most = 0, 0 if self._is_full else MOST_ASKED
         while self._asks and (not taken or tokens + len(self._asks[0].token_ids) <= most):
@@ -452,7 +452,7 @@ def connect(url: str) -> HTTPConnection:
 
 
 def sentence_of(found: bytes) -> str:
-    """Of an answer's error."""
+    """The message of an error response, or its first bytes."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         return shown(json.loads(found)["error"]["message"])
     return shown(found[:200].decode(errors="replace"))

@@ -46,7 +46,7 @@ from isobit.rollout.requests import Handle, Request
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of all ranks: samples that have ended, tokens drawn, samples that run."""
+    """Samples that have ended, tokens drawn and samples that run, on all ranks."""
 
     finished: int = 0
     tokens: int = 0
@@ -103,7 +103,7 @@ class WorkQueue:
         return [(int(rank), int(live)) for rank, live in notes]
 
     def answer(self, rank: int, note: bytes) -> None:
-        """To a rank that has asked."""
+        """Send a note to a rank that has asked."""
         self._post(f"answer/{rank}", note)
 
     def answered(self) -> bytes | None:
@@ -115,7 +115,7 @@ class WorkQueue:
         return note
 
     def send_home(self, rank: int, note: bytes) -> None:
-        """To the rank that some completions belong to."""
+        """Send a note to the rank that some completions belong to."""
         self._send("home", rank, note)
 
     def come_home(self) -> list[bytes]:
@@ -145,7 +145,9 @@ class WorkQueue:
         self._post(f"{kind}/{rank}/{number}", note)
 
     def _received(self, kind: str) -> list[bytes]:
-        """In order: one that is numbered, but not there yet, holds up those behind it."""
+        """The notes that have arrived, in order: one that is numbered but not there yet holds up
+        the later ones.
+        """
         found: list[bytes] = []
         while True:
             name = f"{self._call}/{kind}/{self._rank}/{self._read[kind]}"
@@ -158,9 +160,9 @@ class WorkQueue:
 
 
 _LOOK_S, _LOOK_S_A_RANK = 0.05, 0.001
-"""Between two looks at the board of a rank that has samples: many ranks share one board."""
+"""Seconds between two reads of the board by a rank that has samples: many ranks share one board."""
 _PAUSE_S, _PAUSE_S_A_RANK = 0.005, 0.0001
-"""Of a rank that has none."""
+"""Seconds between two reads by a rank that has none."""
 _RECOMPUTED_A_STEP = 128
 """Tokens whose K and V may be computed again for each step that samples may still have: of 8B on an
 H200 a step of 128 sequences is 4 ms shorter than one of 256, and prefill makes some 270 tokens in
@@ -287,8 +289,8 @@ class _Share:
             )
 
     def _take_requests(self) -> None:
-        """As many as the engine has room for, up to an even share: the rest of a small batch is
-        for ranks that come later.
+        """Take as many requests as the engine has room for, up to an even share: the rest of a
+        small batch is for ranks that come later.
         """
         share = -(-self._total // self._world.size)
         while not self._handed_out and self._engine.has_room and len(self._live) < share:

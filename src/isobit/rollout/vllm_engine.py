@@ -95,7 +95,7 @@ class VllmEngine(RemoteSamples):
 
     @property
     def function(self) -> LogProbFunction:
-        """Of vLLM's copy of the weights, and therefore the trainer's in no flow."""
+        """The function of vLLM's copy of the weights, which is the trainer's in no flow."""
         return LogProbFunction(self, self._policy.flow.graph("rollout"), self._vllm.name)
 
     @property

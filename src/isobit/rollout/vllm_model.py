@@ -239,7 +239,7 @@ def recalibrate(model: torch.nn.Module) -> None:
 
 
 def recalibrate_runner(worker: Any) -> None:
-    """That forward is not a captured one."""
+    """Have the next forward run without a captured graph, so that it takes the scales."""
     worker.model_runner.calculate_kv_scales = True
 
 

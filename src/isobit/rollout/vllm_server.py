@@ -161,7 +161,7 @@ class VllmServers(HttpEngine):
 
     @property
     def function(self) -> LogProbFunction:
-        """Of the servers' copies of the weights, and therefore the trainer's in no flow."""
+        """The function of the servers' copies of the weights, which is the trainer's in no flow."""
         return LogProbFunction(self, self._policy.flow.graph("rollout"), _NAME)
 
     def figures(self) -> dict[str, Any]:
@@ -333,7 +333,7 @@ class Stream:
 
 
 def _events(response: HTTPResponse) -> Iterator[Event]:
-    """Of a stream of server-sent events.  Raises AnswerError."""
+    """The events of a stream of server-sent events.  Raises AnswerError."""
     while line := response.readline(MOST_ANSWERED + 1):
         if len(line) > MOST_ANSWERED:
             raise AnswerError(f"an event of its stream is longer than {MOST_ANSWERED >> 20} MiB")
@@ -378,7 +378,9 @@ class VllmServer(Server):
         self._scales_due = False
 
     def check(self) -> None:
-        """As ``Server.check``; a server that was left paused gets its weights again."""
+        """Check the server as ``Server.check`` does; one that was left paused gets its weights
+        again.
+        """
         try:
             found = self._call(WorkerDescribed, "isobit_describe")
             is_paused = self._read(Paused, "/is_paused").is_paused

@@ -11,12 +11,12 @@ LONGEST_RETRY_S = 60
 
 
 class Gate:
-    """The places of samples: who comes when all are taken is to come back."""
+    """Limits how many samples are in flight; requests beyond it get 429 with a retry delay."""
 
     def __init__(self, places: int) -> None:
         self.places, self.taken = places, 0
         self._seconds = 1.0
-        """Of a request, lately."""
+        """Seconds that a request has taken lately."""
 
     def enter(self, samples: int) -> None:
         """Raises ApiError where the samples do not fit."""
@@ -44,7 +44,9 @@ class Gate:
 
 
 MOST_LOG_PROBS = 1 << 26
-"""Of the prompts of a request, which are held until all are scored, in 8 bytes each."""
+"""Log-probabilities of the prompts of a request, which are held until all are scored, in 8 bytes
+each.
+"""
 
 
 def check_size(asked: GenerationRequest, questions: Sequence[ScoredPrompt]) -> None:

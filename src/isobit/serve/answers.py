@@ -36,7 +36,7 @@ class LazyList:
 
 
 def written(content: Any) -> str:
-    """As JSON, in ASCII, which can hold what a client echoes."""
+    """The content as JSON in ASCII, which can hold whatever a client echoes."""
     return json_text(content, default=list, ascii=True)
 
 

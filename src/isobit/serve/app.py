@@ -82,21 +82,21 @@ class Settings:
     """How a model is served."""
 
     name: str
-    """The model's, for clients."""
+    """The model's name for clients."""
     key: str | None
-    """What clients must send as a bearer token."""
+    """The bearer token that clients must send."""
     max_live: int
     """Samples that are served or wait at once; more are refused."""
     chat: ChatConfig
     sampling: SamplingParams
-    """For what a request does not say."""
+    """Defaults for what a request does not say."""
     max_tokens: int | None
-    """The same of its length; None for OpenAI's defaults."""
+    """The default length of an answer; None for OpenAI's defaults."""
     precision: str
     adapters: tuple[str, ...] = ()
     """Names of the model's adapters (``Policy.adapters``), for clients."""
     folders: Mapping[str, str] = field(default_factory=dict)
-    """What each name was said to be on the command line."""
+    """The folder that the command line gave for each name."""
     hosts: HostCheck | None = None
     """The names that requests may mean it by; None for any."""
 
@@ -134,7 +134,8 @@ class ApiServer:
             lru_cache(1 << 18)(lambda token: decode(tokenizer, [token], special=True))
         )
         self._calls: ToolFormat | None = None
-        """Of calls in answers; None where the chat template's is not read."""
+        """The format of calls that is read in answers; None where the chat template's is not known.
+        """
         with suppress(ConfigError):
             form = tool_format(reader, settings.chat)
             self._calls = form if form in MARKS else None
@@ -170,7 +171,7 @@ class ApiServer:
         return app if self.settings.hosts is None else self._by_name(app, self.settings.hosts)
 
     def _by_name(self, app: ASGIApp, hosts: HostCheck) -> ASGIApp:
-        """With requests refused that a web page may have sent."""
+        """The application ``app``, but refusing requests that a web page may have sent."""
 
         async def checked(scope: Scope, receive: Receive, send: Send) -> None:
             wrong = hosts.wrong_header(scope["headers"]) if scope["type"] == "http" else None
@@ -249,7 +250,7 @@ class ApiServer:
         }
 
     def _adapter(self, name: str) -> str | None:
-        """That of a model's name; None for the base. Raises ApiError for an unknown name."""
+        """The adapter of a model's name; None for the base. Raises ApiError for an unknown name."""
         names = (self.settings.name, *self.settings.adapters)
         if name not in names:
             raise ApiError(
@@ -264,7 +265,7 @@ class ApiServer:
     def _guarded(
         self, handler: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """With the key checked, errors answered, and the request counted."""
+        """A route that checks the key, answers errors, and counts the request."""
 
         async def guarded(request: Request) -> Response:
             route = request.scope["route"].path
@@ -343,13 +344,13 @@ class ApiServer:
         return response
 
     def _last_words(self) -> str | None:
-        """Of a stream that is cut off by the end of the server."""
+        """The last event of a stream that the end of the server cuts off."""
         return event_of(as_api_error(_ended()).json()) if self.is_draining() else None
 
     def _asked_of_engine(
         self, asked: GenerationRequest, form: ResponseFormat, questions: list[ScoredPrompt]
     ) -> tuple[dict[str, Any], list[ScoredPrompt], list[EngineRequest]]:
-        """What each answer begins with, the questions, and the engine's requests for them."""
+        """The beginning of each answer, the prompts, and the engine's requests for them."""
         name, settings = form.prefix + secrets.token_hex(12), self.settings
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         shows_special = isinstance(form, ChatFormat) and form.reads_calls and self._hides_calls

@@ -27,7 +27,7 @@ MOST_CONNECTIONS = 4096
 _SPARE = 16
 """Descriptors that are left for files."""
 _SAY_S = 60.0
-"""Between two lines on descriptors that have run out."""
+"""Seconds between two lines on the console about descriptors that have run out."""
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 5\r\n"
     b"Content-Type: text/plain\r\nContent-Length: 51\r\n\r\n"
@@ -63,7 +63,9 @@ class HttpConnection(H11Protocol):
             self._arrived("head")
 
     def send_400_response(self, msg: str) -> None:
-        """For bytes that are no HTTP, which may stand in the body of a request that is at work."""
+        """Answer bytes that are no HTTP, which may stand in the body of a request that is at
+        work.
+        """
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True  # what the application answers goes nowhere

@@ -32,7 +32,7 @@ from isobit.util.errors import IsobitError, OutOfMemoryError, RequestError
 from isobit.util.terminal import say
 
 POLL_S = 1.0
-"""Between two looks for new weights."""
+"""Seconds between two checks for new weights."""
 
 
 class EngineStoppedError(IsobitError):
@@ -86,7 +86,7 @@ class EngineCall:
         """Whether its client is."""
 
     def tell(self, what: CallNews | BaseException) -> None:
-        """In the event loop."""
+        """Put news into the call's queue; called in the event loop."""
         self.is_gone = self.is_gone or isinstance(what, DisconnectedError)
         self._told.put_nowait(what)
 
@@ -147,7 +147,7 @@ class EngineThread:
         return self._is_ending and not self._thread.is_alive()
 
     def start(self) -> None:
-        """In the event loop that the calls belong to."""
+        """Start the thread; called in the event loop that the calls belong to."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 

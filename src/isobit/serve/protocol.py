@@ -140,7 +140,7 @@ class GenerationRequest(BaseModel):
     )
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    """As ``_NEUTRAL``, of one kind of request."""
+    """Keys of one kind of request with the values that ask for nothing, as in ``_NEUTRAL``."""
     model: str
     max_tokens: int | None = Field(default=None, ge=0, le=MAX_POSITIONS)
     temperature: float | None = Field(default=None, ge=0, le=MAX_FACTOR)

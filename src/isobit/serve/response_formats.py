@@ -20,7 +20,7 @@ class ResponseFormat(Protocol):
     """How one kind of request is answered."""
 
     prefix: str
-    """Of the ids of its answers."""
+    """The beginning of the ids of its answers."""
     whole: str
     """The ``object`` of an answer."""
     piece: str
@@ -39,7 +39,7 @@ class ResponseFormat(Protocol):
         ...
 
     def of_prompts(self, questions: Sequence[ScoredPrompt]) -> dict[str, Any]:
-        """What an answer, or the first chunk, says of the prompts beside the choices."""
+        """Keys of an answer, or of its first chunk, about the prompts."""
         ...
 
 
@@ -113,7 +113,7 @@ class ChatFormat:
         self._calls: ToolFormat | None = calls if asked.shown_tools else None
         self._tools = names_of(asked.shown_tools or ())
         self._readers: dict[int, TurnReader] = {}
-        """Of each choice; they hold back what may be part of a call."""
+        """A reader for each choice, which holds back what may be part of a call."""
 
     @property
     def reads_calls(self) -> bool:

@@ -92,7 +92,7 @@ class ClientSession:
 
     number: int
     call: EngineCall | None = None
-    """While samples of it are live: weights stay as long."""
+    """The call whose samples are live; the weights stay as long."""
     is_asking: bool = False
     """Whether samples are on their way to the call."""
     live: dict[Handle, int] = field(default_factory=dict)
@@ -109,11 +109,11 @@ class Runs:
     policy: Policy
     thread: EngineThread
     gate: Gate | None = None
-    """Of the server, which sets it."""
+    """The server's gate, which the server sets."""
     _held: dict[str, torch.Tensor] = field(default_factory=dict)
     """The weights of the last update, by master."""
     _digest: str | None = None
-    """Theirs."""
+    """The digest of these weights."""
     _published: int | None = None
     """The policy's version that was published from them."""
     _staged: dict[str, torch.Tensor] | None = None

@@ -42,10 +42,10 @@ class _Unscored:
 
     growing: ChoicePart
     pieces: deque[ChoicePart] = field(default_factory=deque)
-    """That are whole, the first of them perhaps asked for."""
+    """Complete pieces, of which the first may have been asked for."""
     is_asked: bool = False
     whole: int = 0
-    """Tokens of all pieces that ever were."""
+    """Tokens of all pieces so far."""
     told: tuple[int, ...] = ()
     """Tokens whose alternatives are known."""
 
@@ -83,7 +83,7 @@ class ServedRequest:
     usage: Usage = field(default_factory=Usage)
     begun_at: float = field(default_factory=time.perf_counter)
     first_at: float | None = None
-    """When the first token of a stream was known."""
+    """The time at which the first token of a stream was known."""
     _head: Mapping[str, Any] = field(default_factory=dict)
     _questions: Sequence[ScoredPrompt] = ()
     _requests: Sequence[Request] = ()
@@ -208,7 +208,7 @@ class ServedRequest:
 
     @property
     def _draws(self) -> bool:
-        """Without a token to draw the request is about its prompts alone."""
+        """Whether tokens are drawn; otherwise the request is about its prompts alone."""
         return all(request.sampling.max_new_tokens for request in self._requests)
 
     def _question(self, index: int) -> ScoredPrompt:

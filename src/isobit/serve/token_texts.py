@@ -11,19 +11,19 @@ from typing import Any
 from isobit.rollout.scoring import Scored
 
 SMALLEST_LOG_PROB = -9999.0
-"""In place of minus infinity, which JSON does not have; OpenAI's figure."""
+"""The value for minus infinity, which JSON does not have; OpenAI's figure."""
 
 
 @dataclass(slots=True)
 class ChoicePart:
-    """What is new of a choice: all of it, or a piece in a stream."""
+    """A new part of a choice: all of it, or a piece in a stream."""
 
     index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     alternatives: Sequence[Sequence[tuple[int, float]]] | None = None
-    """For each token; None where none were asked for."""
+    """The likeliest tokens at each token; None where none were asked for."""
     finish_reason: str | None = None
 
 
@@ -77,7 +77,7 @@ class Spelling:
         return found
 
     def _by_text(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Of several tokens with one text the likeliest, so that the largest value stays."""
+        """Log-probabilities by the tokens' texts; of tokens with one text the likeliest stays."""
         found = dict[str, float]()
         for token, log_prob in pairs:
             found.setdefault(self.text(token), _finite(log_prob))

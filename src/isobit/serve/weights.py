@@ -104,7 +104,7 @@ class WeightUpdates:
     thread: EngineThread
     root: Path
     runs: Runs = field(init=False)
-    """That sample here."""
+    """The runs that sample here."""
     _staged: dict[str, torch.Tensor] | None = None
     """The tensors of the update that has begun, by name."""
     _version: str | None = None

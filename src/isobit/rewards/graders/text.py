@@ -340,7 +340,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
-    """Where each complete box begins, where its text does, and where it ends; none is in another.
+    """The starts of each complete box and of its text, and its end; none is inside another.
     A box that never closes does not hide those behind it.
     """
     opened: list[tuple[int, int] | None] = []
