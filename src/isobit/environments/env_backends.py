@@ -1,4 +1,4 @@
-"""What an environment backend is given, and how it answers.
+"""The messages of an environment backend: its start, the model's turns and calls, and its answers.
 
 A host loads a backend, and an episode's process runs it (``isobit.environments.worker``):
 
@@ -31,13 +31,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model has said in one turn."""
+    """One turn of the model."""
 
     calls: Sequence[Call]
     text: str = ""
     """The text without the calls."""
     is_cut: bool = False
-    """Whether the length limit ended it."""
+    """Whether the length limit ended the turn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,12 +61,12 @@ class LostEpisodeError(Exception):
 
 
 class ObjectionError(Exception):
-    """What the environment has against an action."""
+    """The environment's objection to an action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the server says of a reset or a step."""
+    """The server's answer to a reset or a step."""
 
     observation: Mapping[str, Any]
     reward: float
@@ -266,7 +266,7 @@ def _tool(listed: Any) -> dict[str, Any]:
 
 
 def _problem(schema: Mapping[str, Any]) -> str:
-    """What is wrong with the JSON schema of a tool's arguments; empty if nothing is."""
+    """The fault of the JSON schema of a tool's arguments; empty if there is none."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if schema.get("type", "object") != "object":
         return f"its arguments are of the type {schema['type']!r:.40}, and not an object"
@@ -313,7 +313,7 @@ class OpenEnvEpisode:
         self._tools = {tool["name"]: tool["parameters"] for tool in tools}
 
     def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """What is observed first, for the prompt, unless it is nothing."""
+        """The first observation, for the prompt, unless it is empty."""
         try:
             given = {**self._start.options, **columns}
             self._connection, seen = _opened(self._start, "reset", given)
@@ -363,7 +363,7 @@ class OpenEnvEpisode:
 
 
 def _result(observation: Mapping[str, Any], most: int) -> list[str]:
-    """What the model is told: the text of a tool's result, or the observation as JSON."""
+    """The result that the model sees: the text of a tool's result, or the observation as JSON."""
     match observation:
         case {"tool_name": _, "error": {"message": str(message)}}:
             return ["error", message[:most]]

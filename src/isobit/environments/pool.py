@@ -59,12 +59,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """What an episode's process said of one turn."""
+    """The answer of an episode's process to one turn."""
 
     results: tuple[Result, ...] = ()
     """Results in the order of the calls."""
     opening: Opening = None
-    """What a new episode adds: text for the end of the prompt, or messages in its place."""
+    """The opening of a new episode: text for the end of the prompt, or messages in its place."""
     reward: float | None = None
     """The value of ``get_reward``, where it was asked for."""
     turn_reward: float | None = None
@@ -104,14 +104,14 @@ class TurnAnswer:
 
 
 class AnswerLog(Protocol):
-    """What environments have said (``isobit.store.reward_record``)."""
+    """Recorded answers of environments (``isobit.store.reward_record``)."""
 
     def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
         """The answers of a rollout of these prompts, by their visits, come next."""
         ...
 
     def find(self, key: Sequence[Any]) -> Mapping[str, Any] | None:
-        """What was recorded under ``key`` for this rollout."""
+        """The answer recorded under ``key`` for this rollout; None without one."""
         ...
 
     def end(self, answers: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
@@ -156,13 +156,15 @@ class Environments(Generic[Key]):
         self.opens = False
         """Whether an episode is asked for its opening before the model draws; likewise."""
         self.leads = False
-        """Whether it decides after each turn what comes next, and answers all of them."""
+        """Whether the environment decides after each turn what comes next, and answers all of
+        them.
+        """
         self.speaks = False
-        """Whether it may answer as the user does."""
+        """Whether the environment may answer as the user."""
         self.has_turn_reward = False
-        """Likewise of ``get_turn_reward``."""
+        """Whether the class has ``get_turn_reward``; likewise."""
         self.note = ""
-        """What the environment says of itself for the start of a run; likewise."""
+        """The environment's line about itself for the start of a run; likewise."""
         self._open()
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -196,8 +198,8 @@ class Environments(Generic[Key]):
         self._queue.append((key, ("ask", number, dict(columns), turns, wants_reward)))
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Key, TurnAnswer]]:
-        """What has been answered, after at most so many seconds.  Raises ToolError where no process
-        can be had.
+        """The answers that have come after at most so many seconds. Raises ToolError where no
+        process can be had.
         """
         found = self._attend(0.0 if self._failed else timeout_s)
         failed, self._failed = self._failed, []
@@ -263,7 +265,7 @@ class Environments(Generic[Key]):
         self._queue.extendleft(reversed(held))
 
     def _hear(self, message: Mapping[str, Any]) -> Iterator[tuple[Key, TurnAnswer]]:
-        """What the host says, all of which is checked, since tools run below it."""
+        """Read a message of the host, all of which is checked, since tools run below it."""
         match message:
             case {"episode": int(number), **content}:
                 yield from self._hear_episode(number, content)
@@ -309,9 +311,9 @@ class Environments(Generic[Key]):
         queued = [key for key, _ in self._queue if key in self._begun]
         failure = TurnAnswer(failure=Failure("crash", how))
         self._failed += [(key, failure) for key in (*self._asked, *queued)]
-        told = {*self._asked, *queued}
-        self._queue = deque(one for one in self._queue if one[0] not in told)
-        self._lost |= dict.fromkeys(self._begun - told, how)
+        sent = {*self._asked, *queued}
+        self._queue = deque(one for one in self._queue if one[0] not in sent)
+        self._lost |= dict.fromkeys(self._begun - sent, how)
         for key in list(self._begun):
             self._forget(key)
         self._asked.clear()

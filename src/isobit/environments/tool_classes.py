@@ -121,7 +121,7 @@ class Instance:
         self._instance: Any = cls(**start.options)
 
     def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``reset`` returns is text for the prompt."""
+        """Reset the instance; the text that ``reset`` returns is for the prompt."""
         self._columns = columns
         reset = getattr(self._instance, "reset", None)
         said = None if reset is None else _awaited(reset(**_taken(reset, columns)))
@@ -184,7 +184,7 @@ class Instance:
             return _error_of(error)
 
     def _called(self, call: Call) -> Any:
-        """What the tool returns, which may be awaitable.  Raises ToolError for an impossible
+        """The result of a tool, which may be awaitable.  Raises ToolError for an impossible
         call.
         """
         tools = tools_of(self._class)

@@ -21,7 +21,7 @@ from isobit.util.plain_files import read_plain
 from isobit.util.user_code import run_file
 
 CLASSIC, TASKSET = "load_environment", "__all__"
-"""What an environment of verifiers 0.2 and 0.3 defines, and a taskset of 0.4."""
+"""The names that an environment of verifiers 0.2 or 0.3 defines, and a taskset of 0.4."""
 
 
 def defines(place: str, name: str) -> bool:
@@ -114,14 +114,14 @@ class Conversation:
         self._loop, self._is_asked = asyncio.new_event_loop(), asyncio.Event()
         self._question: tuple[Any, Any] = (), ()
         self._reply: asyncio.Future[Any] = self._loop.create_future()
-        """What the rollout waits for."""
+        """The reply that the rollout waits for."""
         self._reply.set_result(None)
         self._messages: list[dict[str, Any]] = []
-        """Those of the last question."""
+        """The messages of the last question."""
         self._turns = 0
 
     async def reply(self, prompt: Any, tools: Any) -> Any:
-        """What the model says to messages: the next turn."""
+        """The model's answer to messages: its next turn."""
         if not self._reply.done():
             raise RuntimeError("the environment asks the model two things at once")
         self._question, self._reply = (prompt, tools), self._loop.create_future()
@@ -142,7 +142,7 @@ class Conversation:
         return self._environment.run_rollout(row, _client(self), "isobit", {})
 
     def answer(self, turns: Sequence[Turn], wants_reward: bool) -> dict[str, Any]:
-        """What is said behind the last turn, or the reward once the rollout is over: by itself, or
+        """The messages after the last turn, or the reward once the rollout is over: by itself, or
         because its model will say no more.
         """
         answer: dict[str, Any] = {}
@@ -189,7 +189,7 @@ class Conversation:
         return {"over": True, **rewarded(outcome_of(output["reward"]))}
 
     def _response(self, turn: Turn) -> tuple[Any, Any]:
-        """What the rollout gets for a turn, and its message."""
+        """The response to the rollout for a turn, and its message."""
         types = importlib.import_module("verifiers.types")
         self._turns += 1
         calls = [

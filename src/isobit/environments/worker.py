@@ -81,7 +81,7 @@ class HostedEpisode(Protocol):
 
 
 class Hosted(Protocol):
-    """What a host has loaded."""
+    """An environment that a host has loaded."""
 
     def ready(self) -> dict[str, Any]:
         """The message to the trainer."""
@@ -93,7 +93,7 @@ class Hosted(Protocol):
 
 
 def load(start: HostStart) -> Hosted:
-    """What a host is to run.  Raises ToolError, and what user's code raises."""
+    """Load the environment of a host.  Raises ToolError, and what the user's code raises."""
     if start.kind == "verifiers":
         return HostedVerifiers(start) if is_classic() else HostedTaskset(start)
     return HostedOpenEnv(start) if start.kind == "openenv" else HostedClass(start)
@@ -277,8 +277,8 @@ class Host:
         began = self._episodes[key].began
         self._end(key)
         if began is not None:
-            told = {"failed": kind, "message": message, "seconds": monotonic() - began}
-            self._say({"episode": key, **told})
+            failure = {"failed": kind, "message": message, "seconds": monotonic() - began}
+            self._say({"episode": key, **failure})
 
     def _end(self, key: int) -> None:
         episode = self._episodes.pop(key, None)
@@ -317,7 +317,7 @@ def _allow_pipes() -> None:
 
 
 def _private_bytes() -> int:
-    """What this process has mapped for itself, which its episodes begin with; 0 where the system
+    """The private memory of this process, with which its episodes begin; 0 where the system
     does not tell.
     """
     with suppress(OSError):

@@ -40,7 +40,7 @@ class Case:
 
     name: str
     inputs: Mapping[str, Tensor]
-    """What ``plain`` takes."""
+    """The arguments of ``plain``."""
     plain: Callable[..., Tensor]
     """The definition in torch's own operations, in the dtype of the inputs; the results of all
     rows.
@@ -57,17 +57,17 @@ class Case:
     for that of its dtype.
     """
     gradients: Callable[[], Mapping[str, Tensor]] | None = None
-    """What the backward gives by the name of the input, added to zeros where it adds."""
+    """The gradients of the backward by the name of the input, added to zeros where it adds."""
     dy: Tensor = field(default_factory=lambda: torch.ones(()))
     """The gradient of the result of ``plain``."""
     gradient_tolerance: float | None = None
 
     def results(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Those of the definition, computed in ``dtype``."""
+        """The outputs of the definition, computed in ``dtype``."""
         return self.plain(**{name: x.to(dtype) for name, x in self.inputs.items()})
 
     def exact_gradients(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """Those of the definition by automatic differentiation, computed in ``dtype``."""
+        """The gradients of the definition by automatic differentiation, computed in ``dtype``."""
         leaves = {
             name: x.detach().to(dtype).requires_grad_(x.is_floating_point())
             for name, x in self.inputs.items()

@@ -31,7 +31,7 @@ _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 @dataclass(slots=True)
 class SiteRows:
-    """What one side computed at one site: the format, and a key and a checksum for each row, as
+    """Rows of one side at one site: the format, and a key and a checksum for each row, as
     many times as it was computed.
     """
 

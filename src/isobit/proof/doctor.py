@@ -246,7 +246,7 @@ class Examination:
 
     findings: tuple[Finding, ...]
     runs_here: tuple[str, ...]
-    """What will run where, and what to install for more."""
+    """Lines on what will run where, and what to install for more."""
 
     @property
     def exit_code(self) -> int:

@@ -73,7 +73,9 @@ def extras() -> dict[str, list[str]]:
 
 
 def _needs(extra: str = "") -> Iterator[Requirement]:
-    """What ``pyproject.toml`` asks for: always, or for one extra alone."""
+    """The requirements in ``pyproject.toml``: those of every installation, or of one extra
+    alone.
+    """
     for text in (requires("isobit") or []) if _installed("isobit") else []:
         need = Requirement(text)
         if need.marker is None or need.marker.evaluate({"extra": ""}):

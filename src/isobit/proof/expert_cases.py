@@ -57,7 +57,7 @@ def router(renormalise: bool = True, dtype: torch.dtype = BF16) -> Case:
 
 
 EXPERTS, IDLE = 6, 4
-"""How many experts there are, and the first that no token goes to."""
+"""The number of experts, and the first that no token goes to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What ``isobit verify`` generates: random prompts, the scenarios in which the engine completes
+"""The workload of ``isobit verify``: random prompts, the scenarios in which the engine completes
 them, and the packings in which the training forward scores the same tokens again.
 """
 
@@ -47,7 +47,7 @@ class Scenario:
 
     @property
     def weights(self) -> int:
-        """How many weights draw, one after the other."""
+        """The number of weights that draw, one after the other."""
         return 2 if self.publishes else 1
 
     @property

@@ -68,7 +68,7 @@ from isobit.util.errors import ConfigError, IsobitError
 
 
 def scenarios_of(policy: Policy, workload: Workload) -> list[Scenario]:
-    """Those of ``engine_scenarios`` that the model can be in."""
+    """The scenarios of ``engine_scenarios`` that the model can be in."""
     has_routers = policy.config.experts is not None
     return [one for one in engine_scenarios(workload) if has_routers or not one.ties_routers]
 
@@ -97,7 +97,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioResult:
-    """What the engine did in one scenario, and how its log-probabilities compare in each
+    """The engine's work in one scenario, and the comparison of its log-probabilities in each
     packing.
     """
 
@@ -288,7 +288,7 @@ def generate_samples(
     results: "Results",
     publish: Callable[[], Any] | None = None,
 ) -> tuple[list[TokenSequence], EngineStats]:
-    """What the engine generates, as samples to train on, in the order of the requests, and what it
+    """The engine's completions as samples to train on, in the order of the requests, and what it
     did.  ``results`` stand behind the turns that end with a stop token; ``publish`` is called
     behind half of the turns.
     """
@@ -385,7 +385,7 @@ def _operations(
 
 
 def _versions(samples: Sequence[TokenSequence]) -> list[int]:
-    """Those of the weights that drew any token."""
+    """Comparisons of the weights that drew any token."""
     return sorted(
         {int(one) for sample in samples for one in sample.of_response(sample.weights_versions)}
     )

@@ -79,9 +79,9 @@ class Repetition:
     def differing(
         self, tasks: Mapping[str, Task], scoring: "Pool | InProcess", watch: Watch, inside: Inside
     ) -> Counter[str]:
-        """How many rewards of the group whose ``tasks`` are done differ when it is graded again, by
-        kind; nothing unless this grading is one to repeat. Failures are not compared. Raises as
-        ``scoring`` does.
+        """The number of rewards that differ when the group whose ``tasks`` are done is graded
+        again, by kind; nothing unless this grading is one to repeat. Failures are not compared.
+        Raises as ``scoring`` does.
         """
         self._gradings += 1
         if self._gradings < FIRST or self._gradings.bit_count() > 1:

@@ -71,7 +71,7 @@ class GraderProcess:
             os.set_blocking(descriptor, False)
         self._unsent, self._unread, self._noise = bytearray(frame(start)), bytearray(), ""
         self.is_gone = False
-        """Whether it has ended and all its output was read."""
+        """Whether the process has ended and all its output was read."""
         self._exit: str | None = None
 
     @property
@@ -184,7 +184,7 @@ class Task:
     completions: Sequence[Completion]
     outcomes: list[Outcome | None] = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
-    """What the grader counted (``isobit.rewards.counts``)."""
+    """Counts of the grader (``isobit.rewards.counts``)."""
 
     def __post_init__(self) -> None:
         self.outcomes = [None] * len(self.completions)
@@ -329,7 +329,7 @@ class Pool:
         self._workers.append(GraderSlot(process, monotonic()))
 
     def _hear(self, worker: GraderSlot, message: Mapping[str, Any]) -> None:
-        """What a grader says, all of which is checked, since it has run text of a model."""
+        """Read a message of a grader, all of which is checked, since it has run text of a model."""
         match message:
             case {"ready": dict(parts)} if not worker.is_ready and self._are_parts(parts):
                 worker.is_ready, self._failed_starts = True, 0

@@ -78,7 +78,7 @@ class Launcher(ABC):
     dies_by_itself: bool = False
     """Whether ``command`` ends its process with the starter; otherwise `sandboxed.main` does."""
     threads: int | None = None
-    """How many a program may have, the first included; known after a ``trial``."""
+    """Threads that a program may have, the first included; known after a ``trial``."""
 
     @abstractmethod
     def command(self, python: Sequence[str]) -> list[str]:
@@ -89,7 +89,7 @@ class Launcher(ABC):
         return None
 
     def describe(self) -> str:
-        """What confines a program, for the start of a run."""
+        """A line on what confines a program, for the start of a run."""
         threads = self.threads or 1
         return f"sandbox: {self.name}, " + (
             f"at most {threads} threads each"
@@ -231,7 +231,7 @@ DEVICES = ("/dev/null", "/dev/urandom")
 
 
 def shown() -> dict[str, str]:
-    """What the sandbox sees read-only: path inside to the host's path."""
+    """Paths that the sandbox sees read-only: the path inside to the host's path."""
     prefix = Path(sys.base_prefix)
     python = Path(interpreter())
     paths = [

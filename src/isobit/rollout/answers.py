@@ -1,4 +1,4 @@
-"""What servers that sample for a run answer, read as what it is: input.
+"""Answers of servers that sample for a run, which are input and checked as such.
 
     AnswerModel            the shape of an answer; keys that it does not name are left alone, since
                            a later server may say more
@@ -84,7 +84,7 @@ class PublishAnswer(AnswerModel):
 
 
 class DrawnSample(AnswerModel):
-    """What was drawn for one sample since the last step."""
+    """Tokens drawn for one sample since the last step."""
 
     number: int
     token_ids: tuple[Token, ...]

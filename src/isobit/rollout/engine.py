@@ -1,4 +1,4 @@
-"""What an engine is to those who generate with it, whatever program it is.
+"""The protocol of an engine that draws samples, whatever program it is.
 
 Requests come and go while others run; ``step`` is the only thing that takes long.
 
@@ -31,7 +31,7 @@ from isobit.rollout.requests import Handle, Request
 from isobit.util.errors import RequestError
 
 Follow = Literal["end", "tokens", "text"]
-"""What is told of a sample: its end alone; its tokens as they are drawn; their text as well, which
+"""The events of a sample: its end alone; its tokens as they are drawn; or their text as well, which
 takes the time of decoding twice.
 """
 
@@ -59,19 +59,19 @@ def parted(
     events: Iterable[SampleEvent], handles: Collection[Handle]
 ) -> tuple[list[SampleEvent], list[SampleEvent]]:
     """The events of these samples, and those of all others, each in their order."""
-    told: list[SampleEvent] = []
+    of_handles: list[SampleEvent] = []
     others: list[SampleEvent] = []
     for event in events:
-        (told if event.handle in handles else others).append(event)
-    return told, others
+        (of_handles if event.handle in handles else others).append(event)
+    return of_handles, others
 
 
 class Sampler(Protocol):
-    """What gives samples when it is asked for them: an engine, or episodes around one."""
+    """A source of samples: an engine, or episodes around one."""
 
     @property
     def stats(self) -> EngineStats:
-        """What was done since the engine last had no live sample; a new record each time."""
+        """Counts since the engine last had no live sample; a new record each time."""
         ...
 
     @property
@@ -162,7 +162,7 @@ class RolloutEngine(Sampler, Protocol):
 
     @property
     def function(self) -> LogProbFunction:
-        """What the recorded log-probabilities are values of."""
+        """The function whose values the recorded log-probabilities are."""
         ...
 
     def figures(self) -> dict[str, Any]:

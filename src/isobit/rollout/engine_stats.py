@@ -10,7 +10,7 @@ class EngineStats:
     """Counts since the engine last had nothing to do: those of one ``generate`` call."""
 
     generated_tokens: int = 0
-    """Those of samples that were aborted as well."""
+    """Tokens drawn, those of aborted samples included."""
     prompt_tokens: int = 0
     """Prompt tokens put through the model: each prompt once, and again if its pages were given
     up.
@@ -72,13 +72,13 @@ class CountsWork(Protocol):
 
     @property
     def stats(self) -> EngineStats:
-        """What was done since the engine last had no live sample; a new record each time."""
+        """Counts since the engine last had no live sample; a new record each time."""
         ...
 
 
 class Periods:
-    """What an engine has done since this was made, which it counts in a new record each time that
-    it had nothing to do.
+    """The total of an engine's counts since this was made; the engine begins a new record each time
+    that it has had nothing to do.
     """
 
     def __init__(self, engine: CountsWork) -> None:

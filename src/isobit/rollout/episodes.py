@@ -70,13 +70,13 @@ _TAIL = 20
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What is known of an environment's tools before anything runs."""
+    """An environment's tools as they are known before anything runs."""
 
     schemas: Sequence[Mapping[str, Any]]
     form: ToolFormat
     continuation: Continuation
     note: str = ""
-    """What the environment says of itself."""
+    """The environment's line about itself."""
 
     @property
     def names(self) -> list[str]:
@@ -146,7 +146,7 @@ class Episodes:
         self._answered_at_once: list[tuple[Handle, TurnAnswer]] = []
         self._ended: list[SampleEvent] = []
         self._said: list[tuple[Sequence[Any], Mapping[str, Any]]] = []
-        """What environments have said in this rollout, by key."""
+        """Answers of environments in this rollout, with their keys."""
         self._periods = Periods(engine)
 
     def generate(
@@ -157,8 +157,8 @@ class Episodes:
         progress: Callable[[Progress], None] | None = None,
         complete: Callable[[int, list[Completion]], None] | None = None,
     ) -> tuple[list[list[Completion]], list[int], EngineStats]:
-        """What ``generate_shared`` gives and raises, by episodes with answers from the record where
-        it has them.  Raises ToolError where no process of an environment can be had.
+        """Generate as ``generate_shared`` does, with the environments' recorded answers where there
+        are any. Raises ToolError where no process of an environment can be had.
         """
         self._said.clear()
         self._answers.begin(weights_version, [(one.prompt.id, one.visit) for one in requests])
@@ -276,7 +276,7 @@ class Episodes:
         return ended
 
     def _poll(self) -> list[tuple[Handle, TurnAnswer]]:
-        """What environments have answered; waited for a little where the engine has no work."""
+        """New answers of environments, after a short wait where the engine has no work."""
         known, self._answered_at_once = self._answered_at_once, []
         idle = not self._engine.num_live and not known
         found = self._environments.poll(_TICK_S if idle and self._open else 0.0)
@@ -384,7 +384,7 @@ class Episodes:
         results = (
             [*map(self._fitted, answer.results)]
             if self._environments.leads
-            else self._told(episode.parsed, answer.results)
+            else self._visible_results(episode.parsed, answer.results)
         )
         if results is None:
             episode.failure, episode.turn_rewards[-1] = "flood", None
@@ -427,8 +427,12 @@ class Episodes:
         begun = Completion(episode.sequence, "", "aborted")
         self._engine.admit([episode.request], {handle: begun})
 
-    def _told(self, parsed: Sequence[Parsed], answered: Sequence[Result]) -> list[Result] | None:
-        """What the model is told of each call; None where the environment answered others."""
+    def _visible_results(
+        self, parsed: Sequence[Parsed], answered: Sequence[Result]
+    ) -> list[Result] | None:
+        """The result of each call that the model sees; None where the environment answered other
+        calls.
+        """
         if sum(not isinstance(one, MalformedCall) for one in parsed) != len(answered):
             return None
         rest, found = iter(answered), list[Result]()

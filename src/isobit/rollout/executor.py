@@ -1,4 +1,4 @@
-"""How the native engine's forwards and draws are carried out.
+"""The native engine's forwards and draws.
 
 ``DirectExecutor``, over a ModelRunner: a forward, then a token for every sample that is up to date,
 known at once. Sequences of other adapters have a forward of their own in the same step.

@@ -158,7 +158,7 @@ again, but compiles nothing.
 
 @dataclass(frozen=True, slots=True)
 class DrawnFor:
-    """What was drawn for samples."""
+    """Tokens drawn for samples."""
 
     samples: Sequence[Sample]
     drawn: Drawn
@@ -167,7 +167,7 @@ class DrawnFor:
 
 
 class TokensInFlight:
-    """What a step draws, on its way to the host."""
+    """The tokens of one step on their way to the host."""
 
     def __init__(
         self, parts: Sequence[DrawnFor], backend: Backend, pulse: Pulse | None = None
@@ -217,7 +217,7 @@ class TokensInFlight:
 
 @dataclass(frozen=True, slots=True)
 class _StepKey:
-    """What a captured step is made for."""
+    """The key of a captured step."""
 
     size: int
     """Rows."""

@@ -41,7 +41,7 @@ _TICK_S = 0.1
 
 
 def described(policy: Policy, bits: Mapping[str, str]) -> dict[str, Any]:
-    """What a server must have in common with the run, as it comes out of JSON; ``bits`` is the
+    """The description of a run that a server must share, as it comes out of JSON; ``bits`` is the
     class of the run's machine (``isobit.store.manifest``).
     """
     graph = policy.flow.graph("rollout")
@@ -57,7 +57,7 @@ def described(policy: Policy, bits: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Load:
-    """What a server has to do."""
+    """The work that a server has to do."""
 
     samples: int = 0
     tokens: int = 0
@@ -111,7 +111,7 @@ class HttpEngine(RemoteSamples):
         super().__init__(limits, seed, tokenizer)
         self._notes += notes
         self._there: dict[int, tuple[Sample, Server]] = {}
-        """Those that a server has, by the numbers that they have there."""
+        """Samples that a server has, by the numbers that they have there."""
         self._number_of: dict[Handle, int] = {}
         self._numbered = 0
         self._weights: VersionedWeights | None = None
@@ -161,7 +161,7 @@ class HttpEngine(RemoteSamples):
         return "isobit serve MODEL --api-key env:NAME --allow-weight-updates DIR"
 
     def _take_published(self) -> VersionedWeights:
-        """What was published last, as servers get it."""
+        """The weights published last, as servers get them."""
         assert self._weights is None or isinstance(self._weights, SentWeights)
         return SentWeights.of(self._policy, self._weights)
 
@@ -294,8 +294,8 @@ class HttpEngine(RemoteSamples):
             self._notes += [] if news.note is None else [news.note]
             for number in news.lost:
                 self._forget(number)
-            for told in news.samples:
-                self._accept(told)
+            for drawn in news.samples:
+                self._accept(drawn)
         with self._board.changed:
             is_up = any(one.is_up for one in self._servers)
         if (draws or not is_up) and monotonic() - self._heard_at > self._patience_s:
@@ -306,29 +306,29 @@ class HttpEngine(RemoteSamples):
                 "again, and go on with --resume"
             )
 
-    def _accept(self, told: DrawnSample) -> None:
+    def _accept(self, drawn: DrawnSample) -> None:
         """Append what a server drew for one sample, up to what ends it here.  Raises ServerError
         for columns that the sample needs and has not, and for an end that is none.
         """
-        if (found := self._there.get(told.number)) is None:
+        if (found := self._there.get(drawn.number)) is None:
             return  # aborted, or with another server
         sample, server = found
         assert self._weights is not None
-        self._check_columns(sample, server, told)
-        if told.token_ids:
+        self._check_columns(sample, server, drawn)
+        if drawn.token_ids:
             self._heard_at = monotonic()
-        truncated, routings = told.truncated_log_probs, told.routings
-        for at, token in enumerate(told.token_ids):
+        truncated, routings = drawn.truncated_log_probs, drawn.routings
+        for at, token in enumerate(drawn.token_ids):
             version = self._weights.version
-            self._append(sample, token, told.log_probs[at], version, server.url)
+            self._append(sample, token, drawn.log_probs[at], version, server.url)
             sample.routings += routings[at : at + 1]
             sample.truncated_log_probs += truncated[at : at + 1]
             if sample.finish_reason is not None:
                 break
-        reason = told.finish_reason
+        reason = drawn.finish_reason
         if sample.finish_reason is not None:
             if reason is not None:
-                self._forget(told.number)
+                self._forget(drawn.number)
             self._end(sample)
         elif reason is not None:
             raise ServerError(
@@ -337,14 +337,18 @@ class HttpEngine(RemoteSamples):
                 "none here"
             )
 
-    def _check_columns(self, sample: Sample, server: Server, told: DrawnSample) -> None:
+    def _check_columns(self, sample: Sample, server: Server, drawn: DrawnSample) -> None:
         truncates = sample.prompt.request.sampling.truncates
         routes = self.tells_routings and self._policy.config.experts is not None
         for is_needed, column, what in (
-            (truncates, told.truncated_log_probs, "truncated_log_probs, which its filters ask for"),
-            (routes, told.routings, "routings, which a mixture of experts has"),
+            (
+                truncates,
+                drawn.truncated_log_probs,
+                "truncated_log_probs, which its filters ask for",
+            ),
+            (routes, drawn.routings, "routings, which a mixture of experts has"),
         ):
-            if is_needed and len(column) != len(told.token_ids):
+            if is_needed and len(column) != len(drawn.token_ids):
                 raise ServerError(
                     f"{server.url} has drawn tokens for prompt {sample.handle.prompt_id!r} without "
                     f"{what}; take it out of rollout.servers and go on with --resume"
@@ -375,6 +379,6 @@ class HttpEngine(RemoteSamples):
 
 
 def _start(sample: Sample) -> tuple[int, int]:
-    """What samples have in common that start from the same tokens."""
+    """A key that samples share which start from the same tokens."""
     is_fresh = len(sample.tokens) == len(sample.prompt.tokens)
     return id(sample.prompt), -1 if is_fresh else sample.handle.sample

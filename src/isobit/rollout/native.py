@@ -114,12 +114,12 @@ class NativeEngine:
 
     @property
     def function(self) -> LogProbFunction:
-        """What the recorded log-probabilities are values of."""
+        """The function whose values the recorded log-probabilities are."""
         return function_of(self._policy, "rollout")
 
     @property
     def limits(self) -> EngineLimits:
-        """What the model and the cache can take."""
+        """The limits of the model and the cache."""
         return self._limits
 
     @property
@@ -240,8 +240,8 @@ class NativeEngine:
                 self._end(sample)
         for handle in asked:
             self._failed.pop(handle, None)
-        told, self._events = parted(self._events, asked)
-        return told
+        events_of_asked, self._events = parted(self._events, asked)
+        return events_of_asked
 
     def num_drawn(self, handle: Handle) -> int:
         """Tokens that a live sample has drawn."""
@@ -429,7 +429,8 @@ class NativeEngine:
 def _default_runner(
     policy: SampledPolicy, num_pages: int, max_sequences: int
 ) -> ModelRunner | PipelineRunner:
-    """What keeps the policy's device busy: the host a step behind an asynchronous one."""
+    """The runner that keeps the policy's device busy: on an asynchronous one the host stays a step
+    behind."""
     if policy.backend.is_asynchronous:
         return GraphRunner(policy, num_pages, max_sequences)
     return PolicyRunner(policy, num_pages)

@@ -58,7 +58,7 @@ class RemoteSamples:
         return len(self._live)
 
     def notes(self) -> list[str]:
-        """What became of weights, and of servers, since the last call."""
+        """Lines about weights and servers since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
@@ -96,8 +96,8 @@ class RemoteSamples:
         asked = set(handles)
         for sample in self._leaving(asked):
             self._end(sample)
-        told, self._events = parted(self._events, asked)
-        return told
+        events_of_asked, self._events = parted(self._events, asked)
+        return events_of_asked
 
     def num_drawn(self, handle: Handle) -> int:
         """Tokens that a live sample has drawn, as far as they were heard of."""

@@ -1,5 +1,5 @@
-"""What an engine is asked for: requests and the names of their samples, and the checks that refuse
-what contradicts itself or can never be served.
+"""Requests to an engine, the names of their samples, and the checks that refuse a request which
+contradicts itself or can never be served.
 """
 
 import math
@@ -84,7 +84,7 @@ def check_requests(requests: Sequence[Request], live: Collection[Handle] = ()) -
 def requests_of(
     samples: Collection[Handle], requests: Iterable[Request], live: Collection[Handle]
 ) -> dict[tuple[str, int], Request]:
-    """Those of the requests that the samples belong to, by prompt and visit.
+    """The requests that the samples belong to, by prompt and visit.
 
     Raises:
         RequestError: where a sample is among the ``live`` ones.
@@ -123,7 +123,7 @@ def _check_sampling(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the model and the cache can take: positions, vocabulary entries, pages and their tokens;
+    """The limits of the model and the cache: positions, vocabulary entries, pages and their tokens;
     and whether text can be decoded.
     """
 

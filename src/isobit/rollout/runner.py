@@ -24,7 +24,7 @@ from isobit.rollout.sequence import Sample, States
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """What the model reads: T new tokens of B sequences laid end to end."""
+    """The input of a forward: T new tokens of B sequences laid end to end."""
 
     token_ids: Tensor
     """int64 [T]"""
@@ -169,8 +169,8 @@ class PipelineRunner(Protocol):
         ...
 
     def end_step(self) -> PendingTokens:
-        """What was drawn since the last call.  One step at most is unwaited for when the next one
-        begins.
+        """The tokens drawn since the last call. At most one step has not been waited for when the
+        next one begins.
         """
         ...
 

@@ -16,7 +16,7 @@ class SampleStream:
 
     def __init__(self, sample: Sample, tokenizer: "PreTrainedTokenizerBase | None") -> None:
         self._sample = sample
-        self._told = 0  # tokens
+        self._num_seen = 0  # tokens
         sampling = sample.prompt.request.sampling
         self._text = (
             None
@@ -25,18 +25,18 @@ class SampleStream:
         )
 
     def event(self, completion: Completion | None = None) -> SampleEvent | None:
-        """What is new, or None; ``completion`` once the sample has ended."""
-        sample, told = self._sample, self._told
-        if completion is None and len(sample.log_probs) == told:
+        """The next event, or None if nothing is new; ``completion`` once the sample has ended."""
+        sample, first = self._sample, self._num_seen
+        if completion is None and len(sample.log_probs) == first:
             return None
-        token_ids = tuple(sample.tokens[len(sample.prompt.tokens) + told :])
-        self._told = len(sample.log_probs)
+        token_ids = tuple(sample.tokens[len(sample.prompt.tokens) + first :])
+        self._num_seen = len(sample.log_probs)
         text = ""
         if self._text is not None:
             text = self._text.rest(completion.text) if completion else self._text.feed(token_ids)
         truncates = sample.prompt.request.sampling.truncates
-        truncated = sample.truncated_log_probs[told:] if truncates else ()
-        log_probs, routings = tuple(sample.log_probs[told:]), tuple(sample.routings[told:])
+        truncated = sample.truncated_log_probs[first:] if truncates else ()
+        log_probs, routings = tuple(sample.log_probs[first:]), tuple(sample.routings[first:])
         columns = log_probs, tuple(truncated), routings
         return SampleEvent(sample.handle, token_ids, *columns, text, completion)
 
@@ -53,7 +53,7 @@ class GrowingAnswer:
         self._text = GrowingText(tokenizer, special)
         self._stop_strings = stop_strings
         self._held = ""
-        self._told = 0  # characters
+        self._num_seen = 0  # characters
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens, none of which ended the sample; the text that is sure now."""
@@ -62,13 +62,13 @@ class GrowingAnswer:
             if complete:
                 self._held += new
         sure = len(self._held) - self._possible_stop()
-        told, self._held = self._held[:sure], self._held[sure:]
-        self._told += len(told)
-        return told
+        text, self._held = self._held[:sure], self._held[sure:]
+        self._num_seen += len(text)
+        return text
 
     def rest(self, text: str) -> str:
-        """What of the final ``text`` has not been told."""
-        return text[self._told :]
+        """The end of the final ``text`` that ``feed`` has not returned."""
+        return text[self._num_seen :]
 
     def _possible_stop(self) -> int:
         """The longest end of the held text with which a stop string begins, in characters."""

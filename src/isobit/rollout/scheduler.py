@@ -52,7 +52,7 @@ than the launches.
 
 
 def by_adapter(items: Iterable[Item], adapter_of: Callable[[Item], str | None]) -> list[list[Item]]:
-    """What goes into a forward, in parts of one adapter each, in the order of their first items."""
+    """The items of a forward in parts of one adapter each, in the order of their first items."""
     parts: dict[str | None, list[Item]] = {}
     for item in items:
         parts.setdefault(adapter_of(item), []).append(item)
@@ -60,7 +60,7 @@ def by_adapter(items: Iterable[Item], adapter_of: Callable[[Item], str | None]) 
 
 
 class PlanExecutor(Protocol):
-    """What the scheduler asks of whoever carries out its plans."""
+    """The part of an executor that the scheduler uses."""
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets

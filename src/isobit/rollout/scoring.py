@@ -41,7 +41,7 @@ class Scoring:
     first: int
     temperature: float
     alternatives: int = 0
-    """How many of the likeliest tokens are told of each position."""
+    """The number of likeliest tokens to return for each position."""
     adapter: str | None = None
     """One of ``Policy.adapters``; None for the policy as it is."""
 
@@ -128,7 +128,7 @@ class TokenScorer(Generic[Key]):
         """By their turns."""
         self._active: list[_GivenTokens[Key]] = []
         self._turn = 0
-        """Where an owner who has nothing in line begins: each has had so many tokens."""
+        """Tokens that each owner has had, where a new owner begins."""
         self._next_turns = dict[Hashable, int]()
         """Of owners who have something in line."""
 

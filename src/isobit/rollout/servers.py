@@ -39,9 +39,9 @@ from isobit.util.errors import ConfigError, IsobitError, MismatchError, ServerEr
 
 PROTOCOL = 1
 CONNECT_S, ANSWER_S, PUBLISH_S = 10.0, 120.0, 300.0
-"""How long a connection, an answer and that to an update may take."""
+"""Seconds that a connection, an answer, and the answer to an update may take."""
 IDLE_S = 2.0
-"""How long a connection is kept unused; servers close it after 5 s."""
+"""Seconds that a connection is kept unused; servers close it after 5 s."""
 FULL_S = 0.5
 """Seconds until a server whose places are taken by others is asked again."""
 LONGEST_WAIT_S = 30.0
@@ -54,7 +54,7 @@ _SAME = {
     "flow": "another precision flow",
     "bits": "other kernels or libraries, and with them other bits",
 }
-"""What must be the same, and what it is otherwise."""
+"""The fields of a description that must be equal, each with what a difference means."""
 
 
 class VersionedWeights(Protocol):
@@ -113,7 +113,7 @@ class NewsBoard:
     patience_s: float
     """``rollout.servers_timeout_s``."""
     num_tokens: int
-    """Those that can be drawn are the first so many."""
+    """The number of tokens that can be drawn: the first of the vocabulary."""
     changed: threading.Condition = field(default_factory=threading.Condition)
     news: list[News] = field(default_factory=list)
     is_closed: bool = False
@@ -124,7 +124,7 @@ class NewsBoard:
             self.changed.notify_all()
 
     def take(self, wait_s: float) -> list[News]:
-        """What there is, waited for at most so long."""
+        """The news that has come, waiting for it at most so many seconds."""
         with self.changed:
             self.changed.wait_for(lambda: bool(self.news), wait_s)
             taken, self.news = self.news, []
@@ -161,7 +161,7 @@ class Server:
         self._held: str | None = None
         self._live: set[int] = set()
         self._is_full = False
-        self._told_at = 0.0
+        self._heard_at = 0.0
         """The time at which it last had nothing to draw, or sent a token."""
         self._client, self._session = token_hex(8), 0
         self._connection: HTTPConnection | None = None
@@ -248,7 +248,7 @@ class Server:
             self._begin(weights)
             return True
         if not self._live:
-            self._told_at = time.monotonic()
+            self._heard_at = time.monotonic()
         numbers = {number for one in asks for number in one.numbers}
         self._live |= numbers
         self._live -= set(drops)
@@ -263,15 +263,15 @@ class Server:
         answer.check_tokens(board.num_tokens)
         self._live -= {one.number for one in answer.samples if one.finish_reason}
         board.post(News(samples=answer.samples))
-        self._check_told(answer)
+        self._check_progress(answer)
         return True
 
-    def _check_told(self, answer: Step) -> None:
+    def _check_progress(self, answer: Step) -> None:
         """Raise UnavailableError where nothing was drawn for too long, though it answers."""
         now = time.monotonic()
         if not self._live or any(one.token_ids for one in answer.samples):
-            self._told_at = now
-        elif now - self._told_at > self._board.patience_s:
+            self._heard_at = now
+        elif now - self._heard_at > self._board.patience_s:
             raise UnavailableError(
                 f"it answers, and has drawn no token of {len(self._live)} samples for "
                 f"{self._board.patience_s:g} s (rollout.servers_timeout_s): it may be paused, or "

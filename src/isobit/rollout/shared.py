@@ -53,7 +53,7 @@ class Counts:
     running: int = 0
 
     def __sub__(self, other: "Counts") -> "Counts":
-        """What has come since."""
+        """The counts that have come since."""
         return Counts(
             self.finished - other.finished, self.tokens - other.tokens, self.running - other.running
         )
@@ -107,7 +107,7 @@ class WorkQueue:
         self._post(f"answer/{rank}", note)
 
     def answered(self) -> bytes | None:
-        """What the rank that was asked has sent; None where it has not looked yet."""
+        """The answer of the rank that was asked; None where it has not looked yet."""
         name = f"{self._call}/answer/{self._rank}"
         note = self._board.read(name)
         if note is not None:
@@ -119,7 +119,7 @@ class WorkQueue:
         self._send("home", rank, note)
 
     def come_home(self) -> list[bytes]:
-        """What others have sent since the last call."""
+        """The notes that others have sent since the last call."""
         return self._received("home")
 
     def stop(self) -> None:
@@ -214,7 +214,7 @@ def generate_shared(
 
 
 class _Share:
-    """What one rank does."""
+    """The part of one rank."""
 
     def __init__(
         self,
@@ -236,10 +236,10 @@ class _Share:
         self._live: dict[Handle, int] = {}
         """The rank that took each sample's request, in the order of arrival."""
         self._ended: dict[int, list[tuple[int, int, Completion]]] = {}
-        """Those of others, by the rank that they go to: place, sample."""
+        """Samples of other ranks, by the rank that they go to: place, sample."""
         self._finished = 0
         self._done, self._all = Counts(), Counts()
-        """What was counted of this rank, and of all, when it looked last."""
+        """Counts of this rank and of all ranks when it last looked."""
         self._periods = Periods(engine)
         self._handed_out = self._has_asked = self._is_stopped = False
         self._next_look, self._next_other = 0.0, 0

@@ -1,5 +1,5 @@
-"""What vLLM runs on its model for us: an update of its weights, their comparison with what is
-published, and new scales of its cache.  The one file that imports vLLM.
+"""Operations on vLLM's model: an update of its weights, their comparison with what is published,
+and new scales of its cache. The one file that imports vLLM.
 
     in the run's process   ``isobit.rollout.vllm_engine``, by vLLM's interface for weight transfer
                            with one of our own, which hands tensors over by reference
@@ -11,7 +11,7 @@ vLLM's layers copy the weights to their places; then each tensor of its model is
 is published (``check_delivered``).
 
 With an E4M3 cache vLLM takes one scale a layer for each of Q, K and V from a forward, at its start
-from one of made-up tokens.  An update has it take them again from the next one, as FP8-RL (arXiv
+from one of made-up tokens. An update has it take them again from the next one, as FP8-RL (arXiv
 2601.18150) does on the side of inference; with ``precision.kv_calibration = "never"`` the first
 ones stay.
 """
@@ -258,17 +258,17 @@ def write_scales(model: torch.nn.Module, scales: Scales) -> None:
 
 
 class Worker:
-    """What a server of vLLM does for a run: methods that it adds to its worker.  Arguments and
+    """Methods that a server of vLLM adds to its worker for a run.  Arguments and
     results are of JSON's types, since they go through ``/collective_rpc``.
     """
 
     get_model: Any  # this and the next are of vLLM's worker
     vllm_config: Any
     isobit_state: dict[str, Any]
-    """What was loaded last, and the scales that the first forward made."""
+    """The file that was loaded last, and the scales that the first forward made."""
 
     def isobit_describe(self) -> dict[str, Any]:
-        """What computes here."""
+        """A description of what computes here."""
         config, model = self.vllm_config, self.get_model()
         cache, shape = config.cache_config, config.model_config
         return {
@@ -321,7 +321,7 @@ class Worker:
         return {"digest": digest, "makes_scales": makes_scales}
 
     def isobit_scales(self) -> dict[str, Any]:
-        """Those of each layer's Q, K and V, as JSON, since they may be infinite."""
+        """Scales of each layer's Q, K and V, as JSON, since they may be infinite."""
         scales = read_scales(self.get_model())
         self._isobit_state.setdefault("scales", scales)
         return {"scales": json.dumps(scales)}

@@ -78,7 +78,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WAIT_S, GATHER_S, TOKEN_S = 0.1, 0.02, 600.0
-"""How long the first news of samples is waited for, then more, and the next token of a stream."""
+"""Seconds to wait for the first news of samples, for more of it, and for the next token of a
+stream.
+"""
 _MINUS_INFINITY = -9999.0  # as vLLM writes it
 _SAME = {
     "isobit": "another version of Isobit",
@@ -89,7 +91,7 @@ _SAME = {
     "makes_scales": "another KV cache",
     "logprobs_mode": "other log-probabilities",
 }
-"""What must be as expected, and what it is otherwise."""
+"""The fields of a description that must be as expected, each with what a difference means."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -105,7 +107,7 @@ class WeightsFile:
 
     @classmethod
     def of(cls, policy: Policy, folder: Path) -> "WeightsFile":
-        """What the policy has published last.  Raises StorageError."""
+        """Write what the policy has published last.  Raises StorageError."""
         tensors = {name: one.cpu().contiguous() for name, one in published_tensors(policy)}
         digest, size = digest_of(tensors), sum(one.nbytes for one in tensors.values())
         path = folder / f"weights-{policy.version}-{digest[:12]}.safetensors"
@@ -124,7 +126,7 @@ class WeightsFile:
 
     @property
     def order(self) -> str:
-        """What a worker is asked for."""
+        """The arguments of a worker's method."""
         asked = {"path": str(self.path), "fused": self.fused, "keeps_scales": self.keeps_scales}
         return json.dumps(asked)
 
@@ -261,11 +263,11 @@ class Stream:
         headers: Mapping[str, str],
         body: Mapping[str, Any],
         numbers: Sequence[int],
-        told: "SimpleQueue[StreamNews]",
+        news: "SimpleQueue[StreamNews]",
     ) -> None:
         self.numbers = frozenset(numbers)
         self._url, self._headers, self._body = url, headers, json.dumps(body).encode()
-        self._order, self._told, self._unended = list(numbers), told, set(numbers)
+        self._order, self._news, self._unended = list(numbers), news, set(numbers)
         self._connection: HTTPConnection | None = None
         self._is_closed = False
         threading.Thread(target=self._run, name=f"stream {url}", daemon=True).start()
@@ -290,7 +292,7 @@ class Stream:
 
     def _fail(self, error: Exception) -> None:
         if not self._is_closed:
-            self._told.put(StreamNews(error=error))
+            self._news.put(StreamNews(error=error))
 
     def _read(self) -> None:
         self._connection = connection = connect(self._url)
@@ -329,7 +331,7 @@ class Stream:
         if reason is not None:
             self._unended.discard(number)
         log_probs = [float("-inf") if one == _MINUS_INFINITY else one for one in values]
-        self._told.put(StreamNews(number, tokens, log_probs, reason))
+        self._news.put(StreamNews(number, tokens, log_probs, reason))
 
 
 def _events(response: HTTPResponse) -> Iterator[Event]:
@@ -342,7 +344,7 @@ def _events(response: HTTPResponse) -> Iterator[Event]:
 
 
 def _drawn(found: Iterable[Mapping[str, Any]]) -> Step:
-    """What was told of samples, as a step of another server has it."""
+    """News of samples in the form of another server's step."""
     columns = ("token_ids", "log_probs")
     made = [{**one, **{name: tuple(one[name]) for name in columns}} for one in found]
     return Step(samples=tuple(DrawnSample(**one) for one in made))
@@ -374,7 +376,7 @@ class VllmServer(Server):
         super().__init__(url, key, expected, board)
         self._start_command, self._name = start, ""
         self._streams: list[Stream] = []
-        self._told: SimpleQueue[StreamNews] = SimpleQueue()
+        self._news: SimpleQueue[StreamNews] = SimpleQueue()
         self._scales_due = False
 
     def check(self) -> None:
@@ -419,7 +421,7 @@ class VllmServer(Server):
     def _step(
         self, weights: VersionedWeights, asks: Sequence[AskedSamples], drops: Sequence[int]
     ) -> Step | None:
-        """What streams have told since the last step; those without live samples are closed."""
+        """The news of all streams since the last step; streams without live samples are closed."""
         for stream in [one for one in self._streams if not one.numbers & self._live]:
             stream.close()
             self._streams.remove(stream)
@@ -428,16 +430,16 @@ class VllmServer(Server):
             for first in range(0, len(asked.numbers), size):
                 self._ask(asked, asked.numbers[first : first + size])
         found: dict[int, dict[str, Any]] = {}
-        for told in self._take() if self._live else ():
-            if told.error is not None:
+        for news in self._take() if self._live else ():
+            if news.error is not None:
                 self._board.post(News(samples=_drawn(found.values()).samples))
-                raise told.error
-            if told.number not in self._live:
+                raise news.error
+            if news.number not in self._live:
                 continue
-            one = found.setdefault(told.number, {"token_ids": [], "log_probs": []})
-            one["number"], one["finish_reason"] = told.number, told.finish_reason
-            one["token_ids"] += told.token_ids
-            one["log_probs"] += told.log_probs
+            one = found.setdefault(news.number, {"token_ids": [], "log_probs": []})
+            one["number"], one["finish_reason"] = news.number, news.finish_reason
+            one["token_ids"] += news.token_ids
+            one["log_probs"] += news.log_probs
         if found and self._scales_due:
             self._scales_due = False
             line = check_scales(_scales_of(self._call(Scales, "isobit_scales")))
@@ -446,10 +448,10 @@ class VllmServer(Server):
 
     def _take(self) -> Iterator[StreamNews]:
         with suppress(Empty):
-            yield self._told.get(timeout=WAIT_S)
+            yield self._news.get(timeout=WAIT_S)
             time.sleep(GATHER_S)
             while True:
-                yield self._told.get_nowait()
+                yield self._news.get_nowait()
 
     def _ask(self, asked: AskedSamples, numbers: Sequence[int]) -> None:
         sampling = asked.sampling
@@ -472,7 +474,7 @@ class VllmServer(Server):
             "return_tokens_as_token_ids": True,
         }
         headers = {"Content-Type": "application/json", **self._authorisation}
-        self._streams.append(Stream(self.url, headers, body, numbers, self._told))
+        self._streams.append(Stream(self.url, headers, body, numbers, self._news))
 
     def _push(self, weights: VersionedWeights) -> None:
         """Have the worker load the file, with nothing there that is sampled."""
@@ -505,7 +507,7 @@ class VllmServer(Server):
     def _call(
         self, kind: type[Answer], method: str, args: Sequence[str] = (), seconds: float = 120.0
     ) -> Answer:
-        """What a method of its worker answers.  Raises ConfigError where it has none, and
+        """The answer of a method of the server's worker.  Raises ConfigError where it has none, and
         AnswerError.
         """
         body = json.dumps({"method": method, "args": list(args)}).encode()

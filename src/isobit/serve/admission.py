@@ -1,4 +1,4 @@
-"""What the server lets in: samples in flight, and log-probabilities of a request."""
+"""Limits of what the server accepts: samples in flight, and log-probabilities of a request."""
 
 from collections.abc import Sequence
 from math import ceil

@@ -1,4 +1,4 @@
-"""How answers are sent: at once where they are small, and else a piece at a time.
+"""Sending of answers: at once where they are small, and else a piece at a time.
 
 What log-probabilities are written as can take many megabytes.  A large answer is built and written
 by a thread of its own, one choice and one piece after the other, while the event loop serves

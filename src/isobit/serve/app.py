@@ -66,11 +66,11 @@ _SMALL_BODY = 1 << 16
 
 
 BODY_S, WEIGHTS_S = 60, 600
-"""How long a client may take to send a request, and to send weights."""
+"""Seconds that a client may take to send a request, and to send weights."""
 
 
 COMPLETION_TOKENS = 16
-"""What a completion has at most where the request does not say; OpenAI's figure."""
+"""The most tokens of a completion where the request does not say; OpenAI's figure."""
 
 
 GONE = 499
@@ -79,7 +79,7 @@ GONE = 499
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a model is served."""
+    """The settings of a served model."""
 
     name: str
     """The model's name for clients."""

@@ -43,7 +43,7 @@ class HttpConnection(H11Protocol):
         self._most = most
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._since = time.monotonic()
-        """When it began to wait for its client."""
+        """The time at which it began to wait for its client."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -90,7 +90,7 @@ class HttpConnection(H11Protocol):
 
     @property
     def waits_for_client(self) -> bool:
-        """Whether nothing is at work for it."""
+        """Whether no request of it is being served."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body
 
@@ -127,7 +127,9 @@ class HttpConnection(H11Protocol):
 
 
 def most_connections(wanted: int = MOST_CONNECTIONS) -> int:
-    """How many connections the limit of open files allows, which is raised as far as it may be."""
+    """The number of connections that the limit of open files allows, which is raised as far as it
+    may be.
+    """
     held = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
     needed = wanted + held + _SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -56,7 +56,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What ``EngineThread.score`` has found."""
+    """The result of ``EngineThread.score``."""
 
     place: int
     scored: Scored
@@ -64,12 +64,12 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What ``EngineThread.publish``, ``pause`` or ``resume`` was asked for."""
+    """The end of what ``EngineThread.publish``, ``pause`` or ``resume`` was called for."""
 
 
 CallNews = Accepted | Scores | SampleEvent | Done
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of the calls that are open: they end with a PausedError, they run to their end, or
+"""The fate of the calls that are open: they end with a PausedError, they run to their end, or
 they stand still until the thread is resumed."""
 
 
@@ -79,20 +79,20 @@ class EngineCall:
     """
 
     def __init__(self, is_control: bool = False) -> None:
-        self._told: asyncio.Queue[CallNews | BaseException] = asyncio.Queue()
+        self._queue: asyncio.Queue[CallNews | BaseException] = asyncio.Queue()
         self.is_control = is_control
         self.is_closed = False
         self.is_gone = False
-        """Whether its client is."""
+        """Whether its client has gone away."""
 
     def tell(self, what: CallNews | BaseException) -> None:
         """Put news into the call's queue; called in the event loop."""
         self.is_gone = self.is_gone or isinstance(what, DisconnectedError)
-        self._told.put_nowait(what)
+        self._queue.put_nowait(what)
 
     async def next(self) -> CallNews:
-        """What happened next. Raises what the engine has raised, and DisconnectedError."""
-        what = await self._told.get()
+        """The next news. Raises what the engine has raised, and DisconnectedError."""
+        what = await self._queue.get()
         if isinstance(what, BaseException):
             raise what
         return what
@@ -127,15 +127,15 @@ class EngineThread:
         self.is_paused = False
         """Whether calls that arrive wait until the thread is resumed."""
         self._is_frozen = False
-        """Whether those that are open do too."""
+        """Whether open calls wait too."""
         self._awaiting: list[tuple[EngineCall, Literal["weights", "end"]]] = []
-        """Who is to be told that new weights are taken, and that no call is open any more."""
+        """Calls that wait until new weights are taken, or until no call is open any more."""
         self._calls: dict[Handle, EngineCall] = {}
         self._commands: SimpleQueue[tuple[EngineCall | None, Callable[[], None]]] = SimpleQueue()
         self._open: set[EngineCall] = set()
         """Calls that have begun and are not cancelled: their weights stay."""
         self._held: list[tuple[EngineCall, Callable[[], None]]] = []
-        """What calls have asked for that wait for new weights."""
+        """Commands of calls that wait for new weights."""
         self._news: list[tuple[EngineCall, CallNews | BaseException]] = []
         self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -11,7 +11,7 @@ from isobit.serve.served_request import ServedRequest
 
 
 class Metrics:
-    """What a server has done, for Prometheus."""
+    """Counts, times and gauges of a server."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -38,7 +38,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def count(self, work: ServedRequest) -> None:
-        """What has become of a request to the engine, at its end."""
+        """Count a request to the engine, at its end."""
         self.prompt_tokens.inc(work.usage.prompt_tokens)
         self.tokens.inc(work.usage.completion_tokens)
         self.seconds.observe(time.perf_counter() - work.begun_at)

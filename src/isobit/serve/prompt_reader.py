@@ -83,12 +83,14 @@ class PromptReader:
             )
 
     def _check_count(self, count: int, name: str) -> None:
-        """What has a token or more each; others would wait while too many are written or read."""
+        """Refuse more items than the context holds, each of which has a token or more: other
+        requests would wait while they are read.
+        """
         if count > self._model.context:
             raise self.too_long(f"{count:,} {name}")
 
     def _check_characters(self, text: str) -> None:
-        """A text that cannot fit would take seconds and gigabytes to encode."""
+        """Refuse a text that cannot fit, which would take seconds and gigabytes to encode."""
         most = most_characters(self._model.context, self._reader)
         if len(text) > most:
             raise self.too_long(f"{len(text):,} characters")

@@ -1,4 +1,4 @@
-"""What clients ask: OpenAI's completions and chat completions, with vLLM's names for what OpenAI
+"""Requests of clients: OpenAI's completions and chat completions, with vLLM's names for what OpenAI
 does not have.
 
 Unknown keys are refused, and so is a value that would change the answer and that nothing here
@@ -133,7 +133,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both kinds of request have in common."""
+    """A request for completions or for a chat completion."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -162,7 +162,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def most_tokens(self) -> int | None:
-        """How long an answer may be; None where the request does not say."""
+        """The most tokens of an answer; None where the request does not say."""
         return self.max_tokens
 
     @model_validator(mode="before")
@@ -187,14 +187,14 @@ class GenerationRequest(BaseModel):
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the likeliest tokens are told with each drawn one; None tells no
-        log-probabilities.
+        """The number of likeliest tokens to return with each drawn one; None for no
+        log-probabilities at all.
         """
         raise NotImplementedError
 
     @property
     def scores_prompt(self) -> int | None:
-        """The same of the prompt."""
+        """The same number for the tokens of the prompt."""
         return self.prompt_logprobs
 
     @property
@@ -205,8 +205,8 @@ class GenerationRequest(BaseModel):
     def sampling(
         self, defaults: SamplingParams, max_new_tokens: int, shows_special: bool
     ) -> SamplingParams:
-        """How its tokens are drawn; ``defaults`` are the server's. Special tokens are in texts
-        where the request says so, or ``shows_special``.
+        """The sampling parameters; ``defaults`` are the server's. Texts hold special tokens where
+        the request says so, or ``shows_special``.
         """
         skips = False if shows_special else self.skip_special_tokens
         stops = () if self.ignore_eos else defaults.stop_token_ids
@@ -291,7 +291,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
-        """What the chat template is given."""
+        """The tools that the chat template is given."""
         return None if self.tool_choice == "none" else self.tools or None
 
 

@@ -1,4 +1,4 @@
-"""How an answer is written in OpenAI's form: of completions, and of chat completions.
+"""The form of answers as OpenAI has it: of completions, and of chat completions.
 
 A chat that has tools is read for calls (``isobit.data.tool_calls``).  A stream holds back what may
 be part of a call until the choice has ended.
@@ -17,7 +17,7 @@ from isobit.serve.token_texts import ChoicePart, ScoredPrompt, Spelling
 
 
 class ResponseFormat(Protocol):
-    """How one kind of request is answered."""
+    """The form of answers to one kind of request."""
 
     prefix: str
     """The beginning of the ids of its answers."""
@@ -51,7 +51,7 @@ class CompletionFormat:
     def __init__(self, asked: CompletionRequest, spelling: Spelling) -> None:
         self._asked, self._spelling = asked, spelling
         self._offsets: dict[int, int] = {}
-        """Where the next part of each choice begins, in characters."""
+        """The character at which the next part of each choice begins."""
 
     def choice(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
         found = self.delta(question, part)
@@ -120,7 +120,7 @@ class ChatFormat:
         return self._calls is not None
 
     def choice(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        content, calls = self._told(question, part)
+        content, calls = self._visible_text(question, part)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
@@ -136,7 +136,7 @@ class ChatFormat:
         return {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
 
     def delta(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        content, calls = self._told(question, part)
+        content, calls = self._visible_text(question, part)
         delta: dict[str, Any] = {"content": content} if content else {}
         if calls:
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
@@ -150,7 +150,9 @@ class ChatFormat:
     def of_prompts(self, questions: Sequence[ScoredPrompt]) -> dict[str, Any]:
         return _of_prompt(self._asked, questions[0], self._spelling)
 
-    def _told(self, question: ScoredPrompt, part: ChoicePart) -> tuple[str, list[dict[str, Any]]]:
+    def _visible_text(
+        self, question: ScoredPrompt, part: ChoicePart
+    ) -> tuple[str, list[dict[str, Any]]]:
         """The text of a part that is no call, and at the end of the choice its calls."""
         if self._calls is None:
             return part.text, []

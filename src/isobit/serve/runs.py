@@ -46,7 +46,9 @@ from isobit.util.errors import ModelError, shown
 
 PROTOCOL = 1
 WAIT_S, GATHER_S, SILENT_S = 1.0, 0.02, 60.0
-"""How long a step waits for the first news and then for more, and a client may be silent."""
+"""Seconds that a step waits for the first news and then for more, and that a client may be
+silent.
+"""
 
 Token = Annotated[int, Field(ge=0, lt=MAX_VOCAB_SIZE)]
 
@@ -88,7 +90,7 @@ class AskedPublish(Strict):
 
 @dataclass(slots=True, eq=False)
 class ClientSession:
-    """What one client has asked for since it last began anew."""
+    """The samples of one client since it last began a session."""
 
     number: int
     call: EngineCall | None = None
@@ -128,7 +130,7 @@ class Runs:
 
     @property
     def routes(self) -> Mapping[tuple[str, str], Callable[[bytearray], Awaitable[dict[str, Any]]]]:
-        """What answers the body of a request."""
+        """The handler that answers the body of a request."""
         return {
             ("GET", "/isobit/engine"): self._describe,
             ("POST", "/isobit/weights/begin"): self._begin,
@@ -138,7 +140,9 @@ class Runs:
         }
 
     async def _describe(self, _: bytearray) -> dict[str, Any]:
-        """What computes here: whoever has the same of all but the sizes computes the same bits."""
+        """A description of what computes here: one that is equal in all but the sizes computes the
+        same bits.
+        """
         limits, graph = self.thread.engine.limits, self.policy.flow.graph("rollout")
         assert self.gate is not None
         return {
@@ -295,14 +299,14 @@ class Runs:
         numbers = [number for one in asked.ask for number in one.numbers]
         self.thread.submit(call, requests, "tokens")
         try:
-            while not isinstance(told := await call.next(), Accepted):
-                self._note(session, told, found)
+            while not isinstance(news := await call.next(), Accepted):
+                self._note(session, news, found)
         except BaseException:
             self.gate.leave(len(numbers), 0.0)
             raise
         finally:
             session.is_asking = False
-        handles = [handle for group in told.handles for handle in group]
+        handles = [handle for group in news.handles for handle in group]
         session.live.update(zip(handles, numbers, strict=True))
         self._check_weights(asked)  # from here on they stay
 
@@ -333,26 +337,26 @@ class Runs:
         while session.call is not None:
             try:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                    told = await session.call.next()
+                    news = await session.call.next()
             except TimeoutError:
                 return
             if not found:
                 until = time.monotonic() + GATHER_S
-            self._note(session, told, found)
+            self._note(session, news, found)
 
-    def _note(self, session: ClientSession, told: Any, found: dict[int, dict[str, Any]]) -> None:
-        if not isinstance(told, SampleEvent) or told.handle not in session.live:
+    def _note(self, session: ClientSession, news: Any, found: dict[int, dict[str, Any]]) -> None:
+        if not isinstance(news, SampleEvent) or news.handle not in session.live:
             return
-        number = session.live[told.handle]
+        number = session.live[news.handle]
         one = found.setdefault(number, {"number": number, "token_ids": [], "log_probs": []})
-        one["token_ids"] += told.token_ids
-        one["log_probs"] += told.log_probs
+        one["token_ids"] += news.token_ids
+        one["log_probs"] += news.log_probs
         for name in ("truncated_log_probs", "routings"):
-            if getattr(told, name):
-                one.setdefault(name, []).extend(getattr(told, name))
-        if told.completion is not None:
-            one["finish_reason"] = told.completion.finish_reason
-            self._leave(session, told.handle)
+            if getattr(news, name):
+                one.setdefault(name, []).extend(getattr(news, name))
+        if news.completion is not None:
+            one["finish_reason"] = news.completion.finish_reason
+            self._leave(session, news.handle)
 
     def _leave(self, session: ClientSession, handle: Handle) -> None:
         """A sample has ended; without any left the weights may change."""

@@ -2,7 +2,7 @@
 as an answer, whole or in chunks.
 
 The likeliest tokens beside drawn ones come from a forward of their own over all that stands before
-them.  A stream with them is told in pieces, each at least half as long as what was told before, so
+them.  A stream with them is sent in pieces, each at least half as long as what was sent before, so
 that a choice of L tokens is put through about 3 L times altogether.
 """
 
@@ -46,7 +46,7 @@ class _Unscored:
     is_asked: bool = False
     whole: int = 0
     """Tokens of all pieces so far."""
-    told: tuple[int, ...] = ()
+    scored_ids: tuple[int, ...] = ()
     """Tokens whose alternatives are known."""
 
     def add(self, part: ChoicePart) -> None:
@@ -64,7 +64,7 @@ class _Unscored:
     def take(self, scored: Scored) -> ChoicePart:
         """The piece that is scored."""
         self.is_asked, piece = False, self.pieces.popleft()
-        self.told += piece.token_ids
+        self.scored_ids += piece.token_ids
         piece.alternatives = scored.alternatives
         return piece
 
@@ -184,7 +184,7 @@ class ServedRequest:
             self.close()
 
     async def _beginnings(self, head: Mapping[str, Any]) -> AsyncIterator[str]:
-        """What is said of each choice before anything is drawn, and in the first chunk of the
+        """Chunks for each choice before anything is drawn; the first also holds what concerns the
         prompts.
         """
         of_prompts = self.form.of_prompts(self._questions)
@@ -239,7 +239,7 @@ class ServedRequest:
         ]
 
     async def _parts(self) -> AsyncIterator[ChoicePart]:
-        """What is drawn, in the order in which it is known."""
+        """The drawn parts of choices, in the order in which they are known."""
         choices = range(len(self._questions) * self.asked.n)
         if not self._draws:
             for index in choices:
@@ -248,13 +248,13 @@ class ServedRequest:
         left = set(choices)
         unscored = {index: _Unscored(ChoicePart(index)) for index in choices}
         while left:
-            told = await self.call.next()
-            if isinstance(told, Scores):
-                choice = unscored[told.place]
-                known = [choice.take(told.scored), *self._score_next(choice)]
+            news = await self.call.next()
+            if isinstance(news, Scores):
+                choice = unscored[news.place]
+                known = [choice.take(news.scored), *self._score_next(choice)]
             else:
-                assert isinstance(told, SampleEvent)
-                known = [self._part(told)]
+                assert isinstance(news, SampleEvent)
+                known = [self._part(news)]
                 if self.asked.alternatives:
                     choice = unscored[known[0].index]
                     choice.add(known[0])
@@ -285,7 +285,7 @@ class ServedRequest:
         if not piece.token_ids:
             return [choice.pieces.popleft()]
         request = self._requests[piece.index // self.asked.n]
-        before = (*request.prompt.token_ids, *choice.told)
+        before = (*request.prompt.token_ids, *choice.scored_ids)
         temperature = request.sampling.log_prob_temperature
         ids, alternatives = (*before, *piece.token_ids), self.asked.alternatives or 0
         scoring = Scoring(ids, len(before), temperature, alternatives, request.adapter)

@@ -1,4 +1,4 @@
-"""How prompts, parts of choices, tokens and their log-probabilities are written in answers.
+"""Prompts, parts of choices, and the text of tokens with their log-probabilities in answers.
 
 Every log-probability is log-softmax(logits / temperature) over all tokens, before top-k, top-p and
 min-p, at the request's temperature, or at 1 where that is 0.

@@ -160,12 +160,12 @@ def _conversation(
     request_out, request_in = os.pipe()
     reply_out, reply_in = os.pipe()
     try:
-        told = {"code": code, "incoming": request_out, "outgoing": reply_in}
-        candidate = Process("candidate", told, limits, started_by, pass_fds=(request_out, reply_in))
-        told = {"tests": tests, "entry_point": entry_point}
-        told |= {"incoming": reply_out, "outgoing": request_in}
+        job = {"code": code, "incoming": request_out, "outgoing": reply_in}
+        candidate = Process("candidate", job, limits, started_by, pass_fds=(request_out, reply_in))
+        job = {"tests": tests, "entry_point": entry_point}
+        job |= {"incoming": reply_out, "outgoing": request_in}
         try:
-            tester = Process("tests", told, limits, started_by, pass_fds=(reply_out, request_in))
+            tester = Process("tests", job, limits, started_by, pass_fds=(reply_out, request_in))
         except BaseException:
             candidate.kill()
             raise

@@ -61,7 +61,7 @@ class Judge:
     folder: Path | None
 
     def answer(self, body: dict[str, Any], pattern: str) -> str:
-        """What the judge says, kept if ``pattern`` is found in it. Raises JudgeError, and
+        """The judge's answer, kept if ``pattern`` is found in it. Raises JudgeError, and
         RewardError where the budget is spent.
         """
         asked = json.dumps({"url": self.url, **body}, sort_keys=True)

@@ -479,7 +479,7 @@ def format_score(prompt: Prompt, completion: Completion, pattern: str = THINK_AN
 
 
 def environment_reward(prompt: Prompt, completion: Completion) -> float | None:
-    """What ``get_reward`` of the environment gave the episode; 0 where its class has only
+    """The value of the environment's ``get_reward`` for the episode; 0 where its class has only
     ``get_turn_reward``, and None where it gave None.
     """
     episode = completion.episode
