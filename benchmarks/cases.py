@@ -23,7 +23,7 @@ from isobit.models.config import ModelConfig, model_shape
 from isobit.models.decoder import master_shapes
 from isobit.records.batch import PackedBatch
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request
+from isobit.rollout.requests import Request
 from isobit.util.errors import ConfigError
 
 

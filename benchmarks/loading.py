@@ -100,8 +100,9 @@ def measure(
     from isobit.models.checkpoint import open_checkpoint
     from isobit.models.folder import load_policy
     from isobit.records.text import Prompt, SamplingParams
-    from isobit.rollout.engine import Request, generate
+    from isobit.rollout.engine import generate
     from isobit.rollout.native import NativeEngine
+    from isobit.rollout.requests import Request
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.zeros(1, device=device)  # the device's own start counts as an import

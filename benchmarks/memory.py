@@ -58,8 +58,9 @@ from isobit.memory.speed import ROWS as SPEED_ROWS
 from isobit.memory.speed import SpeedShape, StepWork, estimate_step
 from isobit.models.config import model_shape
 from isobit.models.policy import random_policy
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer
 from isobit.util.clock import Clock

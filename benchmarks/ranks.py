@@ -40,8 +40,9 @@ from isobit.parallel.processes import Processes
 from isobit.parallel.world import World
 from isobit.records.text import Group
 from isobit.records.wire import groups_of, groups_value
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.run.rollouters import Rollouters
 from isobit.training.supervised import SupervisedObjective
 from isobit.training.trainer import Trainer

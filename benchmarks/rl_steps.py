@@ -75,8 +75,8 @@ from isobit.parallel.world import ALONE, World
 from isobit.precision.flow import build_flow
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group, Prompt
-from isobit.rollout.engine import Request
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.rollout.shared import generate_shared
 from isobit.training.judge import Judge
 from isobit.training.step import Learner, StepMetrics

@@ -50,15 +50,17 @@ from isobit.config.environment import EnvironmentConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.data.continuation import Continuation
 from isobit.data.tool_calls import Said, ToolCall
-from isobit.environments.pool import Answer, Environments
+from isobit.environments.pool import Environments, TurnAnswer
 from isobit.models.config import ModelConfig, model_shape
 from isobit.models.policy import Policy, random_policy
 from isobit.parallel.world import ALONE
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rollout import episodes, executor
-from isobit.rollout.engine import EngineStats, Follow, Handle, Request, SampleEvent
+from isobit.rollout.engine import Follow, SampleEvent
+from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.run.acting import open_environments
 from isobit.starter import starter_folder
 from isobit.store.reward_record import AnswerRecord
@@ -108,12 +110,12 @@ class LockStep:
 
     def __init__(self, environments: Environments[Handle], engine: NativeEngine) -> None:
         self._environments, self._engine = environments, engine
-        self._held: list[tuple[Handle, Answer]] = []
+        self._held: list[tuple[Handle, TurnAnswer]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environments, name)
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[Handle, Answer]]:
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Handle, TurnAnswer]]:
         self._held += self._environments.poll(timeout_s)
         if self._engine.num_live or self._environments.num_waiting:
             return []
@@ -219,7 +221,7 @@ def _figures(
 
 def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
-    executor.PATIENCE = arguments.patience
+    executor.PipelinedExecutor.patience = arguments.patience
     tokenizer = readable_tokenizer()
     shape = arguments.shape
     config = TINY if shape == "tiny" else model_shape(shape)

@@ -46,8 +46,9 @@ from isobit.models.safetensors import checksum_of
 from isobit.precision.quant_tensor import QuantTensor
 from isobit.records.packing import pack, sequences_of
 from isobit.records.text import Group, Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.rollout.runner import PolicyRunner
 from isobit.training.trainer import Trainer
 from isobit.util.errors import IsobitError

@@ -40,8 +40,9 @@ from isobit.models.config import ModelConfig, model_shape
 from isobit.models.function import is_one_function
 from isobit.models.policy import random_policy
 from isobit.records.text import Completion, Group, Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.training.step import train_on_groups
 from isobit.training.supervised import SupervisedObjective, mean_loss, pack_pairs
 from isobit.training.trainer import Trainer

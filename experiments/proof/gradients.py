@@ -41,8 +41,9 @@ from isobit.models.scorer import ScoredPass
 from isobit.records.batch import PackedBatch
 from isobit.records.packing import pack, sequences_of
 from isobit.records.text import Completion, Group, Prompt
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 
 FLOWS = ("fp8", "fp8-fp32-scales", "fp8-linear")
 """Arms that train in FP8."""

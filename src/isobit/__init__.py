@@ -58,9 +58,9 @@ if TYPE_CHECKING:  # the aliases mark public names for type checkers; `_modules`
     from isobit.records.text import SamplingParams as SamplingParams
     from isobit.rewards.grading import grade as grade
     from isobit.rewards.load import load_reward as load_reward
-    from isobit.rollout.engine import Request as Request
     from isobit.rollout.engine import RolloutEngine as RolloutEngine
     from isobit.rollout.native import NativeEngine as NativeEngine
+    from isobit.rollout.requests import Request as Request
     from isobit.training.comparison import Comparison as Comparison
     from isobit.training.step import train_on_groups as train_on_groups
     from isobit.training.supervised import SupervisedObjective as SupervisedObjective

@@ -21,8 +21,9 @@ from isobit.config.recipes import RunConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.models.folder import load_model
 from isobit.records.text import Prompt
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.run.loop import train
 from tests.serve.servers import chat_folder, choices, serving
 

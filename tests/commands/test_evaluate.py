@@ -17,7 +17,7 @@ from isobit.config.precision import PrecisionConfig
 from isobit.config.recipes import RunConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.records.text import Group
-from isobit.rollout.engine import Progress
+from isobit.rollout.engine_stats import Progress
 from isobit.util.errors import ConfigError, DataError, RewardError
 
 MakeConfig = Callable[..., RunConfig]

@@ -19,7 +19,7 @@ import pytest
 from isobit.config.environment import EnvironmentConfig
 from isobit.environments.env_backends import Call, Turn
 from isobit.environments.openenv import _objection, _observed, _result, _tools
-from isobit.environments.pool import Answer, Environments
+from isobit.environments.pool import Environments, TurnAnswer
 from isobit.util.errors import ToolError
 from tests.environments.servers import Count, Message, Tools, serving
 
@@ -40,8 +40,8 @@ def environments(address: str, **settings: Any) -> Iterator[Environments[str]]:
         made.close()
 
 
-def answers(made: Environments[str]) -> dict[str, Answer]:
-    found: dict[str, Answer] = {}
+def answers(made: Environments[str]) -> dict[str, TurnAnswer]:
+    found: dict[str, TurnAnswer] = {}
     while made.num_waiting:
         found |= dict(made.poll(0.1))
     return found
@@ -51,7 +51,7 @@ def step(*positional: Any, **arguments: Any) -> Turn:
     return Turn([Call("step", positional, arguments)])
 
 
-def told(answer: Answer) -> list[tuple[str, str]]:
+def told(answer: TurnAnswer) -> list[tuple[str, str]]:
     return [(one.kind, one.text) for one in answer.results]
 
 
@@ -139,7 +139,7 @@ def test_no_more_sessions_are_open_than_episodes_may_be_and_a_full_server_is_tol
         keys = [f"episode {number}" for number in range(5)]
         for key in keys:
             made.ask(key, {}, [])
-        found: dict[str, Answer] = {}
+        found: dict[str, TurnAnswer] = {}
         while made.num_waiting:
             for key, answer in made.poll(0.1):
                 if key not in found:  # those that have begun are not held up by those that wait

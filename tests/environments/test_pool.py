@@ -11,7 +11,7 @@ import pytest
 
 from isobit.config.environment import ENVIRONMENTS, EnvironmentConfig
 from isobit.environments.env_backends import Call, Turn
-from isobit.environments.pool import Answer, Environments, Result
+from isobit.environments.pool import Environments, Result, TurnAnswer
 from isobit.rewards.grade import Failure
 from isobit.rewards.supervisor import descendants
 from isobit.util.errors import ToolError
@@ -44,15 +44,15 @@ def call(name: str, *positional: Any, **arguments: Any) -> Call:
     return Call(name, positional, arguments)
 
 
-def answers(made: Environments[str]) -> dict[str, Answer]:
+def answers(made: Environments[str]) -> dict[str, TurnAnswer]:
     """All that is still to come, by key."""
-    found: dict[str, Answer] = {}
+    found: dict[str, TurnAnswer] = {}
     while made.num_waiting:
         found |= dict(made.poll(0.1))
     return found
 
 
-def texts(answer: Answer) -> list[str]:
+def texts(answer: TurnAnswer) -> list[str]:
     return [one.text for one in answer.results]
 
 
@@ -237,9 +237,9 @@ def test_what_reset_returns_is_for_the_prompt_and_told_once() -> None:
     with environments("Speaks") as made:
         assert made.opens
         made.ask("a", {"name": "<eos>"}, [])
-        assert answers(made)["a"] == Answer(opening="hello <eos>", seconds=ANY)
+        assert answers(made)["a"] == TurnAnswer(opening="hello <eos>", seconds=ANY)
         ask(made, "a", call("act"))
-        assert answers(made)["a"] == Answer((Result("ok", "1"),), seconds=ANY)
+        assert answers(made)["a"] == TurnAnswer((Result("ok", "1"),), seconds=ANY)
     with environments("Counter") as made:
         assert not made.opens  # its reset is annotated to return None
 

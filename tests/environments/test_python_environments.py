@@ -7,7 +7,7 @@ import pytest
 
 from isobit.config.environment import EnvironmentConfig
 from isobit.environments import shipped
-from isobit.environments.env_backends import Call, Start, Turn
+from isobit.environments.env_backends import Call, HostStart, Turn
 from isobit.environments.pool import Environments
 from isobit.environments.python_environments import (
     give_environment,
@@ -49,8 +49,8 @@ def totals(environments: list[Any], goal: list[int], **columns: Any) -> list[flo
     return [one.total / wanted for one, wanted in zip(environments, goal, strict=True)]
 
 
-def start(name: str) -> Start:
-    return Start("class", name, {}, 5.0, 1 << 30, 100, packed_environment(name))
+def start(name: str) -> HostStart:
+    return HostStart("class", name, {}, 5.0, 1 << 30, 100, packed_environment(name))
 
 
 def test_a_class_that_can_be_imported_has_its_name_and_no_copy() -> None:

@@ -13,7 +13,7 @@ from isobit.config.data import VerifiersData
 from isobit.config.environment import EnvironmentConfig
 from isobit.data.sources import load_rows
 from isobit.environments.env_backends import Call, Turn
-from isobit.environments.pool import Answer, Environments
+from isobit.environments.pool import Environments, TurnAnswer
 from isobit.environments.tasksets import is_classic
 from isobit.util.errors import DataError, ToolError
 
@@ -37,8 +37,8 @@ def rows(name: str, **options: Any) -> list[dict[str, Any]]:
     return [{"prompt": [*row.prompt], **row.columns} for row in load_rows(source)]
 
 
-def answers(environments: Environments[str]) -> dict[str, Answer]:
-    found: dict[str, Answer] = {}
+def answers(environments: Environments[str]) -> dict[str, TurnAnswer]:
+    found: dict[str, TurnAnswer] = {}
     while environments.num_waiting:
         found |= dict(environments.poll(0.1))
     return found

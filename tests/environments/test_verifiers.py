@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from isobit.config.data import ChatConfig, VerifiersData
 from isobit.config.environment import EnvironmentConfig
 from isobit.data.sources import load_rows
-from isobit.environments.env_backends import Call, Start, Turn
+from isobit.environments.env_backends import Call, HostStart, Turn
 from isobit.environments.pool import Environments
 from isobit.environments.verifiers_classic import Conversation, HostedVerifiers
 from isobit.run.acting import open_environments, read_tools
@@ -35,7 +35,7 @@ def own_signals() -> Iterator[None]:
 
 
 def hosted(name: str) -> HostedVerifiers:
-    return HostedVerifiers(Start("verifiers", str(GAMES), {"name": name}, 10.0, 1 << 30, MOST))
+    return HostedVerifiers(HostStart("verifiers", str(GAMES), {"name": name}, 10.0, 1 << 30, MOST))
 
 
 def begun(environment: HostedVerifiers, **columns: Any) -> tuple[Conversation, dict[str, Any]]:

@@ -21,8 +21,9 @@ from isobit.models.decoder import decoder_shape
 from isobit.models.policy import Policy
 from isobit.precision.flow import build_flow
 from isobit.records.text import Group, Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.training.calibration import SHADOW, Calibration, shadow_of
 from isobit.training.judge import Judge
 from isobit.training.step import Learner

@@ -16,8 +16,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.models.policy import Policy
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify_policy
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 
 MakePolicy = Callable[..., Policy]
 

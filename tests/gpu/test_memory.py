@@ -20,12 +20,13 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from isobit.memory.cache_size import RESERVE
 from isobit.memory.device import DevicePlanner
-from isobit.memory.sharing import DeviceSharing, HostMoments
+from isobit.memory.sharing import HostMoments
 from isobit.models.config import ModelConfig
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 from isobit.util.clock import Clock
@@ -165,9 +166,8 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute, stays:
         NativeEngine(policy, rollout, None, seed=0),
         Trainer(policy, config, total_updates=4),
     )
-    turns, clock = DeviceSharing(plan, engine, trainer), Clock()
-    assert engine._works is not None
-    drawn, made = [], weakref.ref(engine._works)  # which keeps no cache
+    turns, clock = DeviceTurns(plan, engine, trainer), Clock()
+    drawn, made = [], weakref.ref(engine._executor.runner)  # which keeps no cache
     for _ in range(2):
         drawn.append(answers(engine))
         with turns.training(clock):

@@ -17,8 +17,9 @@ from isobit.models.policy_share import PolicyShare
 from isobit.parallel.world import World
 from isobit.proof.verify import VerifyOptions, verify_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.rollout.runner import PolicyRunner
 from tests.gpu.conftest import SHAPES
 from tests.ranks import in_ranks

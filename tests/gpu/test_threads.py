@@ -20,8 +20,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.kernels.hopper.memory import CapturedGraph
 from isobit.models.policy import Policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.training.supervised import SupervisedObjective, pack_pairs
 from isobit.training.trainer import Trainer
 

@@ -20,8 +20,9 @@ from isobit.models.policy import Policy, random_masters
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.proof.verify import VerifyOptions, verify_policy
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from tests.gpu.conftest import SHAPES
 from tests.models.policies import whole_batch
 

@@ -18,8 +18,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from isobit.algorithms.registry import build_algorithm
 from isobit.models.policy import Policy
 from isobit.records.text import Group, Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.training.step import StepMetrics, train_on_groups
 from isobit.training.trainer import Trainer
 

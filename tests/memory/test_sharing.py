@@ -242,7 +242,7 @@ def test_held_out_losses_are_measured_without_the_cache(
     assert isinstance(engine, NativeEngine)
 
     def watched(trainer: Trainer, batches: Sequence[PackedBatch]) -> float:
-        held.append(engine._works)
+        held.append(engine._executor._runner)
         return mean_loss(trainer, batches)
 
     monkeypatch.setattr(sft_objectives, "mean_loss", watched)

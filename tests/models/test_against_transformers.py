@@ -33,8 +33,9 @@ from isobit.models.families import FAMILIES
 from isobit.models.packed_pass import PackedPass
 from isobit.models.policy import Policy
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from tests.suites import examples
 
 DENSE: dict[Family, Any] = {

@@ -23,8 +23,9 @@ from isobit.precision.kv_scales import DIVISORS_OF_PROMPTS, byte_of
 from isobit.precision.quant_tensor import E4M3_MAX
 from isobit.records.packing import pack, sequences_of
 from isobit.records.text import Group, Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.util.errors import ConfigError, RequestError
 from tests.models.policies import whole_batch
 from tests.tiny import tiny_model

@@ -21,8 +21,9 @@ from isobit.models.saving import save_policy
 from isobit.models.scorer import ScoredPass, Scorer
 from isobit.proof.verify import VerifyOptions, verify_policy
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.store.compatible import ALL_TOKENS, Recorded, compare
 from isobit.util.errors import ConfigError, ModelError
 from tests.models.policies import whole_batch

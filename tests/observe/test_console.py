@@ -20,7 +20,7 @@ from isobit.observe.console import (
     time_left,
 )
 from isobit.observe.evaluation import EvalResult
-from isobit.rollout.engine import Progress
+from isobit.rollout.engine_stats import Progress
 
 
 def test_lines_are_plain_and_there_is_no_bar_without_a_terminal() -> None:

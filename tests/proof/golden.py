@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 
 from isobit.precision.quant_tensor import ScaleKind
-from isobit.proof.doctor_environment import INT8_COLUMNS, Tensors, golden_file
+from isobit.proof.doctor_quantisers import INT8_COLUMNS, Tensors, golden_file
 
 _LARGEST = 448.0
 _INT8_LARGEST = 127.0

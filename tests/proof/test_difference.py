@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from isobit.kernels.spec.quantise import quantise_rows
-from isobit.proof.difference import (
-    Checksums,
-    dequantise,
-    first_difference,
-    row_checksums,
-    token_keys,
-)
+from isobit.proof.difference import Checksums, dequantise, first_difference
+from isobit.proof.observation import row_checksums, token_keys
 
 
 def test_rows_whose_last_group_is_short() -> None:

@@ -24,10 +24,10 @@ from isobit.kernels.spec import linear as linear_module
 from isobit.kernels.spec import quantise as quantise_module
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.precision.quant_tensor import Int8Rows, QuantTensor
-from isobit.proof import doctor, doctor_environment
+from isobit.proof import doctor, doctor_quantisers
 from isobit.proof.doctor import _verify_starter, gradient_checks, kernel_checks
-from isobit.proof.doctor_environment import quantiser_checks
 from isobit.proof.doctor_findings import Check, Finding
+from isobit.proof.doctor_quantisers import quantiser_checks
 from isobit.proof.verify import VerifyOptions
 
 Patch = pytest.MonkeyPatch
@@ -136,7 +136,7 @@ def test_wrong_quantisers_of_int8(mutate: Callable[[Patch], None], monkeypatch: 
 
 
 def test_inexact_products_of_torch_are_a_warning(monkeypatch: Patch) -> None:
-    for module in (spec_backend, doctor_environment):
+    for module in (spec_backend, doctor_quantisers):
         monkeypatch.setattr(module, "has_int8_products", lambda: True)
         monkeypatch.setattr(module, "int_mm_is_exact", lambda: False)
     (found,) = [one for one in quantiser_checks() if one.name == "INT8 products of torch"]

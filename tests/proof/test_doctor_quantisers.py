@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit.proof.cases import splitmix64
-from isobit.proof.doctor_environment import golden_file, load_golden
+from isobit.proof.doctor_quantisers import golden_file, load_golden
 from tests.proof.golden import (
     e4m3_byte,
     e4m3_value,

@@ -12,7 +12,7 @@ from isobit.config.recipes import RunConfig
 from isobit.models.folder import read_config
 from isobit.proof.redraw import redraw_some
 from isobit.rollout.engine import generate
-from isobit.rollout.servers import Asked
+from isobit.rollout.servers import AskedSamples
 from isobit.run.loop import train
 from isobit.util.errors import MismatchError
 from tests.rollout.served import SEED, native_of, served
@@ -60,16 +60,16 @@ def test_a_run_whose_server_takes_other_noise_is_told_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each sample gets the noise of the next one of its prompt."""
-    body = Asked.body
+    body = AskedSamples.body
 
-    def shifted(self: Asked) -> dict[str, Any]:
+    def shifted(self: AskedSamples) -> dict[str, Any]:
         return body(replace(self, keys=[*self.keys[1:], *self.keys[:1]]))
 
     with served(config=read_config(tiny_folder)) as server:
         rollout = {"max_new_tokens": 5, "engine": "http", "servers": [server]}
         sections = {"data": {"eval": {}}, "rollout": rollout, "training": {"steps": 1}}
         config = make_config(**sections, check={"on_mismatch": action})
-        monkeypatch.setattr(Asked, "body", shifted)
+        monkeypatch.setattr(AskedSamples, "body", shifted)
         if action == "auto":
             with pytest.raises(MismatchError, match="are not what its noise draws"):
                 train(config)

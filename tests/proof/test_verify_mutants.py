@@ -21,6 +21,7 @@ from isobit.proof.scenarios import drawn_by, other_weights
 from isobit.proof.verify import VerifyOptions, VerifyResult, verify, verify_policy
 from isobit.records.sequence import TokenSequence
 from isobit.rollout import executor
+from isobit.rollout.native import NativeEngine
 from isobit.rollout.runner import ForwardBatch, PolicyRunner
 from isobit.rollout.scheduler import Plan
 
@@ -214,10 +215,10 @@ def test_what_is_parked_survives_a_publication(
     assert found.exit_code == 1 and found.comparison.tokens_differing > 0
     monkeypatch.setattr(PageAllocator, "drop_parked", drop)
 
-    def notice_alone(self: executor.Works) -> None:
-        self._version = self.runner.version
+    def notice_alone(self: NativeEngine) -> None:
+        self._executor.take_weights()
 
-    monkeypatch.setattr(executor.Works, "notice_weights", notice_alone)
+    monkeypatch.setattr(NativeEngine, "_notice_weights", notice_alone)
     assert verify(tiny_folder, precision, few).exit_code == 1
 
 

@@ -17,10 +17,10 @@ from isobit.rewards.load import load_reward
 from isobit.rewards.sandbox import (
     Bubblewrap,
     Launcher,
-    Limits,
     Namespaces,
     OutputLimitError,
     Process,
+    ProcessLimits,
     SandboxError,
     TimeLimitError,
     Unsandboxed,
@@ -33,7 +33,7 @@ from isobit.rewards.sandboxed.kernel import THREADS
 from isobit.rewards.sandboxed.main import MEMORY
 from isobit.util.errors import RewardError
 
-LIMITS = Limits(20.0, 256 << 20)
+LIMITS = ProcessLimits(20.0, 256 << 20)
 
 
 IS_ROOT = os.geteuid() == 0
@@ -48,7 +48,9 @@ def inside(request: pytest.FixtureRequest) -> Launcher:
     return request.param
 
 
-def run(code: str, launched_by: Launcher, limits: Limits = LIMITS, stdin: bytes = b"") -> str:
+def run(
+    code: str, launched_by: Launcher, limits: ProcessLimits = LIMITS, stdin: bytes = b""
+) -> str:
     process = Process("script", {"code": code}, limits, launched_by, stdin=stdin)
     output, _ = process.finish(1 << 20)
     return output.decode()
@@ -169,7 +171,7 @@ def test_no_new_processes(inside: Launcher) -> None:
 def test_a_fork_bomb_stays_one_process(inside: Launcher) -> None:
     code = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     with pytest.raises(TimeLimitError):
-        run(code, inside, Limits(0.7, 256 << 20))
+        run(code, inside, ProcessLimits(0.7, 256 << 20))
 
 
 def test_many_threads_are_bounded_by_memory(inside: Launcher) -> None:
@@ -308,7 +310,7 @@ def test_output_is_bounded(inside: Launcher) -> None:
 
 @pytest.mark.parametrize("code", ["import time\ntime.sleep(3600)", "while True: pass"])
 def test_time_is_bounded(inside: Launcher, code: str) -> None:
-    process = Process("script", {"code": code}, Limits(0.5, 256 << 20), inside)
+    process = Process("script", {"code": code}, ProcessLimits(0.5, 256 << 20), inside)
     with pytest.raises(TimeLimitError):
         process.finish(100)
 
@@ -333,7 +335,7 @@ SLEEPS = (
 
 def test_all_of_it_ends(inside: Launcher, held: tuple[int, int]) -> None:
     reading, writing = held
-    limits = Limits(0.5, 256 << 20)
+    limits = ProcessLimits(0.5, 256 << 20)
     process = Process("script", {"code": SLEEPS}, limits, inside, pass_fds=(writing,))
     os.close(writing)
     with pytest.raises(TimeLimitError):
@@ -425,7 +427,7 @@ def test_a_sandbox_is_taken_even_if_none_is_demanded(inside: Launcher) -> None:
 def test_unsandboxed_code_is_still_bounded() -> None:
     assert run(attempts("os.fork()", "socket.socket()"), Unsandboxed()) == "refused\n" * 2
     with pytest.raises(TimeLimitError):
-        run("while True: pass", Unsandboxed(), Limits(0.5, 256 << 20))
+        run("while True: pass", Unsandboxed(), ProcessLimits(0.5, 256 << 20))
 
 
 def test_a_sandbox_that_fails_is_no_wrong_answer(inside: Launcher) -> None:

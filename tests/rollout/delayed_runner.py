@@ -11,15 +11,8 @@ import torch
 
 from isobit.kernels.operands import PagedBatch
 from isobit.kernels.spec.head import draw_tokens
-from isobit.rollout.runner import (
-    DrawnToken,
-    ForwardBatch,
-    ModelRunner,
-    Ready,
-    build_batch,
-    distinct_rows,
-    draws_of,
-)
+from isobit.rollout.draws import Ready, distinct_rows, draws_of
+from isobit.rollout.runner import DrawnToken, ForwardBatch, ModelRunner, build_batch
 from isobit.rollout.scheduler import Plan
 from isobit.rollout.sequence import Sample, States
 

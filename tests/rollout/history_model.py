@@ -19,8 +19,8 @@ from isobit.kernels.operands import Drawn, Draws
 from isobit.kernels.spec.head import draw, draw_tokens, log_softmax, truncate
 from isobit.models.tensor_parallel import WHOLE
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.rollout.runner import ForwardBatch, ModelRunner
 from isobit.rollout.sequence import States
 

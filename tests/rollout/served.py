@@ -21,7 +21,7 @@ from isobit.records.text import SamplingParams
 from isobit.rollout.http_engine import HttpEngine
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.scoring import TokenScorer
-from isobit.serve.app import Server, Settings
+from isobit.serve.app import ApiServer, Settings
 from isobit.serve.engine import EngineThread
 from isobit.serve.weights import WeightUpdates
 from isobit.starter import starter_folder
@@ -50,7 +50,7 @@ def served(
     model = SamplingModel(folder, policy, load_tokenizer(folder), ())
     settings = Settings("tiny", key, places, ChatConfig(), SamplingParams(16), None, preset)
     weights = WeightUpdates(policy, thread, Path()) if updates else None
-    app = Server(model, load_tokenizer(folder), thread, settings, weights).app()
+    app = ApiServer(model, load_tokenizer(folder), thread, settings, weights).app()
     listener = uvicorn.Config(
         app, port=port, lifespan="on", log_config=None, timeout_graceful_shutdown=2
     )

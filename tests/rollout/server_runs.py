@@ -11,7 +11,7 @@ from typing import Any
 
 from isobit.commands.diff import OF_THE_MACHINE
 from isobit.config.recipes import RunConfig
-from isobit.rollout.answers import Drawn
+from isobit.rollout.answers import DrawnSample
 from isobit.rollout.http_engine import HttpEngine
 from isobit.run.loop import train
 from tests.forked import ran
@@ -85,7 +85,7 @@ def train_and_kill(config: RunConfig, victim: int | None) -> int:
     """
     accept, killed = HttpEngine._accept, list[int]()
 
-    def accept_and_kill(self: HttpEngine, told: Drawn) -> None:
+    def accept_and_kill(self: HttpEngine, told: DrawnSample) -> None:
         accept(self, told)
         if victim and self._weights and self._weights.version == 2 and not killed:
             server = self._servers[1]

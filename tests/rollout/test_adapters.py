@@ -16,9 +16,10 @@ from isobit.models.config import Lora
 from isobit.models.folder import LoadedModel, load_adapters, load_model, write_model
 from isobit.models.policy import Policy
 from isobit.records.text import Completion
-from isobit.rollout.engine import Handle, Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.graph_runner import GraphRunner
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.runner import PolicyRunner
 from isobit.rollout.scheduler import Scheduler
 from isobit.rollout.scoring import Scored, Scoring, TokenScorer

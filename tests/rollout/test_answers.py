@@ -11,7 +11,7 @@ import pytest
 from isobit.rollout import servers
 from isobit.rollout.answers import (
     AnswerError,
-    Drawn,
+    DrawnSample,
     Event,
     Step,
     Updated,
@@ -185,4 +185,4 @@ def test_what_is_new_in_an_answer_is_left_alone() -> None:
     sample = {"number": 1, "token_ids": [1], "log_probs": [-0.1], "mood": "good"}
     body = json.dumps({"samples": [sample], "more": 2}).encode()
     (found,) = read_answer(Step, body, "x").samples
-    assert found == Drawn(number=1, token_ids=(1,), log_probs=(-0.1,))
+    assert found == DrawnSample(number=1, token_ids=(1,), log_probs=(-0.1,))

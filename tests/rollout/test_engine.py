@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Handle, Limits, Request, check_limits, check_requests, generate
+from isobit.rollout.engine import generate
+from isobit.rollout.requests import EngineLimits, Handle, Request, check_limits, check_requests
 from isobit.util.errors import RequestError
 from tests.rollout.history_model import make_engine
 
-LIMITS = Limits(context=300, vocab_size=50, num_pages=4, page_tokens=64, has_tokenizer=True)
+LIMITS = EngineLimits(context=300, vocab_size=50, num_pages=4, page_tokens=64, has_tokenizer=True)
 
 
 def a_request(length: int = 10, samples: int = 2, token: int = 7, **sampling: Any) -> Request:
@@ -20,7 +21,7 @@ def a_request(length: int = 10, samples: int = 2, token: int = 7, **sampling: An
     )
 
 
-def refusal(*requests: Request, limits: Limits = LIMITS) -> str:
+def refusal(*requests: Request, limits: EngineLimits = LIMITS) -> str:
     with pytest.raises(RequestError) as caught:
         check_limits(requests, limits)
     return str(caught.value)

@@ -18,7 +18,7 @@ from isobit.config.precision import PrecisionConfig, Preset
 from isobit.config.rollout import RolloutConfig
 from isobit.data.continuation import Continuation
 from isobit.data.tool_calls import MalformedCall, Parsed, Said, ToolCall
-from isobit.environments.pool import Answer, Environments, Result
+from isobit.environments.pool import Environments, Result, TurnAnswer
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.policy import Policy, random_policy
 from isobit.parallel.world import ALONE
@@ -27,9 +27,10 @@ from isobit.records.sequence import COLUMNS, GIVEN, TokenSequence
 from isobit.records.text import Completion, Prompt, SamplingParams
 from isobit.rewards.grade import Failure
 from isobit.rollout import episodes
-from isobit.rollout.engine import EngineStats, Handle, Request
+from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.episodes import Episodes, Tools
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.starter import starter_folder
 from isobit.store.reward_record import AnswerRecord
 from tests.environments.servers import Count, serving
@@ -82,7 +83,7 @@ class Told:
 
     def __init__(
         self,
-        say: Callable[[Handle, int], Answer],
+        say: Callable[[Handle, int], TurnAnswer],
         delay: Callable[[Handle], int],
         opens: bool = False,
     ) -> None:
@@ -98,7 +99,7 @@ class Told:
         turn = sum(one == key for one, _ in self.asked)
         self._waiting.append([self._delay(key), key, self._say(key, turn)])
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[Handle, Answer]]:
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Handle, TurnAnswer]]:
         for one in self._waiting:
             one[0] -= 1
         ready = [one for one in self._waiting if one[0] < 0]
@@ -112,8 +113,8 @@ class Told:
         self._waiting.clear()
 
 
-def said(key: Handle, turn: int) -> Answer:
-    return Answer((Result("ok", f"{key.prompt_id} {key.sample} {turn}<eos>" * (1 + turn % 3)),))
+def said(key: Handle, turn: int) -> TurnAnswer:
+    return TurnAnswer((Result("ok", f"{key.prompt_id} {key.sample} {turn}<eos>" * (1 + turn % 3)),))
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +133,7 @@ Made = tuple[list[list[Completion]], EngineStats, Told]
 def play(
     policy: Policy,
     wanted: Sequence[Request],
-    say: Callable[[Handle, int], Answer] = said,
+    say: Callable[[Handle, int], TurnAnswer] = said,
     delay: Callable[[Handle], int] = lambda _: 0,
     record: AnswerRecord | None = None,
     kind: type[Episodes] = Episodes,
@@ -173,7 +174,7 @@ def differing(policy: Policy, drawn: Sequence[TokenSequence]) -> tuple[int, int]
 @pytest.mark.parametrize("preset", ["fp8", "int8", "bf16"])
 def test_log_probabilities_of_all_turns_are_those_of_the_training_forward(preset: Preset) -> None:
     policy = policy_of(preset)
-    short = lambda key, turn: Answer((Result("ok", str(turn)),))  # noqa: E731
+    short = lambda key, turn: TurnAnswer((Result("ok", str(turn)),))  # noqa: E731
     made, stats, _ = play(policy, requests(samples=2, new=200), short, sizes=TIGHT)
     turns = [len(one.episode.turns) for group in made for one in group if one.episode]
     assert max(turns) == 20
@@ -278,9 +279,9 @@ def test_episodes_go_on_elsewhere_until_their_environment_has_been_asked() -> No
 def test_each_sample_draws_behind_its_own_opening(sizes: dict[str, Any]) -> None:
     policy, record = policy_of("fp8"), AnswerRecord(lambda _: None)
 
-    def say(key: Handle, turn: int) -> Answer:
+    def say(key: Handle, turn: int) -> TurnAnswer:
         opening = f" {key.sample}<eos>" * key.sample
-        return said(key, turn) if turn > 1 else Answer(opening=opening or None)
+        return said(key, turn) if turn > 1 else TurnAnswer(opening=opening or None)
 
     made, _, told = play(policy, requests(), say, delays(3), record, sizes=sizes, opens=True)
     for request, group in zip(requests(), made, strict=True):
@@ -307,12 +308,12 @@ def test_an_episode_that_fails_before_its_first_turn_has_no_rewards_of_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Told, "has_turn_reward", True)
-    failed = Answer(failure=Failure("reset", "no luck"))
+    failed = TurnAnswer(failure=Failure("reset", "no luck"))
 
-    def say(key: Handle, turn: int) -> Answer:
+    def say(key: Handle, turn: int) -> TurnAnswer:
         if key.sample == 0:
             return failed
-        return replace(said(key, turn), turn_reward=0.5) if turn > 1 else Answer()
+        return replace(said(key, turn), turn_reward=0.5) if turn > 1 else TurnAnswer()
 
     made, _, _ = play(policy_of("fp8"), requests(), say, opens=True)
     for first, *others in made:
@@ -340,9 +341,9 @@ class Leads(Told):
         super().ask(key, columns, turns, wants_reward)
         seen = sum(count for one, count in self.asked if one == key)
         reward = float(10 * seen + wants_reward)
-        answer = Answer((Result("user", f"{key.sample} {seen}<eos>"),))
+        answer = TurnAnswer((Result("user", f"{key.sample} {seen}<eos>"),))
         if seen == 4 or turns[-1:] == [] or wants_reward:
-            answer = Answer(reward=reward, is_over=seen == 4)
+            answer = TurnAnswer(reward=reward, is_over=seen == 4)
         self._waiting[-1][2] = answer
 
 
@@ -380,7 +381,7 @@ class Retokenising(Episodes):
     that have no text, as another tokenizer would merge some.
     """
 
-    def _go_on(self, handle: Handle, answer: Answer) -> None:
+    def _go_on(self, handle: Handle, answer: TurnAnswer) -> None:
         sequence = self._open[handle].sequence
         seen = sequence.token_ids < len(tokenizer())
         text = tokenizer().decode(sequence.token_ids)
@@ -397,17 +398,17 @@ class Retokenising(Episodes):
 
 def test_a_mutant_that_tokenises_again_is_caught() -> None:
     policy = policy_of("fp8")
-    short = lambda key, turn: Answer((Result("ok", str(turn)),))  # noqa: E731
+    short = lambda key, turn: TurnAnswer((Result("ok", str(turn)),))  # noqa: E731
     made, *_ = play(policy, requests(), short, kind=Retokenising)
     count, _ = differing(policy, sequences(made))
     assert count > 0
 
 
 def test_failures_and_limits_end_episodes_by_kind() -> None:
-    def say(key: Handle, turn: int) -> Answer:
+    def say(key: Handle, turn: int) -> TurnAnswer:
         kinds = {0: "deadline", 1: "crash"}
         if turn == 2 and key.sample in kinds:
-            return Answer(failure=Failure(kinds[key.sample], "so it is"))
+            return TurnAnswer(failure=Failure(kinds[key.sample], "so it is"))
         return said(key, turn)
 
     made, *_ = play(policy_of("fp8"), requests(samples=4), say, max_turns=4)
@@ -422,7 +423,7 @@ def test_failures_and_limits_end_episodes_by_kind() -> None:
 
 
 def test_all_calls_of_an_episode_have_a_limit_of_time() -> None:
-    slow = lambda key, turn: Answer(said(key, turn).results, seconds=0.4)  # noqa: E731
+    slow = lambda key, turn: TurnAnswer(said(key, turn).results, seconds=0.4)  # noqa: E731
     made, *_ = play(policy_of("fp8"), requests(), slow, episode_s=1.0)
     cut = [one for group in made for one in group if one.finish_reason == "time"]
     assert cut
@@ -430,7 +431,7 @@ def test_all_calls_of_an_episode_have_a_limit_of_time() -> None:
 
 
 def test_long_results_are_cut_to_their_limit() -> None:
-    long = lambda key, turn: Answer((Result("ok", "x" * 500),))  # noqa: E731
+    long = lambda key, turn: TurnAnswer((Result("ok", "x" * 500),))  # noqa: E731
     made, *_ = play(policy_of("fp8"), requests(), long, max_result_tokens=10)
     results = {
         text
@@ -499,10 +500,10 @@ def test_a_stop_string_that_ends_a_call_is_a_part_of_it(monkeypatch: pytest.Monk
 def test_turns_have_their_rewards_at_their_last_tokens_and_nan_where_one_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def say(key: Handle, turn: int) -> Answer:
+    def say(key: Handle, turn: int) -> TurnAnswer:
         if key.sample == 1 and turn == 2:
-            return Answer(failure=Failure("ValueError", "no reward"))
-        return Answer(said(key, turn).results, turn_reward=turn / 8)
+            return TurnAnswer(failure=Failure("ValueError", "no reward"))
+        return TurnAnswer(said(key, turn).results, turn_reward=turn / 8)
 
     monkeypatch.setattr(Told, "has_turn_reward", True)
     made, *_ = play(policy_of("fp8"), requests(), say, max_turns=4)
@@ -529,9 +530,9 @@ def test_recorded_answers_are_given_again_without_asking(monkeypatch: pytest.Mon
     policy, record = policy_of("fp8"), AnswerRecord(lambda _: None)
     numbers = iter(range(10**6))
 
-    def random(key: Handle, turn: int) -> Answer:
+    def random(key: Handle, turn: int) -> TurnAnswer:
         number = next(numbers)
-        return Answer((Result("ok", str(number)),), turn_reward=number / 7)
+        return TurnAnswer((Result("ok", str(number)),), turn_reward=number / 7)
 
     first, *_ = play(policy, requests(), random, delays(3), record)
     lines = list(record._unwritten)
@@ -597,7 +598,7 @@ def test_a_server_ends_its_episodes_and_is_not_asked_again_for_what_is_recorded(
 
 
 def test_an_error_leaves_engine_and_environment_free() -> None:
-    def fail(key: Handle, turn: int) -> Answer:
+    def fail(key: Handle, turn: int) -> TurnAnswer:
         raise RuntimeError("stop here")
 
     policy = policy_of("fp8")

@@ -14,8 +14,10 @@ from isobit.config.rollout import RolloutConfig
 from isobit.kernels.spec.attention import PackedAttention
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import Progress, Request, generate
+from isobit.rollout.engine import generate
+from isobit.rollout.engine_stats import Progress
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.util.errors import NonFiniteError
 from tests.tiny import tiny_model
 

@@ -14,8 +14,10 @@ from isobit.config.rollout import RolloutConfig
 from isobit.models.policy import Policy
 from isobit.records.text import Completion
 from isobit.rollout import scheduler
-from isobit.rollout.engine import Progress, Request, generate
+from isobit.rollout.engine import generate
+from isobit.rollout.engine_stats import Progress
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.rollout.runner import PolicyRunner
 from isobit.util.errors import NonFiniteError
 from tests.rollout.delayed_runner import DelayedRunner

@@ -16,10 +16,11 @@ from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy
 from isobit.records.text import Completion
 from isobit.rollout import graph_runner
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.executor import PipelinedExecutor
 from isobit.rollout.graph_runner import GraphRunner, graph_sizes
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.util.errors import NonFiniteError
 from tests.rollout.test_exactness import (
     TIGHT,
@@ -59,7 +60,7 @@ def generate_both(
     """By the engine that waits, and by the one that does not."""
     config = RolloutConfig.model_validate({"kv_pages": 40} | sizes)
     engine, runners = make_engine(policy, **sizes)
-    assert engine._works is not None and isinstance(engine._works._executor, PipelinedExecutor)
+    assert isinstance(engine._executor, PipelinedExecutor)
     direct = generate(NativeEngine(policy, config, None, 0), wanted)
     return direct, generate(engine, wanted), engine, runners[0]
 

@@ -23,8 +23,9 @@ from isobit.models.weight_deltas import SentWeights
 from isobit.observe.console import silent
 from isobit.records.text import Completion, SamplingParams
 from isobit.rollout import episodes, servers
-from isobit.rollout.engine import Handle, Request, Sampler, generate
+from isobit.rollout.engine import Sampler, generate
 from isobit.rollout.http_engine import HttpEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.run.loop import train
 from isobit.util.errors import ConfigError, MismatchError, RequestError, ServerError
 from tests.rollout.served import engine_of, native_of, served
@@ -329,7 +330,7 @@ def test_what_a_server_cannot_draw_ends_the_run(
         engine.submit([replace(requests()[0], sampling=SamplingParams(200))])
     with pytest.raises(RequestError, match="followed to their end alone"):
         engine.submit(requests(), "tokens")
-    monkeypatch.setattr(servers.Asked, "body", lambda self: {"numbers": [1]})
+    monkeypatch.setattr(servers.AskedSamples, "body", lambda self: {"numbers": [1]})
     with pytest.raises(ServerError, match=r"/isobit/step answers with 400: ask\.0\.token_ids"):
         generate(engine, requests())
 

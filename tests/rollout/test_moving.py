@@ -15,8 +15,9 @@ from isobit.models.config import Experts
 from isobit.models.policy import Policy, random_policy
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion
-from isobit.rollout.engine import Handle, Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.runner import PolicyRunner
 from isobit.util.errors import RequestError
 from tests.rollout.delayed_runner import DelayedRunner

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from isobit.config.rollout import RolloutConfig
 from isobit.memory.cache_size import pages_for
 from isobit.records.text import Completion
-from isobit.rollout.engine import Progress, Request, generate
+from isobit.rollout.engine import generate
+from isobit.rollout.engine_stats import Progress
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.util.errors import NonFiniteError, OutOfMemoryError
 from tests.rollout.delayed_runner import DelayedRunner
 from tests.rollout.history_model import (

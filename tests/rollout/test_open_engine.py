@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from isobit.config.rollout import RolloutConfig
 from isobit.records.text import Completion
 from isobit.rollout import scheduler
-from isobit.rollout.engine import Handle, Request, SampleEvent, generate
+from isobit.rollout.engine import SampleEvent, generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.runner import PolicyRunner
 from isobit.util.errors import DataError, IsobitError, NonFiniteError, RequestError
 from tests.rollout.delayed_runner import DelayedRunner
@@ -43,15 +44,13 @@ def ended(events: list[SampleEvent]) -> dict[Handle, Completion]:
 
 
 def free_pages(engine: NativeEngine) -> int:
-    assert engine._works is not None
-    return engine._works._allocator.num_free
+    return engine._allocator.num_free
 
 
 def check_empty(engine: NativeEngine) -> None:
     assert engine.num_live == engine.num_running == 0
     assert free_pages(engine) == engine._limits.num_pages
-    assert engine._works is not None
-    runner = engine._works.runner
+    runner = engine._executor.runner
     if isinstance(runner, DelayedRunner):
         assert not runner.slots and runner.waited == runner.steps
 

@@ -19,8 +19,9 @@ from isobit.memory.cache_size import Parked
 from isobit.models.kv_calibration import calibrate_kv_scales
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion
-from isobit.rollout.engine import EngineStats, Handle, Request
+from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.runner import PolicyRunner
 from isobit.rollout.sequence import Sample
 from tests.rollout.delayed_runner import DelayedRunner
@@ -151,7 +152,7 @@ def test_new_weights_and_a_release_leave_nothing_parked(pipelined: bool, change:
     dropped = list[int]()
 
     def parked() -> int:
-        return 0 if engine._works is None else len(engine._works._allocator._parked)
+        return len(engine._allocator._parked)
 
     def between(step: int) -> None:
         if step % 25 == 24:
@@ -200,7 +201,7 @@ def test_k_and_v_are_kept_of_the_same_tokens_and_weights_alone(pipelined: bool) 
     engine, model = open_engine(pipelined)
     stats = come_back(engine)
     assert (stats.kept_tokens, stats.prompt_tokens) == (70 + pipelined, 0)
-    assert engine._works is not None and engine._works._allocator._parked
+    assert engine._allocator._parked
     stats = come_back(engine, changed=20)
     assert (stats.kept_tokens, stats.prompt_tokens) == (0, 70)
 
@@ -215,8 +216,7 @@ def test_k_and_v_are_kept_of_the_same_tokens_and_weights_alone(pipelined: bool) 
 def test_a_sample_that_is_aborted_or_does_not_stop_leaves_nothing_parked(pipelined: bool) -> None:
     engine, _ = open_engine(pipelined)
     come_back(engine)
-    assert engine._works is not None
-    parked = engine._works._allocator._parked
+    parked = engine._allocator._parked
     engine.abort(list(parked))  # type: ignore[arg-type]  the names are handles
     assert not parked
     ((handle,),) = engine.submit([replace(request(0, 5, max_new_tokens=4), comes_back=True)])
@@ -301,15 +301,14 @@ def test_those_who_wait_for_one_prompt_stay_side_by_side(monkeypatch: pytest.Mon
             begun[handle] = Completion(one.sequence.with_given([1]), "", "aborted")
     engine.submit([request(2, 5)])
     engine.step()
-    assert engine._works is not None
-    scheduler = engine._works._scheduler
+    scheduler = engine._scheduler
     monkeypatch.setattr(scheduler, "_line_takes_parked_pages", lambda: True)
     first, second, third = handles
-    engine._works.drop_parked([second])
+    engine._allocator.drop_parked([second])
     for handle, wanted in ((first, pair), (second, pair), (third, other)):
         engine.admit([wanted], {handle: begun[handle]})
     assert [one.handle for one in scheduler.waiting] == [third, first, second]
-    engine._works.drop_parked([first])
+    engine._allocator.drop_parked([first])
     while engine.num_live:
         engine.step()
     assert engine.stats.prompt_tokens == 5 + 70

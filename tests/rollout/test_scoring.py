@@ -15,8 +15,9 @@ from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
 from isobit.records.packing import lay_end_to_end
 from isobit.records.text import Completion
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.rollout.scoring import Scored, Scoring, TokenScorer
 from isobit.util.errors import NonFiniteError, RequestError
 from tests.rollout.test_exactness import TIGHT, TINY, policy_of, requests

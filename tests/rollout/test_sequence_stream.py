@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from isobit.rollout.native import GrowingAnswer
+from isobit.rollout.sample_stream import GrowingAnswer
 from isobit.rollout.sequence import cut, decode
 from tests.rollout.test_sequence import (
     BYTES,

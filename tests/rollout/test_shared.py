@@ -11,8 +11,10 @@ from isobit.config.rollout import RolloutConfig
 from isobit.parallel.world import Alone, World
 from isobit.records.text import Completion
 from isobit.records.wire import completions_of, completions_value
-from isobit.rollout.engine import Handle, Progress, Request, generate
+from isobit.rollout.engine import generate
+from isobit.rollout.engine_stats import Progress
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.runner import PolicyRunner
 from isobit.rollout.shared import generate_shared
 from isobit.util.errors import Interrupted

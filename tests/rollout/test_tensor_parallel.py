@@ -12,9 +12,10 @@ from isobit.models.function import SampledPolicy
 from isobit.models.policy import Policy, random_masters
 from isobit.models.policy_share import PolicyShare
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.graph_runner import GraphRunner
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from tests.ranks import in_ranks
 
 MODEL = ModelConfig("qwen3", 300, 256, 512, 1, 8, 4, 64, 256, 1e-6, 1e4, tied_embeddings=False)

@@ -17,8 +17,9 @@ from isobit.config.rollout import RolloutConfig, RunRolloutConfig
 from isobit.models.config import Experts
 from isobit.models.policy import Policy, random_policy
 from isobit.records.text import Completion, SamplingParams
-from isobit.rollout.engine import Handle, Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.vllm_engine import VllmEngine
 from isobit.run.loop import train
 from isobit.util.errors import ConfigError, MismatchError, NonFiniteError, RequestError

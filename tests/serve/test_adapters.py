@@ -18,8 +18,9 @@ from isobit.models.config import Lora
 from isobit.models.folder import load_model, read_config, read_masters, write_model
 from isobit.models.policy import Policy
 from isobit.records.text import Completion, Prompt
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.starter import starter_folder
 from isobit.util.errors import ConfigError
 from tests.models.test_adapters import moved

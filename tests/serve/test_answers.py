@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from isobit.serve.answers import Made, in_pieces, pieces, written
-from isobit.serve.protocol import ApiError, CompletionAsked, Question
-from isobit.serve.work import check_size
+from isobit.serve.admission import check_size
+from isobit.serve.answers import LazyList, in_pieces, pieces, written
+from isobit.serve.errors import ApiError
+from isobit.serve.protocol import CompletionRequest
+from isobit.serve.token_texts import ScoredPrompt
 from tests.serve.servers import Running, choices, events
 
 
@@ -26,7 +28,10 @@ from tests.serve.servers import Running, choices, events
 )
 def test_pieces_add_up_to_what_is_written_at_once(content: Any) -> None:
     assert "".join(pieces(content)) == written(content) == json.dumps(content)
-    made = {"choices": Made(3, lambda at: {"index": at, "of": content}), "none": Made(0, str)}
+    made = {
+        "choices": LazyList(3, lambda at: {"index": at, "of": content}),
+        "none": LazyList(0, str),
+    }
     assert written(made) == json.dumps(
         {"choices": [{"index": at, "of": content} for at in range(3)], "none": []}
     )
@@ -52,7 +57,7 @@ def test_the_event_loop_goes_on_while_a_large_answer_is_made() -> None:
                 await asyncio.sleep(0.001)
 
         beside = asyncio.create_task(turn())
-        async for text in in_pieces(Made(8, make)):
+        async for text in in_pieces(LazyList(8, make)):
             texts.append(text)
             most = max(most, len(text))
             assert len(made) <= len(texts) + 1, "entries are made as they are written"
@@ -65,13 +70,13 @@ def test_the_event_loop_goes_on_while_a_large_answer_is_made() -> None:
 
 
 def test_more_log_probabilities_than_are_held_are_refused() -> None:
-    asked = CompletionAsked(model="m", prompt=["x"], echo=True, logprobs=20)
-    lm_eval = [Question("", tuple(range(511)))] * 64
+    asked = CompletionRequest(model="m", prompt=["x"], echo=True, logprobs=20)
+    lm_eval = [ScoredPrompt("", tuple(range(511)))] * 64
     check_size(asked, lm_eval)
-    check_size(asked, [Question("", tuple(range(8192)))] * 64)
+    check_size(asked, [ScoredPrompt("", tuple(range(8192)))] * 64)
     with pytest.raises(ApiError, match="send fewer prompts in a request"):
-        check_size(asked, [Question("", tuple(range(32768)))] * 512)
-    check_size(CompletionAsked(model="m", prompt=["x"]), [Question("", (1,) * 32768)] * 4096)
+        check_size(asked, [ScoredPrompt("", tuple(range(32768)))] * 512)
+    check_size(CompletionRequest(model="m", prompt=["x"]), [ScoredPrompt("", (1,) * 32768)] * 4096)
 
 
 @pytest.mark.parametrize("stream", [False, True])

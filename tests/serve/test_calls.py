@@ -9,8 +9,9 @@ import pytest
 from isobit.config.environment import ToolFormat
 from isobit.data.tokenizer import load_tokenizer
 from isobit.rollout.sequence import decode
-from isobit.serve.protocol import ChatAsked, Part, Question, Spelling
-from isobit.serve.work import ChatForm
+from isobit.serve.protocol import ChatRequest
+from isobit.serve.response_formats import ChatFormat
+from isobit.serve.token_texts import ChoicePart, ScoredPrompt, Spelling
 from isobit.starter import starter_folder
 from tests.serve.servers import BROKEN, KEY, Running, call_text
 
@@ -20,9 +21,9 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 GIVEN = {"a": [1, "é\n"]}
 
 
-def form(calls: ToolFormat | None, **asked: Any) -> ChatForm:
+def form(calls: ToolFormat | None, **asked: Any) -> ChatFormat:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [TOOL], **asked}
-    return ChatForm(ChatAsked.model_validate(body), Spelling(str), calls)
+    return ChatFormat(ChatRequest.model_validate(body), Spelling(str), calls)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +58,8 @@ def test_pieces_say_what_the_whole_says(
     calls: ToolFormat | None, text: str, content: str | None, count: int
 ) -> None:
     """However a text is cut; a call that cannot be read stays text."""
-    question = Question("x", (1, 2))
-    whole = form(calls).choice(question, Part(0, text, finish_reason="stop"))
+    question = ScoredPrompt("x", (1, 2))
+    whole = form(calls).choice(question, ChoicePart(0, text, finish_reason="stop"))
     message = whole["message"]
     assert (message["content"] or "") == (text if content is None else content)
     assert whole["finish_reason"] == ("tool_calls" if count else "stop")
@@ -67,8 +68,8 @@ def test_pieces_say_what_the_whole_says(
     for size in (1, 2, 5, 11):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         streamed = form(calls)
-        told = [streamed.delta(question, Part(0, piece)) for piece in pieces]
-        last = streamed.delta(question, Part(0, finish_reason="stop"))
+        told = [streamed.delta(question, ChoicePart(0, piece)) for piece in pieces]
+        last = streamed.delta(question, ChoicePart(0, finish_reason="stop"))
         told.append(last)
         said = "".join(one["delta"].get("content", "") for one in told)
         assert said == (message["content"] or "")
@@ -82,9 +83,9 @@ def test_thinking_that_the_prompt_has_begun_has_no_calls() -> None:
     draft = f"<tool_call>{ADD}</tool_call>"
     for text, count in ((draft, 0), (f"{draft}</think>{draft}", 1)):
         for pieces in ([text], [*text]):
-            made, question = form("hermes"), Question("assistant\n<think>\n", (1,))
-            told = [made.delta(question, Part(0, piece)) for piece in pieces]
-            told.append(made.delta(question, Part(0, finish_reason="stop")))
+            made, question = form("hermes"), ScoredPrompt("assistant\n<think>\n", (1,))
+            told = [made.delta(question, ChoicePart(0, piece)) for piece in pieces]
+            told.append(made.delta(question, ChoicePart(0, finish_reason="stop")))
             calls = [one for piece in told for one in piece["delta"].get("tool_calls", [])]
             said = "".join(piece["delta"].get("content", "") for piece in told)
             assert (len(calls), said) == (count, text[: -len(draft)] if count else text)
@@ -93,16 +94,18 @@ def test_thinking_that_the_prompt_has_begun_has_no_calls() -> None:
 def test_tools_of_any_form_are_no_error() -> None:
     for tools in ([{"x": 1}], [{"name": "add"}], [{"function": 5}]):
         made = form("hermes", tools=tools)
-        part = Part(0, f"<tool_call>{ADD}</tool_call>", finish_reason="stop")
+        part = ChoicePart(0, f"<tool_call>{ADD}</tool_call>", finish_reason="stop")
         named = tools == [{"name": "add"}]
-        assert bool(made.choice(Question("x", (1,)), part)["message"].get("tool_calls")) == named
+        assert (
+            bool(made.choice(ScoredPrompt("x", (1,)), part)["message"].get("tool_calls")) == named
+        )
 
 
 def test_an_answer_that_is_cut_off_has_its_calls_and_says_so() -> None:
-    part = Part(0, f"<tool_call>{ADD}</tool_call><tool", finish_reason="length")
-    made = form("hermes").choice(Question("x", (1,)), part)
+    part = ChoicePart(0, f"<tool_call>{ADD}</tool_call><tool", finish_reason="length")
+    made = form("hermes").choice(ScoredPrompt("x", (1,)), part)
     assert made["finish_reason"] == "length" and len(made["message"]["tool_calls"]) == 1
-    none = form("hermes", tool_choice="none").choice(Question("x", (1,)), part)
+    none = form("hermes", tool_choice="none").choice(ScoredPrompt("x", (1,)), part)
     assert none["message"] == {"role": "assistant", "content": part.text}
 
 

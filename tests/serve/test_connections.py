@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from isobit.serve import connections
-from isobit.serve.connections import Connection, QuietLoop, most_connections
+from isobit.serve.connections import HttpConnection, QuietLoop, most_connections
 
 ended: list[str] = []
 
@@ -38,7 +38,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @contextmanager
 def listening(most: int = 100) -> Iterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
-    made: Any = partial(Connection, most=most)
+    made: Any = partial(HttpConnection, most=most)
     config = uvicorn.Config(
         app, lifespan="off", http=made, ws="none", log_config=None, timeout_graceful_shutdown=1
     )

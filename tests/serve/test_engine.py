@@ -10,14 +10,15 @@ import pytest
 
 from isobit.config.rollout import RolloutConfig
 from isobit.records.text import Completion
-from isobit.rollout.engine import Request, SampleEvent
+from isobit.rollout.engine import SampleEvent
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.rollout.scoring import Scoring, TokenScorer
 from isobit.serve import engine as module
 from isobit.serve.engine import (
     Accepted,
-    Call,
     Done,
+    EngineCall,
     EngineStoppedError,
     EngineThread,
     PausedError,
@@ -45,9 +46,11 @@ def run(thread: EngineThread, use: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-async def drawn(thread: EngineThread, request: Request, call: Call | None = None) -> Completion:
+async def drawn(
+    thread: EngineThread, request: Request, call: EngineCall | None = None
+) -> Completion:
     """The first sample of a request, in a call that stays open if it is given."""
-    mine = call or Call()
+    mine = call or EngineCall()
     thread.submit(mine, [request], "tokens")
     assert isinstance(await mine.next(), Accepted)
     while True:
@@ -69,11 +72,11 @@ def test_a_sample_that_fails_ends_its_call_alone() -> None:
     thread = EngineThread(engine, scorer)
 
     async def use() -> None:
-        thread.pause(control := Call(is_control=True), "keep")
+        thread.pause(control := EngineCall(is_control=True), "keep")
         await control.next()
         tasks = [asyncio.create_task(drawn(thread, one)) for one in (good[0], bad, *good[1:])]
         await asyncio.sleep(0.05)
-        thread.resume(Call(is_control=True))
+        thread.resume(EngineCall(is_control=True))
         first, failed, *others = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(failed, NonFiniteError) and "prompt 'p/1' at position 0" in str(failed)
         for one, found in zip(good, [first, *others], strict=True):
@@ -127,7 +130,7 @@ def test_a_fault_ends_the_thread_and_whoever_waits_or_comes_later(
     assert "division by zero" in capfd.readouterr().err
 
 
-async def _last_of(call: Call) -> None:
+async def _last_of(call: EngineCall) -> None:
     while True:
         await call.next()
 
@@ -137,7 +140,7 @@ def test_what_is_live_when_the_thread_is_stopped_is_told_so() -> None:
 
     async def main() -> None:
         thread.start()
-        call = Call()
+        call = EngineCall()
         thread.submit(call, requests(), "end")
         assert isinstance(await call.next(), Accepted)
         await asyncio.to_thread(thread.stop)
@@ -151,7 +154,7 @@ def test_what_cannot_be_scored_is_told_and_a_cancelled_call_leaves_nothing() -> 
     thread = make_thread()
 
     async def use() -> None:
-        call = Call()
+        call = EngineCall()
         thread.score(call, 0, Scoring((1,), 1, 1.0))
         with pytest.raises(RequestError):
             await call.next()
@@ -184,7 +187,7 @@ def test_new_weights_come_between_calls(monkeypatch: pytest.MonkeyPatch) -> None
     found: list[Completion] = []
 
     async def use() -> None:
-        before, call = await drawn(thread, request), Call()
+        before, call = await drawn(thread, request), EngineCall()
         thread.score(call, 0, Scoring((1, 2), 1, 1.0))
         assert isinstance(await call.next(), Scores)
         version = policy.version
@@ -220,13 +223,13 @@ def test_pauses_and_pushed_weights() -> None:
     thread, request, version = make_thread(), requests()[0], policy.version
 
     async def control(ask: Callable[..., None], *arguments: Any) -> None:
-        call = Call(is_control=True)
+        call = EngineCall(is_control=True)
         ask(call, *arguments)
         assert await call.next() == Done()
 
     async def use() -> None:
         expected = await drawn(thread, request)
-        call = Call()
+        call = EngineCall()
         task = asyncio.create_task(drawn(thread, request, call))
         while not thread.engine.num_live:
             await asyncio.sleep(0)
@@ -252,7 +255,7 @@ def test_pauses_and_pushed_weights() -> None:
         assert again.log_probs == expected.log_probs
         assert set(again.weights_versions) == {version + 1}
 
-        task = asyncio.create_task(drawn(thread, request, call := Call()))
+        task = asyncio.create_task(drawn(thread, request, call := EngineCall()))
         while not thread.engine.num_live:
             await asyncio.sleep(0)
         aborting = asyncio.create_task(control(thread.pause, "abort"))

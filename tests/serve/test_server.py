@@ -11,8 +11,9 @@ import pytest
 from isobit.config.rollout import RolloutConfig
 from isobit.models.folder import LoadedModel, load_model
 from isobit.records.text import Completion, Prompt
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.rollout.sequence import decode
 from tests.serve.servers import KEY, Running, choices, events
 

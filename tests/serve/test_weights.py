@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from isobit.cli.main import main
 from isobit.models.config import Lora
 from isobit.models.folder import load_model
-from isobit.serve.protocol import ApiError
+from isobit.serve.errors import ApiError
 from isobit.serve.weights import Sent, WeightUpdates, digest_of
 from isobit.starter import starter_folder
 from tests.serve.servers import KEY, Running, choices

@@ -31,8 +31,9 @@ from isobit.models.policy import Policy
 from isobit.records.batch import PackedBatch
 from isobit.records.packing import pack, sequences_of
 from isobit.records.text import Group, Prompt, SamplingParams
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.starter import starter_folder
 from isobit.starter.tasks import correct_answer, pretraining_answer, problems, question
 from isobit.training.supervised import SupervisedObjective, pack_pairs

@@ -13,8 +13,9 @@ from isobit.config.rollout import RolloutConfig
 from isobit.data.prompts import build_prompts
 from isobit.models.policy import Policy
 from isobit.records.text import Completion, Prompt, SamplingParams
-from isobit.rollout.engine import Request, RolloutEngine, generate
+from isobit.rollout.engine import RolloutEngine, generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.starter.tasks import correct_answer, is_worked_out
 from tools.starter.tokenizer import EOS_ID
 

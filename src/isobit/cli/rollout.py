@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from isobit.parallel.world import World
     from isobit.records.messages import Message
     from isobit.records.text import Group
-    from isobit.rollout.engine import Request
     from isobit.rollout.native import NativeEngine
+    from isobit.rollout.requests import Request
 
 
 def run_rollout(arguments: Sequence[str]) -> int:
@@ -263,7 +263,7 @@ def _turn(
     """Raises DataError for a conversation that does not fit the context or the template."""
     from isobit.data.prompts import prompts_of_rows
     from isobit.data.sources import Row
-    from isobit.rollout.engine import Request
+    from isobit.rollout.requests import Request
 
     row = Row(tuple(messages), {}, "the conversation")
     (prompt,) = prompts_of_rows(

@@ -33,7 +33,7 @@ from isobit.util.terminal import say
 if TYPE_CHECKING:
     from isobit.config.commands import ServeConfig
     from isobit.models.policy import Policy
-    from isobit.serve.app import Server
+    from isobit.serve.app import ApiServer
 
 POLL_S = 1.0
 """Between two looks for a checkpoint."""
@@ -240,14 +240,14 @@ def _server(
     updated: Path | None,
     adapters: Mapping[str, Path],
     hosts: HostCheck | None,
-) -> "Server":
+) -> "ApiServer":
     from isobit.data.tokenizer import load_tokenizer
     from isobit.memory.cache_size import batched_tokens
     from isobit.models.folder import LoadedModel, load_adapters, load_sampling_model
     from isobit.models.policy import Policy
     from isobit.rollout.native import NativeEngine
     from isobit.rollout.scoring import TokenScorer
-    from isobit.serve.app import Server, Settings
+    from isobit.serve.app import ApiServer, Settings
     from isobit.serve.engine import EngineThread
     from isobit.serve.weights import WeightUpdates
 
@@ -284,13 +284,13 @@ def _server(
         hosts=hosts,
     )
     updates = None if updated is None else WeightUpdates(policy, thread, updated)
-    return Server(model, load_tokenizer(model.folder), thread, serving, updates)
+    return ApiServer(model, load_tokenizer(model.folder), thread, serving, updates)
 
 
-def _serve(server: "Server", listener: socket.socket, options: Namespace) -> int:
+def _serve(server: "ApiServer", listener: socket.socket, options: Namespace) -> int:
     import uvicorn
 
-    from isobit.serve.connections import Connection, most_connections
+    from isobit.serve.connections import HttpConnection, most_connections
 
     host, port = listener.getsockname()[:2]
     if options.api_key is None and not ip_address(host).is_loopback:
@@ -304,7 +304,7 @@ def _serve(server: "Server", listener: socket.socket, options: Namespace) -> int
             f"isobit: at most {most} connections are open at once, fewer than the places of "
             "--max-live; raise the limit of open files (ulimit -n)"
         )
-    http: Any = partial(Connection, most=most)
+    http: Any = partial(HttpConnection, most=most)
     config = uvicorn.Config(
         server.app(),
         lifespan="on",
@@ -443,12 +443,12 @@ def run_ui(arguments: Sequence[str]) -> int:
         import uvicorn
 
         from isobit.observe.viewer import Viewer
-        from isobit.serve.connections import Connection
+        from isobit.serve.connections import HttpConnection
 
         port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
         app = Viewer(options.runs).app(token, port)
         config = uvicorn.Config(
-            app, lifespan="off", http=Connection, timeout_graceful_shutdown=1, **_PLAIN_HTTP
+            app, lifespan="off", http=HttpConnection, timeout_graceful_shutdown=1, **_PLAIN_HTTP
         )
         print(f"isobit: the runs are at http://127.0.0.1:{port}/{token}/", flush=True)
         for number in (signal.SIGTERM, signal.SIGINT):

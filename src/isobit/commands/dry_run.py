@@ -30,7 +30,7 @@ from isobit.models.folder import model_needs
 from isobit.models.hub import is_hub_name
 from isobit.precision.flow import PrecisionFlow, build_flow, describe_flow
 from isobit.rewards.grading import Graders
-from isobit.rollout.engine import Limits, check_limits
+from isobit.rollout.requests import EngineLimits, check_limits
 from isobit.run.plan import AnyPlan, check_requests, plan_device_memory
 from isobit.run.resolved import dated, resolve, settled
 from isobit.run.sft_data import SftData
@@ -148,7 +148,9 @@ def plan_training(
         memory = _plan_main_memory(plan, flow, back_end.sizes, processes)
         pages = num_pages_for(model, flow, config.rollout, back_end.sizes)
         pages = pages if plan.samples_here else _AT_SERVERS
-    limits = Limits(model.max_positions, model.vocab_size, pages, back_end.sizes.page_tokens, True)
+    limits = EngineLimits(
+        model.max_positions, model.vocab_size, pages, back_end.sizes.page_tokens, True
+    )
     check = partial(check_limits, limits=limits)
     check_requests(plan.requests, check, model.max_positions)
     disk = plan_disk(

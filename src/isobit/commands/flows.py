@@ -62,8 +62,9 @@ from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.rewards.grading import Graders
-from isobit.rollout.engine import Request, generate
+from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.run.crests import has_int8, measure_crests
 from isobit.run.date import with_date_of
 from isobit.run.evaluation import evaluation_requests

@@ -19,12 +19,10 @@ from isobit.models.folder import SamplingModel, load_sampling_model
 from isobit.models.tensor_parallel import check_ranks
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group, Prompt
-from isobit.rollout.engine import (
-    Progress,
-    Request,
-    generate,
-)
+from isobit.rollout.engine import generate
+from isobit.rollout.engine_stats import Progress
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Request
 from isobit.run.acting import episodes_of
 from isobit.run.data import rendering_notes
 from isobit.run.date import with_date

@@ -25,7 +25,9 @@ def _documents(folder: Path, suffixes: Sequence[str]) -> list[tuple[str, Path]]:
 def documents_sha256(
     folder: str, suffixes: Sequence[str] = SUFFIXES, index: str | None = None
 ) -> str:
-    """Of the names and contents of the documents that ``Search`` finds with these options."""
+    """A digest of the names and contents of the documents that ``Search`` finds with these
+    options.
+    """
     digest = hashlib.sha256()
     for name, path in _documents(Path(folder).expanduser(), suffixes):
         digest.update(f"{name}\0{file_sha256(path)}\0".encode())

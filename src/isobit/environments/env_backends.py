@@ -1,4 +1,4 @@
-"""What an environment backend is given, and how it answers.
+"""The messages of an environment backend: its start, the model's turns and calls, and its answers.
 
 A host loads a backend, and an episode's process runs it (``isobit.environments.worker``):
 
@@ -31,27 +31,27 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model has said in one turn."""
+    """One turn of the model."""
 
     calls: Sequence[Call]
     text: str = ""
-    """Without its calls."""
+    """The text without the calls."""
     is_cut: bool = False
-    """Whether the length limit ended it."""
+    """Whether the length limit ended the turn."""
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class HostStart:
     """The first message to a host."""
 
     kind: Literal["class", "verifiers", "openenv"]
     place: str
     options: Mapping[str, Any]
     deadline_s: float
-    """For the calls of a turn, with ``reset`` before the first."""
+    """Seconds for the calls of a turn, and for ``reset`` before the first."""
     memory_bytes: int
     most_characters: int
-    """Of a result; the rest is cut off."""
+    """The longest result in characters; the rest is cut off."""
     packed: bytes = b""
     """The class, where it was given from Python (``isobit.environments.python_environments``)."""
 

@@ -25,7 +25,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from isobit.environments.env_backends import Call, Start, Turn, rewarded, truncated_result
+from isobit.environments.env_backends import Call, HostStart, Turn, rewarded, truncated_result
 from isobit.rewards.grade import outcome_of
 from isobit.util.errors import ToolError, shown
 
@@ -39,7 +39,7 @@ _DEEPEST = 64
 _NAME = re.compile(r"[\w./-]{1,128}", re.ASCII)
 """A name of MCP."""
 _PATIENCE = 0.5
-"""Of the deadline, for a server that is not there yet or has no session free."""
+"""The share of the deadline that a server gets which is not there yet or has no session free."""
 _PAUSE_S = 0.2
 _OBJECTIONS = ("EXECUTION_ERROR", "VALIDATION_ERROR")
 """Errors behind which a session goes on."""
@@ -61,19 +61,19 @@ class LostEpisodeError(Exception):
 
 
 class ObjectionError(Exception):
-    """What the environment has against an action."""
+    """The environment's objection to an action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the server says of a reset or a step."""
+    """The server's answer to a reset or a step."""
 
     observation: Mapping[str, Any]
     reward: float
     is_done: bool
 
 
-class Connection:
+class OpenEnvConnection:
     """A session of the server at ``address``, which waits ``deadline_s`` for each answer."""
 
     def __init__(self, address: str, deadline_s: float) -> None:
@@ -171,7 +171,7 @@ def _url_of(address: str, path: str) -> str:
 class HostedOpenEnv:
     """A server that is elsewhere, and its tools."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: HostStart) -> None:
         self._start = start
         try:
             importlib.import_module("websockets.sync.client")
@@ -266,7 +266,7 @@ def _tool(listed: Any) -> dict[str, Any]:
 
 
 def _problem(schema: Mapping[str, Any]) -> str:
-    """What is wrong with the JSON schema of a tool's arguments; empty if nothing is."""
+    """The fault of the JSON schema of a tool's arguments; empty if there is none."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if schema.get("type", "object") != "object":
         return f"its arguments are of the type {schema['type']!r:.40}, and not an object"
@@ -284,14 +284,16 @@ def _problem(schema: Mapping[str, Any]) -> str:
     return f"its schema has more than {_DEEPEST} levels" if level else ""
 
 
-def _opened(start: Start, kind: str, data: Mapping[str, Any]) -> tuple[Connection, Observed]:
+def _opened(
+    start: HostStart, kind: str, data: Mapping[str, Any]
+) -> tuple[OpenEnvConnection, Observed]:
     """A session with the answer to its first message.  A server that does not answer, or has no
     session free, which it may have once another ends, is asked again for a while.
     """
     until = monotonic() + start.deadline_s * _PATIENCE
     while True:
         try:
-            connection = Connection(start.place, start.deadline_s)
+            connection = OpenEnvConnection(start.place, start.deadline_s)
             try:
                 return connection, connection.ask(kind, data)
             except BaseException:
@@ -306,12 +308,12 @@ def _opened(start: Start, kind: str, data: Mapping[str, Any]) -> tuple[Connectio
 class OpenEnvEpisode:
     """A session."""
 
-    def __init__(self, start: Start, tools: Sequence[Mapping[str, Any]], is_mcp: bool) -> None:
+    def __init__(self, start: HostStart, tools: Sequence[Mapping[str, Any]], is_mcp: bool) -> None:
         self._start, self._is_mcp, self._is_over = start, is_mcp, False
         self._tools = {tool["name"]: tool["parameters"] for tool in tools}
 
     def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """What is observed first, for the prompt, unless it is nothing."""
+        """The first observation, for the prompt, unless it is empty."""
         try:
             given = {**self._start.options, **columns}
             self._connection, seen = _opened(self._start, "reset", given)
@@ -361,7 +363,7 @@ class OpenEnvEpisode:
 
 
 def _result(observation: Mapping[str, Any], most: int) -> list[str]:
-    """What the model is told: the text of a tool's result, or the observation as JSON."""
+    """The result that the model sees: the text of a tool's result, or the observation as JSON."""
     match observation:
         case {"tool_name": _, "error": {"message": str(message)}}:
             return ["error", message[:most]]

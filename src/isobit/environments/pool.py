@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from isobit.config.environment import ENVIRONMENTS, EnvironmentConfig
-from isobit.environments.env_backends import Start, Turn
+from isobit.environments.env_backends import HostStart, Turn
 from isobit.environments.python_environments import packed_environment
 from isobit.records.messages import Message
 from isobit.rewards.grade import LARGEST, Failure
@@ -33,7 +33,7 @@ PLACES = {name: f"isobit.environments.shipped:{name.title()}" for name in ENVIRO
 """Environments that ship with Isobit, by name."""
 _LINE_LIMIT = 1 << 26
 _GRACE_S = 10.0
-"""Beyond an episode's deadline, after which the host is taken for hung."""
+"""Seconds beyond an episode's deadline after which the host is taken for hung."""
 _BARREN_ENDS = 8
 """Hosts in a row that ended without an answer, after which the run ends."""
 _MOST_UNANSWERED = 64
@@ -51,24 +51,24 @@ environment says as the user.
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the model is told of one call."""
+    """The result of one call, as the model sees it."""
 
     kind: ResultKind
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What an episode's process said of one turn."""
+class TurnAnswer:
+    """The answer of an episode's process to one turn."""
 
     results: tuple[Result, ...] = ()
-    """In the order of the calls."""
+    """Results in the order of the calls."""
     opening: Opening = None
-    """Of an episode that is new: text for the end of the prompt, or messages in its place."""
+    """The opening of a new episode: text for the end of the prompt, or messages in its place."""
     reward: float | None = None
-    """By ``get_reward``, where it was asked for."""
+    """The value of ``get_reward``, where it was asked for."""
     turn_reward: float | None = None
-    """By ``get_turn_reward``, where the class has it."""
+    """The value of ``get_turn_reward``, where the class has it."""
     failure: Failure | None = None
     """``deadline``, ``crash``, ``memory``, ``flood``, ``reset``, or a kind of ``LostEpisodeError``:
     the process is no more; or why there is no reward.
@@ -78,7 +78,7 @@ class Answer:
     """Whether the environment has ended the episode."""
 
     def recorded(self) -> dict[str, Any]:
-        """As JSON."""
+        """The answer in the form of JSON."""
         failure = self.failure
         return {
             **({} if self.opening is None else {"opening": self.opening}),
@@ -90,7 +90,7 @@ class Answer:
         }
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> "Answer":
+    def of(cls, content: Mapping[str, Any]) -> "TurnAnswer":
         """Undo ``recorded``."""
         failure = content["failure"]
         return cls(
@@ -103,15 +103,15 @@ class Answer:
         )
 
 
-class KnownAnswers(Protocol):
-    """What environments have said (``isobit.store.reward_record``)."""
+class AnswerLog(Protocol):
+    """Recorded answers of environments (``isobit.store.reward_record``)."""
 
     def begin(self, weights_version: int, prompts: Sequence[tuple[str, int]]) -> None:
         """The answers of a rollout of these prompts, by their visits, come next."""
         ...
 
     def find(self, key: Sequence[Any]) -> Mapping[str, Any] | None:
-        """What was recorded under ``key`` for this rollout."""
+        """The answer recorded under ``key`` for this rollout; None without one."""
         ...
 
     def end(self, answers: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
@@ -124,7 +124,7 @@ class Environments(Generic[Key]):
 
     def __init__(self, config: EnvironmentConfig, most_characters: int) -> None:
         """Start the host; results have at most so many characters."""
-        self._start = Start(
+        self._start = HostStart(
             config.kind,
             PLACES.get(config.place, config.place),
             from_environment(config.options, "environment"),
@@ -139,16 +139,16 @@ class Environments(Generic[Key]):
         self._unanswered = 0
         """Episodes in a row that had no answer from a server."""
         self._numbers: dict[Key, int] = {}
-        """Of the episodes that the present host knows, or will."""
+        """Numbers of the episodes that the present host knows, or will know."""
         self._keys: dict[int, Key] = {}
         self._queue: deque[tuple[Key, tuple[Any, ...]]] = deque()
         self._asked: dict[Key, float] = {}
-        """Those under way, with when they were handed out."""
+        """Episodes with a turn under way, with the time at which it was handed out."""
         self._begun: set[Key] = set()
-        """Those that have a process of the present host."""
+        """Episodes that have a process of the present host."""
         self._lost: dict[Key, str] = {}
-        """Those whose host has ended since their last turn, with how it did."""
-        self._failed: list[tuple[Key, Answer]] = []
+        """Episodes whose host has ended since their last turn, with how it ended."""
+        self._failed: list[tuple[Key, TurnAnswer]] = []
         self._count = self._barren_ends = 0
         self._tools: Sequence[Mapping[str, Any]] | None = None
         self.has_reward = False
@@ -156,13 +156,15 @@ class Environments(Generic[Key]):
         self.opens = False
         """Whether an episode is asked for its opening before the model draws; likewise."""
         self.leads = False
-        """Whether it decides after each turn what comes next, and answers all of them."""
+        """Whether the environment decides after each turn what comes next, and answers all of
+        them.
+        """
         self.speaks = False
-        """Whether it may answer as the user does."""
+        """Whether the environment may answer as the user."""
         self.has_turn_reward = False
-        """Likewise of ``get_turn_reward``."""
+        """Whether the class has ``get_turn_reward``; likewise."""
         self.note = ""
-        """What the environment says of itself for the start of a run; likewise."""
+        """The environment's line about itself for the start of a run; likewise."""
         self._open()
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -176,10 +178,6 @@ class Environments(Generic[Key]):
         """Turns that have not been answered."""
         return len(self._queue) + len(self._asked) + len(self._failed)
 
-    def knows(self, key: Key) -> bool:
-        """Whether the episode has a process with all that was asked of it."""
-        return key in self._numbers
-
     def ask(
         self,
         key: Key,
@@ -191,7 +189,7 @@ class Environments(Generic[Key]):
         an episode that is new, and without turns nothing else is done.
         """
         if key in self._lost:
-            self._failed.append((key, Answer(failure=Failure("crash", self._lost.pop(key)))))
+            self._failed.append((key, TurnAnswer(failure=Failure("crash", self._lost.pop(key)))))
             return
         if key not in self._numbers:
             self._count += 1
@@ -199,9 +197,9 @@ class Environments(Generic[Key]):
         number = self._numbers[key]
         self._queue.append((key, ("ask", number, dict(columns), turns, wants_reward)))
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[Key, Answer]]:
-        """What has been answered, after at most so many seconds.  Raises ToolError where no process
-        can be had.
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Key, TurnAnswer]]:
+        """The answers that have come after at most so many seconds. Raises ToolError where no
+        process can be had.
         """
         found = self._attend(0.0 if self._failed else timeout_s)
         failed, self._failed = self._failed, []
@@ -235,7 +233,7 @@ class Environments(Generic[Key]):
             raise ToolError(f"no process for environments can be started: {error}") from error
         self._since, self._is_ready = monotonic(), False
 
-    def _attend(self, timeout_s: float) -> list[tuple[Key, Answer]]:
+    def _attend(self, timeout_s: float) -> list[tuple[Key, TurnAnswer]]:
         self._hand_out()
         poller = select.poll()
         poller.register(self._host.replies, select.POLLIN)
@@ -266,8 +264,8 @@ class Environments(Generic[Key]):
             self._host.send(frame(message))
         self._queue.extendleft(reversed(held))
 
-    def _hear(self, message: Mapping[str, Any]) -> Iterator[tuple[Key, Answer]]:
-        """What the host says, all of which is checked, since tools run below it."""
+    def _hear(self, message: Mapping[str, Any]) -> Iterator[tuple[Key, TurnAnswer]]:
+        """Read a message of the host, all of which is checked, since tools run below it."""
         match message:
             case {"episode": int(number), **content}:
                 yield from self._hear_episode(number, content)
@@ -282,7 +280,7 @@ class Environments(Generic[Key]):
 
     def _hear_episode(
         self, number: int, content: Mapping[str, Any]
-    ) -> Iterator[tuple[Key, Answer]]:
+    ) -> Iterator[tuple[Key, TurnAnswer]]:
         key = self._keys.get(number)
         if key is None or self._asked.pop(key, None) is None:
             return
@@ -311,11 +309,11 @@ class Environments(Generic[Key]):
         if self._tools is None or self._barren_ends >= _BARREN_ENDS:
             raise ToolError(f"the host of the environments ends again and again: {how}")
         queued = [key for key, _ in self._queue if key in self._begun]
-        failure = Answer(failure=Failure("crash", how))
+        failure = TurnAnswer(failure=Failure("crash", how))
         self._failed += [(key, failure) for key in (*self._asked, *queued)]
-        told = {*self._asked, *queued}
-        self._queue = deque(one for one in self._queue if one[0] not in told)
-        self._lost |= dict.fromkeys(self._begun - told, how)
+        sent = {*self._asked, *queued}
+        self._queue = deque(one for one in self._queue if one[0] not in sent)
+        self._lost |= dict.fromkeys(self._begun - sent, how)
         for key in list(self._begun):
             self._forget(key)
         self._asked.clear()
@@ -326,7 +324,7 @@ class Environments(Generic[Key]):
         self._begun.discard(key)
 
 
-def _answer_of(content: Mapping[str, Any]) -> Answer:
+def _answer_of(content: Mapping[str, Any]) -> TurnAnswer:
     """An answer from what a process wrote, none of which is trusted."""
     seconds = content.get("seconds")
     took = float(seconds) if isinstance(seconds, float | int) else 0.0
@@ -334,13 +332,13 @@ def _answer_of(content: Mapping[str, Any]) -> Answer:
         kind, message = content["failed"], content.get("message")
         if not (isinstance(kind, str) and isinstance(message, str)):
             kind, message = "flood", "it wrote no answer"
-        return Answer(failure=Failure(kind, message[:2000]), seconds=took)
+        return TurnAnswer(failure=Failure(kind, message[:2000]), seconds=took)
     results = content.get("results")
     found = [_result_of(one) for one in results] if isinstance(results, list) else [None]
     if None in found:
-        return Answer(failure=Failure("flood", "it wrote no answer"), seconds=took)
+        return TurnAnswer(failure=Failure("flood", "it wrote no answer"), seconds=took)
     opening = content.get("opening")
-    return Answer(
+    return TurnAnswer(
         tuple(one for one in found if one is not None),
         opening if isinstance(opening, str) or _are_messages(opening) else None,
         _number_of(content.get("reward")),

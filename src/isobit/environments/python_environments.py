@@ -37,14 +37,16 @@ _GIVEN: WeakValueDictionary[str, GivenEnvironment] = WeakValueDictionary()
 
 
 def is_environment(value: Any) -> bool:
-    """Whether it is what a file cannot hold: a class, an object of one, or several functions."""
+    """Whether ``value`` is an environment that no file can hold: a class, an object, or
+    functions.
+    """
     if isinstance(value, list | tuple):
         return bool(value) and any(map(callable, value))
     return isinstance(value, type) or callable(value)
 
 
 def takes_environments(function: Any) -> bool:
-    """Whether it is a reward in TRL's form of environments."""
+    """Whether ``function`` is a reward in TRL's form of environments."""
     try:
         names = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 from isobit.environments.document_index import SUFFIXES, built_index
 from isobit.rewards.sandbox import (
-    Limits,
     OutputLimitError,
     Process,
+    ProcessLimits,
     SandboxError,
     TimeLimitError,
     launcher,
@@ -146,7 +146,7 @@ class Python:
     def __init__(
         self, seconds: float = 5.0, memory_mib: int = 256, unsandboxed: bool = False
     ) -> None:
-        self._limits = Limits(seconds, memory_mib << 20)
+        self._limits = ProcessLimits(seconds, memory_mib << 20)
         self._launcher = launcher(unsandboxed)
 
     @classmethod

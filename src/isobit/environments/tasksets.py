@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from isobit.environments.env_backends import Start, Turn, rewarded
+from isobit.environments.env_backends import HostStart, Turn, rewarded
 from isobit.environments.verifiers_classic import CLASSIC, Conversation, defines, load_verifiers
 from isobit.rewards.grade import outcome_of
 from isobit.util.errors import ToolError
@@ -130,7 +130,7 @@ def _known_by(task: Any) -> dict[str, Any]:
 class HostedTaskset:
     """A taskset whose model is the engine."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: HostStart) -> None:
         self._most = start.most_characters
         self._environment = load_taskset(start.place, start.options)
         taskset = self._environment.taskset

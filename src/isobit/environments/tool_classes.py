@@ -12,7 +12,14 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from isobit.environments.env_backends import Call, Start, Turn, rewarded, text_of, truncated_result
+from isobit.environments.env_backends import (
+    Call,
+    HostStart,
+    Turn,
+    rewarded,
+    text_of,
+    truncated_result,
+)
 from isobit.environments.python_environments import EnvironmentReward, unpacked_environment
 from isobit.rewards.grade import failure_of, outcome_of
 from isobit.util.errors import ToolError
@@ -81,7 +88,7 @@ def schemas_of(cls: type) -> list[dict[str, Any]]:
 class HostedClass:
     """A class whose public methods are tools."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: HostStart) -> None:
         self._start, self._rewards = start, ()
         if start.packed:
             self._class, self._rewards = unpacked_environment(start.packed)
@@ -105,14 +112,16 @@ class HostedClass:
 class Instance:
     """An instance of such a class."""
 
-    def __init__(self, cls: type, start: Start, rewards: Sequence[EnvironmentReward] = ()) -> None:
+    def __init__(
+        self, cls: type, start: HostStart, rewards: Sequence[EnvironmentReward] = ()
+    ) -> None:
         """``rewards`` are asked in place of ``get_reward``, and added up."""
         self._class, self._most, self._rewards = cls, start.most_characters, rewards
         self._columns: Mapping[str, Any] = {}
         self._instance: Any = cls(**start.options)
 
     def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``reset`` returns is text for the prompt."""
+        """Reset the instance; the text that ``reset`` returns is for the prompt."""
         self._columns = columns
         reset = getattr(self._instance, "reset", None)
         said = None if reset is None else _awaited(reset(**_taken(reset, columns)))
@@ -145,7 +154,9 @@ class Instance:
         return values[0] if len(values) == 1 else sum(values)
 
     def _results(self, calls: Sequence[Call]) -> list[list[str]]:
-        """In the order of the calls; of tools that are coroutines, those in a row run at once."""
+        """Results in the order of the calls; calls in a row whose tools are coroutines run at
+        once.
+        """
         found: list[list[str]] = []
         for is_async, some in groupby(calls, self._is_async):
             if is_async:
@@ -173,7 +184,7 @@ class Instance:
             return _error_of(error)
 
     def _called(self, call: Call) -> Any:
-        """What the tool returns, which may be awaitable.  Raises ToolError for an impossible
+        """The result of a tool, which may be awaitable.  Raises ToolError for an impossible
         call.
         """
         tools = tools_of(self._class)
@@ -220,7 +231,7 @@ def _awaited(value: Any) -> Any:
 
 
 def _error_of(error: BaseException) -> list[str]:
-    """What the model is told of an error; raises one that ends the process."""
+    """The result that the model sees for an error; raises one that ends the process."""
     if isinstance(error, MemoryError | SystemExit):
         raise error
     return ["error", str(error) if isinstance(error, ToolError) else failure_of(error).message]

@@ -14,14 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from isobit.environments.env_backends import Start, Turn, rewarded, text_of, truncated_result
+from isobit.environments.env_backends import HostStart, Turn, rewarded, text_of, truncated_result
 from isobit.rewards.grade import outcome_of
 from isobit.util.errors import ToolError
 from isobit.util.plain_files import read_plain
 from isobit.util.user_code import run_file
 
 CLASSIC, TASKSET = "load_environment", "__all__"
-"""What an environment of verifiers 0.2 and 0.3 defines, and a taskset of 0.4."""
+"""The names that an environment of verifiers 0.2 or 0.3 defines, and a taskset of 0.4."""
 
 
 def defines(place: str, name: str) -> bool:
@@ -78,7 +78,7 @@ def load_verifiers(place: str, options: Mapping[str, Any]) -> Any:
 class HostedVerifiers:
     """An environment whose model is the engine."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: HostStart) -> None:
         self._environment = load_verifiers(start.place, start.options)
         self._most = start.most_characters
         if self._environment.requires_group_rollouts:
@@ -114,14 +114,14 @@ class Conversation:
         self._loop, self._is_asked = asyncio.new_event_loop(), asyncio.Event()
         self._question: tuple[Any, Any] = (), ()
         self._reply: asyncio.Future[Any] = self._loop.create_future()
-        """What the rollout waits for."""
+        """The reply that the rollout waits for."""
         self._reply.set_result(None)
         self._messages: list[dict[str, Any]] = []
-        """Those of the last question."""
+        """The messages of the last question."""
         self._turns = 0
 
     async def reply(self, prompt: Any, tools: Any) -> Any:
-        """What the model says to messages: the next turn."""
+        """The model's answer to messages: its next turn."""
         if not self._reply.done():
             raise RuntimeError("the environment asks the model two things at once")
         self._question, self._reply = (prompt, tools), self._loop.create_future()
@@ -142,7 +142,7 @@ class Conversation:
         return self._environment.run_rollout(row, _client(self), "isobit", {})
 
     def answer(self, turns: Sequence[Turn], wants_reward: bool) -> dict[str, Any]:
-        """What is said behind the last turn, or the reward once the rollout is over: by itself, or
+        """The messages after the last turn, or the reward once the rollout is over: by itself, or
         because its model will say no more.
         """
         answer: dict[str, Any] = {}
@@ -189,7 +189,7 @@ class Conversation:
         return {"over": True, **rewarded(outcome_of(output["reward"]))}
 
     def _response(self, turn: Turn) -> tuple[Any, Any]:
-        """What the rollout gets for a turn, and its message."""
+        """The response to the rollout for a turn, and its message."""
         types = importlib.import_module("verifiers.types")
         self._turns += 1
         calls = [
@@ -234,7 +234,7 @@ def _client(conversation: Conversation) -> Any:
     """The client of a model that is elsewhere."""
     base: Any = importlib.import_module("verifiers.clients").Client
 
-    class Drawn(base):
+    class EngineClient(base):
         def setup_client(self, config: Any) -> Any:
             return config
 
@@ -256,7 +256,7 @@ def _client(conversation: Conversation) -> Any:
 
         async def close(self) -> None: ...
 
-    return Drawn(None)
+    return EngineClient(None)
 
 
 def _plain(message: Any) -> dict[str, Any]:

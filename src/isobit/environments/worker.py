@@ -8,8 +8,8 @@ tool leaves in globals is not seen by another episode.
     trainer  --frames-->  host  --frames-->  episode
     trainer  <--lines---  host  <--lines---  episode
 
-To the host: ``Start``, then ``("ask", episode, columns, turns, wants_reward)``, which begins the
-episode if it is new, runs the calls of all ``turns`` and answers those of the last; and
+To the host: ``HostStart``, then ``("ask", episode, columns, turns, wants_reward)``, which begins
+the episode if it is new, runs the calls of all ``turns`` and answers those of the last; and
 ``("end", episode)``.  ``get_turn_reward``, where the class has it, is asked behind the calls of
 each turn.  From the host, as JSON:
 
@@ -43,7 +43,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NoReturn, Protocol
 
-from isobit.environments.env_backends import Start, Turn
+from isobit.environments.env_backends import HostStart, Turn
 from isobit.environments.openenv import HostedOpenEnv, LostEpisodeError
 from isobit.environments.tasksets import HostedTaskset, is_classic
 from isobit.environments.tool_classes import HostedClass
@@ -54,7 +54,7 @@ from isobit.rewards.supervisor import descendants, leave_to_trainer, limit_memor
 from isobit.util.errors import ToolError
 
 _END_S = 0.3
-"""How long a process that closed its pipe is given to end, so that its exit code can be told."""
+"""Seconds that a process which closed its pipe gets to end, so that its exit code is known."""
 _GLANCE_S = 0.2
 """Seconds between looks for episodes that ended or took too long."""
 _FORM = 6
@@ -68,7 +68,7 @@ _OF_AN_ANSWER = frozenset(
 # The process of an episode.
 
 
-class Session(Protocol):
+class HostedEpisode(Protocol):
     """One episode in its process.  Where a method raises ToolError, the run ends."""
 
     def begin(self, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,19 +81,19 @@ class Session(Protocol):
 
 
 class Hosted(Protocol):
-    """What a host has loaded."""
+    """An environment that a host has loaded."""
 
     def ready(self) -> dict[str, Any]:
         """The message to the trainer."""
         ...
 
-    def open(self) -> Session:
+    def open(self) -> HostedEpisode:
         """An episode, in its own process."""
         ...
 
 
-def load(start: Start) -> Hosted:
-    """What a host is to run.  Raises ToolError, and what user's code raises."""
+def load(start: HostStart) -> Hosted:
+    """Load the environment of a host.  Raises ToolError, and what the user's code raises."""
     if start.kind == "verifiers":
         return HostedVerifiers(start) if is_classic() else HostedTaskset(start)
     return HostedOpenEnv(start) if start.kind == "openenv" else HostedClass(start)
@@ -129,7 +129,7 @@ class EpisodeProcess:
         except BaseException as error:  # of a tool's destructors, or a closed descriptor
             self._fail("crash", failure_of(error).message)
 
-    def _begin(self, columns: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
+    def _begin(self, columns: Mapping[str, Any]) -> tuple[HostedEpisode, dict[str, Any]]:
         try:
             session = self._hosted.open()
             return session, session.begin(columns)
@@ -151,24 +151,24 @@ class EpisodeProcess:
 
 
 @dataclass(slots=True)
-class Episode:
+class RunningEpisode:
     pid: int
     requests: int
     replies: int
     began: float | None = None
-    """When it was asked; None while nothing is asked."""
+    """The time at which it was asked; None while nothing is asked."""
     unread: bytearray = field(default_factory=bytearray)
 
 
 class Host:
     def __init__(self, requests: int, replies: int) -> None:
         self._requests, self._replies = requests, replies
-        self._episodes: dict[int, Episode] = {}
+        self._episodes: dict[int, RunningEpisode] = {}
 
     def run(self) -> NoReturn:
         """Load the class and serve until the trainer closes the pipe."""
         try:
-            self._start: Start = read_frame(self._requests)
+            self._start: HostStart = read_frame(self._requests)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             _allow_pipes()
             self._hosted = self._load()
@@ -222,14 +222,14 @@ class Host:
             case ("end", int(key)):
                 self._end(key)
 
-    def _fork(self) -> Episode:
+    def _fork(self) -> RunningEpisode:
         (to_read, requests), (replies, to_write) = os.pipe(), os.pipe()
         pid = os.fork()
         if pid:
             os.close(to_read)
             os.close(to_write)
             os.set_blocking(replies, False)
-            return Episode(pid, requests, replies)
+            return RunningEpisode(pid, requests, replies)
         leave_to_trainer()
         others = [fd for one in self._episodes.values() for fd in (one.requests, one.replies)]
         for descriptor in (self._requests, self._replies, requests, replies, *others):
@@ -277,8 +277,8 @@ class Host:
         began = self._episodes[key].began
         self._end(key)
         if began is not None:
-            told = {"failed": kind, "message": message, "seconds": monotonic() - began}
-            self._say({"episode": key, **told})
+            failure = {"failed": kind, "message": message, "seconds": monotonic() - began}
+            self._say({"episode": key, **failure})
 
     def _end(self, key: int) -> None:
         episode = self._episodes.pop(key, None)
@@ -292,7 +292,7 @@ class Host:
         with suppress(ChildProcessError):
             os.waitpid(episode.pid, 0)
 
-    def _how_it_ended(self, episode: Episode) -> str:
+    def _how_it_ended(self, episode: RunningEpisode) -> str:
         until = monotonic() + _END_S
         with suppress(ChildProcessError):
             pid, status = os.waitpid(episode.pid, os.WNOHANG)
@@ -317,7 +317,7 @@ def _allow_pipes() -> None:
 
 
 def _private_bytes() -> int:
-    """What this process has mapped for itself, which its episodes begin with; 0 where the system
+    """The private memory of this process, with which its episodes begin; 0 where the system
     does not tell.
     """
     with suppress(OSError):

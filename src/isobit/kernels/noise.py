@@ -143,7 +143,7 @@ def check_moments(
 WORD = 4
 CHUNK = 1 << 21  # words
 SEED = 5
-"""Of the generator of u_i (output i + 1, made odd); the tensor's seed is that of v_c."""
+"""The seed of the generator of u_i (output i + 1, made odd); the tensor's seed is that of v_c."""
 
 
 @dataclass(frozen=True, slots=True)

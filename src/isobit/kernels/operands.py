@@ -88,7 +88,7 @@ class AdapterWeight:
         return self.up.matrix.shape[1]
 
     def targets(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Of each target its columns of t, those of the output, and the rows of its B in ``up``."""
+        """The columns of t, those of the output, and the rows of B in ``up``, for each target."""
         first = 0
         for index, columns in enumerate(self.columns):
             last = first + columns.stop - columns.start
@@ -398,7 +398,7 @@ class RopeTable:
     def build(
         cls, inverse_frequencies: torch.Tensor, positions: int, attention_scaling: float = 1.0
     ) -> "RopeTable":
-        """From FP64 inverse frequencies [D/2], and the factor of cos and sin."""
+        """Make the table from FP64 inverse frequencies [D/2] and the factor of cos and sin."""
         cos, sin = torch.empty(2, positions, len(inverse_frequencies), dtype=torch.float32).unbind()
         for first in range(0, positions, _ROWS):
             places = torch.arange(first, min(first + _ROWS, positions), dtype=torch.float64)
@@ -480,7 +480,7 @@ class Observer(Protocol):
 
 _observer: Observer | None = None
 _unrounded = WeakTensorKeyDictionary()
-"""By result, while that exists: the numbers that it was rounded from."""
+"""The numbers that each result was rounded from, while the result exists."""
 
 
 @contextmanager

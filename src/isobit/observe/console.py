@@ -31,7 +31,7 @@ from isobit.models.decoder import parameter_count
 from isobit.models.policy import Policy
 from isobit.observe.evaluation import EvalResult
 from isobit.records.metrics import METRICS, Kind, Metrics
-from isobit.rollout.engine import Progress
+from isobit.rollout.engine_stats import Progress
 from isobit.util.files import LARGE
 from isobit.util.terminal import Standard, gib
 

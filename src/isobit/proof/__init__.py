@@ -1,1 +1,1 @@
-"""What shows that rollout and training are one function: verify, bisect, doctor."""
+"""Proof that rollout and training are one function: verify, bisect, doctor."""

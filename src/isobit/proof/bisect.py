@@ -18,13 +18,8 @@ from isobit.config.precision import PrecisionConfig
 from isobit.kernels.operands import UNROUNDED
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
-from isobit.proof.difference import (
-    Extremes,
-    Operations,
-    SiteDifference,
-    describe_site,
-    keys_of_batch,
-)
+from isobit.proof.difference import Extremes, Operations, SiteDifference, describe_site
+from isobit.proof.observation import keys_of_batch
 from isobit.proof.scenarios import Scenario, Workload
 from isobit.proof.verify import (
     ScenarioResult,
@@ -74,7 +69,7 @@ class Place:
     prompt_id: str
     sample: int
     position: int
-    """From 0, at the start of the prompt."""
+    """The token's position, from 0 at the start of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +80,8 @@ class Parting:
     first_token: Place | None
     """The first token that differs or that rollout lacks; None if only training lacks rows."""
     max_abs_diff: float | None
-    """Over the first tokens that differ.  None if their values are equal (the sign of a zero, or a
-    NaN) or did not differ again.
+    """The largest difference over the first tokens that differ. None if their values are equal (the
+    sign of a zero, or a NaN) or did not differ again.
     """
 
     @property
@@ -143,7 +138,7 @@ class BisectResult:
 
     @property
     def exit_code(self) -> int:
-        """That of ``isobit verify``, and 1 where an intermediate result differs that no
+        """The exit code of ``isobit verify``, and 1 where an intermediate result differs that no
         log-probability shows.
         """
         return 1 if self.parting is not None else self.verified.exit_code
@@ -188,7 +183,7 @@ def bisect_policy(
     on_scenario: Callable[[ScenarioResult], None] | None = None,
     on_trace: Callable[[str], None] | None = None,
 ) -> BisectResult:
-    """As ``bisect``, for the published weights of a policy."""
+    """Do what ``bisect`` does for the published weights of a policy."""
     verified = verify_policy(policy, options, on_scenario)
     differing = [result.name for result in verified.scenarios if result.differs]
     names = differing[:1] or [result.name for result in verified.scenarios]

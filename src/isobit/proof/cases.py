@@ -40,7 +40,7 @@ class Case:
 
     name: str
     inputs: Mapping[str, Tensor]
-    """What ``plain`` takes."""
+    """The arguments of ``plain``."""
     plain: Callable[..., Tensor]
     """The definition in torch's own operations, in the dtype of the inputs; the results of all
     rows.
@@ -53,21 +53,21 @@ class Case:
     is_elementwise: bool = False
     """Whether a row is a single number, whose place in a vector register may matter."""
     tolerance: float | None = None
-    """Of ``rows``, relative to the largest number; 0 where bits must be equal, None for that of its
-    dtype.
+    """The tolerance of ``rows``, relative to the largest number; 0 where bits must be equal, None
+    for that of its dtype.
     """
     gradients: Callable[[], Mapping[str, Tensor]] | None = None
-    """What the backward gives by the name of the input, added to zeros where it adds."""
+    """The gradients of the backward by the name of the input, added to zeros where it adds."""
     dy: Tensor = field(default_factory=lambda: torch.ones(()))
     """The gradient of the result of ``plain``."""
     gradient_tolerance: float | None = None
 
     def results(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Those of the definition, computed in ``dtype``."""
+        """The outputs of the definition, computed in ``dtype``."""
         return self.plain(**{name: x.to(dtype) for name, x in self.inputs.items()})
 
     def exact_gradients(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """Those of the definition by automatic differentiation, computed in ``dtype``."""
+        """The gradients of the definition by automatic differentiation, computed in ``dtype``."""
         leaves = {
             name: x.detach().to(dtype).requires_grad_(x.is_floating_point())
             for name, x in self.inputs.items()
@@ -117,8 +117,8 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> Tensor:
 
 
 def wide(*shape: int, seed: int = 0, dtype: torch.dtype = FP32, spread: float = 1.0) -> Tensor:
-    """Over a wide range: a normal number times e to the power of another times ``spread`` (exp2
-    would depend on the number of threads).
+    """Numbers over a wide range: a normal number times e to the power of another times ``spread``
+    (exp2 would depend on the number of threads).
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
@@ -348,7 +348,7 @@ def scalar_head(width: int = 5003, dtype: torch.dtype = FP32) -> Case:
 
 
 def log_softmax(width: int = 5003) -> Case:
-    """Over an odd vocabulary of two sums."""
+    """Log-softmax over an odd vocabulary that takes two sums."""
     logits, temperatures = wide(ROWS, width), torch.linspace(0.5, 2.0, ROWS)
     return Case(
         "log-softmax",

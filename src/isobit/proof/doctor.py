@@ -23,9 +23,10 @@ from isobit.models.config import ModelConfig
 from isobit.models.folder import model_needs
 from isobit.models.policy import random_policy
 from isobit.precision.flow import Site
-from isobit.proof import cases, product_cases
+from isobit.proof import cases, expert_cases, linear_cases
+from isobit.proof.attention_cases import AttentionCase, check_attention
 from isobit.proof.cases import Case, check_gradients, check_rows
-from isobit.proof.doctor_environment import environment_checks, extras, quantiser_checks
+from isobit.proof.doctor_environment import environment_checks, extras
 from isobit.proof.doctor_findings import (
     Caution,
     Check,
@@ -35,7 +36,7 @@ from isobit.proof.doctor_findings import (
     exact_detail,
     require_equal,
 )
-from isobit.proof.product_cases import Attention, check_attention
+from isobit.proof.doctor_quantisers import quantiser_checks
 from isobit.proof.verify import VerifyOptions, verify, verify_policy
 from isobit.util.errors import ConfigError
 from isobit.util.machine import usable_cores
@@ -123,11 +124,11 @@ VALUES: dict[str, tuple[Callable[[], Case], ...]] = {
         partial(cases.elementwise, "rsqrt", lambda x: 1 / math.sqrt(x)),
         partial(cases.elementwise, "log", math.log, torch.float64),
     ),
-    "GEMM in E4M3": (product_cases.e4m3_gemm,),
-    "GEMM in INT8": (product_cases.int8_gemm, partial(product_cases.int8_gemm, 67)),
-    "GEMM in BF16": (product_cases.grid_gemm,),
+    "GEMM in E4M3": (linear_cases.e4m3_gemm,),
+    "GEMM in INT8": (linear_cases.int8_gemm, partial(linear_cases.int8_gemm, 67)),
+    "GEMM in BF16": (linear_cases.grid_gemm,),
     **{
-        f"linear in {format.upper()}": (partial(product_cases.linear, format),)
+        f"linear in {format.upper()}": (partial(linear_cases.linear, format),)
         for format in ("e4m3", "int8", "bf16")
     },
     "RMSNorm": (cases.rms_norm,),
@@ -135,10 +136,10 @@ VALUES: dict[str, tuple[Callable[[], Case], ...]] = {
     "Hadamard matrix": (cases.hadamard,),
     "Q, K and V": (cases.transformed_qkv, partial(cases.transformed_qkv, is_rotated=True)),
     "SwiGLU": (cases.swiglu, cases.swiglu_columns),
-    "router": (product_cases.router,),
+    "router": (expert_cases.router,),
     "experts": (
-        partial(product_cases.experts, "e4m3"),
-        partial(product_cases.experts, "int8"),
+        partial(expert_cases.experts, "e4m3"),
+        partial(expert_cases.experts, "int8"),
     ),
     "scalar head": (cases.scalar_head,),
     "log-softmax": (cases.log_softmax,),
@@ -148,25 +149,25 @@ VALUES: dict[str, tuple[Callable[[], Case], ...]] = {
 }
 """Operations whose rows are independent of each other, by the name of their check."""
 
-ATTENTION: dict[str, tuple[Callable[[], Attention], ...]] = {
-    f"attention in {format.upper()}": (partial(Attention, format, (1, 40, 67, 130)),)
+ATTENTION: dict[str, tuple[Callable[[], AttentionCase], ...]] = {
+    f"attention in {format.upper()}": (partial(AttentionCase, format, (1, 40, 67, 130)),)
     for format in ("e4m3", "int8", "bf16")
 }
 
 GRADIENTS: dict[str, tuple[Callable[[], Case], ...]] = {
     **{
         f"linear in {format.upper()}": (
-            partial(product_cases.dgrad, format),
-            partial(product_cases.wgrad, format),
+            partial(linear_cases.dgrad, format),
+            partial(linear_cases.wgrad, format),
         )
         for format in ("e4m3", "int8", "bf16")
     },
     "RMSNorm": (cases.rms_norm,),
     "Q, K and V": (cases.transformed_qkv,),
     "Q, K and V before 8 bits": (partial(cases.transformed_qkv, is_rotated=True),),
-    "attention": (Attention("fp32", (40, 97)).case,),
+    "attention": (AttentionCase("fp32", (40, 97)).case,),
     "SwiGLU": (cases.swiglu,),
-    "experts": (product_cases.expert_gradients, partial(product_cases.router, dtype=torch.float32)),
+    "experts": (expert_cases.expert_gradients, partial(expert_cases.router, dtype=torch.float32)),
     "embedding": (cases.embedding,),
     "log-prob": (cases.token_log_probs, partial(cases.token_log_probs, in_int8=True)),
     "scalar head": (cases.scalar_head,),
@@ -245,7 +246,7 @@ class Examination:
 
     findings: tuple[Finding, ...]
     runs_here: tuple[str, ...]
-    """What will run where, and what to install for more."""
+    """Lines on what will run where, and what to install for more."""
 
     @property
     def exit_code(self) -> int:
@@ -328,7 +329,7 @@ def _flows(device: str) -> str:
 
 
 def _runs_here(findings: list[Finding]) -> Iterator[str]:
-    """Where things run, and how to get more."""
+    """Lines that say what runs here, and how to get more."""
     if any(finding.status == "fail" for finding in findings):
         yield "nothing should run here before the failures above are mended"
     else:

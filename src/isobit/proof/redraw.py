@@ -24,7 +24,7 @@ from isobit.proof.scenarios import up_to
 from isobit.records.packing import lay_end_to_end
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, SamplingParams
-from isobit.rollout.engine import Request
+from isobit.rollout.requests import Request
 
 REDRAWN, MOST_TOKENS = 4, 64
 """Samples of a rollout, evenly spaced, and the first so many of the tokens of each."""

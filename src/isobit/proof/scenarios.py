@@ -1,4 +1,4 @@
-"""What ``isobit verify`` generates: random prompts, the scenarios in which the engine completes
+"""The workload of ``isobit verify``: random prompts, the scenarios in which the engine completes
 them, and the packings in which the training forward scores the same tokens again.
 """
 
@@ -21,10 +21,10 @@ from isobit.records.batch import PackedBatch
 from isobit.records.packing import pack
 from isobit.records.sequence import COLUMN, TokenSequence
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request
+from isobit.rollout.requests import Request
 
 RESULT_TOKENS = 16
-"""Of a tool: prompts end around the bounds of pages, so that these cross them."""
+"""Tokens of a tool's result: prompts end around the bounds of pages, so that results cross them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Scenario:
 
     @property
     def weights(self) -> int:
-        """How many weights draw, one after the other."""
+        """The number of weights that draw, one after the other."""
         return 2 if self.publishes else 1
 
     @property

@@ -43,16 +43,8 @@ from isobit.models.policy import Policy
 from isobit.models.policy_share import PolicyShare
 from isobit.models.scorer import Scorer
 from isobit.parallel.world import ALONE, World
-from isobit.proof.difference import (
-    Checksums,
-    Keep,
-    ObservedRunner,
-    Operations,
-    TokenObserver,
-    compared_operations,
-    describe_site,
-    observed_scores,
-)
+from isobit.proof.difference import Checksums, Operations, compared_operations, describe_site
+from isobit.proof.observation import Keep, ObservedRunner, TokenObserver, observed_scores
 from isobit.proof.scenarios import (
     RESULT_TOKENS,
     Scenario,
@@ -68,15 +60,17 @@ from isobit.records.batch import PackedBatch
 from isobit.records.packing import sequences_of
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Group
-from isobit.rollout.engine import EngineStats, Handle, Request, RolloutEngine, generate
+from isobit.rollout.engine import RolloutEngine, generate
+from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.runner import page_tokens_of
 from isobit.training.comparison import Comparison
 from isobit.util.errors import ConfigError, IsobitError
 
 
 def scenarios_of(policy: Policy, workload: Workload) -> list[Scenario]:
-    """Those of ``engine_scenarios`` that the model can be in."""
+    """The scenarios of ``engine_scenarios`` that the model can be in."""
     has_routers = policy.config.experts is not None
     return [one for one in engine_scenarios(workload) if has_routers or not one.ties_routers]
 
@@ -105,7 +99,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioResult:
-    """What the engine did in one scenario, and how its log-probabilities compare in each
+    """The engine's work in one scenario, and the comparison of its log-probabilities in each
     packing.
     """
 
@@ -130,7 +124,7 @@ class ScenarioResult:
 
     @property
     def comparison(self) -> Comparison:
-        """Over all packings: a token counts once in each."""
+        """The comparison over all packings: a token counts once in each."""
         return sum(self.comparisons.values(), Comparison())
 
 
@@ -296,7 +290,7 @@ def generate_samples(
     results: "Results",
     publish: Callable[[], Any] | None = None,
 ) -> tuple[list[TokenSequence], EngineStats]:
-    """What the engine generates, as samples to train on, in the order of the requests, and what it
+    """The engine's completions as samples to train on, in the order of the requests, and what it
     did.  ``results`` stand behind the turns that end with a stop token; ``publish`` is called
     behind half of the turns.
     """
@@ -393,7 +387,7 @@ def _operations(
 
 
 def _versions(samples: Sequence[TokenSequence]) -> list[int]:
-    """Those of the weights that drew any token."""
+    """Comparisons of the weights that drew any token."""
     return sorted(
         {int(one) for sample in samples for one in sample.of_response(sample.weights_versions)}
     )

@@ -32,7 +32,7 @@ def count(kind: str) -> None:
 
 
 def take() -> dict[str, int]:
-    """What was counted in this process since the last call, by kind, bounded."""
+    """Counts in this process since the last call, by kind, bounded."""
     taken = bounded(_COUNTS)
     _COUNTS.clear()
     return taken

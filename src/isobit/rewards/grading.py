@@ -79,9 +79,9 @@ class Repetition:
     def differing(
         self, tasks: Mapping[str, Task], scoring: "Pool | InProcess", watch: Watch, inside: Inside
     ) -> Counter[str]:
-        """How many rewards of the group whose ``tasks`` are done differ when it is graded again, by
-        kind; nothing unless this grading is one to repeat. Failures are not compared. Raises as
-        ``scoring`` does.
+        """The number of rewards that differ when the group whose ``tasks`` are done is graded
+        again, by kind; nothing unless this grading is one to repeat. Failures are not compared.
+        Raises as ``scoring`` does.
         """
         self._gradings += 1
         if self._gradings < FIRST or self._gradings.bit_count() > 1:
@@ -99,7 +99,7 @@ class Repetition:
 
 
 ModelScores: TypeAlias = Mapping[str, Callable[[Sequence[tuple[Prompt, Completion]]], list[float]]]
-"""For each part that is a model, the function that scores pairs of prompts and completions."""
+"""The function that scores pairs of prompts and completions, for each part that is a model."""
 
 
 class Graders:

@@ -36,7 +36,7 @@ from isobit.rewards.grade import LARGEST, Failure, Outcome
 from isobit.rewards.messages import LINE_LIMIT, frame, read_line
 from isobit.rewards.python_rewards import PREFIX, packed_reward
 from isobit.rewards.signatures import Mode
-from isobit.rewards.worker import Start
+from isobit.rewards.worker import GraderStart
 from isobit.util.errors import RewardError
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -71,7 +71,7 @@ class GraderProcess:
             os.set_blocking(descriptor, False)
         self._unsent, self._unread, self._noise = bytearray(frame(start)), bytearray(), ""
         self.is_gone = False
-        """Whether it has ended and all its output was read."""
+        """Whether the process has ended and all its output was read."""
         self._exit: str | None = None
 
     @property
@@ -167,7 +167,7 @@ DEFAULT_WORKERS = 4
 """The most processes by default."""
 TICK_S = 0.1
 START_DEADLINE_S = 300.0
-"""For starting an interpreter and importing the modules of the rewards."""
+"""Seconds for starting an interpreter and importing the modules of the rewards."""
 FAILED_STARTS = 3
 """Failed starts in a row that end the run."""
 _MODES = frozenset(get_args(Mode))
@@ -184,7 +184,7 @@ class Task:
     completions: Sequence[Completion]
     outcomes: list[Outcome | None] = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
-    """What the grader counted (``isobit.rewards.counts``)."""
+    """Counts of the grader (``isobit.rewards.counts``)."""
 
     def __post_init__(self) -> None:
         self.outcomes = [None] * len(self.completions)
@@ -198,7 +198,7 @@ class Task:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class GraderSlot:
     process: GraderProcess
     since: float
     """Time at which it was started, was given its task, or gave its last answer."""
@@ -225,14 +225,14 @@ class Pool:
         """Start ``workers`` processes for rewards by part: a function's name with its options."""
         given = [name for name, _ in rewards.values() if name.startswith(PREFIX)]
         packed = {name: packed_reward(name) for name in given}
-        self._start = Start(dict(rewards), packed, memory_mib << 20)
+        self._start = GraderStart(dict(rewards), packed, memory_mib << 20)
         self.size = workers or min(len(os.sched_getaffinity(0)), DEFAULT_WORKERS)
         self._deadline_s = deadline_s
         self._modes: dict[str, Mode] = {}
         self._descriptions: dict[str, str] = {}
         self._queue: deque[Task] = deque()
         self._failed_starts = self._barren_ends = 0
-        self._workers: list[Worker] = []
+        self._workers: list[GraderSlot] = []
         try:
             while len(self._workers) < self.size:
                 self._add_worker()
@@ -286,7 +286,7 @@ class Pool:
                 self._took_too_long(worker)
         self._give_out()
 
-    def _select(self, timeout_s: float) -> list[Worker]:
+    def _select(self, timeout_s: float) -> list[GraderSlot]:
         """The processes with output, or that have ended."""
         poller = select.poll()
         for worker in self._workers:
@@ -308,7 +308,7 @@ class Pool:
         while self._queue and len(self._workers) < self.size:
             self._add_worker()
 
-    def _hand(self, worker: Worker, task: Task) -> None:
+    def _hand(self, worker: GraderSlot, task: Task) -> None:
         worker.indices = task.missing()
         completions = [task.completions[index] for index in worker.indices]
         try:
@@ -326,10 +326,10 @@ class Pool:
             process = GraderProcess(self._start)
         except OSError as error:
             raise RewardError(f"no grading process can be started: {error}") from error
-        self._workers.append(Worker(process, monotonic()))
+        self._workers.append(GraderSlot(process, monotonic()))
 
-    def _hear(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        """What a grader says, all of which is checked, since it has run text of a model."""
+    def _hear(self, worker: GraderSlot, message: Mapping[str, Any]) -> None:
+        """Read a message of a grader, all of which is checked, since it has run text of a model."""
         match message:
             case {"ready": dict(parts)} if not worker.is_ready and self._are_parts(parts):
                 worker.is_ready, self._failed_starts = True, 0
@@ -349,7 +349,7 @@ class Pool:
             for one in parts.values()
         )
 
-    def _answered(self, worker: Worker, place: int, answer: Mapping[str, Any]) -> None:
+    def _answered(self, worker: GraderSlot, place: int, answer: Mapping[str, Any]) -> None:
         task = worker.task
         if task is None or task.outcomes[worker.indices[place]] is not None:
             return
@@ -361,13 +361,13 @@ class Pool:
         if worker.is_last or task.is_done:
             self._release(worker)
 
-    def _release(self, worker: Worker) -> None:
+    def _release(self, worker: GraderSlot) -> None:
         """Take the worker's task from it; what is left of it goes to the front of the queue."""
         if worker.task is not None and not worker.task.is_done:
             self._queue.appendleft(worker.task)
         worker.task, worker.indices = None, []
 
-    def _allowed(self, worker: Worker) -> float:
+    def _allowed(self, worker: GraderSlot) -> float:
         if not worker.is_ready:
             return START_DEADLINE_S
         if worker.task is None:
@@ -375,7 +375,7 @@ class Pool:
         together = self._modes[worker.task.part] == "together"
         return self._deadline_s * (len(worker.indices) if together else 1)
 
-    def _took_too_long(self, worker: Worker) -> None:
+    def _took_too_long(self, worker: GraderSlot) -> None:
         if not worker.is_ready:
             raise RewardError(
                 f"a grading process did not import its rewards within {START_DEADLINE_S:.0f} s"
@@ -387,7 +387,7 @@ class Pool:
             ),
         )
 
-    def _has_ended(self, worker: Worker) -> None:
+    def _has_ended(self, worker: GraderSlot) -> None:
         how = worker.process.how_it_ended()
         if not worker.is_ready:
             self._failed_starts += 1
@@ -395,7 +395,7 @@ class Pool:
                 raise RewardError(f"the rewards cannot be loaded: {how}")
         self._replace(worker, Failure("crash", how))
 
-    def _replace(self, worker: Worker, failure: Failure) -> None:
+    def _replace(self, worker: GraderSlot, failure: Failure) -> None:
         """End a worker; what it was grading fails."""
         self._workers.remove(worker)
         worker.process.end()

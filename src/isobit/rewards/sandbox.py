@@ -41,7 +41,7 @@ Role = Literal["candidate", "tests", "script", "probe"]
 FILE_BYTES = 16 << 20
 SANDBOXED_CODE = Path(__file__).parent / "sandboxed"
 INSIDE = "/isobit/sandboxed"
-"""Where the sandbox sees `isobit.rewards.sandboxed`."""
+"""The path of `isobit.rewards.sandboxed` inside the sandbox."""
 TIDY_SECONDS = 5.0
 ENVIRONMENT = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
@@ -64,7 +64,7 @@ class OutputLimitError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessLimits:
     seconds: float
     memory_bytes: int
 
@@ -78,7 +78,7 @@ class Launcher(ABC):
     dies_by_itself: bool = False
     """Whether ``command`` ends its process with the starter; otherwise `sandboxed.main` does."""
     threads: int | None = None
-    """How many a program may have, the first included; known after a ``trial``."""
+    """Threads that a program may have, the first included; known after a ``trial``."""
 
     @abstractmethod
     def command(self, python: Sequence[str]) -> list[str]:
@@ -89,7 +89,7 @@ class Launcher(ABC):
         return None
 
     def describe(self) -> str:
-        """What confines a program, for the start of a run."""
+        """A line on what confines a program, for the start of a run."""
         threads = self.threads or 1
         return f"sandbox: {self.name}, " + (
             f"at most {threads} threads each"
@@ -114,7 +114,7 @@ class Process:
         self,
         role: Role,
         job: dict[str, Any],
-        limits: Limits,
+        limits: ProcessLimits,
         launched_by: Launcher,
         *,
         stdin: bytes = b"",
@@ -231,7 +231,7 @@ DEVICES = ("/dev/null", "/dev/urandom")
 
 
 def shown() -> dict[str, str]:
-    """What the sandbox sees read-only: path inside to the host's path."""
+    """Paths that the sandbox sees read-only: the path inside to the host's path."""
     prefix = Path(sys.base_prefix)
     python = Path(interpreter())
     paths = [
@@ -340,7 +340,7 @@ def trial(candidate: Launcher) -> str | None:
         if shutil.which(program) is None:
             return f"there is no {program}"
     try:
-        probe = Process("probe", {}, Limits(10.0, 256 << 20), candidate)
+        probe = Process("probe", {}, ProcessLimits(10.0, 256 << 20), candidate)
         output, exit_code = probe.finish(1000)
     except (SandboxError, TimeLimitError, OutputLimitError, OSError) as error:
         return str(error)

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     import asyncio
 
 Mode = Literal["each", "concurrent", "together"]
-"""How a prompt's completions are graded: one by one, on one event loop, or in one call."""
+"""The way in which a prompt's completions are graded: one by one, on one event loop, or in one
+call.
+"""
 
 FORMS = (
     "the forms are (prompt, completion) -> float, TRL's (completions, **columns) -> list of floats "
@@ -291,7 +293,7 @@ def _parameters(function: Callable[..., Any], name: str) -> Mapping[str, inspect
 
 
 def _value_of(call: Callable[[], Any]) -> Any:
-    """What a function returned, or a failure for what it raised."""
+    """The value that a function returned, or a failure for what it raised."""
     try:
         value = call()
         return _loop().run_until_complete(_awaited(value)) if inspect.isawaitable(value) else value
@@ -334,7 +336,7 @@ def _loop() -> "asyncio.AbstractEventLoop":
 
 
 def _listed_rewards(values: Any, expected: int) -> list[Any] | Failure:
-    """What a batch function returned, as a list of ``expected`` items."""
+    """The value of a batch function as a list of ``expected`` items, or a failure."""
     try:
         values = list(values)
     except TypeError:

@@ -216,7 +216,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 
 def _end_by_them() -> None:
-    """After a fork: restore the default handlers, except for signals that the reward handles."""
+    """Restore the default handlers after a fork, except for signals that the reward handles."""
     for number in FOR_THE_TRAINER:
         if signal.getsignal(number) is _do_nothing:
             signal.signal(number, signal.SIG_DFL)

@@ -18,7 +18,7 @@ from isobit.rewards.counts import bounded
 from isobit.rewards.grade import NO_REWARD, Failure, Outcome, outcome_of
 from isobit.util.errors import RewardError
 
-Weights: TypeAlias = Mapping[str, float]
+PartWeights: TypeAlias = Mapping[str, float]
 """The parts' weights by name, in the order of addition."""
 
 
@@ -63,7 +63,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
 
     def fill(
-        self, group: Group, weights: Weights, outcomes: Mapping[str, Sequence[Outcome]]
+        self, group: Group, weights: PartWeights, outcomes: Mapping[str, Sequence[Outcome]]
     ) -> None:
         """Write the rewards of a group, one for each completion in order, from the outcomes of each
         part; the parts themselves too if there are several.
@@ -115,7 +115,7 @@ class Tally:
             self.first_error = f"prompt {group.prompt.id}, sample {index}{part}: {failure.message}"
 
 
-def _weighted(weights: Weights, parts: Mapping[str, Outcome]) -> Outcome:
+def _weighted(weights: PartWeights, parts: Mapping[str, Outcome]) -> Outcome:
     """The sum over the parts that apply, a failure where one failed or none applies."""
     terms = list[float]()
     for name, weight in weights.items():

@@ -3,7 +3,7 @@ and supervised by its parent (``isobit.rewards.supervisor``).
 
 A fork of the grader that returns from a reward ends instead of grading on.
 
-Messages (``isobit.rewards.messages``) to the grader: first ``Start``, then (part, prompt,
+Messages (``isobit.rewards.messages``) to the grader: first ``GraderStart``, then (part, prompt,
 completions) each time. From the grader:
 
     {"ready": {part: [mode, description]}} or {"refused": message}
@@ -29,7 +29,7 @@ ENDS_AFTER = frozenset({"MemoryError", "SystemExit"})
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class GraderStart:
     """The first message to a grader."""
 
     rewards: Mapping[str, tuple[str, Mapping[str, Any]]]
@@ -48,7 +48,7 @@ class Grader:
     def run(self) -> None:
         """Load the rewards and grade until the trainer closes the pipe; does not return."""
         try:
-            start: Start = read_frame(self._requests)
+            start: GraderStart = read_frame(self._requests)
             rewards = self._load(start)
             while True:
                 part, prompt, completions = read_frame(self._requests)
@@ -60,7 +60,7 @@ class Grader:
             sys.stderr.flush()
             os._exit(1)
 
-    def _load(self, start: Start) -> dict[str, Any]:
+    def _load(self, start: GraderStart) -> dict[str, Any]:
         import faulthandler
 
         faulthandler.enable()  # reports where a segmentation fault was

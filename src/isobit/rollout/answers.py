@@ -1,4 +1,4 @@
-"""What servers that sample for a run answer, read as what it is: input.
+"""Answers of servers that sample for a run, which are input and checked as such.
 
     AnswerModel            the shape of an answer; keys that it does not name are left alone, since
                            a later server may say more
@@ -74,7 +74,7 @@ class Described(AnswerModel):
         return {name: getattr(self, name) for name in names}
 
 
-class Published(AnswerModel):
+class PublishAnswer(AnswerModel):
     """``/isobit/weights/publish``: the digest of all weights, and the checksum of what was
     published of them; None where that was not.
     """
@@ -83,8 +83,8 @@ class Published(AnswerModel):
     published: int | None = None
 
 
-class Drawn(AnswerModel):
-    """What was drawn for one sample since the last step."""
+class DrawnSample(AnswerModel):
+    """Tokens drawn for one sample since the last step."""
 
     number: int
     token_ids: tuple[Token, ...]
@@ -107,7 +107,7 @@ class Drawn(AnswerModel):
 class Step(AnswerModel):
     """``/isobit/step``."""
 
-    samples: tuple[Drawn, ...]
+    samples: tuple[DrawnSample, ...]
 
     def check_tokens(self, most: int) -> None:
         """Raise AnswerError for a token that is not among the first so many."""

@@ -49,29 +49,20 @@ from isobit.data.continuation import Continuation, messages_of
 from isobit.data.encoding import most_characters, token_ids
 from isobit.data.tool_calls import MalformedCall, Parsed, Said, read_turn
 from isobit.environments.env_backends import Call, Turn
-from isobit.environments.pool import Answer, Environments, KnownAnswers, Opening, Result
+from isobit.environments.pool import AnswerLog, Environments, Opening, Result, TurnAnswer
 from isobit.parallel.world import World
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, Episode, FinishReason, ends_in_thinking
 from isobit.rewards.grade import Failure
-from isobit.rollout.engine import (
-    EngineStats,
-    Follow,
-    Handle,
-    Periods,
-    Progress,
-    Request,
-    RolloutEngine,
-    SampleEvent,
-    check_requests,
-    requests_of,
-)
+from isobit.rollout.engine import Follow, RolloutEngine, SampleEvent
+from isobit.rollout.engine_stats import EngineStats, Periods, Progress
+from isobit.rollout.requests import Handle, Request, check_requests, requests_of
 from isobit.rollout.sequence import cut, decode
 from isobit.rollout.shared import generate_shared
 from isobit.util.errors import shown
 
 _TICK_S = 0.1
-"""Of a rollout that only waits for tools."""
+"""Seconds between two polls of a rollout that only waits for tools."""
 _CUT = " [cut]"
 _TAIL = 20
 """Tokens ahead of a turn that are looked at for the beginning of thinking."""
@@ -79,13 +70,13 @@ _TAIL = 20
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What is known of an environment's tools before anything runs."""
+    """An environment's tools as they are known before anything runs."""
 
     schemas: Sequence[Mapping[str, Any]]
     form: ToolFormat
     continuation: Continuation
     note: str = ""
-    """What the environment says of itself."""
+    """The environment's line about itself."""
 
     @property
     def names(self) -> list[str]:
@@ -107,21 +98,21 @@ class _Open:
     is_opening: bool
     """Whether the environment has yet to say what it has for the prompt."""
     prompt: str = ""
-    """As the environment has changed it."""
+    """The prompt's text as the environment has changed it."""
     finish_reason: FinishReason = "stop"
-    """Of the last turn; once the environment is asked for its reward, of the episode."""
+    """The last turn's; the episode's once the environment is asked for its reward."""
     text: str = ""
     stop_string: str = ""
     turns: list[str] = field(default_factory=list)
     parsed: list[Parsed] = field(default_factory=list)
-    """Of the last turn."""
+    """The calls of the last turn."""
     said: list[Turn] = field(default_factory=list)
     """All turns, with the calls that can be run."""
     sent: int = 0
-    """Those that the episode's process has been given."""
+    """The number of turns that the episode's process has been given."""
     results: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
-    """Of the turns that called tools; None where the environment failed."""
+    """Rewards of the turns that called tools; None where the environment failed."""
     failure: str = ""
     reward: float | None = None
     seconds: float = 0.0
@@ -143,7 +134,7 @@ class Episodes:
         config: EnvironmentConfig,
         tools: Tools,
         environments: Environments[Handle],
-        answers: KnownAnswers,
+        answers: AnswerLog,
         tokenizer: PreTrainedTokenizerBase,
         context: int,
         engine: RolloutEngine,
@@ -152,10 +143,10 @@ class Episodes:
         self._answers, self._tokenizer, self._context = answers, tokenizer, context
         self._engine = engine
         self._open: dict[Handle, _Open] = {}
-        self._answered_at_once: list[tuple[Handle, Answer]] = []
+        self._answered_at_once: list[tuple[Handle, TurnAnswer]] = []
         self._ended: list[SampleEvent] = []
         self._said: list[tuple[Sequence[Any], Mapping[str, Any]]] = []
-        """What environments have said in this rollout, by key."""
+        """Answers of environments in this rollout, with their keys."""
         self._periods = Periods(engine)
 
     def generate(
@@ -166,8 +157,8 @@ class Episodes:
         progress: Callable[[Progress], None] | None = None,
         complete: Callable[[int, list[Completion]], None] | None = None,
     ) -> tuple[list[list[Completion]], list[int], EngineStats]:
-        """What ``generate_shared`` gives and raises, by episodes with answers from the record where
-        it has them.  Raises ToolError where no process of an environment can be had.
+        """Generate as ``generate_shared`` does, with the environments' recorded answers where there
+        are any. Raises ToolError where no process of an environment can be had.
         """
         self._said.clear()
         self._answers.begin(weights_version, [(one.prompt.id, one.visit) for one in requests])
@@ -284,20 +275,20 @@ class Episodes:
         ended, self._ended = self._ended, []
         return ended
 
-    def _poll(self) -> list[tuple[Handle, Answer]]:
-        """What environments have answered; waited for a little where the engine has no work."""
+    def _poll(self) -> list[tuple[Handle, TurnAnswer]]:
+        """New answers of environments, after a short wait where the engine has no work."""
         known, self._answered_at_once = self._answered_at_once, []
         idle = not self._engine.num_live and not known
         found = self._environments.poll(_TICK_S if idle and self._open else 0.0)
         return known + [(one, self._noted(one, answer)) for one, answer in found]
 
-    def _noted(self, handle: Handle, answer: Answer) -> Answer:
+    def _noted(self, handle: Handle, answer: TurnAnswer) -> TurnAnswer:
         """An answer of a process, as it is recorded: a failure where the episode's time is over."""
         episode, most = self._open[handle], self._config.episode_s
         episode.seconds += answer.seconds
         if answer.failure is None and not episode.is_over and episode.seconds > most:
             message = f"all calls took longer than environment.episode_s = {most:g}"
-            answer = Answer(failure=Failure("deadline", message))
+            answer = TurnAnswer(failure=Failure("deadline", message))
         self._said.append((self._key(handle), answer.recorded()))
         return answer
 
@@ -339,7 +330,7 @@ class Episodes:
             if calls or self._environments.has_turn_reward:
                 self._ask(handle)
             else:
-                self._answered_at_once.append((handle, Answer()))
+                self._answered_at_once.append((handle, TurnAnswer()))
 
     def _read(self, turn: str, is_thinking: bool) -> Said:
         return read_turn(turn, self._tools.form, self._tools.names, is_thinking)
@@ -362,7 +353,7 @@ class Episodes:
         recorded = self._answers.find(self._key(handle))
         if recorded is not None:
             self._said.append((self._key(handle), recorded))
-            self._answered_at_once.append((handle, Answer.of(recorded)))
+            self._answered_at_once.append((handle, TurnAnswer.of(recorded)))
             return
         turns, episode.sent = episode.said[episode.sent :], len(episode.said)
         prompt = episode.request.prompt
@@ -371,7 +362,7 @@ class Episodes:
             columns = {**columns, "prompt": [*map(dict, messages_of(prompt))]}
         self._environments.ask(handle, columns, turns, wants_reward)
 
-    def _go_on(self, handle: Handle, answer: Answer) -> None:
+    def _go_on(self, handle: Handle, answer: TurnAnswer) -> None:
         """Give the model the results, or end the episode."""
         episode = self._open[handle]
         if episode.is_over or answer.is_over:
@@ -393,7 +384,7 @@ class Episodes:
         results = (
             [*map(self._fitted, answer.results)]
             if self._environments.leads
-            else self._told(episode.parsed, answer.results)
+            else self._visible_results(episode.parsed, answer.results)
         )
         if results is None:
             episode.failure, episode.turn_rewards[-1] = "flood", None
@@ -436,8 +427,12 @@ class Episodes:
         begun = Completion(episode.sequence, "", "aborted")
         self._engine.admit([episode.request], {handle: begun})
 
-    def _told(self, parsed: Sequence[Parsed], answered: Sequence[Result]) -> list[Result] | None:
-        """What the model is told of each call; None where the environment answered others."""
+    def _visible_results(
+        self, parsed: Sequence[Parsed], answered: Sequence[Result]
+    ) -> list[Result] | None:
+        """The result of each call that the model sees; None where the environment answered other
+        calls.
+        """
         if sum(not isinstance(one, MalformedCall) for one in parsed) != len(answered):
             return None
         rest, found = iter(answered), list[Result]()
@@ -491,7 +486,7 @@ class Episodes:
 
 
 def _handles(requests: Sequence[Request]) -> list[list[Handle]]:
-    """As ``engine.submit`` gives them, of samples that begin later."""
+    """The handles that ``engine.submit`` would give, for samples that begin later."""
     return [
         [Handle(one.prompt.id, one.visit, sample) for sample in range(one.samples)]
         for one in requests

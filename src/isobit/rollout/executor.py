@@ -1,8 +1,10 @@
-"""One step of the engine over a ModelRunner: a forward, then a token for every sample that is up to
-date, known at once.  Sequences of other adapters have a forward of their own in the same step.
+"""The native engine's forwards and draws.
 
-One step of the engine over a PipelineRunner: the host is a step behind the device, and the
-device never waits for it.
+``DirectExecutor``, over a ModelRunner: a forward, then a token for every sample that is up to date,
+known at once. Sequences of other adapters have a forward of their own in the same step.
+
+``PipelinedExecutor``, over a PipelineRunner: the host is a step behind the device, and the device
+never waits for it.
 
     host     plan t, launch t | wait for the tokens of t - 1, let samples end | plan t + 1, launch
     device   [   step t - 1   ][                   step t                     ][    step t + 1 ...
@@ -16,93 +18,160 @@ The host waits for all tokens before samples lose their pages: what is computed 
 tokens that it knows.
 """
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from math import isfinite
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from isobit.memory.cache_size import PageAllocator
-from isobit.rollout.engine import EngineStats, Handle
-from isobit.rollout.runner import (
-    ModelRunner,
-    PendingTokens,
-    PipelineRunner,
+from isobit.rollout.draws import (
     Ready,
-    build_batch,
     distinct_rows,
     draws_of,
     finite_rows,
     non_finite,
     place_of,
-    take_ready,
 )
-from isobit.rollout.scheduler import Plan, Scheduler, by_adapter
+from isobit.rollout.engine_stats import EngineStats
+from isobit.rollout.runner import ModelRunner, PendingTokens, PipelineRunner, build_batch
+from isobit.rollout.scheduler import Plan, by_adapter
 from isobit.rollout.sequence import Sample, States
 from isobit.util.errors import NonFiniteError
 
+PATIENCE = 8
+"""Steps for which prompts wait for others where decoding is a captured graph (``Scheduler``)."""
 
-class DirectExecutor:
-    """Carries out plans and waits for every result: no token is ever in flight."""
+Runner = TypeVar("Runner", ModelRunner, PipelineRunner)
+Computed = list[tuple[Plan, States, Sequence[int]]]
+"""Parts of a plan, the states of their tokens after a forward, and for each sequence the row of its
+last token among these (``take_ready``).
+"""
 
-    def __init__(self, runner: ModelRunner, stats: EngineStats) -> None:
-        self._runner = runner
+
+class Executor(ABC, Generic[Runner]):
+    """Carries out plans on a runner, which is given back with ``release`` and made again when it is
+    needed next.
+    """
+
+    patience = 0
+    """Steps for which prompts wait for others (``Scheduler``)."""
+
+    def __init__(
+        self, runner: Runner, make_runner: Callable[[], Runner], stats: EngineStats
+    ) -> None:
+        self._runner: Runner | None = runner
+        self._make_runner = make_runner
+        self._version = runner.version
         self.stats = stats
 
+    @property
+    def runner(self) -> Runner:
+        """The runner; made now, with an empty cache, if it was given back."""
+        if self._runner is None:
+            self._runner = self._make_runner()
+            self._version = self._runner.version
+        return self._runner
+
+    def release(self) -> None:
+        """Give the runner and its cache back, which nobody uses."""
+        self._runner = None
+
+    def clear(self) -> None:
+        """Forget all samples and everything in the cache, after an error."""
+        if self._runner is not None:
+            self._runner.clear()
+
+    def take_weights(self) -> bool:
+        """Compute with the newest weights from now on; whether they are others, so that K and V in
+        the cache are worthless.
+        """
+        if self._runner is None or self._runner.version == self._version:
+            return False
+        self._version = self._runner.version
+        return True
+
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """As the runner does it."""
-        self._runner.copy_pages(sources, targets)
+        """Copy the K and V of pages in all layers."""
+        self.runner.copy_pages(sources, targets)
 
     def clear_pages(self, pages: list[int]) -> None:
-        """As the runner does it."""
-        self._runner.clear_pages(pages)
+        """Set the K and V of pages to zero in all layers."""
+        self.runner.clear_pages(pages)
+
+    @property
+    @abstractmethod
+    def is_pending(self) -> bool:
+        """Whether tokens of an earlier step are in flight."""
+
+    @abstractmethod
+    def settle(self) -> bool:
+        """Accept all tokens that are in flight; False if there are none."""
+
+    @abstractmethod
+    def forget(self, samples: Sequence[Sample]) -> None:
+        """These samples have ended, or have lost their pages."""
+
+    @abstractmethod
+    def forward(self, plan: Plan) -> Computed | None:
+        """Put the tokens of a plan through the model; None where weights were published meanwhile:
+        the result belongs to no version of them.
+        """
+
+    @abstractmethod
+    def draw(self, ready: Ready) -> None:
+        """Draw the next tokens of samples, after ``forward``."""
+
+
+def executor_of(
+    make_runner: Callable[[], ModelRunner | PipelineRunner], stats: EngineStats
+) -> "DirectExecutor | PipelinedExecutor":
+    """The executor for the runner that is made."""
+    runner = make_runner()
+    if isinstance(runner, PipelineRunner):
+        return PipelinedExecutor(runner, cast(Callable[[], PipelineRunner], make_runner), stats)
+    return DirectExecutor(runner, cast(Callable[[], ModelRunner], make_runner), stats)
+
+
+class DirectExecutor(Executor[ModelRunner]):
+    """Carries out plans and waits for every result: no token is ever in flight."""
+
+    @property
+    def is_pending(self) -> bool:
+        return False
 
     def settle(self) -> bool:
-        """Nothing is in flight."""
         return False
 
     def forget(self, samples: Sequence[Sample]) -> None:
-        """The runner knows no samples."""
+        """Nothing is forgotten: the runner knows no samples."""
 
-    def step(self, scheduler: Scheduler, version: int) -> None:
-        """One forward, and one token for every sample that is up to date then.  Nothing of it
-        counts if weights change meanwhile.
-        """
-        plan = scheduler.plan()
-        decoded: list[tuple[Sample, States]] = []
-        if plan:
-            parts = by_adapter(plan, lambda one: one[0].adapter)
-            found = [
-                self._runner.forward(build_batch(part, self._runner.page_tokens)) for part in parts
-            ]
-            if self._runner.version != version:
-                # published during the forward: its result belongs to no version of the weights
-                return
-            scheduler.advance(plan)
-            for part, states in zip(parts, found, strict=True):
-                ends = torch.tensor([count for _, count in part]).cumsum(0) - 1
-                decoded += take_ready(part, states, ends.tolist())
-        fresh = scheduler.start()
-        assert plan or scheduler.running, "an engine with work to do always finds some"
-        self._draw([*decoded, *fresh], version)
-        scheduler.remove_finished()
+    def forward(self, plan: Plan) -> Computed | None:
+        runner, computed = self.runner, Computed()
+        for part in by_adapter(plan, lambda item: item[0].adapter):
+            states = runner.forward(build_batch(part, runner.page_tokens))
+            ends = torch.tensor([count for _, count in part]).cumsum(0) - 1
+            computed.append((part, states, ends.tolist()))
+        return None if computed and runner.version != self._version else computed
 
-    def _draw(self, ready: Ready, version: int) -> None:
+    def draw(self, ready: Ready) -> None:
+        """Draw a token for every sample that is up to date, and accept it."""
         if not ready:
             return
         states, rows = distinct_rows(ready)
-        logits = self._runner.logits(states.hidden)
+        logits = self.runner.logits(states.hidden)
         samples, rows, logits, kept = _with_finite(logits, rows, [sample for sample, _ in ready])
         if not samples:
             return
-        drawn = self._runner.draw(logits, draws_of(rows, samples))
+        drawn = self.runner.draw(logits, draws_of(rows, samples))
         routings: list[int | None] = [None] * len(samples)
         if states.routings is not None:
             routings = states.routings[kept][rows].tolist()
         for sample, token_id, log_prob, routing in zip(
             samples, drawn.tokens.tolist(), drawn.log_probs.tolist(), routings, strict=True
         ):
-            sample.accept(token_id, log_prob, version, routing)
+            sample.accept(token_id, log_prob, self._version, routing)
         if drawn.truncated is not None:
             for sample, log_prob in zip(samples, drawn.truncated.tolist(), strict=True):
                 sample.truncated_log_probs.append(log_prob)
@@ -131,64 +200,66 @@ def _with_finite(
     return [one for one, _ in left], [place for _, place in left], logits[kept], kept
 
 
-class PipelinedExecutor:
+class PipelinedExecutor(Executor[PipelineRunner]):
     """Carries out plans, one step ahead of the tokens that it knows."""
 
-    def __init__(self, runner: PipelineRunner, stats: EngineStats) -> None:
-        self._runner = runner
-        self.stats = stats
-        self._pending: tuple[PendingTokens, int] | None = (
-            None  # of the last step, with the version of its weights
-        )
+    patience = PATIENCE
 
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """As the runner does it."""
-        self._runner.copy_pages(sources, targets)
+    def __init__(
+        self, runner: PipelineRunner, make_runner: Callable[[], PipelineRunner], stats: EngineStats
+    ) -> None:
+        super().__init__(runner, make_runner, stats)
+        self._pending: tuple[PendingTokens, int] | None = None
+        """The tokens of the last step, with the version of its weights."""
+        self._decoded: Sequence[Sample] = ()
+        """The samples that the last ``forward`` decoded."""
+        self._is_launched = False
+        """Whether the last ``forward`` had anything to compute."""
 
-    def clear_pages(self, pages: list[int]) -> None:
-        """As the runner does it."""
-        self._runner.clear_pages(pages)
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None
+
+    def clear(self) -> None:
+        super().clear()
+        self._pending = None
 
     def forget(self, samples: Sequence[Sample]) -> None:
         """The runner can give their places to others."""
-        self._runner.forget(samples)
+        if samples:
+            self.runner.forget(samples)
 
     def settle(self) -> bool:
         """Wait for the last step, if it has not been waited for, and accept its tokens."""
         return self._accept(self._take_pending())
 
-    def step(self, scheduler: Scheduler, version: int) -> None:
-        """Launch one step, then accept the tokens of the one before.  Nothing of this one counts if
-        weights change meanwhile.
+    def forward(self, plan: Plan) -> Computed | None:
+        """Launch a step behind the one whose tokens are in flight."""
+        runner = self.runner
+        self._decoded, chunks = _split(plan)
+        self._is_launched = bool(plan)
+        for samples in by_adapter(self._decoded, lambda sample: sample.adapter):
+            runner.decode(samples)
+        parts = by_adapter(chunks, lambda item: item[0].adapter)
+        computed: Computed = [(part, runner.prefill(part), range(len(part))) for part in parts]
+        if runner.version == self._version:
+            return computed
+        dropped = runner.end_step()  # its tokens belong to no version of the weights
+        self.settle()  # those of the step before do
+        dropped.wait()
+        return None
+
+    def draw(self, ready: Ready) -> None:
+        """Draw a token for every sample that is up to date, then accept the tokens of the step
+        before.
         """
-        plan = scheduler.plan()
-        samples, chunks = _split(plan)
-        for part in by_adapter(samples, lambda one: one.adapter):
-            self._runner.decode(part)
-        parts = by_adapter(chunks, lambda one: one[0].adapter)
-        prefilled = [(part, self._runner.prefill(part)) for part in parts]
-        if self._runner.version != version:
-            dropped = (
-                self._runner.end_step()
-            )  # its tokens belong to no version of the weights, those of the one before do
-            self.settle()
-            dropped.wait()
-            return
-        recomputed: list[tuple[Sample, States]] = []
-        if plan:
-            scheduler.advance(plan)
-        for part, states in prefilled:
-            recomputed += take_ready(part, states, range(len(part)))
-        ready = [*recomputed, *scheduler.start()]
         if ready:
-            self._runner.draw(ready)
-        _count_in_flight(samples, ready)
+            self.runner.draw(ready)
+        _count_in_flight(self._decoded, ready)
         before = self._take_pending()
-        assert plan or before or scheduler.running, "an engine with work to do always finds some"
-        if plan or ready:
-            self._pending = self._runner.end_step(), version
+        if self._is_launched or ready:
+            self._pending = self.runner.end_step(), self._version
         self._accept(before)
-        scheduler.remove_finished()
 
     def _take_pending(self) -> tuple[PendingTokens, int] | None:
         pending, self._pending = self._pending, None
@@ -234,94 +305,3 @@ def _count_in_flight(decoded: Sequence[Sample], ready: Ready) -> None:
     for sample, _ in ready:
         sample.in_flight += 1
         sample.on_device = True
-
-
-PATIENCE = 8
-"""Steps for which prompts wait for others where decoding is a captured graph (``Scheduler``)."""
-
-
-class Works:
-    """Books around a runner whose cache nobody uses yet."""
-
-    def __init__(
-        self,
-        runner: ModelRunner | PipelineRunner,
-        num_pages: int,
-        max_sequences: int,
-        max_batched_tokens: int,
-        stats: EngineStats,
-    ) -> None:
-        self.runner = runner
-        self._version = runner.version
-        self._allocator = PageAllocator(num_pages, runner.page_tokens)
-        ahead = isinstance(runner, PipelineRunner)
-        self._executor = (
-            PipelinedExecutor(runner, stats) if ahead else DirectExecutor(runner, stats)
-        )
-        sizes = max_sequences, max_batched_tokens
-        self._scheduler = Scheduler(
-            self._allocator, self._executor, *sizes, stats, PATIENCE if ahead else 0
-        )
-
-    @property
-    def num_running(self) -> int:
-        """Samples that have a place."""
-        return len(self._scheduler.running)
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that nobody holds."""
-        return self._allocator.num_free
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a further sample would soon have a place and pages."""
-        return self._scheduler.has_room
-
-    def count_into(self, stats: EngineStats) -> None:
-        """Fill these counters from now on."""
-        self._executor.stats = self._scheduler.stats = stats
-
-    def add(self, samples: Iterable[Sample]) -> None:
-        """Put samples in line."""
-        self._scheduler.add(samples)
-
-    def remove(self, samples: Sequence[Sample]) -> None:
-        """Take samples out, wherever they stand."""
-        self._scheduler.remove(samples)
-        self._allocator.drop_parked(sample.handle for sample in samples)
-        self._settle_if_done()
-
-    def drop_parked(self, handles: Iterable[Handle]) -> None:
-        """These samples do not come back: forget what their turns have left."""
-        self._allocator.drop_parked(handles)
-
-    def step(self) -> None:
-        """One step with the newest weights."""
-        self.notice_weights()
-        if not self._scheduler.is_done:
-            self._executor.step(self._scheduler, self._version)
-        self._settle_if_done()
-
-    def notice_weights(self) -> None:
-        """If weights were published since the last look, forget the K and V that others made."""
-        if self._version == self.runner.version:
-            return
-        self._version = self.runner.version
-        self._scheduler.stats.weight_changes += not self._scheduler.is_done
-        self.drop_all_pages()
-
-    def drop_all_pages(self) -> None:
-        """Let all samples go back into the line, with their tokens; nothing stays parked."""
-        self._scheduler.drop_all_pages()
-        self._settle_if_done()
-
-    def take_finished(self) -> list[Sample]:
-        """The samples that have finished since the last call."""
-        return self._scheduler.take_finished()
-
-    def _settle_if_done(self) -> None:
-        if self._scheduler.is_done:
-            self._executor.settle()
-            free, pages = self._allocator.num_free, self._allocator.num_pages
-            assert free == pages, "nobody is left to hold a page"

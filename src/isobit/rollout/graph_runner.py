@@ -8,7 +8,7 @@ another capture.  Batches are padded up to a captured size; sizes are captured w
 occur, and so are longer contexts, whose attention runs in more parts.  Where a sample has a filter
 (top-k, top-p, min-p), the graph ends with the logits.
 
-Drawn tokens travel to the host behind the step that made them; ``PendingTokens`` waits for them.
+Drawn tokens travel to the host behind the step that made them; ``TokensInFlight`` waits for them.
 
 What the device itself knows of each running sample: its newest token, its length, its pages, its
 noise key and its temperature.
@@ -36,16 +36,8 @@ from isobit.kernels.operands import DecodeBatch, Drawn, Draws
 from isobit.models.folder import model_needs
 from isobit.models.function import SampledPolicy
 from isobit.parallel.world import Pulse
-from isobit.rollout.runner import (
-    DrawnToken,
-    Ready,
-    build_batch,
-    distinct_rows,
-    draws_of,
-    empty_cache,
-    rollout_states,
-    truncates,
-)
+from isobit.rollout.draws import Ready, distinct_rows, draws_of, truncates
+from isobit.rollout.runner import DrawnToken, build_batch, empty_cache, rollout_states
 from isobit.rollout.scheduler import Plan
 from isobit.rollout.sequence import Sample, States
 from isobit.util.errors import ConfigError
@@ -166,7 +158,7 @@ again, but compiles nothing.
 
 @dataclass(frozen=True, slots=True)
 class DrawnFor:
-    """What was drawn for samples."""
+    """Tokens drawn for samples."""
 
     samples: Sequence[Sample]
     drawn: Drawn
@@ -174,8 +166,8 @@ class DrawnFor:
     """int64 [N], of the rows that they were drawn from; None for a model without experts."""
 
 
-class PendingTokens:
-    """What a step draws, on its way to the host."""
+class TokensInFlight:
+    """The tokens of one step on their way to the host."""
 
     def __init__(
         self, parts: Sequence[DrawnFor], backend: Backend, pulse: Pulse | None = None
@@ -198,7 +190,7 @@ class PendingTokens:
         self._arriving = backend.to_host([torch.cat(column) for column in columns.values()])
 
     def wait(self) -> list[DrawnToken]:
-        """In the order of the draws."""
+        """Wait for the tokens; they come in the order of the draws."""
         # also where nothing was drawn, so that the host is never more than a step ahead
         with nullcontext() if self._pulse is None else self._pulse.waiting("tokens"):
             arrived = [tensor.tolist() for tensor in self._arriving.wait()]
@@ -225,7 +217,7 @@ class PendingTokens:
 
 @dataclass(frozen=True, slots=True)
 class _StepKey:
-    """What a captured step is made for."""
+    """The key of a captured step."""
 
     size: int
     """Rows."""
@@ -234,7 +226,7 @@ class _StepKey:
     filtered: bool
     """Whether the draw is left to the host: it ends with the logits."""
     adapter: str | None
-    """Whose weights it reads."""
+    """The adapter whose weights it reads; None for the policy's."""
 
 
 class GraphRunner:
@@ -310,11 +302,11 @@ class GraphRunner:
             routings = routings.index_select(0, self._backend.to_device(torch.tensor(rows)))
         self._drawn.append(DrawnFor(samples, drawn, routings))
 
-    def end_step(self) -> PendingTokens:
+    def end_step(self) -> TokensInFlight:
         """Everything drawn since the last call."""
         drawn, self._drawn = self._drawn, []
         world = self._policy.weights("rollout").tensor_parallel.world
-        return PendingTokens(drawn, self._backend, world.pulse if world.size > 1 else None)
+        return TokensInFlight(drawn, self._backend, world.pulse if world.size > 1 else None)
 
     def forget(self, samples: Sequence[Sample]) -> None:
         """These samples have left."""

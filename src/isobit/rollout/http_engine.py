@@ -26,11 +26,11 @@ from isobit.config.rollout import RunRolloutConfig
 from isobit.models.function import LogProbFunction, function_of
 from isobit.models.policy import Policy
 from isobit.models.weight_deltas import SentWeights
-from isobit.rollout.answers import Drawn, UnavailableError
-from isobit.rollout.engine import Handle, Limits
-from isobit.rollout.remote_samples import SampleBooks
+from isobit.rollout.answers import DrawnSample, UnavailableError
+from isobit.rollout.remote_samples import RemoteSamples
+from isobit.rollout.requests import EngineLimits, Handle
 from isobit.rollout.sequence import Sample
-from isobit.rollout.servers import PROTOCOL, Asked, Board, Server, Weights
+from isobit.rollout.servers import PROTOCOL, AskedSamples, NewsBoard, Server, VersionedWeights
 from isobit.util.errors import ConfigError, ServerError, shown
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ _TICK_S = 0.1
 
 
 def described(policy: Policy, bits: Mapping[str, str]) -> dict[str, Any]:
-    """What a server must have in common with the run, as it comes out of JSON; ``bits`` is the
-    class of the run's machine (``isobit.store.class_of_bits``).
+    """The description of a run that a server must share, as it comes out of JSON; ``bits`` is the
+    class of the run's machine (``isobit.store.manifest``).
     """
     graph = policy.flow.graph("rollout")
     value = {
@@ -58,7 +58,7 @@ def described(policy: Policy, bits: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Load:
-    """What a server has to do."""
+    """The work that a server has to do."""
 
     samples: int = 0
     tokens: int = 0
@@ -69,7 +69,7 @@ class Load:
         self.tokens += sign * sample.max_length
 
 
-class HttpEngine(SampleBooks):
+class HttpEngine(RemoteSamples):
     """Draws samples with servers elsewhere, which hold the current weights of a policy
     (``RolloutEngine``).
 
@@ -97,12 +97,12 @@ class HttpEngine(SampleBooks):
         bits: Mapping[str, str],
     ) -> None:
         self._policy, self._patience_s = policy, config.servers_timeout_s
-        self._board = Board(self._patience_s, policy.config.num_drawn)
+        self._board = NewsBoard(self._patience_s, policy.config.num_drawn)
         self._servers = self._reach(config.servers, key, bits)
         self._loads = {server: Load() for server in self._servers}
         notes = self._check_servers()
         sizes = [one.sizes for one in self._servers if one.sizes]
-        limits = Limits(
+        limits = EngineLimits(
             min(one.get("context", policy.config.max_positions) for one in sizes),
             policy.config.vocab_size,
             min(one["pages"] for one in sizes),
@@ -112,10 +112,10 @@ class HttpEngine(SampleBooks):
         super().__init__(limits, seed, tokenizer)
         self._notes += notes
         self._there: dict[int, tuple[Sample, Server]] = {}
-        """Those that a server has, by the numbers that they have there."""
+        """Samples that a server has, by the numbers that they have there."""
         self._number_of: dict[Handle, int] = {}
         self._numbered = 0
-        self._weights: Weights | None = None
+        self._weights: VersionedWeights | None = None
         self._heard_at = monotonic()
         weakref.finalize(self, self._board.close)
         for server in self._servers:
@@ -161,8 +161,8 @@ class HttpEngine(SampleBooks):
         """The command that starts a server."""
         return "isobit serve MODEL --api-key env:NAME --allow-weight-updates DIR"
 
-    def _take_published(self) -> Weights:
-        """What was published last, as servers get it."""
+    def _take_published(self) -> VersionedWeights:
+        """The weights published last, as servers get them."""
         assert self._weights is None or isinstance(self._weights, SentWeights)
         return SentWeights.of(self._policy, self._weights)
 
@@ -234,7 +234,7 @@ class HttpEngine(SampleBooks):
         self._note_update(weights, up, seconds)
         self._count_update(seconds, is_first=before is None)
 
-    def _note_update(self, weights: Weights, up: int, seconds: float) -> None:
+    def _note_update(self, weights: VersionedWeights, up: int, seconds: float) -> None:
         sent = [size for server in self._servers for _, size, _ in server.pushed]
         self._notes.append(
             f"weights of version {weights.version}: {up} of {len(self._servers)} servers have "
@@ -267,7 +267,7 @@ class HttpEngine(SampleBooks):
         most = min(server.sizes["places"], server.sizes["running"] * 5 // 4 + 1)
         return most - self._loads[server].samples
 
-    def _asked(self, samples: Sequence[Sample], server: Server) -> Asked:
+    def _asked(self, samples: Sequence[Sample], server: Server) -> AskedSamples:
         first, sampling = samples[0], samples[0].prompt.request.sampling
         numbers = range(self._numbered + 1, self._numbered + 1 + len(samples))
         self._numbered += len(samples)
@@ -285,7 +285,7 @@ class HttpEngine(SampleBooks):
             "min_p": sampling.min_p,
             "stop_token_ids": list(sampling.stop_token_ids),
         }
-        return Asked(tuple(first.tokens), numbers, [one.key for one in samples], asked)
+        return AskedSamples(tuple(first.tokens), numbers, [one.key for one in samples], asked)
 
     def _hear(self, draws: bool = False) -> None:
         """Take in the servers' news; ``draws`` says whether those that are up should draw."""
@@ -295,8 +295,8 @@ class HttpEngine(SampleBooks):
             self._notes += [] if news.note is None else [news.note]
             for number in news.lost:
                 self._forget(number)
-            for told in news.samples:
-                self._accept(told)
+            for drawn in news.samples:
+                self._accept(drawn)
         with self._board.changed:
             is_up = any(one.is_up for one in self._servers)
         if (draws or not is_up) and monotonic() - self._heard_at > self._patience_s:
@@ -307,29 +307,29 @@ class HttpEngine(SampleBooks):
                 "again, and go on with --resume"
             )
 
-    def _accept(self, told: Drawn) -> None:
+    def _accept(self, drawn: DrawnSample) -> None:
         """Append what a server drew for one sample, up to what ends it here.  Raises ServerError
         for columns that the sample needs and has not, and for an end that is none.
         """
-        if (found := self._there.get(told.number)) is None:
+        if (found := self._there.get(drawn.number)) is None:
             return  # aborted, or with another server
         sample, server = found
         assert self._weights is not None
-        self._check_columns(sample, server, told)
-        if told.token_ids:
+        self._check_columns(sample, server, drawn)
+        if drawn.token_ids:
             self._heard_at = monotonic()
-        truncated, routings = told.truncated_log_probs, told.routings
-        for at, token in enumerate(told.token_ids):
+        truncated, routings = drawn.truncated_log_probs, drawn.routings
+        for at, token in enumerate(drawn.token_ids):
             version = self._weights.version
-            self._append(sample, token, told.log_probs[at], version, server.url)
+            self._append(sample, token, drawn.log_probs[at], version, server.url)
             sample.routings += routings[at : at + 1]
             sample.truncated_log_probs += truncated[at : at + 1]
             if sample.finish_reason is not None:
                 break
-        reason = told.finish_reason
+        reason = drawn.finish_reason
         if sample.finish_reason is not None:
             if reason is not None:
-                self._forget(told.number)
+                self._forget(drawn.number)
             self._end(sample)
         elif reason is not None:
             raise ServerError(
@@ -338,14 +338,18 @@ class HttpEngine(SampleBooks):
                 "none here"
             )
 
-    def _check_columns(self, sample: Sample, server: Server, told: Drawn) -> None:
+    def _check_columns(self, sample: Sample, server: Server, drawn: DrawnSample) -> None:
         truncates = sample.prompt.request.sampling.truncates
         routes = self.tells_routings and self._policy.config.experts is not None
         for is_needed, column, what in (
-            (truncates, told.truncated_log_probs, "truncated_log_probs, which its filters ask for"),
-            (routes, told.routings, "routings, which a mixture of experts has"),
+            (
+                truncates,
+                drawn.truncated_log_probs,
+                "truncated_log_probs, which its filters ask for",
+            ),
+            (routes, drawn.routings, "routings, which a mixture of experts has"),
         ):
-            if is_needed and len(column) != len(told.token_ids):
+            if is_needed and len(column) != len(drawn.token_ids):
                 raise ServerError(
                     f"{server.url} has drawn tokens for prompt {sample.handle.prompt_id!r} without "
                     f"{what}; take it out of rollout.servers and go on with --resume"
@@ -376,6 +380,6 @@ class HttpEngine(SampleBooks):
 
 
 def _start(sample: Sample) -> tuple[int, int]:
-    """What samples have in common that start from the same tokens."""
+    """A key that samples share which start from the same tokens."""
     is_fresh = len(sample.tokens) == len(sample.prompt.tokens)
     return id(sample.prompt), -1 if is_fresh else sample.handle.sample

@@ -1,11 +1,14 @@
 """The native engine: continuous batching over a paged KV cache, one forward a step over whatever is
 there to do (a ``RolloutEngine``).
 
-A step takes the scheduler's plan (decoding samples, chunks of prompts), puts its tokens through the
-model, draws a token for every sample whose last token is now in the cache, and lets finished
-samples go.  Either it waits for the tokens (``executor``), or it learns them while the device
-computes the next step (``pipeline``): what runs the model says which.  New samples join as soon as
-their prompt is there and leave their place when they end; nobody waits for a batch to finish.
+    schedule   the scheduler's plan: decoding samples, chunks of prompts
+    forward    its tokens go through the model
+    draw       a token for every sample whose last token is now in the cache
+
+Then finished samples go.  Either a step waits for its tokens, or the host learns them while the
+device computes the next step: what runs the model says which (``isobit.rollout.executor``).  New
+samples join as soon as their prompt is there and leave their place when they end; nobody waits for
+a batch to finish.
 
 What a sample's tokens and log-probabilities are does not depend on any of that: rows of a forward
 do not see each other, noise is keyed by the sample, and K and V computed again have the bits they
@@ -17,7 +20,8 @@ the version with that of the pages, and recomputes those if they differ.
 
 Everything that can be known to fail is refused before it is taken on, with the numbers: every
 sequence of an accepted request can run to its full length alone in the cache, which is why the
-scheduler never gets stuck.  A runner, its cache and their books can be given back and made again.
+scheduler never gets stuck.  The runner and its cache can be given back; the next step makes them
+again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,32 +32,37 @@ from typing import TYPE_CHECKING, Any
 
 from isobit.config.rollout import RolloutConfig
 from isobit.memory.cache_size import (
+    PageAllocator,
     batched_tokens,
     choose_num_pages,
     out_of_memory_named,
 )
 from isobit.models.function import LogProbFunction, SampledPolicy, function_of
+from isobit.precision.kv_scales import KvScales
 from isobit.records.text import Completion
-from isobit.rollout.engine import (
-    EngineStats,
-    Follow,
-    Handle,
-    Limits,
-    Request,
-    SampleEvent,
-    check_calibrated,
-    check_limits,
-    parted,
-    requests_of,
-)
-from isobit.rollout.executor import Works
+from isobit.rollout.draws import take_ready
+from isobit.rollout.engine import Follow, SampleEvent, parted
+from isobit.rollout.engine_stats import EngineStats
+from isobit.rollout.executor import executor_of
 from isobit.rollout.graph_runner import GraphRunner
+from isobit.rollout.requests import EngineLimits, Handle, Request, check_limits, requests_of
 from isobit.rollout.runner import ModelRunner, PipelineRunner, PolicyRunner
-from isobit.rollout.sequence import GrowingText, Sample, SharedPrompt
+from isobit.rollout.scheduler import Scheduler
+from isobit.rollout.sequence import Sample, SharedPrompt
 from isobit.util.errors import DataError, IsobitError, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+from isobit.rollout.sample_stream import SampleStream
+
+
+def _check_calibrated(scales: KvScales | None) -> None:
+    """Raises RequestError where a flow has scales of Q, K and V a tensor and none are set yet."""
+    if scales is not None and not scales.is_set:
+        raise RequestError(
+            'precision.kv_scales is "per_tensor", and no scale is set yet: call '
+            "isobit.calibrate_kv_scales(policy, prompts, tokens_per_batch) first"
+        )
 
 
 class NativeEngine:
@@ -84,43 +93,39 @@ class NativeEngine:
         self._batched_tokens = batched_tokens(config, policy.backend.sizes)
         self._tokenizer = tokenizer
         self._seed = seed
-        self._make_runner = partial(
-            make_runner or partial(_default_runner, max_sequences=config.max_sequences),
-            policy,
-            num_pages,
-        )
+        make_runner = make_runner or partial(_default_runner, max_sequences=config.max_sequences)
         self._live: dict[Handle, Sample] = {}
         """In the order of arrival."""
         self._streams: dict[Handle, SampleStream] = {}
         self._events: list[SampleEvent] = []
-        """What the next step has to tell."""
+        """Events that the next step returns."""
         self._failed: dict[Handle, IsobitError] = {}
         """The samples that have failed alone since the last step."""
         with out_of_memory_named(self._policy.backend.memory):
-            runner = self._make_runner()
-        self._limits = Limits(
+            self._executor = executor_of(partial(make_runner, policy, num_pages), self.stats)
+        self._limits = EngineLimits(
             policy.config.max_positions,
             policy.config.vocab_size,
             num_pages,
-            runner.page_tokens,
+            self._executor.runner.page_tokens,
             tokenizer is not None,
         )
-        self._works: Works | None = self._assemble(runner)
+        self._allocator, self._scheduler = self._empty_cache()
 
     @property
     def function(self) -> LogProbFunction:
-        """What the recorded log-probabilities are values of."""
+        """The function whose values the recorded log-probabilities are."""
         return function_of(self._policy, "rollout")
 
     @property
-    def limits(self) -> Limits:
-        """What the model and the cache can take."""
+    def limits(self) -> EngineLimits:
+        """The limits of the model and the cache."""
         return self._limits
 
     @property
     def free_pages(self) -> int:
-        """Pages of the cache that nobody holds: all, where it has been given back."""
-        return works.free_pages if (works := self._works) else self._limits.num_pages
+        """Pages of the cache that nobody holds."""
+        return self._allocator.num_free
 
     @property
     def num_live(self) -> int:
@@ -130,14 +135,12 @@ class NativeEngine:
     @property
     def num_running(self) -> int:
         """Samples that hold a place; the other live ones wait in line."""
-        return 0 if self._works is None else self._works.num_running
+        return len(self._scheduler.running)
 
     @property
     def has_room(self) -> bool:
-        """Whether a further sample would soon have a place and pages; of an engine that has given
-        them back, whether nobody waits for them.
-        """
-        return not self._live if self._works is None else self._works.has_room
+        """Whether a further sample would soon have a place and pages."""
+        return self._scheduler.has_room
 
     def figures(self) -> dict[str, Any]:
         """The pages of the cache and their tokens."""
@@ -157,11 +160,11 @@ class NativeEngine:
         """Take on requests; a handle for each sample, in their order.  Nothing runs before a step.
 
         Raises:
-            RequestError: as ``check`` and ``check_calibrated`` do, and where text is to be followed
-                without a tokenizer; then none of them is taken on.
+            RequestError: as ``check`` does, where scales of Q, K and V are missing, and where text
+                is to be followed without a tokenizer; then none of them is taken on.
         """
         self.check(requests)
-        check_calibrated(self._policy.weights("rollout").kv_scales)
+        _check_calibrated(self._policy.weights("rollout").kv_scales)
         if follow == "text" and self._tokenizer is None:
             raise RequestError(
                 "the text of samples cannot be followed: this engine has no tokenizer; follow "
@@ -175,8 +178,7 @@ class NativeEngine:
         if follow != "end":
             tokenizer = self._tokenizer if follow == "text" else None
             self._streams.update((s.handle, SampleStream(s, tokenizer)) for s in samples)
-        if self._works is not None:
-            self._works.add(samples)
+        self._scheduler.add(samples)
         return [[sample.handle for sample in group] for group in groups]
 
     def step(self) -> list[SampleEvent]:
@@ -193,9 +195,11 @@ class NativeEngine:
         """
         if self._live:
             with self._all_or_nothing():
-                works = self._open()
-                works.step()
-                self._collect(works)
+                self._notice_weights()
+                if not self._scheduler.is_done:
+                    self._step()
+                self._settle_if_done()
+                self._collect()
             self.stats.seconds = perf_counter() - self._started_at
         if self._failed:
             failed, self._failed = self._failed, {}
@@ -205,26 +209,39 @@ class NativeEngine:
         events, self._events = self._events, []
         return events
 
+    def _step(self) -> None:
+        """Schedule, forward, draw.  Nothing of it counts if weights change meanwhile."""
+        plan = self._scheduler.plan()
+        computed = self._executor.forward(plan)
+        if computed is None:
+            return
+        if plan:
+            self._scheduler.advance(plan)
+        known = [ready for chunk in computed for ready in take_ready(*chunk)]
+        ready = [*known, *self._scheduler.start()]
+        is_busy = plan or self._scheduler.running or self._executor.is_pending
+        assert is_busy, "an engine with work to do always finds some"
+        self._executor.draw(ready)
+        self._scheduler.remove_finished()
+
     def abort(self, handles: Iterable[Handle]) -> list[SampleEvent]:
         """End samples where they stand, with the tokens so far; one that is in flight is dropped.
 
-        Of what has ended already and been told of, the pages are no longer parked.
+        Also frees the parked pages of samples that have already ended.
         """
         asked = set(handles)
         with self._all_or_nothing():
             leaving = [sample for handle, sample in self._live.items() if handle in asked]
             for sample in leaving:
                 sample.finish_reason = "aborted"
-            if self._works is not None and leaving:
-                self._works.remove(leaving)
-            if self._works is not None:
-                self._works.drop_parked(asked)
+            self._remove(leaving)
+            self._allocator.drop_parked(asked)
             for sample in leaving:
                 self._end(sample)
         for handle in asked:
             self._failed.pop(handle, None)
-        told, self._events = parted(self._events, asked)
-        return told
+        events_of_asked, self._events = parted(self._events, asked)
+        return events_of_asked
 
     def num_drawn(self, handle: Handle) -> int:
         """Tokens that a live sample has drawn."""
@@ -244,14 +261,14 @@ class NativeEngine:
                 del self._live[sample.handle]
                 self._streams.pop(sample.handle, None)
             _, self._events = parted(self._events, half_done)
-            if self._works is not None and leaving:
-                self._works.remove(leaving)
+            self._remove(leaving)
         return half_done
 
     def admit(self, requests: Sequence[Request], half_done: Mapping[Handle, Completion]) -> None:
-        """As the protocol says.  They share the pages of their prompt with those who wait for it.
+        """Take on half-done samples, which share the pages of their prompt with those that wait for
+        it.
 
-        Raises RequestError as it says; then none of them is taken on.
+        Raises RequestError as the protocol says; then none of them is taken on.
         """
         asked = requests_of(half_done, requests, self._live)
         check_limits(list(asked.values()), self._limits)
@@ -270,15 +287,13 @@ class NativeEngine:
             sample.take_up(completion)
             made.append(sample)
         self._live.update((sample.handle, sample) for sample in made)
-        if self._works is not None:
-            self._works.add(made)
+        self._scheduler.add(made)
 
     def take_weights(self) -> None:
         """Look now for a publication, which the next step would notice by itself."""
-        if self._works is not None:
-            with self._all_or_nothing():
-                self._works.notice_weights()
-                self._collect(self._works)
+        with self._all_or_nothing():
+            self._notice_weights()
+            self._collect()
 
     def release(self) -> None:
         """Give the memory of the KV cache and of the captured graphs back to the device until the
@@ -287,13 +302,13 @@ class NativeEngine:
         They are made again at other addresses, with as many pages.  Live samples wait, and compute
         their K and V again.
         """
-        if self._works is None:
-            return
         with self._all_or_nothing():
-            self._works.drop_all_pages()
-            self._collect(self._works)
-            self._works.remove(list(self._live.values()))
-        self._works = None  # the graphs hold addresses of the cache, and go with it
+            self._drop_all_pages()
+            self._collect()
+            self._remove(list(self._live.values()))
+        self._executor.release()  # the graphs hold addresses of the cache, and go with it
+        self._allocator, self._scheduler = self._empty_cache()
+        self._scheduler.add(self._live.values())
         if (memory := self._policy.backend.memory) is not None:
             memory.release_cached()
 
@@ -314,36 +329,61 @@ class NativeEngine:
         return Sample(prompt, index, self._seed, length, self._limits.max_pages, self._tokenizer)
 
     def _prompts_in_line(self) -> dict[tuple[str, int], SharedPrompt]:
-        """Those that samples wait for, by prompt and visit.  A sample that comes later than those
-        who run already brings its prompt again: they have their places in the line, were they to
-        lose their pages, and it has another.
+        """The prompts that samples wait for, by prompt and visit. A sample that comes while others
+        of its prompt run brings the prompt again: these keep their places in the queue, should they
+        lose their pages, and it has a later one.
         """
         prompts = (sample.prompt for sample in self._live.values())
         return {
             (prompt.request.prompt.id, prompt.request.visit): prompt
             for prompt in prompts
-            if prompt.waiting or self._works is None
+            if prompt.waiting
         }
 
-    def _open(self) -> Works:
-        """What runs the model; made now, with all live samples in line, if it was given back."""
-        if self._works is None:
-            self._works = self._assemble(self._make_runner())
-            self._works.add(self._live.values())
-        return self._works
+    def _empty_cache(self) -> tuple[PageAllocator, Scheduler]:
+        """The pages of a cache that nobody uses yet, and their scheduler."""
+        allocator = PageAllocator(self._limits.num_pages, self._limits.page_tokens)
+        scheduler = Scheduler(
+            allocator,
+            self._executor,
+            self.max_sequences,
+            self._batched_tokens,
+            self.stats,
+            self._executor.patience,
+        )
+        return allocator, scheduler
 
-    def _assemble(self, runner: ModelRunner | PipelineRunner) -> Works:
-        num_pages = self._limits.num_pages
-        return Works(runner, num_pages, self.max_sequences, self._batched_tokens, self.stats)
+    def _remove(self, samples: Sequence[Sample]) -> None:
+        """Take samples out, wherever they stand."""
+        if samples:
+            self._scheduler.remove(samples)
+            self._allocator.drop_parked(sample.handle for sample in samples)
+            self._settle_if_done()
+
+    def _notice_weights(self) -> None:
+        """If weights were published since the last look, forget the K and V that others made."""
+        if self._executor.take_weights():
+            self.stats.weight_changes += not self._scheduler.is_done
+            self._drop_all_pages()
+
+    def _drop_all_pages(self) -> None:
+        """Let all samples go back into the line, with their tokens; nothing stays parked."""
+        self._scheduler.drop_all_pages()
+        self._settle_if_done()
+
+    def _settle_if_done(self) -> None:
+        if self._scheduler.is_done:
+            self._executor.settle()
+            free, pages = self._allocator.num_free, self._allocator.num_pages
+            assert free == pages, "nobody is left to hold a page"
 
     def _begin_period(self) -> None:
         self.stats, self._started_at = EngineStats(), perf_counter()
-        if self._works is not None:
-            self._works.count_into(self.stats)
+        self._executor.stats = self._scheduler.stats = self.stats
 
-    def _collect(self, works: Works) -> None:
+    def _collect(self) -> None:
         """Note what happened to the samples."""
-        for sample in works.take_finished():
+        for sample in self._scheduler.take_finished():
             self._end(sample)
         for handle, stream in list(self._streams.items()):
             try:
@@ -351,7 +391,7 @@ class NativeEngine:
             except DataError as error:
                 sample = self._live[handle]
                 sample.fail(error)
-                works.remove([sample])
+                self._remove([sample])
                 self._end(sample)
                 continue
             if event is not None:
@@ -373,97 +413,24 @@ class NativeEngine:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """After an error nobody is live: samples are left half done, and a NaN left in a page would
-        poison whoever is given the page next.
+        """Start over after an error, with no sample live: samples are left half done, and a NaN in
+        a page would reach the sample that is given the page next.
         """
         try:
             with out_of_memory_named(self._policy.backend.memory):
                 yield
         except BaseException:
             self._live, self._streams, self._events, self._failed = {}, {}, [], {}
-            works, self._works = self._works, None
-            if works is not None:
-                works.runner.clear()
-                self._works = self._assemble(works.runner)
+            self._executor.clear()
+            self._allocator, self._scheduler = self._empty_cache()
             raise
 
 
 def _default_runner(
     policy: SampledPolicy, num_pages: int, max_sequences: int
 ) -> ModelRunner | PipelineRunner:
-    """What keeps the policy's device busy: the host a step behind an asynchronous one."""
+    """The runner that keeps the policy's device busy: on an asynchronous one the host stays a step
+    behind."""
     if policy.backend.is_asynchronous:
         return GraphRunner(policy, num_pages, max_sequences)
     return PolicyRunner(policy, num_pages)
-
-
-class SampleStream:
-    """Follows one sample; with a tokenizer its text, too."""
-
-    def __init__(self, sample: Sample, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-        self._sample = sample
-        self._told = 0  # tokens
-        sampling = sample.prompt.request.sampling
-        self._text = (
-            None
-            if tokenizer is None
-            else GrowingAnswer(tokenizer, sampling.stop_strings, sampling.special_tokens)
-        )
-
-    def event(self, completion: Completion | None = None) -> SampleEvent | None:
-        """What is new, or None; ``completion`` once the sample has ended."""
-        sample, told = self._sample, self._told
-        if completion is None and len(sample.log_probs) == told:
-            return None
-        token_ids = tuple(sample.tokens[len(sample.prompt.tokens) + told :])
-        self._told = len(sample.log_probs)
-        text = ""
-        if self._text is not None:
-            text = self._text.rest(completion.text) if completion else self._text.feed(token_ids)
-        truncates = sample.prompt.request.sampling.truncates
-        truncated = sample.truncated_log_probs[told:] if truncates else ()
-        log_probs, routings = tuple(sample.log_probs[told:]), tuple(sample.routings[told:])
-        columns = log_probs, tuple(truncated), routings
-        return SampleEvent(sample.handle, token_ids, *columns, text, completion)
-
-
-class GrowingAnswer:
-    """The text of a sample as far as it is sure."""
-
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        stop_strings: Sequence[str],
-        special: bool = False,
-    ) -> None:
-        self._text = GrowingText(tokenizer, special)
-        self._stop_strings = stop_strings
-        self._held = ""
-        self._told = 0  # characters
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens, none of which ended the sample; the text that is sure now."""
-        for token_id in token_ids:
-            new, complete = self._text.feed(token_id)
-            if complete:
-                self._held += new
-        sure = len(self._held) - self._possible_stop()
-        told, self._held = self._held[:sure], self._held[sure:]
-        self._told += len(told)
-        return told
-
-    def rest(self, text: str) -> str:
-        """What of the final ``text`` has not been told."""
-        return text[self._told :]
-
-    def _possible_stop(self) -> int:
-        """The longest end of the held text with which a stop string begins, in characters."""
-        return max(
-            (
-                length
-                for stop in self._stop_strings
-                for length in range(1, min(len(stop), len(self._held)) + 1)
-                if self._held.endswith(stop[:length])
-            ),
-            default=0,
-        )

@@ -1,8 +1,8 @@
-"""Books of samples that another program draws (``isobit.rollout.vllm_engine``,
-``isobit.rollout.http_engine``): who is live, what was drawn, and what is told of it.
+"""Samples that another program draws (``isobit.rollout.vllm_engine``,
+``isobit.rollout.http_engine``): which are live, what was drawn, and the events of it.
 
-Stop strings, episodes and half-done samples are those of the native engine, since a sample keeps
-its books as there (``isobit.rollout.sequence``).  A log-probability that is none ends all.
+Stop strings, episodes and half-done samples are those of the native engine, since a sample is the
+same object as there (``isobit.rollout.sequence``).  A log-probability that is not finite ends all.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,17 +11,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from isobit.records.text import Completion
-from isobit.rollout.engine import (
-    EngineStats,
-    Follow,
-    Handle,
-    Limits,
-    Request,
-    SampleEvent,
-    check_limits,
-    parted,
-    requests_of,
-)
+from isobit.rollout.engine import Follow, SampleEvent, parted
+from isobit.rollout.engine_stats import EngineStats
+from isobit.rollout.requests import EngineLimits, Handle, Request, check_limits, requests_of
 from isobit.rollout.sequence import Sample, SharedPrompt
 from isobit.util.errors import NonFiniteError, RequestError
 
@@ -29,14 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class SampleBooks:
-    """The samples of an engine whose tokens another program draws, and what is told of them: most
-    of a ``RolloutEngine``.  An engine says how samples get there (``_draw``) and away from there
-    (``_let_go``).
+class RemoteSamples:
+    """The samples of an engine whose tokens another program draws: most of a ``RolloutEngine``.  An
+    engine defines how samples are drawn there (``_draw``) and ended there (``_let_go``).
     """
 
     def __init__(
-        self, limits: Limits, seed: int, tokenizer: "PreTrainedTokenizerBase | None"
+        self, limits: EngineLimits, seed: int, tokenizer: "PreTrainedTokenizerBase | None"
     ) -> None:
         self._limits, self._seed, self._tokenizer = limits, seed, tokenizer
         self.stats, self._started_at = EngineStats(), perf_counter()
@@ -67,7 +58,7 @@ class SampleBooks:
         return len(self._live)
 
     def notes(self) -> list[str]:
-        """What became of weights, and of servers, since the last call."""
+        """Lines about weights and servers since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
@@ -76,7 +67,7 @@ class SampleBooks:
         self._check(requests, self._live)
 
     def submit(self, requests: Sequence[Request], follow: Follow = "end") -> list[list[Handle]]:
-        """As the protocol says, with samples that are followed to their end."""
+        """Take on requests, whose samples are followed to their end alone."""
         self.check(requests)
         if follow != "end":
             raise RequestError("samples that others draw are followed to their end alone")
@@ -90,7 +81,9 @@ class SampleBooks:
         return [[sample.handle for sample in group] for group in groups]
 
     def step(self) -> list[SampleEvent]:
-        """As the protocol says.  Raises NonFiniteError for a log-probability that is none."""
+        """Have tokens drawn, and return what has ended. Raises NonFiniteError for a log-probability
+        that is not finite.
+        """
         if self._live:
             with self._all_or_nothing():
                 self._draw()
@@ -103,8 +96,8 @@ class SampleBooks:
         asked = set(handles)
         for sample in self._leaving(asked):
             self._end(sample)
-        told, self._events = parted(self._events, asked)
-        return told
+        events_of_asked, self._events = parted(self._events, asked)
+        return events_of_asked
 
     def num_drawn(self, handle: Handle) -> int:
         """Tokens that a live sample has drawn, as far as they were heard of."""
@@ -175,7 +168,7 @@ class SampleBooks:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """After an error nobody is live."""
+        """Start over after an error, with no sample live."""
         try:
             yield
         except BaseException:

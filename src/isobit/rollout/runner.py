@@ -1,21 +1,10 @@
 """The engine's only view of the model, in two forms, each with its KV cache.
 
-``ModelRunner`` gives back what it computes: states of tokens, logits.  ``PipelineRunner`` draws
+``ModelRunner`` gives back what it computes: states of tokens, logits. ``PipelineRunner`` draws
 tokens itself and goes on from them, so that the host learns of them while the device computes the
-next.  ``PolicyRunner`` is the policy's rollout side as a ModelRunner;
-``isobit.rollout.graph_runner`` is the other one, for an asynchronous device.  The tests'
-models stand in the same places.
-
-From a plan to the tensors of one ragged forward.
-
-After a forward: which samples have all their tokens in the cache, and the states that
-their next ones are drawn from.
-
-What the next tokens of samples are drawn with, and the check of the logits that they come from.
-
-Rows and samples are not one to one: the samples of a prompt draw their first tokens from one row,
-each with its own noise.  Every step works row by row, so a token and its log-probability do not
-depend on what else is drawn with it.
+next. ``PolicyRunner`` is the policy's rollout side as a ModelRunner;
+``isobit.rollout.graph_runner`` is the other one, for an asynchronous device. The tests' models
+stand in the same places.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,13 +19,12 @@ from isobit.kernels.operands import Attend, Drawn, Draws, KvCache, PagedBatch
 from isobit.memory.cache_size import pages_for
 from isobit.models.function import SampledPolicy
 from isobit.rollout.scheduler import Plan
-from isobit.rollout.sequence import Sample, SharedPrompt, States
-from isobit.util.errors import NonFiniteError
+from isobit.rollout.sequence import Sample, States
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """What the model reads: T new tokens of B sequences laid end to end."""
+    """The input of a forward: T new tokens of B sequences laid end to end."""
 
     token_ids: Tensor
     """int64 [T]"""
@@ -44,7 +32,7 @@ class ForwardBatch:
     """int64 [T], from 0 in each sequence."""
     paged: PagedBatch
     adapter: str | None = None
-    """Of all B (``Request.adapter``)."""
+    """The adapter of all B sequences (``Request.adapter``); None for the policy as it is."""
 
 
 def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
@@ -78,48 +66,12 @@ def build_batch(plan: Plan, page_tokens: int) -> ForwardBatch:
     return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), paged, adapter)
 
 
-Ready = Sequence[tuple[Sample, States]]
-"""Samples to draw a token for, each with the state of its last one."""
-
-
-def take_ready(plan: Plan, states: States, rows: Sequence[int]) -> Ready:
-    """Give finished prompts their last token's state; the samples that are up to date now, each
-    with its own.
-
-    ``rows[i]``: the row of ``states`` that belongs to the last token of sequence ``i`` of the plan.
-    """
-    ready: list[tuple[Sample, States]] = []
-    for (sequence, _), row in zip(plan, rows, strict=True):
-        if sequence.remaining > 0:
-            continue
-        if isinstance(sequence, SharedPrompt):
-            sequence.last = states.row(row).clone()
-        elif isinstance(sequence, Sample):
-            ready.append((sequence, states.row(row)))
-    return ready
-
-
-def distinct_rows(ready: Ready) -> tuple[States, list[int]]:
-    """The states of the R tokens that occur, and for each sample the row of its own: samples of a
-    prompt, side by side, share one.
-    """
-    distinct: list[States] = []
-    rows: list[int] = []
-    for _, state in ready:
-        if not distinct or state is not distinct[-1]:
-            distinct.append(state)
-        rows.append(len(distinct) - 1)
-    routings = [state.routings for state in distinct if state.routings is not None]
-    hidden = torch.stack([state.hidden for state in distinct])
-    return States(hidden, torch.stack(routings) if routings else None), rows
-
-
 class ModelRunner(Protocol):
     """One model with its KV cache."""
 
     @property
     def version(self) -> int:
-        """Which weights: K and V computed under another version are worthless."""
+        """The version of the weights; K and V computed under another one are worthless."""
         ...
 
     @property
@@ -158,7 +110,7 @@ class PendingTokens(Protocol):
     """The tokens that one step draws, on their way to the host."""
 
     def wait(self) -> Iterable["DrawnToken"]:
-        """In the order of drawing.
+        """Wait for the tokens, which come in the order of drawing.
 
         A log-probability that is not finite says that the logits were not.  Called once, and in the
         order of the steps.
@@ -173,7 +125,7 @@ class DrawnToken(NamedTuple):
     token_id: int
     log_prob: float
     truncated_log_prob: float | None = None
-    """Under the truncated distribution; None without a filter."""
+    """The log-probability under the truncated distribution; None without a filter."""
     routing: int | None = None
     """The digest of the experts at the row that it was drawn from; None without experts."""
 
@@ -190,7 +142,7 @@ class PipelineRunner(Protocol):
 
     @property
     def version(self) -> int:
-        """Which weights: K and V computed under another version are worthless."""
+        """The version of the weights; K and V computed under another one are worthless."""
         ...
 
     @property
@@ -217,8 +169,8 @@ class PipelineRunner(Protocol):
         ...
 
     def end_step(self) -> PendingTokens:
-        """What was drawn since the last call.  One step at most is unwaited for when the next one
-        begins.
+        """The tokens drawn since the last call. At most one step has not been waited for when the
+        next one begins.
         """
         ...
 
@@ -262,7 +214,7 @@ class PolicyRunner:
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch) -> States:
-        """K and V of the new tokens go into the cache."""
+        """The states of T new tokens, whose K and V go into the cache."""
         token_ids, positions = map(self._backend.to_device, (batch.token_ids, batch.positions))
         attend = self._backend.paged_attention(self._cache, batch.paged, positions)
         return rollout_states(self._policy, token_ids, attend, batch.adapter)
@@ -273,7 +225,7 @@ class PolicyRunner:
         return self._policy.decoder.lm_head.logits(self._policy.weights("rollout"), hidden)
 
     def draw(self, logits: Tensor, draws: Draws) -> Drawn:
-        """As the back end does it."""
+        """The next tokens of samples, from FP32 logits [R, V]."""
         return self._backend.draw(logits, draws.map(self._backend.to_device))
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
@@ -313,53 +265,3 @@ def rollout_states(
 def page_tokens_of(policy: SampledPolicy) -> int:
     """Tokens of a page of a policy's cache: a KV tile of its back end's attention."""
     return policy.backend.sizes.page_tokens
-
-
-def truncates(samples: Sequence[Sample]) -> bool:
-    """Whether any sample has a filter."""
-    return any(sample.prompt.request.sampling.truncates for sample in samples)
-
-
-def draws_of(rows: Sequence[int], samples: Sequence[Sample]) -> Draws:
-    """Temperature, noise and filters of each sample, on the host; ``rows`` of the logits are those
-    that their tokens come from.
-    """
-    sampling = [sample.prompt.request.sampling for sample in samples]
-    filters = None
-    if truncates(samples):
-        filters = (
-            torch.tensor([params.top_k for params in sampling]),
-            torch.tensor([params.top_p for params in sampling], dtype=torch.float64),
-            torch.tensor([params.min_p for params in sampling], dtype=torch.float64),
-        )
-    return Draws(
-        rows=torch.tensor(rows, dtype=torch.int32),
-        temperatures=torch.tensor([params.temperature for params in sampling], dtype=torch.float32),
-        keys=torch.tensor([sample.key for sample in samples]),
-        positions=torch.tensor([sample.length for sample in samples]),
-        filters=filters,
-    )
-
-
-def finite_rows(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Whether a distribution can be made of each row of FP32 logits [R, V] at temperatures FP32 [R]
-    above 0: bool [R].
-    """
-    least, most = logits.aminmax(dim=1)
-    return least.isfinite() & (most / temperatures).isfinite()
-
-
-def non_finite(logits: Tensor, sample: Sample) -> NonFiniteError:
-    """Of one row of ``logits`` FP32 [V], from which a sample's next token was to be drawn."""
-    count = int((~torch.isfinite(logits)).sum())
-    what = f"{count} of {logits.numel()} are NaN or infinite"
-    if not count:
-        temperature = sample.prompt.request.sampling.temperature
-        what = f"divided by the temperature {temperature} they leave FP32"
-    return NonFiniteError(f"logits of {place_of(sample)}: {what}")
-
-
-def place_of(sample: Sample) -> str:
-    """Where a sample stands, for a message on it."""
-    named = f"prompt {sample.prompt.request.prompt.id!r} at position {len(sample.tokens) - 1}"
-    return named if sample.adapter is None else f"{named} with the adapter {sample.adapter!r}"

@@ -34,7 +34,7 @@ from itertools import islice
 from typing import Protocol, TypeVar
 
 from isobit.memory.cache_size import PageAllocator
-from isobit.rollout.engine import EngineStats
+from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.sequence import CachedTokens, Sample, SharedPrompt, States
 
 Plan = list[tuple[CachedTokens, int]]
@@ -44,15 +44,15 @@ Plan = list[tuple[CachedTokens, int]]
 Item = TypeVar("Item")
 
 START_SHARE = 1 / 8
-"""Of the samples that decode: where as many could start, they start at once."""
+"""The share of the decoding samples at which as many waiting samples start at once."""
 START_TOKENS = 512
-"""So do prompts and turns of so many tokens: by estimate their arithmetic takes longer than the
-launches.
+"""Tokens of prompts and turns that start at once too: by estimate their arithmetic takes longer
+than the launches.
 """
 
 
 def by_adapter(items: Iterable[Item], adapter_of: Callable[[Item], str | None]) -> list[list[Item]]:
-    """What goes into a forward, in parts of one adapter each, in the order of their first items."""
+    """The items of a forward in parts of one adapter each, in the order of their first items."""
     parts: dict[str | None, list[Item]] = {}
     for item in items:
         parts.setdefault(adapter_of(item), []).append(item)
@@ -60,7 +60,7 @@ def by_adapter(items: Iterable[Item], adapter_of: Callable[[Item], str | None]) 
 
 
 class PlanExecutor(Protocol):
-    """What the scheduler asks of whoever carries out its plans."""
+    """The part of an executor that the scheduler uses."""
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy the K and V of pages, in all layers, ``sources[i]`` to ``targets[i]``; all targets
@@ -257,8 +257,8 @@ class Scheduler:
         self._allocator.drop_parked()
 
     def _check_parked(self, sample: Sample) -> None:
-        """Of what is parked under the name of a sample that comes, keep the K and V of its own
-        tokens, for longer than those of samples that are not back yet.
+        """Keep what is parked under the name of a sample that comes if it is the K and V of its own
+        tokens, for longer than those of samples that are not back yet; else drop it.
         """
         parked = self._allocator.parked(sample.handle)
         if parked is None:
@@ -270,7 +270,7 @@ class Scheduler:
             self._allocator.drop_parked([sample.handle])
 
     def _place_of(self, sample: Sample) -> int:
-        """Where in the line a further sample belongs."""
+        """The index in the queue where a further sample belongs."""
         place = len(self.waiting)
         if sample.prompt.waiting:
             while self.waiting[place - 1].prompt is not sample.prompt:
@@ -319,9 +319,7 @@ class Scheduler:
         return max(0, self._capacity - len(self.running))
 
     def _first_of_prompts(self) -> Iterator[Sample]:
-        """Of the samples that could start after this forward, those whose prompt is to be put in,
-        one of each prompt.
-        """
+        """The next waiting samples whose prompt still needs a prefill, one per prompt."""
         last = None
         for sample in islice(self.waiting, self._places):
             prompt = sample.prompt

@@ -21,7 +21,8 @@ import torch
 
 from isobit.memory.cache_size import PageAllocator, out_of_memory_named, pages_for
 from isobit.models.policy import Policy
-from isobit.rollout.runner import PolicyRunner, build_batch, finite_rows
+from isobit.rollout.draws import finite_rows
+from isobit.rollout.runner import PolicyRunner, build_batch
 from isobit.rollout.scheduler import by_adapter
 from isobit.rollout.sequence import CachedTokens
 from isobit.util.errors import IsobitError, NonFiniteError, RequestError
@@ -40,7 +41,7 @@ class Scoring:
     first: int
     temperature: float
     alternatives: int = 0
-    """How many of the likeliest tokens are told of each position."""
+    """The number of likeliest tokens to return for each position."""
     adapter: str | None = None
     """One of ``Policy.adapters``; None for the policy as it is."""
 
@@ -90,7 +91,7 @@ class Scored:
 
 
 @dataclass(slots=True, eq=False)
-class _Given(Generic[Key]):
+class _GivenTokens(Generic[Key]):
     key: Key
     scoring: Scoring
     sequence: CachedTokens
@@ -101,7 +102,7 @@ class _Given(Generic[Key]):
     scored: Scored = field(default_factory=Scored)
 
 
-def _turn_of(given: _Given[Any]) -> int:
+def _turn_of(given: _GivenTokens[Any]) -> int:
     return given.turn
 
 
@@ -123,11 +124,11 @@ class TokenScorer(Generic[Key]):
         self._version = self._runner.version
         self._allocator = PageAllocator(num_pages, page_tokens)
         self._num_pages = num_pages
-        self._waiting: list[_Given[Key]] = []
+        self._waiting: list[_GivenTokens[Key]] = []
         """By their turns."""
-        self._active: list[_Given[Key]] = []
+        self._active: list[_GivenTokens[Key]] = []
         self._turn = 0
-        """Where an owner who has nothing in line begins: each has had so many tokens."""
+        """Tokens that each owner has had, where a new owner begins."""
         self._next_turns = dict[Hashable, int]()
         """Of owners who have something in line."""
 
@@ -137,7 +138,7 @@ class TokenScorer(Generic[Key]):
 
     @property
     def keys(self) -> list[Key]:
-        """Of all that has not been scored."""
+        """The keys of everything that has not been scored."""
         return [given.key for given in (*self._active, *self._waiting)]
 
     def add(self, key: Key, scoring: Scoring, owner: Hashable = None) -> None:
@@ -163,7 +164,7 @@ class TokenScorer(Generic[Key]):
         sequence = CachedTokens(list(ids[:-1]), self._num_pages, scoring.adapter)
         turn = max(self._turn, self._next_turns.get(owner, 0))
         self._next_turns[owner] = turn + len(ids)
-        insort(self._waiting, _Given(key, scoring, sequence, owner, turn), key=_turn_of)
+        insort(self._waiting, _GivenTokens(key, scoring, sequence, owner, turn), key=_turn_of)
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Forget sequences that have not been scored."""
@@ -185,7 +186,7 @@ class TokenScorer(Generic[Key]):
         if self._version != self._runner.version:
             self._begin_again()
         self._admit()
-        budget, plan = self._tokens, list[tuple[_Given[Key], int]]()
+        budget, plan = self._tokens, list[tuple[_GivenTokens[Key], int]]()
         for given in self._active:
             count = min(budget, given.sequence.remaining)
             if count:
@@ -223,25 +224,27 @@ class TokenScorer(Generic[Key]):
             self._runner.clear_pages(pages)
 
     def _begin_again(self) -> None:
-        """With weights that were published since: K and V of others are worthless."""
+        """Start over with newly published weights, under which the K and V so far are worthless."""
         self._version = self._runner.version
         for given in self._active:
             given.sequence.cached, given.scored = 0, Scored()
 
-    def _let_go(self, leaving: Iterable[_Given[Key]]) -> None:
+    def _let_go(self, leaving: Iterable[_GivenTokens[Key]]) -> None:
         for given in leaving:
             self._active.remove(given)
             given.sequence.drop_pages(self._allocator)
         owners = {one.owner for one in (*self._active, *self._waiting)}
         self._next_turns = {one: self._next_turns[one] for one in owners}
 
-    def _forward(self, plan: list[tuple[_Given[Key], int]]) -> "list[tuple[_Given[Key], _Row]]":
+    def _forward(
+        self, plan: list[tuple[_GivenTokens[Key], int]]
+    ) -> "list[tuple[_GivenTokens[Key], _Row]]":
         """Sequences of one adapter -> what is found at each of their scored positions."""
         batch = build_batch(
             [(given.sequence, count) for given, count in plan], self._runner.page_tokens
         )
         hidden = self._runner.forward(batch).hidden
-        owners, rows, targets = list[_Given[Key]](), list[int](), list[int]()
+        owners, rows, targets = list[_GivenTokens[Key]](), list[int](), list[int]()
         row = 0
         for given, count in plan:
             begin = given.sequence.cached
@@ -259,7 +262,11 @@ class TokenScorer(Generic[Key]):
         return list(zip(owners, found, strict=True))
 
     def _rows(
-        self, hidden: torch.Tensor, owners: list[_Given[Key]], rows: list[int], targets: list[int]
+        self,
+        hidden: torch.Tensor,
+        owners: list[_GivenTokens[Key]],
+        rows: list[int],
+        targets: list[int],
     ) -> "list[_Row]":
         to_device = self._policy.backend.to_device
         temperatures = torch.tensor(
@@ -295,7 +302,7 @@ class TokenScorer(Generic[Key]):
 
 
 def _check_finite(
-    logits: torch.Tensor, temperatures: torch.Tensor, owners: Sequence[_Given[Key]]
+    logits: torch.Tensor, temperatures: torch.Tensor, owners: Sequence[_GivenTokens[Key]]
 ) -> None:
     """Raises NonFiniteError, which names the sequences whose logits FP32 [N, V] are not finite."""
     finite = finite_rows(logits, temperatures).tolist()

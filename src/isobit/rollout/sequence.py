@@ -34,7 +34,7 @@ from isobit.data.tokenizer import is_of_tokenizer
 from isobit.memory.cache_size import PageAllocator, Parked
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Completion, FinishReason
-from isobit.rollout.engine import Handle, Request
+from isobit.rollout.requests import Handle, Request
 from isobit.util.errors import DataError, IsobitError, shown
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class StopWatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """Of T tokens; or of one, without the first dimension."""
+    """What a forward leaves of T tokens, or of one, without the first dimension."""
 
     hidden: Tensor
     """[T, hidden]"""

@@ -29,8 +29,8 @@ from isobit.rollout.answers import (
     MOST_ANSWERED,
     AnswerError,
     Described,
-    Drawn,
-    Published,
+    DrawnSample,
+    PublishAnswer,
     Step,
     UnavailableError,
     read_answer,
@@ -39,11 +39,11 @@ from isobit.util.errors import ConfigError, IsobitError, MismatchError, ServerEr
 
 PROTOCOL = 1
 CONNECT_S, ANSWER_S, PUBLISH_S = 10.0, 120.0, 300.0
-"""How long a connection, an answer and that to an update may take."""
+"""Seconds that a connection, an answer, and the answer to an update may take."""
 IDLE_S = 2.0
-"""How long a connection is kept unused; servers close it after 5 s."""
+"""Seconds that a connection is kept unused; servers close it after 5 s."""
 FULL_S = 0.5
-"""Until a server whose places others have is asked again."""
+"""Seconds until a server whose places are taken by others is asked again."""
 LONGEST_WAIT_S = 30.0
 MOST_ASKED = 1 << 20
 """Tokens in one body, of which servers take 16 MiB."""
@@ -54,10 +54,10 @@ _SAME = {
     "flow": "another precision flow",
     "bits": "other kernels or libraries, and with them other bits",
 }
-"""What must be the same, and what it is otherwise."""
+"""The fields of a description that must be equal, each with what a difference means."""
 
 
-class Weights(Protocol):
+class VersionedWeights(Protocol):
     """One version of a policy's weights on their way to servers."""
 
     @property
@@ -68,12 +68,12 @@ class Weights(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all tensors."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedSamples:
     """Samples of a server that start from the same tokens, by the engine's numbers."""
 
     token_ids: Sequence[int]
@@ -94,26 +94,26 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a server has told, or has become."""
+    """News of a server: tokens, lost samples, a line for the console, or an error."""
 
-    samples: Sequence[Drawn] = ()
+    samples: Sequence[DrawnSample] = ()
     lost: Collection[int] = ()
     """Numbers of samples that it will not go on with."""
     note: str | None = None
     error: IsobitError | None = None
-    """That ends the run."""
+    """An error that ends the run."""
 
 
 @dataclass(slots=True)
-class Board:
-    """What the threads share; ``changed`` guards it, and all that the run's thread writes into a
-    ``Server``.
+class NewsBoard:
+    """News of all servers for the run's thread; ``changed`` guards it, and all that this thread
+    writes into a ``Server``.
     """
 
     patience_s: float
     """``rollout.servers_timeout_s``."""
     num_tokens: int
-    """Those that can be drawn are the first so many."""
+    """The number of tokens that can be drawn: the first of the vocabulary."""
     changed: threading.Condition = field(default_factory=threading.Condition)
     news: list[News] = field(default_factory=list)
     is_closed: bool = False
@@ -124,7 +124,7 @@ class Board:
             self.changed.notify_all()
 
     def take(self, wait_s: float) -> list[News]:
-        """What there is, waited for at most so long."""
+        """The news that has come, waiting for it at most so many seconds."""
         with self.changed:
             self.changed.wait_for(lambda: bool(self.news), wait_s)
             taken, self.news = self.news, []
@@ -147,22 +147,22 @@ class Server:
     """
 
     def __init__(
-        self, url: str, key: str | None, expected: Mapping[str, Any], board: Board
+        self, url: str, key: str | None, expected: Mapping[str, Any], board: NewsBoard
     ) -> None:
         self.url, self._key, self._expected, self._board = url, key, expected, board
         self.is_up, self.problem = False, "it has not been asked yet"
         self.sizes: Mapping[str, int] = {}
         self.pushed: list[tuple[bool, int, float]] = []
         """Of each update: whether all weights went, bytes and seconds."""
-        self._weights: Weights | None = None
-        self._asks: list[Asked] = []
+        self._weights: VersionedWeights | None = None
+        self._asks: list[AskedSamples] = []
         self._drops: list[int] = []
         # of the thread alone
         self._held: str | None = None
         self._live: set[int] = set()
         self._is_full = False
-        self._told_at = 0.0
-        """When it last had nothing to draw, or told of a token."""
+        self._heard_at = 0.0
+        """The time at which it last had nothing to draw, or sent a token."""
         self._client, self._session = token_hex(8), 0
         self._connection: HTTPConnection | None = None
         self._used_at = 0.0
@@ -186,12 +186,12 @@ class Server:
 
     # By the run's thread, which holds ``board.changed``.
 
-    def set_weights(self, weights: Weights) -> None:
-        """Others are sampled from now on, and all samples of these are to be dropped."""
+    def set_weights(self, weights: VersionedWeights) -> None:
+        """Sample from other weights from now on; all samples of the present ones are dropped."""
         self._weights, self.is_up = weights, False
         self._drops, self._asks = [], []
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: AskedSamples) -> None:
         self._asks.append(asked)
 
     def drop(self, numbers: Iterable[int]) -> None:
@@ -248,7 +248,7 @@ class Server:
             self._begin(weights)
             return True
         if not self._live:
-            self._told_at = time.monotonic()
+            self._heard_at = time.monotonic()
         numbers = {number for one in asks for number in one.numbers}
         self._live |= numbers
         self._live -= set(drops)
@@ -263,31 +263,31 @@ class Server:
         answer.check_tokens(board.num_tokens)
         self._live -= {one.number for one in answer.samples if one.finish_reason}
         board.post(News(samples=answer.samples))
-        self._check_told(answer)
+        self._check_progress(answer)
         return True
 
-    def _check_told(self, answer: Step) -> None:
+    def _check_progress(self, answer: Step) -> None:
         """Raise UnavailableError where nothing was drawn for too long, though it answers."""
         now = time.monotonic()
         if not self._live or any(one.token_ids for one in answer.samples):
-            self._told_at = now
-        elif now - self._told_at > self._board.patience_s:
+            self._heard_at = now
+        elif now - self._heard_at > self._board.patience_s:
             raise UnavailableError(
                 f"it answers, and has drawn no token of {len(self._live)} samples for "
                 f"{self._board.patience_s:g} s (rollout.servers_timeout_s): it may be paused, or "
                 "the address lead elsewhere"
             )
 
-    def _take_asks(self) -> list[Asked]:
-        """As many as a body holds; of a server that had no places for them, one."""
-        taken: list[Asked] = []
+    def _take_asks(self) -> list[AskedSamples]:
+        """Take as many requests as a body holds; one after the server had no places for them."""
+        taken: list[AskedSamples] = []
         tokens, most = 0, 0 if self._is_full else MOST_ASKED
         while self._asks and (not taken or tokens + len(self._asks[0].token_ids) <= most):
             tokens += len(self._asks[0].token_ids)
             taken.append(self._asks.pop(0))
         return taken
 
-    def _begin(self, weights: Weights) -> None:
+    def _begin(self, weights: VersionedWeights) -> None:
         """Have the server hold these weights, with nothing live."""
         if self._live:
             self._session += 1
@@ -300,7 +300,9 @@ class Server:
         self._board.post(News(note=f"{self.url} samples" if self.problem else None))
         self.problem = ""
 
-    def _step(self, weights: Weights, asks: Sequence[Asked], drops: Sequence[int]) -> Step | None:
+    def _step(
+        self, weights: VersionedWeights, asks: Sequence[AskedSamples], drops: Sequence[int]
+    ) -> Step | None:
         """The answer; None where the places do not suffice for what is asked."""
         body = {
             "client": self._client,
@@ -316,7 +318,7 @@ class Server:
             raise UnavailableError(sentence_of(found))
         return None if status == 429 else read_answer(Step, found, "/isobit/step")
 
-    def _push(self, weights: Weights) -> None:
+    def _push(self, weights: VersionedWeights) -> None:
         """Send an update, and all weights where it does not lead to the right digest."""
         assert isinstance(weights, SentWeights)
         base = self._held if self._held == weights.base else None
@@ -332,7 +334,7 @@ class Server:
                 self._request("POST", "/isobit/weights/part", file, is_json=False)
             body = json.dumps({"sha256": weights.digest}).encode()
             _, found = self._request("POST", "/isobit/weights/publish", [body], seconds=PUBLISH_S)
-            answer = read_answer(Published, found, "/isobit/weights/publish")
+            answer = read_answer(PublishAnswer, found, "/isobit/weights/publish")
             self.pushed.append((start is None, size, time.perf_counter() - begun))
             if answer.sha256 != weights.digest:
                 continue
@@ -450,7 +452,7 @@ def connect(url: str) -> HTTPConnection:
 
 
 def sentence_of(found: bytes) -> str:
-    """Of an answer's error."""
+    """The message of an error response, or its first bytes."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         return shown(json.loads(found)["error"]["message"])
     return shown(found[:200].decode(errors="replace"))

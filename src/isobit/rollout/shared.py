@@ -39,29 +39,21 @@ from typing import Any
 from isobit.parallel.world import World, decode, encode, is_raised_on_all, run_and_gather
 from isobit.records.text import Completion
 from isobit.records.wire import completions_of, completions_value
-from isobit.rollout.engine import (
-    EngineStats,
-    Handle,
-    Periods,
-    Progress,
-    Request,
-    SampleEvent,
-    Sampler,
-    check_is_free,
-    generate,
-)
+from isobit.rollout.engine import SampleEvent, Sampler, check_is_free, generate
+from isobit.rollout.engine_stats import EngineStats, Periods, Progress
+from isobit.rollout.requests import Handle, Request
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of all ranks: samples that have ended, tokens drawn, samples that run."""
+    """Samples that have ended, tokens drawn and samples that run, on all ranks."""
 
     finished: int = 0
     tokens: int = 0
     running: int = 0
 
     def __sub__(self, other: "Counts") -> "Counts":
-        """What has come since."""
+        """The counts that have come since."""
         return Counts(
             self.finished - other.finished, self.tokens - other.tokens, self.running - other.running
         )
@@ -111,11 +103,11 @@ class WorkQueue:
         return [(int(rank), int(live)) for rank, live in notes]
 
     def answer(self, rank: int, note: bytes) -> None:
-        """To a rank that has asked."""
+        """Send a note to a rank that has asked."""
         self._post(f"answer/{rank}", note)
 
     def answered(self) -> bytes | None:
-        """What the rank that was asked has sent; None where it has not looked yet."""
+        """The answer of the rank that was asked; None where it has not looked yet."""
         name = f"{self._call}/answer/{self._rank}"
         note = self._board.read(name)
         if note is not None:
@@ -123,11 +115,11 @@ class WorkQueue:
         return note
 
     def send_home(self, rank: int, note: bytes) -> None:
-        """To the rank that some completions belong to."""
+        """Send a note to the rank that some completions belong to."""
         self._send("home", rank, note)
 
     def come_home(self) -> list[bytes]:
-        """What others have sent since the last call."""
+        """The notes that others have sent since the last call."""
         return self._received("home")
 
     def stop(self) -> None:
@@ -153,7 +145,9 @@ class WorkQueue:
         self._post(f"{kind}/{rank}/{number}", note)
 
     def _received(self, kind: str) -> list[bytes]:
-        """In order: one that is numbered, but not there yet, holds up those behind it."""
+        """The notes that have arrived, in order: one that is numbered but not there yet holds up
+        the later ones.
+        """
         found: list[bytes] = []
         while True:
             name = f"{self._call}/{kind}/{self._rank}/{self._read[kind]}"
@@ -166,9 +160,9 @@ class WorkQueue:
 
 
 _LOOK_S, _LOOK_S_A_RANK = 0.05, 0.001
-"""Between two looks at the board of a rank that has samples: many ranks share one board."""
+"""Seconds between two reads of the board by a rank that has samples: many ranks share one board."""
 _PAUSE_S, _PAUSE_S_A_RANK = 0.005, 0.0001
-"""Of a rank that has none."""
+"""Seconds between two reads by a rank that has none."""
 _RECOMPUTED_A_STEP = 128
 """Tokens whose K and V may be computed again for each step that samples may still have: of 8B on an
 H200 a step of 128 sequences is 4 ms shorter than one of 256, and prefill makes some 270 tokens in
@@ -220,7 +214,7 @@ def generate_shared(
 
 
 class _Share:
-    """What one rank does."""
+    """The part of one rank."""
 
     def __init__(
         self,
@@ -242,10 +236,10 @@ class _Share:
         self._live: dict[Handle, int] = {}
         """The rank that took each sample's request, in the order of arrival."""
         self._ended: dict[int, list[tuple[int, int, Completion]]] = {}
-        """Those of others, by the rank that they go to: place, sample."""
+        """Samples of other ranks, by the rank that they go to: place, sample."""
         self._finished = 0
         self._done, self._all = Counts(), Counts()
-        """What was counted of this rank, and of all, when it looked last."""
+        """Counts of this rank and of all ranks when it last looked."""
         self._periods = Periods(engine)
         self._handed_out = self._has_asked = self._is_stopped = False
         self._next_look, self._next_other = 0.0, 0
@@ -295,8 +289,8 @@ class _Share:
             )
 
     def _take_requests(self) -> None:
-        """As many as the engine has room for, up to an even share: the rest of a small batch is
-        for ranks that come later.
+        """Take as many requests as the engine has room for, up to an even share: the rest of a
+        small batch is for ranks that come later.
         """
         share = -(-self._total // self._world.size)
         while not self._handed_out and self._engine.has_room and len(self._live) < share:

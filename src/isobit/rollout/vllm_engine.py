@@ -33,8 +33,8 @@ from isobit.memory.cache_size import batched_tokens, out_of_memory_named
 from isobit.models.function import LogProbFunction
 from isobit.models.policy import Policy
 from isobit.models.saving import published_tensors
-from isobit.rollout.engine import Handle, Limits, Request
-from isobit.rollout.remote_samples import SampleBooks
+from isobit.rollout.remote_samples import RemoteSamples
+from isobit.rollout.requests import EngineLimits, Handle, Request
 from isobit.rollout.sequence import Sample
 from isobit.rollout.vllm_model import (
     BACKEND,
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 _LEVEL = 2  # of sleep: weights leave the device too, since they are sent again anyway
 
 
-class VllmEngine(SampleBooks):
+class VllmEngine(RemoteSamples):
     """Draws samples with vLLM from the current weights of a policy (``RolloutEngine``).
 
     Args:
@@ -87,7 +87,7 @@ class VllmEngine(SampleBooks):
         self._vllm = Vllm(policy, config, seed, pages)
         context, blocks, block_tokens = self._vllm.sizes
         drawn = policy.config.num_drawn
-        limits = Limits(context, drawn, blocks, block_tokens, tokenizer is not None)
+        limits = EngineLimits(context, drawn, blocks, block_tokens, tokenizer is not None)
         super().__init__(limits, seed, tokenizer)
         self._names: dict[str, Handle] = {}
         """The live samples that vLLM has, by the names that they have there."""
@@ -95,7 +95,7 @@ class VllmEngine(SampleBooks):
 
     @property
     def function(self) -> LogProbFunction:
-        """Of vLLM's copy of the weights, and therefore the trainer's in no flow."""
+        """The function of vLLM's copy of the weights, which is the trainer's in no flow."""
         return LogProbFunction(self, self._policy.flow.graph("rollout"), self._vllm.name)
 
     @property

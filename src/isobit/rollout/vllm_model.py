@@ -1,5 +1,5 @@
-"""What vLLM runs on its model for us: an update of its weights, their comparison with what is
-published, and new scales of its cache.  The one file that imports vLLM.
+"""Operations on vLLM's model: an update of its weights, their comparison with what is published,
+and new scales of its cache. The one file that imports vLLM.
 
     in the run's process   ``isobit.rollout.vllm_engine``, by vLLM's interface for weight transfer
                            with one of our own, which hands tensors over by reference
@@ -11,7 +11,7 @@ vLLM's layers copy the weights to their places; then each tensor of its model is
 is published (``check_delivered``).
 
 With an E4M3 cache vLLM takes one scale a layer for each of Q, K and V from a forward, at its start
-from one of made-up tokens.  An update has it take them again from the next one, as FP8-RL (arXiv
+from one of made-up tokens. An update has it take them again from the next one, as FP8-RL (arXiv
 2601.18150) does on the side of inference; with ``precision.kv_calibration = "never"`` the first
 ones stay.
 """
@@ -239,7 +239,7 @@ def recalibrate(model: torch.nn.Module) -> None:
 
 
 def recalibrate_runner(worker: Any) -> None:
-    """That forward is not a captured one."""
+    """Have the next forward run without a captured graph, so that it takes the scales."""
     worker.model_runner.calculate_kv_scales = True
 
 
@@ -258,17 +258,17 @@ def write_scales(model: torch.nn.Module, scales: Scales) -> None:
 
 
 class Worker:
-    """What a server of vLLM does for a run: methods that it adds to its worker.  Arguments and
+    """Methods that a server of vLLM adds to its worker for a run.  Arguments and
     results are of JSON's types, since they go through ``/collective_rpc``.
     """
 
     get_model: Any  # this and the next are of vLLM's worker
     vllm_config: Any
     isobit_state: dict[str, Any]
-    """What was loaded last, and the scales that the first forward made."""
+    """The file that was loaded last, and the scales that the first forward made."""
 
     def isobit_describe(self) -> dict[str, Any]:
-        """What computes here."""
+        """A description of what computes here."""
         config, model = self.vllm_config, self.get_model()
         cache, shape = config.cache_config, config.model_config
         return {
@@ -321,7 +321,7 @@ class Worker:
         return {"digest": digest, "makes_scales": makes_scales}
 
     def isobit_scales(self) -> dict[str, Any]:
-        """Those of each layer's Q, K and V, as JSON, since they may be infinite."""
+        """Scales of each layer's Q, K and V, as JSON, since they may be infinite."""
         scales = read_scales(self.get_model())
         self._isobit_state.setdefault("scales", scales)
         return {"scales": json.dumps(scales)}
@@ -363,11 +363,11 @@ def _same_process() -> type:
         pass
 
     @dataclass
-    class Published(base.WeightTransferUpdateInfo):
+    class WeightsByReference(base.WeightTransferUpdateInfo):
         weights: Mapping[str, torch.Tensor]
 
     class SameProcess(base.WeightTransferEngine):
-        init_info_cls, update_info_cls = Nothing, Published
+        init_info_cls, update_info_cls = Nothing, WeightsByReference
 
         def init_transfer_engine(self, init_info: Nothing) -> None:
             pass
@@ -375,7 +375,7 @@ def _same_process() -> type:
         def start_weight_update(self) -> None:
             reload.initialize_layerwise_reload(self.model)
 
-        def receive_weights(self, update_info: Published) -> None:
+        def receive_weights(self, update_info: WeightsByReference) -> None:
             self.model.load_weights(iter(update_info.weights.items()))
 
         def finish_weight_update(self) -> None:

@@ -40,7 +40,7 @@ from isobit.rollout.answers import (
     Answer,
     AnswerError,
     Choice,
-    Drawn,
+    DrawnSample,
     Event,
     Models,
     Paused,
@@ -52,15 +52,15 @@ from isobit.rollout.answers import (
     WorkerDescribed,
     read_answer,
 )
-from isobit.rollout.engine import Handle, Request
 from isobit.rollout.http_engine import MIB, HttpEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.sequence import Sample
 from isobit.rollout.servers import (
     PUBLISH_S,
-    Asked,
+    AskedSamples,
     News,
     Server,
-    Weights,
+    VersionedWeights,
     connect,
     difference,
     sentence_of,
@@ -79,7 +79,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WAIT_S, GATHER_S, TOKEN_S = 0.1, 0.02, 600.0
-"""How long the first news of samples is waited for, then more, and the next token of a stream."""
+"""Seconds to wait for the first news of samples, for more of it, and for the next token of a
+stream.
+"""
 _MINUS_INFINITY = -9999.0  # as vLLM writes it
 _SAME = {
     "isobit": "another version of Isobit",
@@ -90,7 +92,7 @@ _SAME = {
     "makes_scales": "another KV cache",
     "logprobs_mode": "other log-probabilities",
 }
-"""What must be as expected, and what it is otherwise."""
+"""The fields of a description that must be as expected, each with what a difference means."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -106,7 +108,7 @@ class WeightsFile:
 
     @classmethod
     def of(cls, policy: Policy, folder: Path) -> "WeightsFile":
-        """What the policy has published last.  Raises StorageError."""
+        """Write what the policy has published last.  Raises StorageError."""
         tensors = {name: one.cpu().contiguous() for name, one in published_tensors(policy)}
         digest, size = digest_of(tensors), sum(one.nbytes for one in tensors.values())
         path = folder / f"weights-{policy.version}-{digest[:12]}.safetensors"
@@ -125,7 +127,7 @@ class WeightsFile:
 
     @property
     def order(self) -> str:
-        """What a worker is asked for."""
+        """The arguments of a worker's method."""
         asked = {"path": str(self.path), "fused": self.fused, "keeps_scales": self.keeps_scales}
         return json.dumps(asked)
 
@@ -162,7 +164,7 @@ class VllmServers(HttpEngine):
 
     @property
     def function(self) -> LogProbFunction:
-        """Of the servers' copies of the weights, and therefore the trainer's in no flow."""
+        """The function of the servers' copies of the weights, which is the trainer's in no flow."""
         return LogProbFunction(self, self._policy.flow.graph("rollout"), _NAME)
 
     def figures(self) -> dict[str, Any]:
@@ -182,10 +184,10 @@ class VllmServers(HttpEngine):
     def _how_to_start(self) -> str:
         return self._start
 
-    def _take_published(self) -> Weights:
+    def _take_published(self) -> VersionedWeights:
         return WeightsFile.of(self._policy, self._folder)
 
-    def _note_update(self, weights: Weights, up: int, seconds: float) -> None:
+    def _note_update(self, weights: VersionedWeights, up: int, seconds: float) -> None:
         loaded = max((took for one in self._servers for _, _, took in one.pushed), default=0.0)
         self._notes.append(
             f"weights of version {weights.version}: {up} of {len(self._servers)} servers have "
@@ -194,7 +196,7 @@ class VllmServers(HttpEngine):
             f"compared in {loaded:.2f} s"
         )
 
-    def _asked(self, samples: Sequence[Sample], server: Server) -> Asked:
+    def _asked(self, samples: Sequence[Sample], server: Server) -> AskedSamples:
         sampling = samples[0].prompt.request.sampling
         # vLLM refuses several greedy samples of a request
         alone = bool(sampling.stop_strings) or sampling.temperature == 0
@@ -243,7 +245,7 @@ def start_command(policy: Policy, folder: Path, tokenizer: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StreamNews:
     """News of a stream: tokens of a sample, or what went wrong."""
 
     number: int = 0
@@ -262,11 +264,11 @@ class Stream:
         headers: Mapping[str, str],
         body: Mapping[str, Any],
         numbers: Sequence[int],
-        told: "SimpleQueue[Told]",
+        news: "SimpleQueue[StreamNews]",
     ) -> None:
         self.numbers = frozenset(numbers)
         self._url, self._headers, self._body = url, headers, json.dumps(body).encode()
-        self._order, self._told, self._unended = list(numbers), told, set(numbers)
+        self._order, self._news, self._unended = list(numbers), news, set(numbers)
         self._connection: HTTPConnection | None = None
         self._is_closed = False
         threading.Thread(target=self._run, name=f"stream {url}", daemon=True).start()
@@ -291,7 +293,7 @@ class Stream:
 
     def _fail(self, error: Exception) -> None:
         if not self._is_closed:
-            self._told.put(Told(error=error))
+            self._news.put(StreamNews(error=error))
 
     def _read(self) -> None:
         self._connection = connection = connect(self._url)
@@ -330,11 +332,11 @@ class Stream:
         if reason is not None:
             self._unended.discard(number)
         log_probs = [float("-inf") if one == _MINUS_INFINITY else one for one in values]
-        self._told.put(Told(number, tokens, log_probs, reason))
+        self._news.put(StreamNews(number, tokens, log_probs, reason))
 
 
 def _events(response: HTTPResponse) -> Iterator[Event]:
-    """Of a stream of server-sent events.  Raises AnswerError."""
+    """The events of a stream of server-sent events.  Raises AnswerError."""
     while line := response.readline(MOST_ANSWERED + 1):
         if len(line) > MOST_ANSWERED:
             raise AnswerError(f"an event of its stream is longer than {MOST_ANSWERED >> 20} MiB")
@@ -343,10 +345,10 @@ def _events(response: HTTPResponse) -> Iterator[Event]:
 
 
 def _drawn(found: Iterable[Mapping[str, Any]]) -> Step:
-    """What was told of samples, as a step of another server has it."""
+    """News of samples in the form of another server's step."""
     columns = ("token_ids", "log_probs")
     made = [{**one, **{name: tuple(one[name]) for name in columns}} for one in found]
-    return Step(samples=tuple(Drawn(**one) for one in made))
+    return Step(samples=tuple(DrawnSample(**one) for one in made))
 
 
 def _scales_of(answer: Scales) -> Any:
@@ -375,11 +377,13 @@ class VllmServer(Server):
         super().__init__(url, key, expected, board)
         self._start_command, self._name = start, ""
         self._streams: list[Stream] = []
-        self._told: SimpleQueue[Told] = SimpleQueue()
+        self._news: SimpleQueue[StreamNews] = SimpleQueue()
         self._scales_due = False
 
     def check(self) -> None:
-        """As ``Server.check``; a server that was left paused gets its weights again."""
+        """Check the server as ``Server.check`` does; one that was left paused gets its weights
+        again.
+        """
         try:
             found = self._call(WorkerDescribed, "isobit_describe")
             is_paused = self._read(Paused, "/is_paused").is_paused
@@ -415,8 +419,10 @@ class VllmServer(Server):
             stream.close()
         self._streams = []
 
-    def _step(self, weights: Weights, asks: Sequence[Asked], drops: Sequence[int]) -> Step | None:
-        """What streams have told since the last step; those without live samples are closed."""
+    def _step(
+        self, weights: VersionedWeights, asks: Sequence[AskedSamples], drops: Sequence[int]
+    ) -> Step | None:
+        """The news of all streams since the last step; streams without live samples are closed."""
         for stream in [one for one in self._streams if not one.numbers & self._live]:
             stream.close()
             self._streams.remove(stream)
@@ -425,30 +431,30 @@ class VllmServer(Server):
             for first in range(0, len(asked.numbers), size):
                 self._ask(asked, asked.numbers[first : first + size])
         found: dict[int, dict[str, Any]] = {}
-        for told in self._take() if self._live else ():
-            if told.error is not None:
+        for news in self._take() if self._live else ():
+            if news.error is not None:
                 self._board.post(News(samples=_drawn(found.values()).samples))
-                raise told.error
-            if told.number not in self._live:
+                raise news.error
+            if news.number not in self._live:
                 continue
-            one = found.setdefault(told.number, {"token_ids": [], "log_probs": []})
-            one["number"], one["finish_reason"] = told.number, told.finish_reason
-            one["token_ids"] += told.token_ids
-            one["log_probs"] += told.log_probs
+            one = found.setdefault(news.number, {"token_ids": [], "log_probs": []})
+            one["number"], one["finish_reason"] = news.number, news.finish_reason
+            one["token_ids"] += news.token_ids
+            one["log_probs"] += news.log_probs
         if found and self._scales_due:
             self._scales_due = False
             line = check_scales(_scales_of(self._call(Scales, "isobit_scales")))
             self._board.post(News(note=f"{self.url} has {line}"))
         return _drawn(found.values())
 
-    def _take(self) -> Iterator[Told]:
+    def _take(self) -> Iterator[StreamNews]:
         with suppress(Empty):
-            yield self._told.get(timeout=WAIT_S)
+            yield self._news.get(timeout=WAIT_S)
             time.sleep(GATHER_S)
             while True:
-                yield self._told.get_nowait()
+                yield self._news.get_nowait()
 
-    def _ask(self, asked: Asked, numbers: Sequence[int]) -> None:
+    def _ask(self, asked: AskedSamples, numbers: Sequence[int]) -> None:
         sampling = asked.sampling
         body = {
             "model": self._name,
@@ -469,9 +475,9 @@ class VllmServer(Server):
             "return_tokens_as_token_ids": True,
         }
         headers = {"Content-Type": "application/json", **self._authorisation}
-        self._streams.append(Stream(self.url, headers, body, numbers, self._told))
+        self._streams.append(Stream(self.url, headers, body, numbers, self._news))
 
-    def _push(self, weights: Weights) -> None:
+    def _push(self, weights: VersionedWeights) -> None:
         """Have the worker load the file, with nothing there that is sampled."""
         assert isinstance(weights, WeightsFile)
         begun = time.perf_counter()
@@ -502,7 +508,7 @@ class VllmServer(Server):
     def _call(
         self, kind: type[Answer], method: str, args: Sequence[str] = (), seconds: float = 120.0
     ) -> Answer:
-        """What a method of its worker answers.  Raises ConfigError where it has none, and
+        """The answer of a method of the server's worker.  Raises ConfigError where it has none, and
         AnswerError.
         """
         body = json.dumps({"method": method, "args": list(args)}).encode()

@@ -19,12 +19,10 @@ from isobit.environments.pool import Environments
 from isobit.models.folder import SamplingModel
 from isobit.parallel.world import ALONE
 from isobit.records.text import Completion
-from isobit.rollout.engine import (
-    EngineStats,
-    Handle,
-    RolloutEngine,
-)
+from isobit.rollout.engine import RolloutEngine
+from isobit.rollout.engine_stats import EngineStats
 from isobit.rollout.episodes import Episodes, Tools
+from isobit.rollout.requests import Handle
 from isobit.util.errors import ConfigError
 from isobit.util.terminal import say
 

@@ -17,11 +17,9 @@ from isobit.observe.evaluation import EvalResult, result_of
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Group, Prompt
 from isobit.rewards.grading import Grading
-from isobit.rollout.engine import (
-    Progress,
-    Request,
-    RolloutEngine,
-)
+from isobit.rollout.engine import RolloutEngine
+from isobit.rollout.engine_stats import Progress
+from isobit.rollout.requests import Request
 from isobit.rollout.shared import generate_shared
 from isobit.run.acting import Generate
 from isobit.run.data import evaluation_limit

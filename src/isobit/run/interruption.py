@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from isobit.parallel.launched import SAVES, STOPS
 from isobit.parallel.world import ALONE, World, run_and_gather
-from isobit.rollout.engine import Progress
+from isobit.rollout.engine_stats import Progress
 from isobit.util.errors import Interrupted, StoppedAtOnce
 from isobit.util.terminal import tell
 

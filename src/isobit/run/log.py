@@ -38,7 +38,7 @@ from isobit.records.metrics import METRICS, Metrics, listed
 from isobit.records.no_signal import describe_untaught
 from isobit.records.text import Group, SamplingParams
 from isobit.rewards.tally import GradeStats
-from isobit.rollout.engine import EngineStats
+from isobit.rollout.engine_stats import EngineStats
 from isobit.run.pending import COMPARED, GradedBatch
 from isobit.store.resume import Start
 from isobit.store.state import StateDigest, StepDigests, state_digest

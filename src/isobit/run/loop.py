@@ -42,7 +42,8 @@ from isobit.config.recipes import RunConfig
 from isobit.observe.console import Console, silent
 from isobit.parallel.world import ALONE, World
 from isobit.records.text import Completion, Group
-from isobit.rollout.engine import EngineStats, Progress, Request
+from isobit.rollout.engine_stats import EngineStats, Progress
+from isobit.rollout.requests import Request
 from isobit.run.log import RlLog, RlSummary
 from isobit.run.open_run import OpenRun, begin_run, start_run
 from isobit.run.pending import GradedBatch

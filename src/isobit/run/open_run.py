@@ -43,7 +43,7 @@ from isobit.observe.report.source import read_run
 from isobit.observe.training_log import TrainingLog
 from isobit.parallel.world import World
 from isobit.rewards.grading import Graders
-from isobit.rollout.engine import Handle
+from isobit.rollout.requests import Handle
 from isobit.run.acting import open_environments
 from isobit.run.agreement import check_recipes
 from isobit.run.evaluation import Evaluation

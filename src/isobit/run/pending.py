@@ -35,7 +35,7 @@ from isobit.records.metrics import Metrics
 from isobit.records.text import Group, Prompt
 from isobit.records.wire import groups_of, groups_value
 from isobit.rewards.tally import GradeStats
-from isobit.rollout.engine import EngineStats
+from isobit.rollout.engine_stats import EngineStats
 from isobit.training.comparison import ComparedTokens, Comparison
 from isobit.training.judge import scores_by_policy, with_old_columns
 from isobit.training.step import Findings

@@ -25,7 +25,7 @@ from isobit.models.folder import (
 )
 from isobit.models.saving import quantised_sites, whole_blocks
 from isobit.precision.flow import PrecisionFlow, build_flow
-from isobit.rollout.engine import Request
+from isobit.rollout.requests import Request
 from isobit.run.data import RlData
 from isobit.run.digests import digests
 from isobit.run.model_source import ModelSource

@@ -31,8 +31,9 @@ from isobit.precision.flow import describe_flow
 from isobit.proof.redraw import redraw_some
 from isobit.records.packing import pack
 from isobit.records.text import Completion, SamplingParams
-from isobit.rollout.engine import EngineStats, Progress, Request
+from isobit.rollout.engine_stats import EngineStats, Progress
 from isobit.rollout.episodes import Episodes
+from isobit.rollout.requests import Request
 from isobit.rollout.shared import generate_shared
 from isobit.run.acting import Generate
 from isobit.run.data import RlData, load_prompts

@@ -23,7 +23,8 @@ from isobit.observe.console import Console, silent
 from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World, run_on_all
 from isobit.rewards.grading import Graders
-from isobit.rollout.engine import Handle, RolloutEngine
+from isobit.rollout.engine import RolloutEngine
+from isobit.rollout.requests import Handle
 from isobit.run.acting import Generate
 from isobit.run.agreement import check_machines
 from isobit.run.crests import notice_crests

@@ -1,4 +1,4 @@
-"""How answers are sent: at once where they are small, and else a piece at a time.
+"""Sending of answers: at once where they are small, and else a piece at a time.
 
 What log-probabilities are written as can take many megabytes.  A large answer is built and written
 by a thread of its own, one choice and one piece after the other, while the event loop serves
@@ -25,7 +25,7 @@ _BATCH = 64
 _writing = ThreadPoolExecutor(1, "answers")
 
 
-class Made:
+class LazyList:
     """A list whose entries are made as they are written, once and in their order."""
 
     def __init__(self, count: int, make: Callable[[int], Any]) -> None:
@@ -36,7 +36,7 @@ class Made:
 
 
 def written(content: Any) -> str:
-    """As JSON, in ASCII, which can hold what a client echoes."""
+    """The content as JSON in ASCII, which can hold whatever a client echoes."""
     return json_text(content, default=list, ascii=True)
 
 
@@ -53,7 +53,7 @@ def pieces(content: Any) -> Iterator[str]:
             yield from pieces(value)
             begin = ", "
         yield "}" if content else "{}"
-    elif isinstance(content, Made):
+    elif isinstance(content, LazyList):
         begin = "["
         for value in content:
             yield begin

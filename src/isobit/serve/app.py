@@ -14,15 +14,13 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -33,109 +31,78 @@ from transformers import PreTrainedTokenizerBase
 
 from isobit.config.data import ChatConfig
 from isobit.config.environment import ToolFormat
-from isobit.data.encoding import most_characters, special_token_ids, token_ids
-from isobit.data.prompts import Noticed, prompts_of_rows
-from isobit.data.rendering import encodable
-from isobit.data.sources import Row, row_of
+from isobit.data.encoding import special_token_ids
 from isobit.data.tool_calls import MARKS, tool_format
 from isobit.models.folder import SamplingModel
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Request as EngineRequest
+from isobit.rollout.requests import Request as EngineRequest
 from isobit.rollout.sequence import decode
+from isobit.serve.admission import Gate, check_size
 from isobit.serve.answers import Streamed, json_response
 from isobit.serve.connections import QuietLoop
-from isobit.serve.engine import Call, DisconnectedError, EngineStoppedError, EngineThread
+from isobit.serve.engine import DisconnectedError, EngineCall, EngineStoppedError, EngineThread
+from isobit.serve.errors import ApiError, as_api_error
+from isobit.serve.metrics import Metrics
+from isobit.serve.prompt_reader import PromptReader
 from isobit.serve.protocol import (
-    ApiError,
-    Asked,
-    ChatAsked,
-    CompletionAsked,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
     Kind,
-    Question,
-    Spelling,
     read_request,
 )
+from isobit.serve.response_formats import ChatFormat, CompletionFormat, ResponseFormat
+from isobit.serve.served_request import ServedRequest, event_of
+from isobit.serve.token_texts import ScoredPrompt, Spelling
 from isobit.serve.weights import Handler, Sent, WeightUpdates
-from isobit.serve.work import (
-    ChatForm,
-    CompletionForm,
-    Form,
-    Gate,
-    Work,
-    as_api_error,
-    check_size,
-    event_of,
-)
-from isobit.util.errors import ConfigError, DataError, IsobitError, shown
+from isobit.util.errors import ConfigError, IsobitError, shown
 from isobit.util.hosts import HostCheck
 
 LARGEST_BODY = 16 << 20
 """Bytes."""
+
+
 _SMALL_BODY = 1 << 16
 """Bytes of a request that is read at once, in the event loop."""
+
+
 BODY_S, WEIGHTS_S = 60, 600
-"""How long a client may take to send a request, and to send weights."""
+"""Seconds that a client may take to send a request, and to send weights."""
+
+
 COMPLETION_TOKENS = 16
-"""What a completion has at most where the request does not say; OpenAI's figure."""
+"""The most tokens of a completion where the request does not say; OpenAI's figure."""
+
+
 GONE = 499
 """The status that is counted for a client that went away; nobody reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a model is served."""
+    """The settings of a served model."""
 
     name: str
-    """The model's, for clients."""
+    """The model's name for clients."""
     key: str | None
-    """What clients must send as a bearer token."""
+    """The bearer token that clients must send."""
     max_live: int
     """Samples that are served or wait at once; more are refused."""
     chat: ChatConfig
     sampling: SamplingParams
-    """For what a request does not say."""
+    """Defaults for what a request does not say."""
     max_tokens: int | None
-    """The same of its length; None for OpenAI's defaults."""
+    """The default length of an answer; None for OpenAI's defaults."""
     precision: str
     adapters: tuple[str, ...] = ()
     """Names of the model's adapters (``Policy.adapters``), for clients."""
     folders: Mapping[str, str] = field(default_factory=dict)
-    """What each name was said to be on the command line."""
+    """The folder that the command line gave for each name."""
     hosts: HostCheck | None = None
     """The names that requests may mean it by; None for any."""
 
 
-class Metrics:
-    """What Prometheus is told."""
-
-    def __init__(self, thread: EngineThread, gate: Gate) -> None:
-        self.registry = CollectorRegistry()
-        made = {"registry": self.registry, "namespace": "isobit"}
-        self.requests = Counter("requests", "Requests, by status", ["route", "status"], **made)
-        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **made)
-        self.tokens = Counter("generated_tokens", "Tokens drawn", **made)
-        self.seconds = Histogram("request_seconds", "Time of what the engine served", **made)
-        self.first = Histogram("time_to_first_token_seconds", "Of streams", **made)
-        engine = thread.engine
-        for name, text, value in (
-            ("samples_in_place", "Samples that are served or wait", lambda: gate.taken),
-            ("samples_live", "Samples of the engine", lambda: engine.num_live),
-            ("samples_running", "Samples that decode", lambda: engine.num_running),
-            ("kv_pages", "Pages of the KV cache", lambda: engine.limits.num_pages),
-            ("kv_pages_free", "Pages that nobody holds", lambda: engine.free_pages),
-        ):
-            Gauge(name, text, **made).set_function(value)
-
-    def count(self, work: Work) -> None:
-        """What has become of a request to the engine, at its end."""
-        self.prompt_tokens.inc(work.usage.prompt_tokens)
-        self.tokens.inc(work.usage.completion_tokens)
-        self.seconds.observe(time.perf_counter() - work.begun_at)
-        if work.first_at is not None:
-            self.first.observe(work.first_at - work.begun_at)
-
-
-class Server:
+class ApiServer:
     """A model behind routes.
 
     Args:
@@ -157,7 +124,7 @@ class Server:
         self._updates = updates
         self.is_draining: Callable[[], bool] = lambda: False
         """Whether the server ends: then nothing new is taken."""
-        self._reader = reader
+        self._prompts = PromptReader(model, reader, settings.chat)
         self._reading = ThreadPoolExecutor(1, "tokenizer")
         self.gate = Gate(settings.max_live)
         if updates is not None:
@@ -168,7 +135,8 @@ class Server:
             lru_cache(1 << 18)(lambda token: decode(tokenizer, [token], special=True))
         )
         self._calls: ToolFormat | None = None
-        """Of calls in answers; None where the chat template's is not read."""
+        """The format of calls that is read in answers; None where the chat template's is not known.
+        """
         with suppress(ConfigError):
             form = tool_format(reader, settings.chat)
             self._calls = form if form in MARKS else None
@@ -204,7 +172,7 @@ class Server:
         return app if self.settings.hosts is None else self._by_name(app, self.settings.hosts)
 
     def _by_name(self, app: ASGIApp, hosts: HostCheck) -> ASGIApp:
-        """With requests refused that a web page may have sent."""
+        """The application ``app``, but refusing requests that a web page may have sent."""
 
         async def checked(scope: Scope, receive: Receive, send: Send) -> None:
             wrong = hosts.wrong_header(scope["headers"]) if scope["type"] == "http" else None
@@ -236,7 +204,7 @@ class Server:
         return json_response({"status": "ok"})
 
     async def _metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(self.metrics.page(), media_type=self.metrics.content_type)
 
     async def _models(self, _: Request) -> Response:
         names = (self.settings.name, *self.settings.adapters)
@@ -247,15 +215,17 @@ class Server:
         return json_response(self._described(name))
 
     async def _complete(self, request: Request) -> Response:
-        asked = await _asked(CompletionAsked, request)
-        form = CompletionForm(asked, self.spelling)
+        asked = await _asked(CompletionRequest, request)
+        form = CompletionFormat(asked, self.spelling)
         places = len(asked.prompt) * asked.n
-        return await self._answer(request, asked, form, places, lambda: self._texts(asked))
+        return await self._answer(request, asked, form, places, lambda: self._prompts.texts(asked))
 
     async def _chat(self, request: Request) -> Response:
-        asked = await _asked(ChatAsked, request)
-        form = ChatForm(asked, self.spelling, self._calls)
-        return await self._answer(request, asked, form, asked.n, lambda: [self._rendered(asked)])
+        asked = await _asked(ChatRequest, request)
+        form = ChatFormat(asked, self.spelling, self._calls)
+        return await self._answer(
+            request, asked, form, asked.n, lambda: [self._prompts.rendered(asked)]
+        )
 
     def _updating(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def update(request: Request) -> Response:
@@ -281,7 +251,7 @@ class Server:
         }
 
     def _adapter(self, name: str) -> str | None:
-        """That of a model's name; None for the base. Raises ApiError for an unknown name."""
+        """The adapter of a model's name; None for the base. Raises ApiError for an unknown name."""
         names = (self.settings.name, *self.settings.adapters)
         if name not in names:
             raise ApiError(
@@ -296,7 +266,7 @@ class Server:
     def _guarded(
         self, handler: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """With the key checked, errors answered, and the request counted."""
+        """A route that checks the key, answers errors, and counts the request."""
 
         async def guarded(request: Request) -> Response:
             route = request.scope["route"].path
@@ -332,98 +302,30 @@ class Server:
                 code="invalid_api_key",
             )
 
-    # Reading
-
-    def _texts(self, asked: CompletionAsked) -> list[Question]:
-        """In the thread of the tokenizer. Raises DataError."""
-        return [self._text(one, asked.add_special_tokens) for one in asked.prompt]
-
-    def _text(self, prompt: str | list[int], add_special_tokens: bool) -> Question:
-        if not isinstance(prompt, str):
-            self._check_count(len(prompt), "tokens")
-            self._check_ids(prompt, "prompt")
-            return Question(decode(self.model.tokenizer, prompt, special=True), tuple(prompt))
-        self._check_characters(prompt)
-        encodable(prompt, Row(prompt, {}, "prompt"))
-        (ids,) = token_ids([prompt], self._reader, add_special_tokens)
-        return Question(prompt, tuple(ids))
-
-    def _rendered(self, asked: ChatAsked) -> Question:
-        """In the thread of the tokenizer. Raises DataError, RequestError."""
-        tools, noticed = asked.shown_tools, Noticed()
-        self._check_count(len(asked.messages), "messages")
-        self._check_count(len(tools or ()), "tools")
-        row = row_of(
-            asked.messages, {}, "messages", tools=tools, variables=asked.chat_template_kwargs
-        )
-        (prompt,) = prompts_of_rows(
-            "messages",
-            [row],
-            self._reader,
-            self.settings.chat,
-            context_tokens=self.model.context,
-            noticed=noticed,
-            continues=asked.continue_final_message,
-        )
-        if noticed.unread_tools or noticed.unread_calls:
-            raise DataError(
-                "tools: the chat template of this model does not write them, so that the model "
-                "would not see them; leave them out, or serve another model"
-            )
-        return Question(prompt.text, prompt.token_ids)
-
-    def _check_ids(self, ids: Sequence[int], name: str) -> None:
-        known = self.model.policy.config.vocab_size
-        if max(ids, default=0) >= known:
-            raise ApiError(
-                400,
-                f"{name}: token {max(ids)} is none of the model's, which are 0 to {known - 1}",
-                name,
-            )
-
-    def _check_count(self, count: int, name: str) -> None:
-        """What has a token or more each; others would wait while too many are written or read."""
-        if count > self.model.context:
-            raise self._too_long(f"{count:,} {name}")
-
-    def _check_characters(self, text: str) -> None:
-        """A text that cannot fit would take seconds and gigabytes to encode."""
-        most = most_characters(self.model.context, self._reader)
-        if len(text) > most:
-            raise self._too_long(f"{len(text):,} characters")
-
-    def _too_long(self, what: str) -> ApiError:
-        return ApiError(
-            400,
-            f"the model's context holds {self.model.context} tokens, and the request has {what}: "
-            "shorten the prompt or lower max_tokens",
-            code="context_length_exceeded",
-        )
-
     # Answering
 
     async def _answer(
         self,
         request: Request,
-        asked: Asked,
-        form: Form,
+        asked: GenerationRequest,
+        form: ResponseFormat,
         places: int,
-        read: Callable[[], list[Question]],
+        read: Callable[[], list[ScoredPrompt]],
     ) -> Response:
         self._adapter(asked.model)
-        self._check_ids(asked.stop_token_ids, "stop_token_ids")
+        self._prompts.check_ids(asked.stop_token_ids, "stop_token_ids")
         if self.is_draining() or self.thread.fault is not None:
             raise EngineStoppedError(self.thread.fault or "the server is shutting down")
         self.gate.enter(places)
-        call = Call()
+        call = EngineCall()
         watch = asyncio.create_task(_watch(request, call))
 
-        def on_close(work: Work) -> None:
+        def on_close(work: ServedRequest) -> None:
             watch.cancel()
             self.metrics.count(work)
             self.gate.leave(places, time.perf_counter() - work.begun_at)
 
-        work = Work(self.thread, asked, form, on_close, call)
+        work = ServedRequest(self.thread, asked, form, on_close, call)
         try:
             loop = asyncio.get_running_loop()
             questions = await loop.run_in_executor(self._reading, read)
@@ -443,16 +345,16 @@ class Server:
         return response
 
     def _last_words(self) -> str | None:
-        """Of a stream that is cut off by the end of the server."""
+        """The last event of a stream that the end of the server cuts off."""
         return event_of(as_api_error(_ended()).json()) if self.is_draining() else None
 
     def _asked_of_engine(
-        self, asked: Asked, form: Form, questions: list[Question]
-    ) -> tuple[dict[str, Any], list[Question], list[EngineRequest]]:
-        """What each answer begins with, the questions, and the engine's requests for them."""
+        self, asked: GenerationRequest, form: ResponseFormat, questions: list[ScoredPrompt]
+    ) -> tuple[dict[str, Any], list[ScoredPrompt], list[EngineRequest]]:
+        """The beginning of each answer, the prompts, and the engine's requests for them."""
         name, settings = form.prefix + secrets.token_hex(12), self.settings
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        shows_special = isinstance(form, ChatForm) and form.reads_calls and self._hides_calls
+        shows_special = isinstance(form, ChatFormat) and form.reads_calls and self._hides_calls
         requests = [
             EngineRequest(
                 Prompt(f"{name}/{place}", question.text, question.token_ids),
@@ -475,22 +377,22 @@ class Server:
         }
         return head, questions, requests
 
-    def _max_new_tokens(self, asked: Asked, prompt: int) -> int:
+    def _max_new_tokens(self, asked: GenerationRequest, prompt: int) -> int:
         """Raises ApiError where prompt and answer do not fit the context."""
         limits = self.thread.engine.limits
         room = min(limits.context, limits.num_pages * limits.page_tokens + 1) - prompt
         said = asked.most_tokens
-        default = max(room, 1) if isinstance(asked, ChatAsked) else COMPLETION_TOKENS
+        default = max(room, 1) if isinstance(asked, ChatRequest) else COMPLETION_TOKENS
         wanted = self.settings.max_tokens or default if said is None else said
         if said is None:
             wanted = min(wanted, max(room, 1))
         if prompt + wanted > limits.context:
             what = f"{prompt + wanted} ({prompt} of the prompt, {wanted} of the answer)"
-            raise self._too_long(what)
+            raise self._prompts.too_long(what)
         return wanted
 
 
-async def _watch(request: Request, call: Call) -> None:
+async def _watch(request: Request, call: EngineCall) -> None:
     """Tell the call when the client is gone."""
     with suppress(ClientDisconnect):
         while (await request.receive())["type"] != "http.disconnect":

@@ -27,7 +27,7 @@ MOST_CONNECTIONS = 4096
 _SPARE = 16
 """Descriptors that are left for files."""
 _SAY_S = 60.0
-"""Between two lines on descriptors that have run out."""
+"""Seconds between two lines on the console about descriptors that have run out."""
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 5\r\n"
     b"Content-Type: text/plain\r\nContent-Length: 51\r\n\r\n"
@@ -35,7 +35,7 @@ _FULL = (
 )
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One connection; ``most`` is how many there may be."""
 
     def __init__(self, *arguments: Any, most: int = MOST_CONNECTIONS, **named: Any) -> None:
@@ -43,7 +43,7 @@ class Connection(H11Protocol):
         self._most = most
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._since = time.monotonic()
-        """When it began to wait for its client."""
+        """The time at which it began to wait for its client."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,7 +63,9 @@ class Connection(H11Protocol):
             self._arrived("head")
 
     def send_400_response(self, msg: str) -> None:
-        """For bytes that are no HTTP, which may stand in the body of a request that is at work."""
+        """Answer bytes that are no HTTP, which may stand in the body of a request that is at
+        work.
+        """
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True  # what the application answers goes nowhere
@@ -88,7 +90,7 @@ class Connection(H11Protocol):
 
     @property
     def waits_for_client(self) -> bool:
-        """Whether nothing is at work for it."""
+        """Whether no request of it is being served."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body
 
@@ -112,7 +114,7 @@ class Connection(H11Protocol):
         open_ones = [
             one
             for one in self.connections
-            if isinstance(one, Connection) and not one.transport.is_closing()
+            if isinstance(one, HttpConnection) and not one.transport.is_closing()
         ]
         if len(open_ones) <= self._most:
             return  # enough are about to go
@@ -125,7 +127,9 @@ class Connection(H11Protocol):
 
 
 def most_connections(wanted: int = MOST_CONNECTIONS) -> int:
-    """How many connections the limit of open files allows, which is raised as far as it may be."""
+    """The number of connections that the limit of open files allows, which is raised as far as it
+    may be.
+    """
     held = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
     needed = wanted + held + _SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -2,7 +2,7 @@
 
     the event loop                              this thread
     submit, score, cancel  -- commands -->      between two steps
-    Call.next              <-- what happens --  after each step, all calls at once
+    EngineCall.next              <-- what happens --  after each step, all calls at once
 
 Nobody else touches the engine, so a request's tokens depend on nothing but the request: samples
 come and go while others run (``isobit.rollout.engine``).  An error of some samples, such as logits
@@ -24,14 +24,15 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Literal
 
-from isobit.rollout.engine import Follow, Handle, Request, SampleEvent
+from isobit.rollout.engine import Follow, SampleEvent
 from isobit.rollout.native import NativeEngine
+from isobit.rollout.requests import Handle, Request
 from isobit.rollout.scoring import Scored, Scoring, TokenScorer
 from isobit.util.errors import IsobitError, OutOfMemoryError, RequestError
 from isobit.util.terminal import say
 
 POLL_S = 1.0
-"""Between two looks for new weights."""
+"""Seconds between two checks for new weights."""
 
 
 class EngineStoppedError(IsobitError):
@@ -55,7 +56,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What ``EngineThread.score`` has found."""
+    """The result of ``EngineThread.score``."""
 
     place: int
     scored: Scored
@@ -63,35 +64,35 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What ``EngineThread.publish``, ``pause`` or ``resume`` was asked for."""
+    """The end of what ``EngineThread.publish``, ``pause`` or ``resume`` was called for."""
 
 
-Told = Accepted | Scores | SampleEvent | Done
+CallNews = Accepted | Scores | SampleEvent | Done
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of the calls that are open: they end with a PausedError, they run to their end, or
+"""The fate of the calls that are open: they end with a PausedError, they run to their end, or
 they stand still until the thread is resumed."""
 
 
-class Call:
+class EngineCall:
     """One HTTP request's line to the engine; made and read in the event loop. One ``is_control``
     asks for nothing that is drawn or scored, and never waits for others.
     """
 
     def __init__(self, is_control: bool = False) -> None:
-        self._told: asyncio.Queue[Told | BaseException] = asyncio.Queue()
+        self._queue: asyncio.Queue[CallNews | BaseException] = asyncio.Queue()
         self.is_control = is_control
         self.is_closed = False
         self.is_gone = False
-        """Whether its client is."""
+        """Whether its client has gone away."""
 
-    def tell(self, what: Told | BaseException) -> None:
-        """In the event loop."""
+    def tell(self, what: CallNews | BaseException) -> None:
+        """Put news into the call's queue; called in the event loop."""
         self.is_gone = self.is_gone or isinstance(what, DisconnectedError)
-        self._told.put_nowait(what)
+        self._queue.put_nowait(what)
 
-    async def next(self) -> Told:
-        """What happened next. Raises what the engine has raised, and DisconnectedError."""
-        what = await self._told.get()
+    async def next(self) -> CallNews:
+        """The next news. Raises what the engine has raised, and DisconnectedError."""
+        what = await self._queue.get()
         if isinstance(what, BaseException):
             raise what
         return what
@@ -113,7 +114,7 @@ class EngineThread:
     def __init__(
         self,
         engine: NativeEngine,
-        scorer: "TokenScorer[tuple[Call, int]]",
+        scorer: "TokenScorer[tuple[EngineCall, int]]",
         new_weights: NewWeights | None = None,
         on_fault: Callable[[], None] = lambda: None,
     ) -> None:
@@ -126,16 +127,16 @@ class EngineThread:
         self.is_paused = False
         """Whether calls that arrive wait until the thread is resumed."""
         self._is_frozen = False
-        """Whether those that are open do too."""
-        self._awaiting: list[tuple[Call, Literal["weights", "end"]]] = []
-        """Who is to be told that new weights are taken, and that no call is open any more."""
-        self._calls: dict[Handle, Call] = {}
-        self._commands: SimpleQueue[tuple[Call | None, Callable[[], None]]] = SimpleQueue()
-        self._open: set[Call] = set()
+        """Whether open calls wait too."""
+        self._awaiting: list[tuple[EngineCall, Literal["weights", "end"]]] = []
+        """Calls that wait until new weights are taken, or until no call is open any more."""
+        self._calls: dict[Handle, EngineCall] = {}
+        self._commands: SimpleQueue[tuple[EngineCall | None, Callable[[], None]]] = SimpleQueue()
+        self._open: set[EngineCall] = set()
         """Calls that have begun and are not cancelled: their weights stay."""
-        self._held: list[tuple[Call, Callable[[], None]]] = []
-        """What calls have asked for that wait for new weights."""
-        self._news: list[tuple[Call, Told | BaseException]] = []
+        self._held: list[tuple[EngineCall, Callable[[], None]]] = []
+        """Commands of calls that wait for new weights."""
+        self._news: list[tuple[EngineCall, CallNews | BaseException]] = []
         self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -146,7 +147,7 @@ class EngineThread:
         return self._is_ending and not self._thread.is_alive()
 
     def start(self) -> None:
-        """In the event loop that the calls belong to."""
+        """Start the thread; called in the event loop that the calls belong to."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -155,38 +156,38 @@ class EngineThread:
         self._command(None, self._end)
         self._thread.join()
 
-    def submit(self, call: Call, requests: Sequence[Request], follow: Follow) -> None:
+    def submit(self, call: EngineCall, requests: Sequence[Request], follow: Follow) -> None:
         """Told: ``Accepted`` or a RequestError, then the samples' events."""
         self._command(call, partial(self._submit, call, requests, follow))
 
-    def score(self, call: Call, place: int, scoring: Scoring) -> None:
+    def score(self, call: EngineCall, place: int, scoring: Scoring) -> None:
         """Told: ``Scores`` with the same ``place``, or a RequestError."""
         self._command(call, partial(self._score, call, place, scoring))
 
-    def abort(self, call: Call, handles: Iterable[Handle]) -> None:
+    def abort(self, call: EngineCall, handles: Iterable[Handle]) -> None:
         """Some of its samples end; nothing more is told of them."""
         self._command(call, partial(self._abort, list(handles)))
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: EngineCall) -> None:
         """Whatever the call has asked for ends; nothing more is told. Every call ends so."""
         call.is_closed = True
         self._command(None, partial(self._cancel, call))
 
-    def publish(self, call: Call, take: Callable[[], None]) -> None:
+    def publish(self, call: EngineCall, take: Callable[[], None]) -> None:
         """Take new weights once no call is open. Told: ``Done``, or a RequestError if calls are
         kept open by a pause.
         """
         self._command(call, partial(self._publish, call, take))
 
-    def pause(self, call: Call, mode: PauseMode) -> None:
+    def pause(self, call: EngineCall, mode: PauseMode) -> None:
         """Let calls that arrive wait. Told: ``Done``, once none is open or all are kept."""
         self._command(call, partial(self._pause, call, mode))
 
-    def resume(self, call: Call) -> None:
+    def resume(self, call: EngineCall) -> None:
         """Told: ``Done``."""
         self._command(call, partial(self._resume, call))
 
-    def _command(self, call: Call | None, command: Callable[[], None]) -> None:
+    def _command(self, call: EngineCall | None, command: Callable[[], None]) -> None:
         self._commands.put((call, command))
         if self.fault is not None and call is not None:  # perhaps nobody reads the queue any more
             call.tell(EngineStoppedError(self.fault))
@@ -232,7 +233,7 @@ class EngineThread:
     def _end(self) -> None:
         self._is_ending = True
 
-    def _begin(self, call: Call | None, command: Callable[[], None]) -> None:
+    def _begin(self, call: EngineCall | None, command: Callable[[], None]) -> None:
         if call is None or call.is_control:
             command()
         elif call in self._open or not (self.is_paused or self._take_weights):
@@ -242,7 +243,7 @@ class EngineThread:
         else:
             self._held.append((call, command))
 
-    def _publish(self, call: Call, take: Callable[[], None]) -> None:
+    def _publish(self, call: EngineCall, take: Callable[[], None]) -> None:
         if self._is_frozen and self._open:
             why = "a pause keeps requests open that began with the old weights"
             error = RequestError(f"{why}: /resume lets them end; else pause with abort or wait")
@@ -251,7 +252,7 @@ class EngineThread:
         self._take_weights = take
         self._awaiting.append((call, "weights"))
 
-    def _pause(self, call: Call, mode: PauseMode) -> None:
+    def _pause(self, call: EngineCall, mode: PauseMode) -> None:
         self.is_paused, self._is_frozen = True, mode == "keep"
         if mode == "keep":
             self._news.append((call, Done()))
@@ -260,7 +261,7 @@ class EngineThread:
         if mode == "abort":
             self._fail(self._open, PausedError("generation was paused, and requests were ended"))
 
-    def _resume(self, call: Call) -> None:
+    def _resume(self, call: EngineCall) -> None:
         self.is_paused = self._is_frozen = False
         self._news.append((call, Done()))
         self._let_in()
@@ -274,7 +275,7 @@ class EngineThread:
         self._news += [(call, Done()) for call, awaited in self._awaiting if awaited == event]
         self._awaiting = [pair for pair in self._awaiting if pair[1] != event]
 
-    def _submit(self, call: Call, requests: Sequence[Request], follow: Follow) -> None:
+    def _submit(self, call: EngineCall, requests: Sequence[Request], follow: Follow) -> None:
         try:
             handles = self.engine.submit(requests, follow)
         except RequestError as error:
@@ -283,7 +284,7 @@ class EngineThread:
         self._calls.update((handle, call) for group in handles for handle in group)
         self._news.append((call, Accepted(handles)))
 
-    def _score(self, call: Call, place: int, scoring: Scoring) -> None:
+    def _score(self, call: EngineCall, place: int, scoring: Scoring) -> None:
         try:
             self.scorer.add((call, place), scoring, owner=call)
         except RequestError as error:
@@ -294,7 +295,7 @@ class EngineThread:
         for handle in handles:
             self._calls.pop(handle, None)
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: EngineCall) -> None:
         self._open.discard(call)
         self._held = [pair for pair in self._held if pair[0] is not call]
         self._abort([handle for handle, one in self._calls.items() if one is call])
@@ -332,11 +333,11 @@ class EngineThread:
             return
         self._news += [(call, Scores(place, scored)) for (call, place), scored in found]
 
-    def _drop_scorings(self, calls: Iterable[Call]) -> None:
+    def _drop_scorings(self, calls: Iterable[EngineCall]) -> None:
         leaving = set(calls)
         self.scorer.drop([key for key in self.scorer.keys if key[0] in leaving])
 
-    def _fail(self, calls: Iterable[Call], error: IsobitError) -> None:
+    def _fail(self, calls: Iterable[EngineCall], error: IsobitError) -> None:
         self._news += [(call, error) for call in dict.fromkeys(calls)]
 
     def _look_for_weights(self) -> None:
@@ -363,7 +364,7 @@ class EngineThread:
             return
 
 
-def _tell_all(news: Sequence[tuple[Call, Told | BaseException]]) -> None:
+def _tell_all(news: Sequence[tuple[EngineCall, CallNews | BaseException]]) -> None:
     for call, what in news:
         if not call.is_closed:
             call.tell(what)

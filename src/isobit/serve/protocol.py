@@ -1,17 +1,12 @@
-"""What clients ask: OpenAI's completions and chat completions, with vLLM's names for what OpenAI
-does not have; the errors that they are answered with; and how tokens and their log-probabilities
-are written down.
+"""Requests of clients: OpenAI's completions and chat completions, with vLLM's names for what OpenAI
+does not have.
 
 Unknown keys are refused, and so is a value that would change the answer and that nothing here
 obeys, such as a penalty: an answer without it would look like one with it.
-
-Every log-probability is log-softmax(logits / temperature) over all tokens, before top-k, top-p and
-min-p, at the request's temperature, or at 1 where that is 0.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -28,37 +23,25 @@ from pydantic_core import PydanticCustomError
 from isobit.config.base import MAX_FACTOR, MAX_SEED
 from isobit.config.model_shape import MAX_POSITIONS, MAX_VOCAB_SIZE
 from isobit.records.text import SamplingParams
-from isobit.rollout.scoring import MOST_ALTERNATIVES, Scored
+from isobit.rollout.scoring import MOST_ALTERNATIVES
+from isobit.serve.errors import ApiError
 from isobit.util.errors import shown
 
 MOST_CHOICES = 128
 """Samples of a prompt."""
+
+
 MOST_PROMPTS = 1024
+
+
 MOST_STOPS = 16
+
+
 MOST_STOP_TOKENS = 1024
+
+
 LONGEST_STOP = 256
 """Characters of a stop string, of which each drawn token costs a search."""
-
-
-class ApiError(Exception):
-    """An answer other than 200, in OpenAI's form."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.retry_after = status, message, retry_after
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        self.body = {"message": message, "type": kind, "param": param, "code": code}
-
-    def json(self) -> dict[str, Any]:
-        return {"error": self.body}
 
 
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -85,6 +68,8 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "truncate_prompt_tokens": (-1,),
 }
 """Keys of other servers with the values that ask for nothing."""
+
+
 _IGNORED = frozenset(
     {
         "user",
@@ -147,15 +132,15 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Literal[False] = False
 
 
-class Asked(BaseModel):
-    """What both kinds of request have in common."""
+class GenerationRequest(BaseModel):
+    """A request for completions or for a chat completion."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    """As ``_NEUTRAL``, of one kind of request."""
+    """Keys of one kind of request with the values that ask for nothing, as in ``_NEUTRAL``."""
     model: str
     max_tokens: int | None = Field(default=None, ge=0, le=MAX_POSITIONS)
     temperature: float | None = Field(default=None, ge=0, le=MAX_FACTOR)
@@ -177,7 +162,7 @@ class Asked(BaseModel):
 
     @property
     def most_tokens(self) -> int | None:
-        """How long an answer may be; None where the request does not say."""
+        """The most tokens of an answer; None where the request does not say."""
         return self.max_tokens
 
     @model_validator(mode="before")
@@ -202,14 +187,14 @@ class Asked(BaseModel):
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the likeliest tokens are told with each drawn one; None tells no
-        log-probabilities.
+        """The number of likeliest tokens to return with each drawn one; None for no
+        log-probabilities at all.
         """
         raise NotImplementedError
 
     @property
     def scores_prompt(self) -> int | None:
-        """The same of the prompt."""
+        """The same number for the tokens of the prompt."""
         return self.prompt_logprobs
 
     @property
@@ -220,8 +205,8 @@ class Asked(BaseModel):
     def sampling(
         self, defaults: SamplingParams, max_new_tokens: int, shows_special: bool
     ) -> SamplingParams:
-        """How its tokens are drawn; ``defaults`` are the server's. Special tokens are in texts
-        where the request says so, or ``shows_special``.
+        """The sampling parameters; ``defaults`` are the server's. Texts hold special tokens where
+        the request says so, or ``shows_special``.
         """
         skips = False if shows_special else self.skip_special_tokens
         stops = () if self.ignore_eos else defaults.stop_token_ids
@@ -248,7 +233,7 @@ def _given(value: _Value | None, default: _Value) -> _Value:
     return default if value is None else value
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
@@ -266,7 +251,7 @@ class CompletionAsked(Asked):
         return max((one for one in wanted if one is not None), default=None)
 
 
-class ChatAsked(Asked):
+class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -284,7 +269,7 @@ class ChatAsked(Asked):
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
-    def _fits(self) -> "ChatAsked":
+    def _fits(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise _wrong("top_logprobs", "it needs logprobs = true")
         if self.tool_choice not in (None, "auto", "none"):
@@ -306,7 +291,7 @@ class ChatAsked(Asked):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
-        """What the chat template is given."""
+        """The tools that the chat template is given."""
         return None if self.tool_choice == "none" else self.tools or None
 
 
@@ -328,124 +313,3 @@ def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
         if found["type"] != "missing" and "message" not in context:
             message = f"{message}; found {shown(repr(found['input']))}"
         raise ApiError(400, f"{name}: {message}", param=name) from None
-
-
-SMALLEST_LOG_PROB = -9999.0
-"""In place of minus infinity, which JSON does not have; OpenAI's figure."""
-
-
-@dataclass(slots=True)
-class Part:
-    """What is new of a choice: all of it, or a piece in a stream."""
-
-    index: int
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    log_probs: tuple[float, ...] = ()
-    alternatives: Sequence[Sequence[tuple[int, float]]] | None = None
-    """For each token; None where none were asked for."""
-    finish_reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt as it was read, and its log-probabilities if they were asked for."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    scored: Scored | None = None
-
-
-@dataclass(slots=True)
-class Usage:
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    def json(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
-
-
-class Spelling:
-    """The text of single tokens, as ``text`` gives it for a token id, special ones included."""
-
-    def __init__(self, text: Callable[[int], str]) -> None:
-        self.text = text
-
-    def described(self, token: int, log_prob: float) -> dict[str, Any]:
-        """A token as chat completions describe it; bytes are null for a part of a character."""
-        text = self.text(token)
-        known = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": _finite(log_prob), "bytes": known}
-
-    def legacy(self, part: Part, offset: int) -> dict[str, list[Any]]:
-        """The log-probabilities of a part, whose text begins at character ``offset``."""
-        tops = part.alternatives or [[] for _ in part.token_ids]
-        texts = [self.text(token) for token in part.token_ids]
-        found: dict[str, list[Any]] = {"tokens": texts, "token_logprobs": [], "top_logprobs": []}
-        found["text_offset"] = []
-        for token, text, log_prob, top in zip(
-            part.token_ids, texts, part.log_probs, tops, strict=True
-        ):
-            found["token_logprobs"].append(_finite(log_prob))
-            found["top_logprobs"].append(self._by_text([*top, (token, log_prob)]))
-            found["text_offset"].append(offset)
-            offset += len(text)
-        return found
-
-    def _by_text(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Of several tokens with one text the likeliest, so that the largest value stays."""
-        found = dict[str, float]()
-        for token, log_prob in pairs:
-            found.setdefault(self.text(token), _finite(log_prob))
-        return found
-
-    def legacy_prompt(self, question: Question, alternatives: int) -> dict[str, list[Any]]:
-        """The log-probabilities of an echoed prompt; its first token has none."""
-        assert question.scored is not None
-        scored, first = question.scored, question.token_ids[0]
-        tops = [one[:alternatives] for one in scored.alternatives]
-        rest = Part(0, "", question.token_ids[1:], tuple(scored.log_probs), tops)
-        is_written = question.text.startswith(self.text(first))  # else the tokenizer has added it
-        found = self.legacy(rest, len(self.text(first)) if is_written else 0)
-        head = {"tokens": self.text(first), "token_logprobs": None, "top_logprobs": None}
-        return {name: [(head | {"text_offset": 0})[name], *found[name]] for name in found}
-
-    def prompt_log_probs(self, question: Question, alternatives: int) -> list[Any]:
-        """vLLM's form: a table of token ids for each token; its first token has none."""
-        assert question.scored is not None
-        scored, found = question.scored, list[Any]([None])
-        columns = zip(
-            question.token_ids[1:], scored.log_probs, scored.ranks, scored.alternatives, strict=True
-        )
-        for token, log_prob, rank, top in columns:
-            entries = {one: (value, place) for place, (one, value) in enumerate(top, start=1)}
-            kept = dict(list(entries.items())[:alternatives]) | {token: (log_prob, rank)}
-            found.append(
-                {
-                    str(one): {
-                        "logprob": _finite(value),
-                        "rank": place,
-                        "decoded_token": self.text(one),
-                    }
-                    for one, (value, place) in kept.items()
-                }
-            )
-        return found
-
-    def chat(self, part: Part) -> dict[str, Any]:
-        """The log-probabilities of a part of a chat completion."""
-        tops = part.alternatives or [[] for _ in part.token_ids]
-        content = [
-            self.described(token, log_prob)
-            | {"top_logprobs": [self.described(*one) for one in top]}
-            for token, log_prob, top in zip(part.token_ids, part.log_probs, tops, strict=True)
-        ]
-        return {"content": content, "refusal": None}
-
-
-def _finite(log_prob: float) -> float:
-    return max(log_prob, SMALLEST_LOG_PROB)

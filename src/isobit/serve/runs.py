@@ -35,16 +35,20 @@ from isobit.models.checkpoint import is_finite
 from isobit.models.policy import Policy
 from isobit.models.weight_deltas import apply_change, digest_of, parted_names, read_file
 from isobit.records.text import Prompt, SamplingParams
-from isobit.rollout.engine import Handle, Request, SampleEvent
-from isobit.serve.engine import Accepted, Call, DisconnectedError, EngineThread
-from isobit.serve.protocol import ApiError, read_request
-from isobit.serve.work import Gate
+from isobit.rollout.engine import SampleEvent
+from isobit.rollout.requests import Handle, Request
+from isobit.serve.admission import Gate
+from isobit.serve.engine import Accepted, DisconnectedError, EngineCall, EngineThread
+from isobit.serve.errors import ApiError
+from isobit.serve.protocol import read_request
 from isobit.store.manifest import environment
 from isobit.util.errors import ModelError, shown
 
 PROTOCOL = 1
 WAIT_S, GATHER_S, SILENT_S = 1.0, 0.02, 60.0
-"""How long a step waits for the first news and then for more, and a client may be silent."""
+"""Seconds that a step waits for the first news and then for more, and that a client may be
+silent.
+"""
 
 Token = Annotated[int, Field(ge=0, lt=MAX_VOCAB_SIZE)]
 
@@ -85,12 +89,12 @@ class AskedPublish(Strict):
 
 
 @dataclass(slots=True, eq=False)
-class Session:
-    """What one client has asked for since it last began anew."""
+class ClientSession:
+    """The samples of one client since it last began a session."""
 
     number: int
-    call: Call | None = None
-    """While samples of it are live: weights stay as long."""
+    call: EngineCall | None = None
+    """The call whose samples are live; the weights stay as long."""
     is_asking: bool = False
     """Whether samples are on their way to the call."""
     live: dict[Handle, int] = field(default_factory=dict)
@@ -107,16 +111,16 @@ class Runs:
     policy: Policy
     thread: EngineThread
     gate: Gate | None = None
-    """Of the server, which sets it."""
+    """The server's gate, which the server sets."""
     _held: dict[str, torch.Tensor] = field(default_factory=dict)
     """The weights of the last update, by master."""
     _digest: str | None = None
-    """Theirs."""
+    """The digest of these weights."""
     _published: int | None = None
     """The policy's version that was published from them."""
     _staged: dict[str, torch.Tensor] | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _sessions: dict[str, Session] = field(default_factory=dict)
+    _sessions: dict[str, ClientSession] = field(default_factory=dict)
     _watch: "asyncio.Task[None] | None" = None
 
     @property
@@ -126,7 +130,7 @@ class Runs:
 
     @property
     def routes(self) -> Mapping[tuple[str, str], Callable[[bytearray], Awaitable[dict[str, Any]]]]:
-        """What answers the body of a request."""
+        """The handler that answers the body of a request."""
         return {
             ("GET", "/isobit/engine"): self._describe,
             ("POST", "/isobit/weights/begin"): self._begin,
@@ -136,7 +140,9 @@ class Runs:
         }
 
     async def _describe(self, _: bytearray) -> dict[str, Any]:
-        """What computes here: whoever has the same of all but the sizes computes the same bits."""
+        """A description of what computes here: one that is equal in all but the sizes computes the
+        same bits.
+        """
         limits, graph = self.thread.engine.limits, self.policy.flow.graph("rollout")
         assert self.gate is not None
         return {
@@ -201,7 +207,7 @@ class Runs:
                 return {"sha256": digest, "published": None}
             for session in self._sessions.values():  # a run that died has left some
                 self._end(session)
-            call = Call(is_control=True)
+            call = EngineCall(is_control=True)
             self.thread.publish(call, lambda: self.policy.republish(self._held))
             await call.next()
             self._digest, self._published = digest, self.policy.version
@@ -260,7 +266,7 @@ class Runs:
             session.heard_at = time.monotonic()
             return {"samples": found}
 
-    def _session(self, asked: AskedStep) -> Session:
+    def _session(self, asked: AskedStep) -> ClientSession:
         """The client's; a new one ends the one before."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._end_silent())
@@ -268,10 +274,10 @@ class Runs:
         if known is None or known.number != asked.session:
             if known is not None:
                 self._end(known)
-            known = self._sessions[asked.client] = Session(asked.session)
+            known = self._sessions[asked.client] = ClientSession(asked.session)
         return known
 
-    async def _step(self, session: Session, asked: AskedStep) -> list[dict[str, Any]]:
+    async def _step(self, session: ClientSession, asked: AskedStep) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
         if asked.ask:
             await self._take_on(session, asked, found)
@@ -282,25 +288,25 @@ class Runs:
         return [one for number, one in found.items() if number not in dropped]
 
     async def _take_on(
-        self, session: Session, asked: AskedStep, found: dict[int, dict[str, Any]]
+        self, session: ClientSession, asked: AskedStep, found: dict[int, dict[str, Any]]
     ) -> None:
         self._check_weights(asked)
         requests = [self._request(session, asked.client, one) for one in asked.ask]
         assert self.gate is not None
         self.gate.enter(sum(request.samples for request in requests))
-        call = session.call = session.call or Call()
+        call = session.call = session.call or EngineCall()
         session.is_asking = True
         numbers = [number for one in asked.ask for number in one.numbers]
         self.thread.submit(call, requests, "tokens")
         try:
-            while not isinstance(told := await call.next(), Accepted):
-                self._note(session, told, found)
+            while not isinstance(news := await call.next(), Accepted):
+                self._note(session, news, found)
         except BaseException:
             self.gate.leave(len(numbers), 0.0)
             raise
         finally:
             session.is_asking = False
-        handles = [handle for group in told.handles for handle in group]
+        handles = [handle for group in news.handles for handle in group]
         session.live.update(zip(handles, numbers, strict=True))
         self._check_weights(asked)  # from here on they stay
 
@@ -309,7 +315,7 @@ class Runs:
             held = "others" if self.weights is None else self.weights[:12]
             raise ApiError(409, f"weights: samples are drawn from {held} here", "weights")
 
-    def _request(self, session: Session, client: str, asked: AskedGroup) -> Request:
+    def _request(self, session: ClientSession, client: str, asked: AskedGroup) -> Request:
         if len(asked.keys) != len(asked.numbers):
             raise ApiError(400, "keys: expected one for each of numbers")
         session.groups += 1
@@ -318,41 +324,41 @@ class Runs:
         prompt = Prompt(name, "", asked.token_ids)
         return Request(prompt, 0, len(asked.numbers), sampling, keys=asked.keys)
 
-    def _drop(self, session: Session, numbers: set[int]) -> None:
+    def _drop(self, session: ClientSession, numbers: set[int]) -> None:
         leaving = [handle for handle, number in session.live.items() if number in numbers]
         if session.call is not None and leaving:
             self.thread.abort(session.call, leaving)
         for handle in leaving:
             self._leave(session, handle)
 
-    async def _gather(self, session: Session, found: dict[int, dict[str, Any]]) -> None:
+    async def _gather(self, session: ClientSession, found: dict[int, dict[str, Any]]) -> None:
         """Wait for news of the session's samples, then a little for more."""
         until = time.monotonic() + (GATHER_S if found else WAIT_S)
         while session.call is not None:
             try:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                    told = await session.call.next()
+                    news = await session.call.next()
             except TimeoutError:
                 return
             if not found:
                 until = time.monotonic() + GATHER_S
-            self._note(session, told, found)
+            self._note(session, news, found)
 
-    def _note(self, session: Session, told: Any, found: dict[int, dict[str, Any]]) -> None:
-        if not isinstance(told, SampleEvent) or told.handle not in session.live:
+    def _note(self, session: ClientSession, news: Any, found: dict[int, dict[str, Any]]) -> None:
+        if not isinstance(news, SampleEvent) or news.handle not in session.live:
             return
-        number = session.live[told.handle]
+        number = session.live[news.handle]
         one = found.setdefault(number, {"number": number, "token_ids": [], "log_probs": []})
-        one["token_ids"] += told.token_ids
-        one["log_probs"] += told.log_probs
+        one["token_ids"] += news.token_ids
+        one["log_probs"] += news.log_probs
         for name in ("truncated_log_probs", "routings"):
-            if getattr(told, name):
-                one.setdefault(name, []).extend(getattr(told, name))
-        if told.completion is not None:
-            one["finish_reason"] = told.completion.finish_reason
-            self._leave(session, told.handle)
+            if getattr(news, name):
+                one.setdefault(name, []).extend(getattr(news, name))
+        if news.completion is not None:
+            one["finish_reason"] = news.completion.finish_reason
+            self._leave(session, news.handle)
 
-    def _leave(self, session: Session, handle: Handle) -> None:
+    def _leave(self, session: ClientSession, handle: Handle) -> None:
         """A sample has ended; without any left the weights may change."""
         assert self.gate is not None
         del session.live[handle]
@@ -361,7 +367,7 @@ class Runs:
             self.thread.cancel(session.call)
             session.call = None
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: ClientSession) -> None:
         self._drop(session, set(session.live.values()))
         if session.call is not None:
             self.thread.cancel(session.call)

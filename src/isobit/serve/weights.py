@@ -34,8 +34,8 @@ from isobit.models.policy import Policy
 from isobit.models.quantised_checkpoint import FORMATS
 from isobit.models.safetensors import DTYPES, TensorFile
 from isobit.models.weight_deltas import digest_of, read_file
-from isobit.serve.engine import Call, EngineThread, PauseMode
-from isobit.serve.protocol import ApiError
+from isobit.serve.engine import EngineCall, EngineThread, PauseMode
+from isobit.serve.errors import ApiError
 from isobit.serve.runs import Runs
 from isobit.util.errors import ModelError, shown
 
@@ -104,7 +104,7 @@ class WeightUpdates:
     thread: EngineThread
     root: Path
     runs: Runs = field(init=False)
-    """That sample here."""
+    """The runs that sample here."""
     _staged: dict[str, torch.Tensor] | None = None
     """The tensors of the update that has begun, by name."""
     _version: str | None = None
@@ -183,7 +183,7 @@ class WeightUpdates:
         async with self._lock:
             staged = self._begun()
             digest = await asyncio.to_thread(self._check, staged)
-            call = Call(is_control=True)
+            call = EngineCall(is_control=True)
             self.thread.publish(call, lambda: self.policy.republish(self._masters(staged)))
             await call.next()
             self._staged, self._version, self._digest = None, version, digest
@@ -194,13 +194,13 @@ class WeightUpdates:
         mode = query.get("mode", "abort")
         if mode not in _MODES:
             raise ApiError(400, f"mode: expected abort, wait or keep; found {shown(mode)}")
-        call = Call(is_control=True)
+        call = EngineCall(is_control=True)
         self.thread.pause(call, _MODES[mode])
         await call.next()
         return {"status": "paused"}
 
     async def _resume(self, sent: Sent) -> dict[str, Any]:
-        call = Call(is_control=True)
+        call = EngineCall(is_control=True)
         self.thread.resume(call)
         await call.next()
         return {"status": "resumed"}

@@ -196,7 +196,7 @@ class KnownRewards(RewardRecord):
 
 
 class AnswerRecord(LineRecord):
-    """What tools have said (``isobit.environments.pool.KnownAnswers``): a line a rollout, sorted,
+    """What tools have said (``isobit.environments.pool.AnswerLog``): a line a rollout, sorted,
     as answers come in any order.
     """
 

@@ -16,7 +16,7 @@ from isobit.kernels.spec.backend import SpecBackend
 from isobit.kernels.spec.paged_attention import PAGE_TOKENS, PagedAttention, SpecKvCache
 from isobit.kernels.spec.qkv import Heads
 from isobit.precision.quant_tensor import Format
-from isobit.proof.product_cases import Attention
+from isobit.proof.attention_cases import AttentionCase
 
 LENGTHS = (1, 63, 64, 65, 130, 7, 200, 100)
 LAYOUTS = [(4, 4, 32), (4, 2, 64), (6, 1, 64), (2, 2, 128), (4, 2, 80), (2, 1, 96), (2, 1, 256)]
@@ -31,9 +31,9 @@ def make(
     layout: tuple[int, int, int] = (4, 2, 64),
     window: int | None = None,
     outliers: bool = True,
-) -> Attention:
+) -> AttentionCase:
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
-    return Attention(format, lengths, *layout, window, dtype, outliers)
+    return AttentionCase(format, lengths, *layout, window, dtype, outliers)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from isobit.precision.quant_tensor import Format, ScaleKind
-from isobit.proof import cases, product_cases
+from isobit.proof import cases, expert_cases, linear_cases
 from isobit.proof.cases import ROWS, Case, check_gradients, check_rows
-from isobit.proof.product_cases import dgrad, expert_gradients, linear, wgrad
+from isobit.proof.expert_cases import expert_gradients
+from isobit.proof.linear_cases import dgrad, linear, wgrad
 
 Make = Callable[[], Case]
 FORMATS: list[Format] = ["e4m3", "int8", "bf16", "fp32"]
@@ -56,10 +57,10 @@ LINEARS: dict[str, tuple[Make, Make, Make]] = {
     for kind in (KINDS if format == "e4m3" else KINDS[:1])
 }
 OTHERS: dict[str, Make] = {
-    **{f"E4M3 GEMM {kind}": partial(product_cases.e4m3_gemm, kind) for kind in KINDS},
-    **{f"INT8 GEMM {columns}": partial(product_cases.int8_gemm, columns) for columns in (576, 81)},
+    **{f"E4M3 GEMM {kind}": partial(linear_cases.e4m3_gemm, kind) for kind in KINDS},
+    **{f"INT8 GEMM {columns}": partial(linear_cases.int8_gemm, columns) for columns in (576, 81)},
     **{
-        f"GEMM {columns} {dtype}": partial(product_cases.grid_gemm, columns, DTYPES[dtype])
+        f"GEMM {columns} {dtype}": partial(linear_cases.grid_gemm, columns, DTYPES[dtype])
         for columns in (128, 896, 200)
         for dtype in DTYPES
     },
@@ -67,7 +68,7 @@ OTHERS: dict[str, Make] = {
     "rotation": cases.rotation,
     **{f"Hadamard {dim}": partial(cases.hadamard, dim) for dim in (80, 96, 128, 256)},
     **{f"log-softmax {n}": partial(cases.log_softmax, n) for n in (128, 320, 4096, 10_000)},
-    **{f"experts {format}": partial(product_cases.experts, format) for format in FORMATS},
+    **{f"experts {format}": partial(expert_cases.experts, format) for format in FORMATS},
 }
 DIFFERENTIATED: dict[str, Make] = {
     **POINTWISE,
@@ -83,7 +84,7 @@ DIFFERENTIATED: dict[str, Make] = {
         for dtype in DTYPES
     },
     **{
-        f"router {renormalise} {dtype}": partial(product_cases.router, renormalise, DTYPES[dtype])
+        f"router {renormalise} {dtype}": partial(expert_cases.router, renormalise, DTYPES[dtype])
         for renormalise in (True, False)
         for dtype in DTYPES
     },

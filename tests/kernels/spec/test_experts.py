@@ -17,7 +17,7 @@ from isobit.kernels.spec.experts import (
 )
 from isobit.precision.quant_tensor import Format
 from isobit.proof.cases import ROWS
-from isobit.proof.product_cases import EXPERTS, IDLE, Mixture
+from isobit.proof.expert_cases import EXPERTS, IDLE, ExpertsCase
 
 FORMATS: list[Format] = ["fp32", "bf16", "e4m3"]
 
@@ -27,7 +27,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
-    layer, tokens = Mixture.of("e4m3"), torch.arange(ROWS)
+    layer, tokens = ExpertsCase.of("e4m3"), torch.arange(ROWS)
     clean = layer.rows(tokens)
     layer.x[7, 3] = torch.inf
     found = layer.rows(tokens)
@@ -37,7 +37,7 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_backward_repeats_and_leaves_experts_without_tokens_alone(format: Format) -> None:
-    layer = Mixture.of(format)
+    layer = ExpertsCase.of(format)
     dy = drawn(5, *layer.x.shape).to(layer.x.dtype)
     first, second = layer.backward(dy), layer.backward(dy)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,4 +1,4 @@
-"""Quantising what the doctor's stored bytes (``isobit.proof.doctor_environment``) do not hold.
+"""Quantising what the doctor's stored bytes (``isobit.proof.doctor_quantisers``) do not hold.
 
 Publishing: the format of the site, from the BF16 rounding, in place the second time.
 """

@@ -232,7 +232,7 @@ class PackedAttention:
 
 
 def query_heads(queries: Queries) -> Heads:
-    """As an observer compares them: with E8M0 bytes, also where there are no scales; INT8's are
+    """Q as an observer compares it: with E8M0 bytes, also where there are no scales; INT8's are
     FP32.
     """
     if queries.scales is None:

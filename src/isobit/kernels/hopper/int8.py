@@ -88,7 +88,7 @@ Cut = Dots | Tiles | Persistent
 
 
 def cut_up(m: int, n: int, k: int) -> Cut:
-    """By what keeps the multiprocessors busy; no choice changes a bit."""
+    """The division of a product that keeps the multiprocessors busy; no choice changes a bit."""
     if k % 16:  # rows that are not loaded by vectors would not fit the registers of a large tile
         return Tiles(16, 64, 1, 1, swaps=True)
     if m <= 4:

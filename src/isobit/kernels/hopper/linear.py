@@ -411,7 +411,7 @@ def _next_begins(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def _wait_for_last(OVERLAPS: tl.constexpr):
-    """Until the kernel before has ended, and what it wrote can be read."""
+    """Wait until the kernel before has ended and what it wrote can be read."""
     if OVERLAPS:
         gdc_wait()
 

@@ -173,7 +173,7 @@ def _encoded(x, amax_bits, GIVEN, WHICH: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _scale(amax_bits, GIVEN, WHICH: tl.constexpr, FORMAT: tl.constexpr):
-    """Of K and V, [N]: E8M0 bytes or FP32, NaN where the vector is not finite."""
+    """The scales of K or V, [N]: E8M0 bytes or FP32, NaN where the vector is not finite."""
     if FORMAT == "e4m3":
         return _scale_byte(amax_bits, GIVEN, WHICH).to(tl.uint8)
     else:

@@ -302,7 +302,7 @@ def quantise_int8(x: torch.Tensor) -> Int8Rows:
 
 
 def levels(columns: int) -> int:
-    """Of the Hadamard matrix, of 2^levels rows, for INT8 rows of so many numbers."""
+    """The levels of the Hadamard matrix, of 2^levels rows, for INT8 rows of so many numbers."""
     return rotation_size(columns).bit_length() - 1
 
 
@@ -312,7 +312,7 @@ def width_of_row(columns: int) -> int:
 
 
 def warps_of_row(width: int) -> int:
-    """Of a program that holds so many numbers: at most 64 a thread, up to 32768."""
+    """Warps of a program that holds so many numbers: at most 64 a thread, up to 32768."""
     return min(16, max(4, width // 2048))
 
 

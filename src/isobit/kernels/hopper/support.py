@@ -21,7 +21,7 @@ _HOPPER = 9
 HEAD_SIZES = (64, 128)
 MOST_QUERY_HEADS = 16  # of one KV head
 K_MULTIPLE, N_MULTIPLE = 16, 8
-"""Of an FP8 linear's sizes: the copy engine reads rows of whole 16 bytes."""
+"""Divisors of an FP8 linear's sizes: the copy engine reads rows of whole 16 bytes."""
 
 
 def device_model(device: torch.device) -> str | None:

@@ -70,7 +70,7 @@ class KeyTile:
 
     @classmethod
     def build(cls, pair: Heads) -> "KeyTile":
-        """From K and V stacked, [2, n, G, w, D]."""
+        """Make a tile from K and V stacked, [2, n, G, w, D]."""
         _, n, groups, width, dim = pair.values.shape
         if pair.values.dtype == torch.int8:
             units, shift = (pair.values[0].float(), pair.values[1].double()), 1.0
@@ -191,8 +191,8 @@ def _regions(visible: torch.Tensor, first_seen: torch.Tensor) -> Iterator[tuple[
 def _hidden(
     visible: torch.Tensor, first_seen: torch.Tensor | None, width: int
 ) -> torch.Tensor | None:
-    """Which keys of a tile the queries do not see, bool [n, L', w], or None where they see all of
-    them. ``visible`` and ``first_seen`` [n, L'] count from the tile's start.
+    """The keys of a tile that the queries do not see, bool [n, L', w], or None where they see all
+    of them. ``visible`` and ``first_seen`` [n, L'] count from the tile's start.
     """
     key, hidden = torch.arange(width), None
     if int(visible.amin()) < width:

@@ -204,7 +204,7 @@ def adapter_backward(
     adapter: AdapterWeight,
     grads: AdapterGradients,
 ) -> None:
-    """With dT = dY B, rounded, of each target:
+    """The gradients of an adapter, with dT = dY B, rounded, for each target:
 
     dB += dY^T t        dA += scale dT^T x        dX += scale dT A
     """

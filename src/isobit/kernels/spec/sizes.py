@@ -62,14 +62,18 @@ def head_copy(site: Site, rows: int, columns: int) -> int:
 
 
 def read(site: Site, numbers: int) -> int:
-    """In E4M3 with one scale per 128 numbers, in INT8 with one a row, or snapped to the grid."""
+    """Bytes of an input as it is read: in E4M3 with one scale per 128 numbers, in INT8 with one a
+    row, or snapped to the grid.
+    """
     if site.forward == "int8":
         return numbers + 4
     return _quantised(numbers) if site.forward == "e4m3" else _itemsize(site) * numbers
 
 
 def saved(site: Site, numbers: int, is_kept: bool = False) -> int:
-    """In E4M3 with one scale per 128 tokens, or the input itself."""
+    """Bytes of an input as it is saved: in E4M3 with one scale per 128 tokens, or the input
+    itself.
+    """
     if site.wgrad == "e4m3":
         return _quantised(numbers)
     return 0 if is_kept else _itemsize(site) * numbers
@@ -156,7 +160,7 @@ def _gemm(shape: WorkShape) -> int:
 
 
 def _attention(heads: AttentionShape, tokens: int, longest: int) -> int:
-    """For all tokens, with one padded group of the longest sequences."""
+    """Bytes of attention for all tokens, with one padded group of the longest sequences."""
     sequences = max(1, GROUP_TOKENS // longest)
     rows = sequences * longest
     query, key = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim

@@ -31,9 +31,9 @@ from isobit.rewards.graders.text import cell, closed, last_code, visible
 from isobit.rewards.messages import read_line
 from isobit.rewards.sandbox import (
     Launcher,
-    Limits,
     OutputLimitError,
     Process,
+    ProcessLimits,
     SandboxError,
     TimeLimitError,
     launcher,
@@ -68,7 +68,7 @@ def score(
     """
     given = _read(cell(prompt, column, "code"))
     started_by = launcher(unsandboxed)
-    limits = Limits(seconds, memory_mib << 20)
+    limits = ProcessLimits(seconds, memory_mib << 20)
     code = last_code(closed(visible(prompt, completion, "code", read_thinking), completion))
     if code is None or len(code) > MOST_CODE:
         count("code: no block" if code is None else "code: too long")
@@ -114,7 +114,7 @@ def _read(tests: Any) -> str | list[tuple[str, str]]:
 
 
 def _printed(
-    code: str, pairs: Sequence[tuple[str, str]], limits: Limits, started_by: Launcher
+    code: str, pairs: Sequence[tuple[str, str]], limits: ProcessLimits, started_by: Launcher
 ) -> bool:
     """Whether the program prints each output; it runs once for each pair, until one differs."""
     left = limits.seconds
@@ -122,7 +122,7 @@ def _printed(
         process = Process(
             "script",
             {"code": code},
-            Limits(left, limits.memory_bytes),
+            ProcessLimits(left, limits.memory_bytes),
             started_by,
             stdin=given.encode("utf-8", "surrogatepass"),
         )
@@ -140,7 +140,7 @@ def _lines(output: str) -> list[str]:
 
 
 def _judged(
-    code: str, tests: str, entry_point: str | None, limits: Limits, started_by: Launcher
+    code: str, tests: str, entry_point: str | None, limits: ProcessLimits, started_by: Launcher
 ) -> bool:
     """Whether ``tests``, in one process, accept ``code``, in another."""
     candidate, tester = _conversation(code, tests, entry_point, limits, started_by)
@@ -154,18 +154,18 @@ def _judged(
 
 
 def _conversation(
-    code: str, tests: str, entry_point: str | None, limits: Limits, started_by: Launcher
+    code: str, tests: str, entry_point: str | None, limits: ProcessLimits, started_by: Launcher
 ) -> tuple[Process, Process]:
     """The two processes, joined by two pipes that no other process holds."""
     request_out, request_in = os.pipe()
     reply_out, reply_in = os.pipe()
     try:
-        told = {"code": code, "incoming": request_out, "outgoing": reply_in}
-        candidate = Process("candidate", told, limits, started_by, pass_fds=(request_out, reply_in))
-        told = {"tests": tests, "entry_point": entry_point}
-        told |= {"incoming": reply_out, "outgoing": request_in}
+        job = {"code": code, "incoming": request_out, "outgoing": reply_in}
+        candidate = Process("candidate", job, limits, started_by, pass_fds=(request_out, reply_in))
+        job = {"tests": tests, "entry_point": entry_point}
+        job |= {"incoming": reply_out, "outgoing": request_in}
         try:
-            tester = Process("tests", told, limits, started_by, pass_fds=(reply_out, request_in))
+            tester = Process("tests", job, limits, started_by, pass_fds=(reply_out, request_in))
         except BaseException:
             candidate.kill()
             raise

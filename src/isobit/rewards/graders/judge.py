@@ -35,7 +35,7 @@ from isobit.util.strict_json import json_text
 LARGEST_ANSWER = 4 << 20
 """Bytes of a response."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-"""Between two attempts, where the endpoint does not say."""
+"""Seconds between two attempts, where the endpoint does not say."""
 PATTERN = r"SCORE:\s*\**\s*(-?\d+(?:\.\d+)?)"
 FORM = """{rubric}
 
@@ -54,14 +54,14 @@ class Judge:
     url: str
     api_key: str | None
     timeout_s: float
-    """For one completion, all attempts together."""
+    """Seconds for one completion, all attempts together."""
     retries: int
     budget: int | None
     """Calls, attempts included; counted in ``folder``."""
     folder: Path | None
 
     def answer(self, body: dict[str, Any], pattern: str) -> str:
-        """What the judge says, kept if ``pattern`` is found in it. Raises JudgeError, and
+        """The judge's answer, kept if ``pattern`` is found in it. Raises JudgeError, and
         RewardError where the budget is spent.
         """
         asked = json.dumps({"url": self.url, **body}, sort_keys=True)
@@ -78,7 +78,7 @@ class Judge:
         return said
 
     def _response(self, body: bytes) -> bytes:
-        """Of the first attempt that succeeds."""
+        """The response of the first attempt that succeeds."""
         end, problem = time.monotonic() + self.timeout_s, ""
         for attempt in range(self.retries + 1):
             self._count()

@@ -148,7 +148,7 @@ def _power_of_ten(found: re.Match[str]) -> str:
 
 
 def excess(text: str) -> str | None:
-    """Which bound ``text``, as ``plain`` returns it, exceeds; None if it is within all."""
+    """The bound that ``text``, as ``plain`` returns it, exceeds; None if it is within all."""
     if len(text) > LONGEST:
         return "length"
     if not text.isascii() or not text.isprintable():
@@ -228,7 +228,9 @@ def read(text: str) -> Any:
 
 
 RELATIVE = sympy.Rational(1, 1000)
-"""Between decimals that are the same when rounded to 6 places: three digits of small ones."""
+"""The relative difference of decimals that are equal when rounded to 6 places: three digits of
+small ones.
+"""
 OF_FLOATS = sympy.Rational(1, 10**12)
 EXACT = sympy.Rational(1, 10**30)
 DIGITS_COMPARED = 60

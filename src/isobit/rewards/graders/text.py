@@ -340,7 +340,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
-    """Where each complete box begins, where its text does, and where it ends; none is in another.
+    """The starts of each complete box and of its text, and its end; none is inside another.
     A box that never closes does not hide those behind it.
     """
     opened: list[tuple[int, int] | None] = []
@@ -479,7 +479,7 @@ def format_score(prompt: Prompt, completion: Completion, pattern: str = THINK_AN
 
 
 def environment_reward(prompt: Prompt, completion: Completion) -> float | None:
-    """What ``get_reward`` of the environment gave the episode; 0 where its class has only
+    """The value of the environment's ``get_reward`` for the episode; 0 where its class has only
     ``get_turn_reward``, and None where it gave None.
     """
     episode = completion.episode

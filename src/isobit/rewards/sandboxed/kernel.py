@@ -353,7 +353,9 @@ def refuse_dangerous_calls(threads: bool, memory_bytes: int) -> None:
 
 
 def _places(memory_bytes: int) -> tuple[int, int]:
-    """Where the kernel puts ``memory_bytes`` of memory: from the present end downwards."""
+    """The range of addresses, in units of 2^32, where the kernel puts ``memory_bytes`` of memory:
+    from the present end downwards.
+    """
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         end = ctypes.addressof(ctypes.c_char.from_buffer(page)) >> 32
     return max(0, end - (memory_bytes >> 32) - 1), end + 1

@@ -35,15 +35,15 @@ def enter(as_nobody: bool) -> int:
     OSError.
     """
     identity = UNUSED + secrets.randbelow(HOW_MANY) if as_nobody else None
-    told, tell = os.pipe()
+    readable, writable = os.pipe()
     helper = os.fork()
     if not helper:
-        os.close(tell)
-        os._exit(_mapped_from_outside(told, os.getppid(), identity))
-    os.close(told)
+        os.close(writable)
+        os._exit(_mapped_from_outside(readable, os.getppid(), identity))
+    os.close(readable)
     kernel.unshare(ALL)
-    os.write(tell, b".")
-    os.close(tell)
+    os.write(writable, b".")
+    os.close(writable)
     failed = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
     if failed:
         raise OSError(failed, f"the map of users: {os.strerror(failed)}")
@@ -69,9 +69,9 @@ def stay_bound(ended: int) -> None:
     os.close(ended)
 
 
-def _mapped_from_outside(told: int, starter: int, identity: int | None) -> int:
+def _mapped_from_outside(readable: int, starter: int, identity: int | None) -> int:
     """Write the maps once the starter has its namespaces; returns the number of the error, or 0."""
-    if not os.read(told, 1):
+    if not os.read(readable, 1):
         return errno.ECANCELED
     try:
         if identity is None:

@@ -1,0 +1,192 @@
+"""The cases of ``isobit.proof.cases`` about exact GEMMs and linears."""
+
+import torch
+from torch import Tensor
+
+from isobit.kernels.operands import (
+    LinearWeight,
+    Operand,
+)
+from isobit.kernels.spec import linear as linear_module
+from isobit.kernels.spec.quantise import (
+    dequantise_int8,
+    publish,
+    quantise_blocks,
+    quantise_int8,
+    quantise_rows,
+    quantise_tokens,
+    snap_rows,
+)
+from isobit.precision.flow import Site
+from isobit.precision.quant_tensor import (
+    BLOCK,
+    DTYPES,
+    EIGHT_BITS,
+    Format,
+    Int8Rows,
+    QuantTensor,
+    ScaleKind,
+    rotation_size,
+)
+from isobit.proof.cases import BF16, ROWS, Case, normal, wide
+
+_INTEGER = 1 << 9  # every E4M3 number is a multiple of 2^-9
+
+
+def e4m3_gemm(scales: ScaleKind = "power_of_two") -> Case:
+    """The exact GEMM over E4M3, against 64-bit integers."""
+    x = wide(ROWS, 3 * BLOCK, spread=4.0)
+    b = quantise_blocks(wide(2 * BLOCK, 3 * BLOCK, seed=1, spread=4.0), scales)
+
+    def plain() -> Tensor:
+        a = quantise_rows(x, scales)
+        left, right = (q.values.double().mul(_INTEGER).long().split(BLOCK, 1) for q in (a, b))
+        total = torch.zeros(ROWS, 2 * BLOCK)
+        for k in range(3):
+            products = (left[k] @ right[k].t()).float() / _INTEGER**2
+            total += products * a.scales[:, k, None] * b.scales[:, k].repeat_interleave(BLOCK)
+        return total
+
+    return Case(
+        "the GEMM in E4M3",
+        {},
+        plain,
+        lambda rows: linear_module.fp8_gemm_nt(quantise_rows(x[rows], scales), b),
+        tolerance=0.0,
+    )
+
+
+def int8_gemm(columns: int = 3 * BLOCK) -> Case:
+    """The exact GEMM over INT8, against 64-bit integers."""
+    x = wide(ROWS, columns, spread=4.0)
+    made = quantise_int8(wide(150, columns, seed=1, spread=4.0))
+
+    def plain() -> Tensor:
+        a = quantise_int8(x)
+        sums = a.values.long() @ made.values.long().t()
+        return sums.float() * a.scales[:, None] * made.scales
+
+    return Case(
+        "the GEMM in INT8",
+        {},
+        plain,
+        lambda rows: linear_module.int8_gemm_nt(quantise_int8(x[rows]), made),
+        tolerance=0.0,
+    )
+
+
+def grid_gemm(columns: int = 200, dtype: torch.dtype = BF16) -> Case:
+    """The exact GEMM over numbers on the grid."""
+    x, b = (wide(n, columns, seed=n, dtype=dtype, spread=4.0) for n in (ROWS, 150))
+    b = snap_rows(b)
+    return Case(
+        "the GEMM on the grid",
+        {"x": snap_rows(x), "b": b},
+        lambda x, b: x @ b.t(),
+        lambda rows: linear_module.grid_gemm_nt(snap_rows(x[rows]), b),
+    )
+
+
+def _linear_weight(
+    format: Format, parts: tuple[int, ...], columns: int, scales: ScaleKind = "power_of_two"
+) -> LinearWeight:
+    site = linear_site(format, parts, scales)
+    return LinearWeight(site, publish(site, wide(sum(parts), columns, seed=1)))
+
+
+def linear_site(format: Format, parts: tuple[int, ...], scales: ScaleKind = "power_of_two") -> Site:
+    backward: Format = "e4m3" if format in EIGHT_BITS else format
+    return Site("case", "linear", format, scales, backward, backward, parts)
+
+
+def linear(
+    format: Format,
+    parts: tuple[int, ...] = (200,),
+    columns: int = 150,
+    scales: ScaleKind = "power_of_two",
+    tokens: int = ROWS,
+) -> Case:
+    """Quantise or snap, multiply, round, over the operands as they are quantised."""
+    weight = _linear_weight(format, parts, columns, scales)
+    x = wide(tokens, columns, dtype=DTYPES["fp32" if format == "fp32" else "bf16"])
+    read, matrix = _as_numbers(x, weight)
+    return Case(
+        f"linear in {format.upper()}",
+        {"x": read},
+        lambda x: x @ matrix.to(x.dtype).t(),
+        lambda rows: linear_module.linear(
+            linear_module.linear_input(x[rows], weight.site).read, weight
+        ),
+        tokens,
+    )
+
+
+def _as_numbers(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
+    """X and W as FProp reads them, [T, K] and [N, K]."""
+    matrix = weight.matrix
+    if isinstance(matrix, Int8Rows):
+        made, size = quantise_int8(x), rotation_size(x.shape[1])
+        return dequantise_int8(Int8Rows(made.values, made.scales / size)), dequantise_int8(matrix)
+    if isinstance(matrix, QuantTensor):
+        read = linear_module.dequantise_rows(quantise_rows(x, weight.site.scales))
+        return read, linear_module.dequantised(weight)
+    return snap_rows(x), linear_module.dequantised(weight)
+
+
+def dgrad(
+    format: Format,
+    parts: tuple[int, ...] = (200,),
+    columns: int = 150,
+    scales: ScaleKind = "power_of_two",
+    tokens: int = ROWS,
+) -> Case:
+    """DGrad, over the operands as they are quantised."""
+    weight = _linear_weight(format, parts, columns, scales)
+    dtype = DTYPES["fp32" if format == "fp32" else "bf16"]
+    dy = normal(tokens, sum(parts), seed=2, dtype=dtype)
+    matrix = linear_module.dequantised(weight)
+
+    def gradients() -> dict[str, Tensor]:
+        made = linear_module.output_gradient(dy, weight.site).rows
+        return {"x": linear_module.dgrad(made, weight)}
+
+    quantised = quantise_rows(dy, scales, parts) if weight.site.dgrad == "e4m3" else None
+    return Case(
+        f"linear in {format.upper()}",
+        {"x": torch.zeros(tokens, columns, dtype=dtype)},
+        lambda x: x @ matrix.to(x.dtype).t(),
+        gradients=gradients,
+        dy=dy if quantised is None else linear_module.dequantise_rows(quantised),
+    )
+
+
+def wgrad(
+    format: Format,
+    parts: tuple[int, ...] = (200,),
+    columns: int = 150,
+    scales: ScaleKind = "power_of_two",
+    tokens: int = ROWS,
+) -> Case:
+    """WGrad, over the operands as they are quantised."""
+    site = linear_site(format, parts, scales)
+    dtype = DTYPES["fp32" if format == "fp32" else "bf16"]
+    x, dy = wide(tokens, columns, dtype=dtype), normal(tokens, sum(parts), seed=2, dtype=dtype)
+
+    def as_read(x: Tensor) -> Tensor:
+        read: Operand = quantise_tokens(x, scales) if site.wgrad == "e4m3" else x
+        return linear_module.dequantise_tokens(read)
+
+    def gradients() -> dict[str, Tensor]:
+        grad = torch.zeros(sum(parts), columns)
+        made = linear_module.output_gradient(dy, site).tokens
+        linear_module.wgrad(made, linear_module.input_saved(x, site), grad)
+        return {"weight": grad}
+
+    read = as_read(x)
+    return Case(
+        f"linear in {format.upper()}",
+        {"weight": torch.zeros(sum(parts), columns)},
+        lambda weight: read.to(weight.dtype) @ weight.t(),
+        gradients=gradients,
+        dy=as_read(dy),
+    )

@@ -1,0 +1,214 @@
+"""The form of answers as OpenAI has it: of completions, and of chat completions.
+
+A chat that has tools is read for calls (``isobit.data.tool_calls``).  A stream holds back what may
+be part of a call until the choice has ended.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from hashlib import sha256
+from typing import Any, Protocol
+
+from isobit.config.environment import ToolFormat
+from isobit.data.tool_calls import Parsed, ToolCall, TurnReader, names_of
+from isobit.records.text import ends_in_thinking
+from isobit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from isobit.serve.token_texts import ChoicePart, ScoredPrompt, Spelling
+
+
+class ResponseFormat(Protocol):
+    """The form of answers to one kind of request."""
+
+    prefix: str
+    """The beginning of the ids of its answers."""
+    whole: str
+    """The ``object`` of an answer."""
+    piece: str
+    """The ``object`` of a chunk of a stream."""
+
+    def choice(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        """A whole choice."""
+        ...
+
+    def beginning(self, index: int, question: ScoredPrompt) -> dict[str, Any] | None:
+        """The first chunk's choice, before anything is drawn; None for none."""
+        ...
+
+    def delta(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        """A chunk's choice."""
+        ...
+
+    def of_prompts(self, questions: Sequence[ScoredPrompt]) -> dict[str, Any]:
+        """Keys of an answer, or of its first chunk, about the prompts."""
+        ...
+
+
+class CompletionFormat:
+    """``POST /v1/completions``."""
+
+    prefix, whole, piece = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, asked: CompletionRequest, spelling: Spelling) -> None:
+        self._asked, self._spelling = asked, spelling
+        self._offsets: dict[int, int] = {}
+        """The character at which the next part of each choice begins."""
+
+    def choice(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        found = self.delta(question, part)
+        if self._asked.echo:
+            found["text"] = question.text + found["text"]
+            if found["logprobs"] is not None:
+                head = self._log_probs_of_prompt(question)
+                found["logprobs"] = {name: head[name] + found["logprobs"][name] for name in head}
+        return found | self._of_prompt(question)
+
+    def beginning(self, index: int, question: ScoredPrompt) -> dict[str, Any] | None:
+        of_prompt, echo = self._of_prompt(question), self._asked.echo
+        if not echo and not of_prompt:
+            return None
+        wanted = echo and self._asked.logprobs is not None
+        return {
+            "index": index,
+            "text": question.text if echo else "",
+            "logprobs": self._log_probs_of_prompt(question) if wanted else None,
+            "finish_reason": None,
+            **of_prompt,
+        }
+
+    def delta(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        begin = self._offsets.get(part.index, len(question.text) if self._asked.echo else 0)
+        self._offsets[part.index] = begin + len(part.text)
+        found: dict[str, Any] = {
+            "index": part.index,
+            "text": part.text,
+            "logprobs": None,
+            "finish_reason": part.finish_reason,
+        }
+        if self._asked.logprobs is not None:
+            found["logprobs"] = self._spelling.legacy(part, begin)
+        if self._asked.return_token_ids:
+            found["token_ids"] = list(part.token_ids)
+        return found
+
+    def of_prompts(self, questions: Sequence[ScoredPrompt]) -> dict[str, Any]:
+        return {}
+
+    def _log_probs_of_prompt(self, question: ScoredPrompt) -> dict[str, list[Any]]:
+        assert self._asked.logprobs is not None
+        return self._spelling.legacy_prompt(question, self._asked.logprobs)
+
+    def _of_prompt(self, question: ScoredPrompt) -> dict[str, Any]:
+        return _of_prompt(self._asked, question, self._spelling)
+
+
+class ChatFormat:
+    """``POST /v1/chat/completions``; ``calls`` is the format of calls that is read, if any is."""
+
+    prefix, whole, piece = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, asked: ChatRequest, spelling: Spelling, calls: ToolFormat | None = None
+    ) -> None:
+        self._asked, self._spelling = asked, spelling
+        self._calls: ToolFormat | None = calls if asked.shown_tools else None
+        self._tools = names_of(asked.shown_tools or ())
+        self._readers: dict[int, TurnReader] = {}
+        """A reader for each choice, which holds back what may be part of a call."""
+
+    @property
+    def reads_calls(self) -> bool:
+        return self._calls is not None
+
+    def choice(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        content, calls = self._visible_text(question, part)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        return {
+            "index": part.index,
+            "message": message,
+            "finish_reason": _finish_reason(part, calls),
+            **self._of_tokens(part),
+        }
+
+    def beginning(self, index: int, question: ScoredPrompt) -> dict[str, Any] | None:
+        start = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
+
+    def delta(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        content, calls = self._visible_text(question, part)
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+        return {
+            "index": part.index,
+            "delta": delta,
+            "finish_reason": _finish_reason(part, calls),
+            **self._of_tokens(part),
+        }
+
+    def of_prompts(self, questions: Sequence[ScoredPrompt]) -> dict[str, Any]:
+        return _of_prompt(self._asked, questions[0], self._spelling)
+
+    def _visible_text(
+        self, question: ScoredPrompt, part: ChoicePart
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a part that is no call, and at the end of the choice its calls."""
+        if self._calls is None:
+            return part.text, []
+        if part.index not in self._readers:
+            is_thinking = ends_in_thinking(question.text)
+            self._readers[part.index] = TurnReader(self._calls, self._tools, is_thinking)
+        reader = self._readers[part.index]
+        text = reader.feed(part.text)
+        if part.finish_reason is None:
+            return text, []
+        held, said = reader.held, reader.finish()
+        calls = _tool_calls(said.calls, self._tools, f"{question.token_ids} {part.index}")
+        return text + (said.text if calls else held), calls
+
+    def _of_tokens(self, part: ChoicePart) -> dict[str, Any]:
+        wanted = self._asked.alternatives is not None
+        found: dict[str, Any] = {"logprobs": self._spelling.chat(part) if wanted else None}
+        if self._asked.return_token_ids:
+            found["token_ids"] = list(part.token_ids)
+        return found
+
+
+def _tool_calls(
+    found: Sequence[Parsed], tools: Collection[str], answer: str
+) -> list[dict[str, Any]]:
+    """The calls in OpenAI's form; none where one of them cannot be read or names none of the
+    ``tools``, so that all stay text.
+
+    Their ids are a function of the ``answer`` that they stand in, because chat templates may write
+    them into the next prompt; Mistral's want nine letters or digits.
+    """
+    calls = list[dict[str, Any]]()
+    for place, call in enumerate(found):
+        if not isinstance(call, ToolCall) or call.name not in tools:
+            return []
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        calls.append(
+            {
+                "id": sha256(f"{answer} {place}".encode()).hexdigest()[:9],
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments},
+            }
+        )
+    return calls
+
+
+def _finish_reason(part: ChoicePart, calls: Sequence[Any]) -> str | None:
+    return "tool_calls" if calls and part.finish_reason == "stop" else part.finish_reason
+
+
+def _of_prompt(
+    asked: GenerationRequest, question: ScoredPrompt, spelling: Spelling
+) -> dict[str, Any]:
+    found = dict[str, Any]()
+    if asked.return_token_ids:
+        found["prompt_token_ids"] = list(question.token_ids)
+    if asked.prompt_logprobs is not None:
+        found["prompt_logprobs"] = spelling.prompt_log_probs(question, asked.prompt_logprobs)
+    return found
