@@ -1,7 +1,6 @@
 """The quickstart's figures in the pages are those of the stored run."""
 
 import json
-import re
 
 import pytest
 
@@ -15,10 +14,6 @@ def test_a_page_has_the_figures_of_the_stored_run(page) -> None:
     text = page.read_text(encoding="utf-8")
     assert "<!-- quickstart: " in text
     assert quickstart.with_figures(text, FIGURES) == text, "python -m tools.quickstart_figures"
-    outside = quickstart.with_figures(text, FIGURES)
-    for place in quickstart.blocks(FIGURES).values():
-        outside = outside.replace(place, "")
-    assert not re.search(r"\d\d\.\d% held|of [\d,]+ log-probabilities differ in", outside)
 
 
 def test_figures_are_taken_from_a_run(tmp_path) -> None:
