@@ -166,7 +166,7 @@ def test_a_phase_takes_what_is_planned(preset: str, recompute: Recompute, stays:
         NativeEngine(policy, rollout, None, seed=0),
         Trainer(policy, config, total_updates=4),
     )
-    turns, clock = DeviceTurns(plan, engine, trainer), Clock()
+    turns, clock = DeviceSharing(plan, engine, trainer), Clock()
     drawn, made = [], weakref.ref(engine._executor.runner)  # which keeps no cache
     for _ in range(2):
         drawn.append(answers(engine))

@@ -141,7 +141,7 @@ def test_a_gpu_has_no_cache_where_nothing_is_generated(
     )
     own_memory()
     run = prepare_sft(resolve(config))
-    assert run.evaluator is None and isinstance(run.turns, DeviceTurns)
+    assert run.evaluator is None and isinstance(run.turns, DeviceSharing)
     assert run.turns.plan.peaks.keys() == {"training"}
     graded = make_config(rollout={"kv_memory_gib": 12.0}, reward=REWARD)
     for refused in (plan_sft, lambda config: prepare_sft(resolve(config))):

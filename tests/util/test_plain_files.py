@@ -127,7 +127,8 @@ def test_a_file_without_an_end_is_no_tokenizer(tmp_path: Path) -> None:
 
 
 OWN = {
-    "__init__.py", "config/foreign.py", "config/load.py", "config/shipped.py", "environments/worker.py",
+    "__init__.py", "config/foreign.py", "config/load.py", "config/shipped.py",
+    "environments/worker.py",
     "memory/speed.py", "observe/flow_choice.py",
     "observe/report/templates.py", "observe/viewer.py", "parallel/watch.py",
     "proof/doctor_environment.py", "rewards/sandboxed/main.py",

@@ -12,7 +12,7 @@ from typing import Any
 
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import CheckConfig
-from isobit.memory.sharing import MemorySharing as Turns
+from isobit.memory.sharing import MemorySharing
 from isobit.observe.console import (
     BAD,
     WARNING,
@@ -227,7 +227,7 @@ class RlLog(TrainingLog[EvalResult]):
         *,
         sampling: SamplingParams,
         exact: bool,
-        turns: Turns,
+        turns: MemorySharing,
         replay: ReplayBuffer | None,
         samples_here: bool,
     ) -> None:

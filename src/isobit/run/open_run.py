@@ -39,7 +39,7 @@ from isobit.config.recipes import Recipe, RunConfig
 from isobit.environments.pool import Environments
 from isobit.observe.console import Console
 from isobit.observe.model_card import write_card
-from isobit.observe.report.source import read_run
+from isobit.observe.run_record import read_run
 from isobit.observe.training_log import TrainingLog
 from isobit.parallel.world import World
 from isobit.rewards.grading import Graders

@@ -17,8 +17,7 @@ from isobit.data.sampler import PromptSampler
 from isobit.data.spool import Mapped
 from isobit.environments.pool import Environments
 from isobit.kernels.backend import support
-from isobit.memory.sharing import DeviceSharing as DeviceTurns
-from isobit.memory.sharing import MemorySharing, allocate_in_pages
+from isobit.memory.sharing import DeviceSharing, MemorySharing, allocate_in_pages
 from isobit.observe.console import Console, silent
 from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World, run_on_all
@@ -117,7 +116,7 @@ class Run(ABC, Generic[Config, Data]):
         )
         self.turns: MemorySharing = MemorySharing()
         if device_plan is not None:
-            self.turns = DeviceTurns(device_plan, self._engine, self.trainer)
+            self.turns = DeviceSharing(device_plan, self._engine, self.trainer)
         self.reward_models = ModelRewards(
             config.reward, plan.reward_models, device, config.data.date
         )

@@ -8,7 +8,7 @@ from math import exp
 from pathlib import Path
 from typing import Any, Self
 
-from isobit.memory.sharing import MemorySharing as Turns
+from isobit.memory.sharing import MemorySharing
 from isobit.observe.console import (
     Console,
     Part,
@@ -195,7 +195,7 @@ class SftLog(TrainingLog[HeldOut]):
         *,
         objective: SftObjective[Any],
         noun: str,
-        turns: Turns,
+        turns: MemorySharing,
     ) -> None:
         """``noun``: what is learnt from, in the plural."""
         self._config, self._objective, self._noun, self._turns = run.config, objective, noun, turns
