@@ -14,6 +14,7 @@ import torch
 from isobit.config.precision import PrecisionConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.config.training import Recompute, TrainingConfig
+from isobit.memory.sharing import DeviceSharing
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

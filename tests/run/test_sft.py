@@ -19,6 +19,7 @@ from isobit.config.load import build
 from isobit.config.precision import Preset
 from isobit.config.recipes import SftConfig
 from isobit.kernels.backend import support
+from isobit.memory.sharing import DeviceSharing
 from isobit.models.folder import load_model, read_masters
 from isobit.models.policy import Policy
 from isobit.models.scorer import Scorer
