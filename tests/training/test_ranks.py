@@ -23,7 +23,7 @@ from isobit.parallel.gradient_sum import Slots
 from isobit.parallel.world import ALONE, World
 from isobit.records.batch import PackedBatch, TokenScores, pack
 from isobit.records.sequence import TokenSequence
-from isobit.training.judge import score_sequences
+from isobit.training.advantage_estimator import score_sequences
 from isobit.training.rounds import Rounds
 from isobit.training.trainer import Trainer
 from tests.worlds import in_world

@@ -195,7 +195,7 @@ def turn_credit(
     ]
 
 
-def is_level(group: Group, gamma: float | None = None) -> bool:
+def is_zero_variance(group: Group, gamma: float | None = None) -> bool:
     """Whether no two of its completions with a reward have different returns, or with ``gamma``
     different ones from any turn on, before penalties and but for rounding: then the group teaches
     nothing.

@@ -36,8 +36,8 @@ from isobit.records.metrics import Metrics
 from isobit.records.text import Group, Prompt
 from isobit.rewards.grading import GradeStats
 from isobit.rollout.engine import EngineStats
+from isobit.training.advantage_estimator import scores_by_policy, with_old_columns
 from isobit.training.comparison import ComparedTokens, Comparison
-from isobit.training.judge import scores_by_policy, with_old_columns
 from isobit.training.step import Findings
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError
