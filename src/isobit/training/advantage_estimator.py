@@ -39,7 +39,7 @@ from isobit.algorithms.advantages import (
     overlong_punishment,
     turn_credit,
 )
-from isobit.algorithms.family import correction_weights
+from isobit.algorithms.corrections import correction_weights
 from isobit.algorithms.objective import Algorithm, Columns
 from isobit.algorithms.policy_gradient import token_kl
 from isobit.config.algorithm import Correction, RunTeacher, StepConfig

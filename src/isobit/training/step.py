@@ -38,9 +38,9 @@ from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TypeVar
 
-from isobit.algorithms.family import effective_sample_size
+from isobit.algorithms.corrections import effective_sample_size
 from isobit.algorithms.objective import Algorithm
-from isobit.algorithms.policy_gradient import explained_variance
+from isobit.algorithms.ppo import explained_variance
 from isobit.config.algorithm import StepConfig
 from isobit.config.tables import TrainingConfig
 from isobit.memory.turns import within_memory
