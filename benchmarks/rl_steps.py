@@ -78,7 +78,7 @@ from isobit.records.text import Completion, Group, Prompt
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
 from isobit.rollout.shared import generate_shared
-from isobit.training.judge import Judge
+from isobit.training.advantage_estimator import AdvantageEstimator
 from isobit.training.step import Learner, StepMetrics
 from isobit.training.trainer import Trainer
 from isobit.util.errors import ConfigError
@@ -160,7 +160,7 @@ class Loop:
         self._random = Random(0)  # noqa: S311 (no secret)
         self._visit = 0
 
-    def _judge(self, precision: PrecisionConfig, reference: ReferencePlace) -> Judge:
+    def _judge(self, precision: PrecisionConfig, reference: ReferencePlace) -> AdvantageEstimator:
         """GRPO, with a KL term where there is a reference model."""
         policy, frozen = self._policy, None
         if reference != "none":
@@ -171,7 +171,7 @@ class Loop:
         config = GrpoConfig(kl_coefficient=0.0 if frozen is None else KL_COEFFICIENT)
         exact = is_one_function(self._engine.function, self._trainer.function)
         longest = self._trainer.config.tokens_per_microbatch
-        return Judge(
+        return AdvantageEstimator(
             self._trainer, build_algorithm(config), config, exact, longest, reference=frozen
         )
 

@@ -41,8 +41,8 @@ from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.run.loop import collect, open_run
 from isobit.store.state import StepDigests, state_digest
+from isobit.training.advantage_estimator import score_sequences
 from isobit.training.comparison import ComparedTokens, Comparison
-from isobit.training.judge import score_sequences
 from isobit.training.replay_buffer import ReplayBuffer
 
 CHANGES = {"replay.fraction": "0.5", "replay.max_staleness": "4", "checkpoint.keep_last": "0"}
@@ -118,10 +118,10 @@ def measure(config: RunConfig, say: Callable[[Row], None]) -> Row:
         for step in opened.steps():
             batch = collect(run)
             with opened.learning():
-                judged = run.learner.judge_groups(batch.groups)
-                trained = run.learner.update(batch.groups, judged, step)
+                estimated = run.learner.with_advantages(batch.groups)
+                trained = run.learner.update(batch.groups, estimated, step)
                 digests = StepDigests.of(step, batch.groups, state_digest(run))
-            opened.log.step(step, batch, batch.engine, trained, digests, judged)
+            opened.log.step(step, batch, batch.engine, trained, digests, estimated)
             opened.end_step(step)
             opened.evaluate_if_due(step)
             opened.save_if_due(step)

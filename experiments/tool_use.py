@@ -83,7 +83,7 @@ FOLDER_RL: Changes = {
 }
 GREEDY: Changes = {"evaluation.temperature": "0.0", "evaluation.max_new_tokens": "256"}
 """Of answers before and after: room for a model that was not taught how to answer."""
-UNTAUGHT, START = "untaught", "start"
+REASONS_WITHOUT_SIGNAL, START = "untaught", "start"
 ANSWERS = "answers.jsonl"
 PERCENT = "{:.1%}"
 ENDS = slice(5), slice(-5, None)
@@ -125,7 +125,7 @@ class Plan:
 
     def folder(self, name: str) -> str:
         """The model folder of ``untaught``, ``start`` or a run."""
-        if name == UNTAUGHT:
+        if name == REASONS_WITHOUT_SIGNAL:
             return self.model
         return str(self.directory / (name if name == START else f"runs/{name}") / "model")
 
@@ -156,7 +156,7 @@ def run(plan: Plan) -> None:
         finish(plan, {"problems": [script, str(plan.directory / "data"), *words]})
     if not plan.is_made(START):
         finish(plan, {START: start_command(plan)})
-    answer(plan, "before", {UNTAUGHT: "bf16", START: "bf16"})
+    answer(plan, "before", {REASONS_WITHOUT_SIGNAL: "bf16", START: "bf16"})
     left = [name for name in plan.names if not plan.is_made(name)]
     failure = None
     try:
@@ -311,7 +311,7 @@ def answer_all(given: Mapping[str, Any]) -> None:
     for name, folder, flow in given["models"]:
         settings = {**given["settings"], "precision": flow, **GREEDY}
         config = isobit.load_config(RL, words_of({**settings, "output": "nowhere"}))
-        for has_tool in (False,) if name == UNTAUGHT else (True, False):
+        for has_tool in (False,) if name == REASONS_WITHOUT_SIGNAL else (True, False):
             tools = {} if has_tool else {"environment": None}
             found = isobit.evaluate(folder, config.model_copy(update=tools))["held_out"]
             who = {"kind": "answers", "model": name, "tool": has_tool, "precision": flow}
@@ -344,7 +344,7 @@ def greedy_table(folders: Sequence[Path]) -> Iterator[str]:
     yield "|---|---:|---:|"
     for folder in folders:
         answers = {(one["model"], one["tool"]): one for one in whole(folder / ANSWERS)}
-        kinds = {"as it was": [UNTAUGHT], "fine-tuned: the start": [START]}
+        kinds = {"as it was": [REASONS_WITHOUT_SIGNAL], "fine-tuned: the start": [START]}
         for arm, runs in by_arm(runs_of(folder)).items():
             kinds[f"after `{arm}`"] = [f"{arm}-{run['seed']}" for run in runs]
         for text, names in kinds.items():

@@ -16,10 +16,9 @@ from isobit.algorithms.policy_gradient import (
     ClipBounds,
     ClippedPolicyGradient,
     PolicyGradient,
-    Ppo,
     clipped_surrogate,
-    explained_variance,
 )
+from isobit.algorithms.ppo import Ppo, explained_variance
 from isobit.algorithms.registry import build_algorithm
 from isobit.config.algorithm import (
     AlgorithmConfig,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from isobit.algorithms.advantages import (
     STD_EPSILON,
     advantages_and_returns,
-    is_level,
+    is_zero_variance,
     token_rewards,
     turn_credit,
 )
@@ -227,15 +227,19 @@ def test_a_group_is_level_where_all_returns_are_equal() -> None:
     longer: list[Turn] = [(1, 0.0, 0.5), (1, 0.0, 0.0)]
     shorter: list[Turn] = [(1, 0.0, 0.0)]
     (group,) = groups_of([[(longer, 1.0), (shorter, 1.0), (shorter, None)]])
-    assert is_level(group)
-    assert is_level(group, 1.0)
-    assert not is_level(group, 0.5)
+    assert is_zero_variance(group)
+    assert is_zero_variance(group, 1.0)
+    assert not is_zero_variance(group, 0.5)
     (group,) = groups_of([[([(1, 0.1, 0.0), (1, 0.2, 0.0)], 0.0), (shorter, 0.3)]])
-    assert is_level(group) and not is_level(group, 1.0), "0.2 from the second turn on"
+    assert is_zero_variance(group) and not is_zero_variance(group, 1.0), (
+        "0.2 from the second turn on"
+    )
     early: list[Turn] = [(1, 1.0, 0.0), (1, 0.0, 0.0)]
     (group,) = groups_of([[(early, 0.0), (shorter, 1.0)]])
-    assert is_level(group)
-    assert not is_level(group, 1.0), "an episode that has ended counts with what its last turn got"
+    assert is_zero_variance(group)
+    assert not is_zero_variance(group, 1.0), (
+        "an episode that has ended counts with what its last turn got"
+    )
     assert tokens_of([group], by_turn(DrGrpoConfig(), [group], 1.0)) == [
         [[0.0, 0.0, 0.0, 0.0, -0.5], [0.0, 0.0]]
     ]

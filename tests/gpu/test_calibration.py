@@ -24,8 +24,8 @@ from isobit.records.text import Group, Prompt, SamplingParams
 from isobit.rollout.engine import generate
 from isobit.rollout.native import NativeEngine
 from isobit.rollout.requests import Request
+from isobit.training.advantage_estimator import AdvantageEstimator
 from isobit.training.calibration import SHADOW, Calibration, shadow_of
-from isobit.training.judge import Judge
 from isobit.training.step import Learner
 from isobit.training.trainer import Trainer
 
@@ -58,7 +58,7 @@ def calibrated(policy: Policy) -> Calibration:
     settings = TrainingConfig(learning_rate=1e-3, updates_per_batch=2, tokens_per_microbatch=700)
     trainer, algorithm = Trainer(policy, settings, total_updates=2), Grpo(config)
     calibration = Calibration(trainer, algorithm)
-    judge = Judge(trainer, algorithm, StepConfig(), exact=True, max_new_tokens=TOKENS)
+    judge = AdvantageEstimator(trainer, algorithm, StepConfig(), exact=True, max_new_tokens=TOKENS)
     metrics = Learner(judge, None, calibration).learn(graded(policy), 1)
     assert calibration.bounds is not None
     assert metrics.metrics["clip/high"] == calibration.bounds.clip_high

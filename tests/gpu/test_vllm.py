@@ -100,7 +100,7 @@ def main() -> None:
     from isobit.models.scorer import Scorer
     from isobit.rollout.engine import generate
     from isobit.rollout.vllm_engine import VllmEngine
-    from isobit.training.judge import score_sequences
+    from isobit.training.advantage_estimator import score_sequences
     from tests.gpu.conftest import QWEN3
     from tests.rollout.test_exactness import recorded_log_probs, requests
 

@@ -118,9 +118,9 @@ def test_what_is_compared_after_the_weights_moved_differs(
     compare = Pending.compare
 
     def late(
-        run: RlRun, log: RlLog, batch: GradedBatch, judged: Sequence[Group], step: int
+        run: RlRun, log: RlLog, batch: GradedBatch, estimated: Sequence[Group], step: int
     ) -> StepMetrics:
-        trained = run.learner.update(batch.groups, judged, step)
+        trained = run.learner.update(batch.groups, estimated, step)
         compare(run.pending, run.trainer)
         batch = run.pending.front()
         assert batch.comparison is not None

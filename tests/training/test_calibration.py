@@ -30,6 +30,7 @@ from isobit.records.text import Group
 from isobit.run.loop import train
 from isobit.run.rl_run import read_rl
 from isobit.training import calibration as module
+from isobit.training.advantage_estimator import AdvantageEstimator
 from isobit.training.calibration import (
     Calibration,
     build_calibration,
@@ -37,7 +38,6 @@ from isobit.training.calibration import (
     describe_shadow,
     shadow_of,
 )
-from isobit.training.judge import Judge
 from isobit.training.step import Learner, StepMetrics
 from isobit.training.trainer import Trainer
 
@@ -106,7 +106,7 @@ class Watched(Grpo):
 
 
 def learner_of(trainer: Trainer, algorithm: Watched, calibrated: bool = True) -> Learner:
-    judge = Judge(trainer, algorithm, StepConfig(), exact=True, max_new_tokens=0)
+    judge = AdvantageEstimator(trainer, algorithm, StepConfig(), exact=True, max_new_tokens=0)
     return Learner(judge, None, Calibration(trainer, algorithm) if calibrated else None)
 
 

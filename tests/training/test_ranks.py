@@ -26,7 +26,7 @@ from isobit.parallel.world import ALONE, World
 from isobit.records.batch import PackedBatch, TokenScores
 from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence
-from isobit.training.judge import score_sequences
+from isobit.training.advantage_estimator import score_sequences
 from isobit.training.rounds import Rounds
 from isobit.training.trainer import Trainer
 from tests.worlds import in_world

@@ -16,7 +16,7 @@ from isobit.records.wire import groups_of, groups_value
 from isobit.rollout.sequence import Sample
 from isobit.run.loop import train
 from isobit.training import step
-from isobit.training.judge import sequences_learnt_from
+from isobit.training.advantage_estimator import sequences_learnt_from
 from isobit.training.token_count import check_learnt, check_sampled
 from isobit.util.errors import MismatchError
 

@@ -1,43 +1,10 @@
-"""Advantages relative to a group: how much better a sample did than the other samples of its
-prompt.
+"""Advantages: how much better a completion did than the others of its prompt, or of its step.
 
-GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2), for the rewards r_1 .. r_G of one prompt:
-
-    A_i = (r_i - mean(r)) / (std(r) + epsilon)
-
-Dr. GRPO (arXiv 2503.20783, section 3) leaves out the division, which weighs questions that are
-almost always or almost never solved more than the others.  The standard deviation is the unbiased
-one (G - 1), as in the published implementations.
-
-Rewards, returns and advantages of single tokens.
-
-The reward of a completion is given at its last token; a penalty for the divergence from the
-reference is taken at each.  Generalised advantage estimation (arXiv 1506.02438, equation 16), with
-V the value before each token and 0 behind the last:
-
-    delta_t = r_t + gamma * V_{t+1} - V_t
-    A_t     = delta_t + gamma * lam * A_{t+1}        the value head learns A_t + V_t
-
-An environment may give rewards to the turns of an episode.  They are part of the return of the
-whole episode, or with ``algorithm.credit = "turn"`` each turn has a return of its own.  With r_t
-the reward of turn t of n, less its penalties, and the episode's reward in that of the last turn:
-
-    R_t = r_t + gamma * R_{t+1}     the return from turn t on (GTPO, arXiv 2511.14846)
-    A_t                             the algorithm's advantage of R_t among the group's at turn t
-
-An episode that has ended before turn t counts there with the return of its last turn, so that every
-baseline is over all episodes of the group.  With gamma 1 and a reward at the end alone, each turn
-has the advantage that the whole episode would have.
-
-The soft punishment of completions that near the length limit (DAPO, arXiv 2503.14476, equation
-13).
-
-With L the limit and B the buffer, for a completion of n tokens:
-
-    0                       n <= L - B
-    -(n - (L - B)) / B      up to L, where it is -1
-
-times a factor.  It is added to the reward.
+group_advantages          rewards against the mean of the group: GRPO, Dr. GRPO
+leave_one_out_advantages  against the mean of the others: RLOO
+turn_credit               returns of each turn of an episode against those of the group
+advantages_and_returns    of single tokens, with a value head: generalised advantage estimation
+overlong_punishment       reward lost by a completion that nears the length limit
 """
 
 import math
@@ -56,6 +23,14 @@ STD_EPSILON = 1e-6
 
 def group_advantages(rewards: Sequence[float | None], normalise_by_std: bool) -> list[float | None]:
     """Rewards of the samples of one prompt -> one advantage each, in the same order.
+
+    GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2), for the rewards r_1 .. r_G:
+
+        A_i = (r_i - mean(r)) / (std(r) + epsilon)
+
+    Dr. GRPO (arXiv 2503.20783, section 3) leaves out the division, which weighs questions that are
+    almost always or almost never solved more than the others.  The standard deviation is the
+    unbiased one (G - 1), as in the published implementations.
 
     A reward of None is excluded: it takes no part in mean and deviation, and its advantage is None.
     A single valid reward has nothing to be compared with: with fewer than two, all advantages are
@@ -157,7 +132,8 @@ def _turn_rewards(sequence: TokenSequence) -> list[float]:
 
 def token_rewards(sequence: TokenSequence, reward: float) -> list[float]:
     """The reward of each of its n response tokens, at least one: of a turn at its last, of the
-    completion at the last of all.
+    completion at the last of all.  A penalty for the divergence from the reference is taken at
+    each.
     """
     nothing = [0.0] * sequence.response_length
     kl, turns = _penalties(sequence) or nothing, _turn_rewards(sequence) or nothing
@@ -172,7 +148,19 @@ def turn_credit(
     gamma: float,
 ) -> list[list[Columns | None]]:
     """What an algorithm's ``credit``, one advantage for all tokens, gives for the returns of each
-    turn, at the tokens of that turn; the formula is at the top of this file.
+    turn, at the tokens of that turn.
+
+    An environment may give rewards to the turns of an episode.  They are part of the return of the
+    whole episode, or with ``algorithm.credit = "turn"`` each turn has a return of its own.  With
+    r_t the reward of turn t of n, less its penalties, and the episode's reward in that of the last
+    turn:
+
+        R_t = r_t + gamma * R_{t+1}     the return from turn t on (GTPO, arXiv 2511.14846)
+        A_t                             the algorithm's advantage of R_t among the group's at turn t
+
+    An episode that has ended before turn t counts there with the return of its last turn, so that
+    every baseline is over all episodes of the group.  With gamma 1 and a reward at the end alone,
+    each turn has the advantage that the whole episode would have.
     """
     returns = [_returns_of(group, gamma) for group in groups]
     plain = [_without(group, "kl_penalties", "turn_rewards") for group in groups]
@@ -195,10 +183,9 @@ def turn_credit(
     ]
 
 
-def is_level(group: Group, gamma: float | None = None) -> bool:
+def is_zero_variance(group: Group, gamma: float | None = None) -> bool:
     """Whether no two of its completions with a reward have different returns, or with ``gamma``
-    different ones from any turn on, before penalties and but for rounding: then the group teaches
-    nothing.
+    different ones from any turn on, before penalties and but for rounding: then it gives no signal.
     """
     plain = _without(group, "kl_penalties")
     whole = [None if one is None else [one] for one in penalised(plain)]
@@ -268,8 +255,11 @@ def _spread(sequence: TokenSequence, by_turn: Sequence[Columns | None]) -> Colum
 def advantages_and_returns(
     rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float
 ) -> tuple[list[float], list[float]]:
-    """n rewards and n values -> n advantages and n returns; the formula is at the top of this
-    file.
+    """n rewards and n values -> n advantages and n returns, by generalised advantage estimation
+    (arXiv 1506.02438, equation 16), with V the value before each token and 0 behind the last:
+
+        delta_t = r_t + gamma * V_{t+1} - V_t
+        A_t     = delta_t + gamma * lam * A_{t+1}        the value head learns A_t + V_t
     """
     advantages, following, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
@@ -283,10 +273,10 @@ def advantages_and_returns(
 
 def token_credit(
     groups: Sequence[Group],
-    judge: Callable[[TokenSequence, float], tuple[list[float], list[float] | None]],
+    estimate: Callable[[TokenSequence, float], tuple[list[float], list[float] | None]],
     normalise: Callable[[Sequence[Sequence[float]]], list[tuple[float, ...]]],
 ) -> list[list[Columns | None]]:
-    """Advantages (and returns, or None) of each completion and its reward by ``judge``, the
+    """Advantages (and returns, or None) of each completion and its reward by ``estimate``, the
     advantages of all together by ``normalise``; a completion without reward or tokens is left out.
     """
     counted, found = list[tuple[int, int]](), list[tuple[list[float], list[float] | None]]()
@@ -295,7 +285,7 @@ def token_credit(
         for index, (completion, reward) in enumerate(pairs):
             if reward is not None and completion.length > 0:
                 counted.append((place, index))
-                found.append(judge(completion.sequence, reward))
+                found.append(estimate(completion.sequence, reward))
     advantages = normalise([one for one, _ in found])
     credit: list[list[Columns | None]] = [[None] * len(group.completions) for group in groups]
     for (place, index), advantage, (_, returns) in zip(counted, advantages, found, strict=True):
@@ -305,6 +295,12 @@ def token_credit(
 
 
 def overlong_punishment(length: int, limit: int, buffer: int, factor: float = 1.0) -> float:
-    """What is added to the reward of a completion of ``length`` tokens: 0 or below."""
+    """What is added to the reward of a completion of ``length`` tokens that nears the ``limit``: 0
+    or below (DAPO, arXiv 2503.14476, equation 13).  With L the limit and B the buffer, ``factor``
+    times
+
+        0                       n <= L - B
+        -(n - (L - B)) / B      up to L, where it is -1
+    """
     beyond = min(max(length - (limit - buffer), 0), buffer)
     return -factor * beyond / buffer if beyond else 0.0

@@ -37,7 +37,7 @@ response tokens, or n numbers.
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of the N response tokens of one micro-batch, made with the whole update in view."""
+    """The shares of one micro-batch's N response tokens, made with the whole update in view."""
 
     mean: torch.Tensor
     """float32 [N], each token's weight in the mean over the update."""
@@ -107,7 +107,7 @@ class Distilled:
     coefficient: float
 
     has_other_terms = True
-    """Every token teaches, whatever its advantage."""
+    """Every token is learnt from, whatever its advantage."""
 
     @property
     def needs_values(self) -> bool:
@@ -122,11 +122,11 @@ class Distilled:
         return self.algorithm.credit(groups)
 
     def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
-        """Likewise."""
+        """The algorithm's own."""
         return self.algorithm.shares(batches)
 
     def loss(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> LossOutputs:
-        """The algorithm's, and the weighted divergences of the N tokens."""
+        """The algorithm's loss, and the weighted divergences of the N tokens."""
         divergences = scores.divergences
         assert divergences is not None, "the trainer has a teacher"
         own = self.algorithm.loss(scores, batch, shares)

@@ -1,114 +1,31 @@
-"""What the losses of the family have in common, and the clipped surrogate of most of them.
+"""The loss that the algorithms of the family share, and the clipped surrogate of most of them.
 
     loss = sum over tokens i of   w[i] * ( c[i] * l[i]  +  kl_coefficient * KL[i]
                                            -  entropy_coefficient * H[i] )
 
-w is the mean over the update (``mean_weights``), l the algorithm's own term of a token
-(its surrogate), c the weight of the corrections for tokens that another policy drew
-(``isobit.algorithms.family``), KL an estimate of the divergence from the reference
-(``token_kl``), H the entropy of the distribution that the token was drawn from.  What
-has no coefficient is not computed: without KL, entropy and corrections the loss has the bits of
-``(w * l).sum()``.
+    w    the weight of the token in the mean over the update (``mean_weights``)
+    l    the algorithm's own term of a token, its surrogate
+    c    the weight of the corrections for tokens that another policy drew
+         (``isobit.algorithms.corrections``)
+    KL   an estimate of the divergence from the reference (``token_kl``)
+    H    the entropy of the distribution that the token was drawn from
 
-Three estimators of KL(pi || reference) from tokens sampled by pi: k1, k2 and k3 of J. Schulman,
-"Approximating KL divergence" (joschu.net/blog/kl-approx.html).  With rho = reference(token) /
-pi(token):
-
-    k1 = -log rho                   unbiased, high variance, negative for about half of the tokens
-    k2 = (log rho)^2 / 2            biased (small while the two are close), low variance, never
-                                    negative
-    k3 = (rho - 1) - log rho        unbiased, low variance, never negative; GRPO's penalty (arXiv
-                                    2402.03300, equation 4)
-
-The value and the gradient are different matters.  As a term of the loss, differentiated through log
-pi only, the expected gradient is
-
-    k1   0: it penalises nothing
-    k2   that of KL(pi || reference), the divergence one wants
-    k3   that of KL(reference || pi), the other direction
-
-because E[grad log pi] = 0, and the gradients are log(1/rho) grad log pi for k2 and (1 - rho) grad
-log pi for k3.
-
-The weight of each response token in the mean over one update.
-
-Token mean, DAPO's (arXiv 2503.14476, section 3.3): with N tokens in the step, every token weighs
-``1 / N``, so that a long answer counts for more than a short one.  Sequence mean, GRPO's own (arXiv
-2402.03300, equation 3): with S answers in the step, a token of an answer of n tokens weighs ``1 /
-(S * n)``.  Either way the weights of a step sum to one.
-
-Constant, Dr. GRPO's (arXiv 2503.20783, section 3.1): ``1 / (S * C)`` with C tokens, the same for
-every length, so that a long wrong answer is not punished less a token than a short one.  The
-weights sum to the answers' mean length over C.
-
-The clipped surrogate of PPO (``ClippedPolicyGradient``), for a token with ratio r = pi(token) /
-pi_old(token) and advantage A (arXiv 1707.06347, equation 7; two clip bounds: DAPO, arXiv
-2503.14476, section 3.1):
-
-    l = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
-
-The gradient vanishes where the clip is active: r above the upper bound with A > 0, r below the
-lower bound with A < 0.  Where the policy that sampled is the one being trained, bit for bit, r is
-exactly 1 and l has the gradient of -A * log pi: REINFORCE's.
-
-Dual clip (arXiv 1912.09729, equation 5) bounds what r * A can do where A < 0 and r is large, which
-the minimum does not:
-
-    l = -max(min(r * A, clip(r) * A), dual_clip * A)        where A < 0
-
-Clip-Cov and KL-Cov (arXiv 2505.22617, section 4) treat some picked tokens otherwise: Clip-Cov's
-give nothing (l = 0), and KL-Cov, which has no clip, has
-
-    l = -r * A + covariance_kl * |log r|  of those,   l = -r * A  of the others
-
-A policy's entropy falls by what a step's log-probabilities and advantages covary, and a few tokens
-carry most of that (arXiv 2505.22617, section 3).  With means over all N tokens of the update, a
-token's part is
-
-    cov[i] = (log pi_old[i] - mean log pi_old) * (A[i] - mean A)
-
-Clip-Cov picks ``covariance_fraction`` * N of the tokens with cov in [covariance_low,
-covariance_high] at random; KL-Cov picks as many with the largest cov.  At least one is picked where
-there is any.
-
-Unlike the published implementations, which take the current policy's log-probabilities in each
-micro-batch, the choice is made from the old ones with the whole update in view, so that it does not
-depend on how the update is cut.  Means are rounded once (``math.fsum``), and what is random, as
-well as the order of equal covariances (many tokens have a log-probability of exactly 0), comes from
-noise that is keyed by a sequence's token ids and the token's place in it.
-
-PPO with a value head (arXiv 1707.06347; for language models: 2203.02155).
-
-Advantages are those of generalised advantage estimation, token by token
-(``isobit.algorithms.advantages``), whitened over all tokens of the step; the surrogate is clipped
-(``isobit.algorithms.policy_gradient``).  The value head learns the returns R with a loss that is
-clipped around V_old, its value before the step (as the authors' code has it):
-
-    l_value = max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2
-
-which joins the loss with ``value_coefficient``.  Reported are ``value_loss``,
-``value_clip_fraction`` (tokens for which the clipped term was the larger) and four means from which
-follows
-
-    explained variance = 1 - (value_error_square - value_error^2) / (return_square - return_mean^2)
-
-of the values now.
+What has no coefficient is not computed: without KL, entropy and corrections the loss has the bits
+of ``(w * l).sum()``.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Self
 
 import torch
 
-from isobit.algorithms.advantages import advantages_and_returns, token_credit, token_rewards, whiten
 from isobit.algorithms.objective import Columns, LossOutputs, Shares
-from isobit.config.algorithm import KlEstimator, LossConfig, LossMean, PpoConfig, TokenClipConfig
+from isobit.config.algorithm import KlEstimator, LossConfig, LossMean, TokenClipConfig
 from isobit.records.batch import PackedBatch, TokenScores
-from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
 from isobit.util.errors import ConfigError
 
@@ -136,7 +53,26 @@ def k3(log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> torch.Tens
 def token_kl(
     estimator: KlEstimator, log_probs: torch.Tensor, reference_log_probs: torch.Tensor
 ) -> torch.Tensor:
-    """The named estimate of each token, [N]: see the functions above."""
+    """An estimate of KL(pi || reference) of each token, [N], from tokens sampled by pi: k1, k2 or
+    k3 of J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).  With rho =
+    reference(token) / pi(token):
+
+        k1 = -log rho               unbiased, high variance, negative for about half of the tokens
+        k2 = (log rho)^2 / 2        biased (small while the two are close), low variance, never
+                                    negative
+        k3 = (rho - 1) - log rho    unbiased, low variance, never negative; GRPO's penalty (arXiv
+                                    2402.03300, equation 4)
+
+    The value and the gradient are different matters.  As a term of the loss, differentiated through
+    log pi only, the expected gradient is
+
+        k1   0: it penalises nothing
+        k2   that of KL(pi || reference), the divergence one wants
+        k3   that of KL(reference || pi), the other direction
+
+    because E[grad log pi] = 0, and the gradients are log(1/rho) grad log pi for k2 and (1 - rho)
+    grad log pi for k3.
+    """
     return {"k1": k1, "k2": k2, "k3": k3}[estimator](log_probs, reference_log_probs)
 
 
@@ -180,8 +116,17 @@ def constant_mean_weights(sequences: Sequence[torch.Tensor], constant: int) -> l
 def mean_weights(
     mean: LossMean, sequences: Sequence[torch.Tensor], constant: int | None = None
 ) -> list[torch.Tensor]:
-    """The weights of the named mean: see the functions above.  Raises ConfigError for the mean by a
-    constant without one.
+    """The weight of each response token in the mean over one update, a tensor a micro-batch.
+
+    token      ``1 / N`` with N tokens in the step, so that a long answer counts for more than a
+               short one (DAPO, arXiv 2503.14476, section 3.3)
+    sequence   ``1 / (S * n)`` for a token of an answer of n tokens, with S answers in the step
+               (GRPO's own, arXiv 2402.03300, equation 3)
+    constant   ``1 / (S * C)``, the same for every length, so that a long wrong answer is not
+               punished less a token than a short one (Dr. GRPO, arXiv 2503.20783, section 3.1)
+
+    By token and by sequence the weights of a step sum to one, by a constant to the answers' mean
+    length over C.  Raises ConfigError for the mean by a constant without one.
     """
     if mean == "constant":
         if constant is None:
@@ -204,7 +149,9 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class PolicyGradient(ABC):
-    """An ``Algorithm`` of the form above; a subclass gives ``credit`` and ``surrogate``."""
+    """An ``Algorithm`` with the loss at the top of this file; a subclass gives ``credit`` and
+    ``surrogate``.
+    """
 
     config: LossConfig
 
@@ -219,7 +166,7 @@ class PolicyGradient(ABC):
 
     @abstractmethod
     def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
-        """See ``Algorithm``."""
+        """The columns that each completion is learnt from with (``Algorithm.credit``)."""
 
     @abstractmethod
     def surrogate(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> Terms:
@@ -230,7 +177,7 @@ class PolicyGradient(ABC):
         return None
 
     def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
-        """See ``mean_weights``."""
+        """The shares by ``mean_weights``."""
         return [Shares(mean) for mean in self._means(batches)]
 
     def _means(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
@@ -267,7 +214,20 @@ def _divergences(scores: TokenScores, batch: PackedBatch) -> dict[str, float]:
 
 
 def select(config: TokenClipConfig, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-    """All micro-batches of an update -> which of their response tokens are picked, bool [N_m]."""
+    """The response tokens that Clip-Cov and KL-Cov treat otherwise (arXiv 2505.22617, section 4),
+    bool [N_m] for each micro-batch of an update.
+
+    A policy's entropy falls by what a step's log-probabilities and advantages covary, and a few
+    tokens carry most of that (section 3).  Clip-Cov picks ``covariance_fraction`` * N of the tokens
+    with a covariance in [covariance_low, covariance_high] at random; KL-Cov picks as many with the
+    largest.  At least one is picked where there is any.
+
+    Unlike the published implementations, which take the current policy's log-probabilities in each
+    micro-batch, the choice is made from the old ones with the whole update in view, so that it does
+    not depend on how the update is cut.  Means are rounded once (``math.fsum``), and what is
+    random, as well as the order of equal covariances (many tokens have a log-probability of exactly
+    0), comes from noise that is keyed by a sequence's token ids and the token's place in it.
+    """
     found = covariances(batches)
     noise = torch.cat([_noise(batch) for batch in batches])
     number = max(int(config.covariance_fraction * found.numel()), 1)
@@ -285,8 +245,10 @@ def select(config: TokenClipConfig, batches: Sequence[PackedBatch]) -> list[torc
 
 
 def covariances(batches: Sequence[PackedBatch]) -> torch.Tensor:
-    """Each token's part of the covariance, float64 [N] over all micro-batches; the formula is at
-    the top of this file.
+    """Each token's part of the covariance, float64 [N] over all micro-batches; with means over all
+    tokens of the update
+
+        cov[i] = (log pi_old[i] - mean log pi_old) * (A[i] - mean A)
     """
     log_probs = torch.cat([batch.old_log_probs for batch in batches]).double()
     advantages = torch.cat([batch.advantages for batch in batches]).double()
@@ -318,7 +280,27 @@ class ClipBounds:
 
 @dataclass(frozen=True, slots=True)
 class ClippedPolicyGradient(PolicyGradient):
-    """A ``PolicyGradient`` with this surrogate; a subclass gives ``credit``."""
+    """A ``PolicyGradient`` with the clipped surrogate of PPO; a subclass gives ``credit``.
+
+    For a token with ratio r = pi(token) / pi_old(token) and advantage A (arXiv 1707.06347,
+    equation 7; two clip bounds: DAPO, arXiv 2503.14476, section 3.1):
+
+        l = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+
+    The gradient vanishes where the clip is active: r above the upper bound with A > 0, r below the
+    lower bound with A < 0.  Where the policy that sampled is the one being trained, bit for bit, r
+    is exactly 1 and l has the gradient of -A * log pi: REINFORCE's.
+
+    Dual clip (arXiv 1912.09729, equation 5) bounds what r * A can do where A < 0 and r is large,
+    which the minimum does not:
+
+        l = -max(min(r * A, clip(r) * A), dual_clip * A)        where A < 0
+
+    Of the tokens that ``select`` picks, Clip-Cov's give nothing (l = 0), and KL-Cov, which has no
+    clip, has
+
+        l = -r * A + covariance_kl * |log r|  of those,   l = -r * A  of the others
+    """
 
     config: TokenClipConfig
 
@@ -328,7 +310,7 @@ class ClippedPolicyGradient(PolicyGradient):
         return replace(self, config=self.config.model_copy(update=update))
 
     def shares(self, batches: Sequence[PackedBatch]) -> list[Shares]:
-        """See ``mean_weights`` and ``select``."""
+        """The shares by ``mean_weights`` and ``select``."""
         means = self._means(batches)
         if self.config.covariance is None:
             return [Shares(mean) for mean in means]
@@ -336,7 +318,7 @@ class ClippedPolicyGradient(PolicyGradient):
         return [Shares(mean, picked) for mean, picked in zip(means, picks, strict=True)]
 
     def surrogate(self, scores: TokenScores, batch: PackedBatch, shares: Shares) -> Terms:
-        """See the top of this file."""
+        """The formula above."""
         config = self.config
         log_ratio = scores.log_probs - batch.old_log_probs
         ratio = torch.exp(log_ratio)
@@ -362,8 +344,8 @@ class ClippedPolicyGradient(PolicyGradient):
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> torch.Tensor:
-    """The loss of each token, [N], from ratios [N] and advantages [N]; the formula is at the top of
-    this file.
+    """The loss of each token, [N], from ratios [N] and advantages [N]:
+    ``-min(r * A, clip(r) * A)``.
     """
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
@@ -387,57 +369,3 @@ def ratio_metrics(
         metrics["clip_fraction/low"] = float((below & (advantages < 0)).sum())
         metrics["clip_fraction/high"] = float((above & (advantages > 0)).sum())
     return metrics
-
-
-@dataclass(frozen=True, slots=True)
-class Ppo(ClippedPolicyGradient):
-    """The algorithm under one configuration (an ``Algorithm``)."""
-
-    config: PpoConfig
-
-    needs_values = True
-
-    def credit(self, groups: Sequence[Group]) -> list[list[Columns | None]]:
-        """See the top of this file; a completion without tokens is left out."""
-        return token_credit(groups, self._judge, whiten)
-
-    def _judge(self, sequence: TokenSequence, reward: float) -> tuple[list[float], list[float]]:
-        assert sequence.values is not None, "advantages of tokens need values"
-        values = sequence.of_response(sequence.values).tolist()
-        rewards = token_rewards(sequence, reward)
-        return advantages_and_returns(rewards, values, self.config.gamma, self.config.lam)
-
-    def further_terms(self, scores: TokenScores, batch: PackedBatch) -> Terms:
-        """The value loss, weighted."""
-        assert scores.values is not None, "the policy needs a value head"
-        assert batch.values is not None, "the batch needs the values of before the step"
-        assert batch.returns is not None, "the batch needs returns"
-        near = scores.values.clamp(
-            batch.values - self.config.value_clip, batch.values + self.config.value_clip
-        )
-        plain, clipped = (scores.values - batch.returns).square(), (near - batch.returns).square()
-        loss = 0.5 * torch.maximum(plain, clipped)
-        returns = batch.returns.double()
-        error = returns - scores.values.detach().double()
-        sums = {
-            "value/loss": loss.detach().double().sum(),
-            "value/clip_fraction": (clipped > plain).sum(),
-            "value_error": error.sum(),
-            "value_error_square": error.square().sum(),
-            "return_mean": returns.sum(),
-            "return_square": returns.square().sum(),
-        }
-        return Terms(
-            self.config.value_coefficient * loss,
-            {name: float(value) for name, value in sums.items()},
-        )
-
-
-def explained_variance(means: Mapping[str, float]) -> float | None:
-    """From the means that the loss reports, over all tokens of an update; None where the returns
-    are all equal.
-    """
-    variance = means["return_square"] - means["return_mean"] ** 2
-    if variance <= 0:
-        return None
-    return 1 - (means["value_error_square"] - means["value_error"] ** 2) / variance

@@ -26,7 +26,7 @@ from isobit.algorithms.family import (
     Rloo,
 )
 from isobit.algorithms.objective import Algorithm
-from isobit.algorithms.policy_gradient import Ppo
+from isobit.algorithms.ppo import Ppo
 from isobit.config.algorithm import AlgorithmConfig, CustomConfig
 from isobit.util.errors import ConfigError
 from isobit.util.user_code import describe_missing, run_file

@@ -47,7 +47,7 @@ class Column:
     writer: Literal["rollout", "environment", "judge"]
     """``rollout`` records it as it draws, an entry for each token drawn; ``environment`` gives it
     to an episode; ``judge`` adds it before a step learns from the sequence
-    (``isobit.training.judge``).
+    (``isobit.training.advantage_estimator``).
     """
     sent: bool
     """Whether it goes to other ranks, and into the checkpoint of a batch that waits for its step

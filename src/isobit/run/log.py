@@ -35,17 +35,16 @@ from isobit.observe.group_metrics import (
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.records.metrics import METRICS, Metrics, listed
-from isobit.records.no_signal import describe_untaught
-from isobit.records.text import Group, SamplingParams
+from isobit.records.text import Group, SamplingParams, describe_reasons
 from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine_stats import EngineStats
 from isobit.run.pending import COMPARED, GradedBatch
 from isobit.store.resume import Start
 from isobit.store.state import StateDigest, StepDigests, state_digest
 from isobit.store.training_run import TrainingRun
+from isobit.training.advantage_estimator import sequences_learnt_from
 from isobit.training.checks import action_of, check_state, check_step
 from isobit.training.comparison import Comparison
-from isobit.training.judge import sequences_learnt_from
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Findings, StepMetrics
 from isobit.util.clock import Clock
@@ -60,14 +59,14 @@ class SignalWatch:
         self._config = config
         self.steps = 0
         """The last steps that had no signal."""
-        self.untaught: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
         """Their completions, by why they taught nothing."""
 
-    def count(self, has_signal: bool, untaught: Mapping[str, int]) -> None:
+    def count(self, has_signal: bool, reasons: Mapping[str, int]) -> None:
         if has_signal:
-            self.steps, self.untaught = 0, Counter()
+            self.steps, self.reasons = 0, Counter()
         else:
-            self.steps, self.untaught = self.steps + 1, self.untaught + Counter(untaught)
+            self.steps, self.reasons = self.steps + 1, self.reasons + Counter(reasons)
 
     def notes(self) -> list[str]:
         """What to print after a step: nothing, or one line where it is time.
@@ -78,7 +77,7 @@ class SignalWatch:
         if self._config.on_no_signal == "ignore" or self.steps == 0 or self.steps % patience:
             return []
         steps = "the last step" if self.steps == 1 else f"the last {self.steps} steps"
-        problem = f"{steps} had no signal: {describe_untaught(self.untaught, advise=True)}"
+        problem = f"{steps} had no signal: {describe_reasons(self.reasons, advise=True)}"
         if self._config.on_no_signal == "warn":
             return [f"{problem} (check.on_no_signal)"]
         raise raised_on_all(
@@ -183,9 +182,9 @@ def _describe_signal(summary: RlSummary) -> list[str]:
     if without == 0:
         return []
     if without < steps:
-        why = describe_untaught(summary.untaught)
+        why = describe_reasons(summary.untaught)
         return [f"no signal in {without:,} of {steps:,} steps: {why}"]
-    why = describe_untaught(summary.untaught, advise=True)
+    why = describe_reasons(summary.untaught, advise=True)
     return [f"warning: no step had a signal, and nothing was learnt: {why}"]
 
 
@@ -242,7 +241,7 @@ class RlLog(TrainingLog[EvalResult]):
         self._watch = SignalWatch(run.config.check)
         self._warnings: list[str] = []
         """Of the step, until its line has been printed."""
-        self._untaught: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
         self._has_noted_hidden = False
         self._digests: LineFile | None = None
         self._left: StateDigest | None = None
@@ -274,11 +273,11 @@ class RlLog(TrainingLog[EvalResult]):
         engine: EngineStats,
         trained: StepMetrics,
         digests: StepDigests,
-        judged: Sequence[Group],
+        estimated: Sequence[Group],
     ) -> Metrics:
         """Write the figures of one step: a line of metrics, a few completions, the line of
         ``digests``, a line on the console.  ``engine`` counts what was sampled since the last step.
-        ``judged`` are the groups of ``collected`` with advantages, and others behind them.
+        ``estimated`` are the groups of ``collected`` with advantages, and others behind them.
         -> The metrics.
         """
         seconds = dict.fromkeys((*self.phases, *self._phases_of_step), 0.0) | self._take_seconds()
@@ -301,7 +300,7 @@ class RlLog(TrainingLog[EvalResult]):
             "train",
         )
         self._add_metrics(step, metrics)
-        self._add_completions(step, {"train": _with_advantages(groups, judged)})
+        self._add_completions(step, {"train": _with_advantages(groups, estimated)})
         if self._digests is not None:
             self._add_line(self._digests, digests.line())
         self._write()
@@ -314,8 +313,8 @@ class RlLog(TrainingLog[EvalResult]):
         self._totals["without_signal"] += int(metrics["updates/without_signal"])
         self._totals["steps_without_signal"] += not trained.has_signal
         steps, left = self._config.training.steps, self._time_left.after(step)
-        self._untaught.update(trained.untaught)
-        self._watch.count(trained.has_signal, trained.untaught)
+        self._reasons.update(trained.reasons_without_signal)
+        self._watch.count(trained.has_signal, trained.reasons_without_signal)
         self._console.parts(describe_step(step, steps, metrics, self._exact, left))
         self._console.notes(_notes(grades, trained, self._watch.steps))
         return metrics
@@ -350,12 +349,12 @@ class RlLog(TrainingLog[EvalResult]):
             self.inspect(found)
 
     def stopped(
-        self, step: int, collected: GradedBatch, judged: Sequence[Group], found: Findings
+        self, step: int, collected: GradedBatch, estimated: Sequence[Group], found: Findings
     ) -> None:
         """Write what is known of a step that was stopped before its update: a line of metrics with
         the comparison, and its completions.  A resumed run does the step again, without them.
         """
-        fresh = sequences_learnt_from(judged[: len(collected.groups)])
+        fresh = sequences_learnt_from(estimated[: len(collected.groups)])
         learnt = sum(one.response_length for one in fresh)
         figures = {
             **reward_metrics(collected.groups),
@@ -365,7 +364,7 @@ class RlLog(TrainingLog[EvalResult]):
             **found.mismatch,
         }
         self._add_metrics(step, listed(figures, "train"))
-        self._add_completions(step, {"train": _with_advantages(collected.groups, judged)})
+        self._add_completions(step, {"train": _with_advantages(collected.groups, estimated)})
         self._write()
 
     def check_step(self) -> None:
@@ -431,7 +430,7 @@ class RlLog(TrainingLog[EvalResult]):
             skipped_updates=self._totals["skipped"],
             updates_without_signal=self._totals["without_signal"],
             steps_without_signal=self._totals["steps_without_signal"],
-            untaught=dict(self._untaught),
+            untaught=dict(self._reasons),
             failed_rewards=self._totals["failed"],
             train_seconds=sum(seconds.get(phase, 0.0) for phase in self._phases_of_step),
             rollout_seconds=seconds["rollout"],
@@ -455,16 +454,16 @@ class RlLog(TrainingLog[EvalResult]):
             **super().state(),
             "comparison": asdict(self._comparison),
             "last_steps_without_signal": self._watch.steps,
-            "last_untaught": dict(self._watch.untaught),
-            "untaught": dict(self._untaught),
+            "last_untaught": dict(self._watch.reasons),
+            "untaught": dict(self._reasons),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
         self._comparison = Comparison(**state["comparison"])
         self._watch.steps = state.get("last_steps_without_signal", 0)
-        self._watch.untaught = Counter(state.get("last_untaught", {}))
-        self._untaught = Counter(state.get("untaught", {}))
+        self._watch.reasons = Counter(state.get("last_untaught", {}))
+        self._reasons = Counter(state.get("untaught", {}))
 
 
 def describe_step(
@@ -512,11 +511,11 @@ def _speed_metrics(
     }
 
 
-def _with_advantages(groups: Sequence[Group], judged: Sequence[Group]) -> list[Group]:
-    """The groups as they were graded, with the advantages and columns of the judged ones."""
+def _with_advantages(groups: Sequence[Group], estimated: Sequence[Group]) -> list[Group]:
+    """The groups as they were graded, with the advantages and columns of the estimated ones."""
     return [
         replace(group, completions=one.completions, advantages=one.advantages)
-        for group, one in zip(groups, judged, strict=False)  # replayed ones follow
+        for group, one in zip(groups, estimated, strict=False)  # replayed ones follow
     ]
 
 
@@ -532,5 +531,5 @@ def _notes(grades: GradeStats, trained: StepMetrics, without_signal: int) -> lis
         notes.append(f"graders met: {met}")
     if without_signal == 1:  # the first of several: later ones say it in their line
         done = "the weights moved by momentum alone" if trained.updates else "no weight changed"
-        notes.append(f"no signal: {describe_untaught(trained.untaught)}; {done}")
+        notes.append(f"no signal: {describe_reasons(trained.reasons_without_signal)}; {done}")
     return notes

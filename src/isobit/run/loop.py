@@ -1,16 +1,17 @@
 """GRPO and its relatives: the loop of ``isobit train``, one step after the other.
 
-                  +------------------- weights, published in 8 bits --------------------+
-                  v                                                                     |
-    prompts --> rollout --> groups --> grade --> batch --> judge --> pack, forward, loss,
-    (sampler)   (engine)                         (pending)           backward, AdamW (trainer)
+                  +---------------------- weights, published in 8 bits ----------------------+
+                  v                                                                          |
+    prompts --> rollout --> groups --> grade --> batch --> advantages --> pack, forward, loss,
+    (sampler)   (engine)                         (pending)                backward, AdamW (trainer)
 
     rollout     completes the step's prompts, ``samples_per_prompt`` times each; every token is
                 recorded with its log-probability under the policy that drew it; with an
                 environment a completion has several turns (``isobit.rollout.episodes``)
     grade       asks the reward for a number a completion
-    judge       adds to each sequence what the loss reads: old log-probabilities, the reference's,
-                values, advantages, the weights of corrections (``isobit.training.judge``)
+    advantages  the reward of each completion against those of its group: for GRPO
+                (reward - mean) / deviation; with them what else the loss reads, as old
+                log-probabilities (``isobit.training.advantage_estimator``)
     learn       ``updates_per_batch`` times ``epochs`` updates of AdamW; the last one's weights are
                 what the next rollout samples with (``isobit.training.step``)
 
@@ -24,11 +25,12 @@ Who waits for whom:
 - With ``cluster.rollouters`` some of the processes only sample: while the trainers learn batch t,
   they roll out, grade and compare batch t + k (``isobit.run.pending``).
 
-With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group that would teach nothing, since
-no completion that is learnt from has an advantage (``Judge.telling``), is replaced by the group of
-a further prompt, until the step has as many groups as it should or has refilled often enough; then
-such groups fill the rest.  Where the algorithm wants a baseline from it (ReMax), each prompt is
-also completed once greedily; that completion is graded and not learnt from.
+With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group of which no completion that is
+learnt from has an advantage is replaced by the group of a further prompt, until the step has as
+many groups as it should or has refilled often enough; then such groups fill the rest.
+
+Where the algorithm wants a baseline from it (ReMax), each prompt is also completed once greedily;
+that completion is graded and not learnt from.
 """
 
 import math
@@ -99,13 +101,13 @@ def take_step(opened: OpenRlRun, step: int) -> StepDigests:
     with opened.learning():
         log.check_state()
         batch = next_batch(run, log)
-        judged = judge(run, batch)
-        trained = learn(run, log, batch, judged, step)
+        estimated = estimate_advantages(run, batch)  # GRPO: (reward - group's mean) / deviation
+        trained = learn(run, log, batch, estimated, step)
         digests = StepDigests.of(step, batch.groups, state_digest(run))
     for _ in range(requested):
         run.pending.add(receive_batch(run, log))
     run.calibrate_if_due()
-    log.step(step, batch, run.pending.take_engine(), trained, digests, judged)
+    log.step(step, batch, run.pending.take_engine(), trained, digests, estimated)
     log.note_hidden(batch.groups)
     opened.end_step(step)
     log.check_step()
@@ -141,14 +143,14 @@ def collect(run: RlRun) -> GradedBatch:
     batch = rollout(run, wanted)
     if not settings.dynamic_sampling:
         return batch
-    judge, refills = run.learner.judge, 0
-    telling = judge.telling(batch.groups)
-    while refills < settings.max_refills and (missing := wanted - sum(telling)) > 0:
+    estimator, refills = run.learner.estimator, 0
+    have_advantages = estimator.has_advantages(batch.groups)
+    while refills < settings.max_refills and (missing := wanted - sum(have_advantages)) > 0:
         batch += rollout(run, missing)
         refills += 1
-        telling = judge.telling(batch.groups)
-    others = [not tells for tells in telling]
-    kept = [*compress(batch.groups, telling), *compress(batch.groups, others)][:wanted]
+        have_advantages = estimator.has_advantages(batch.groups)
+    lack_them = [not one for one in have_advantages]
+    kept = [*compress(batch.groups, have_advantages), *compress(batch.groups, lack_them)][:wanted]
     dropped = len(batch.groups) - len(kept)
     return replace(batch, groups=kept, refills=refills, dropped_groups=dropped)
 
@@ -157,11 +159,15 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
     """Complete the next ``count`` prompts, and grade each group from the moment it is complete."""
     requests = run.next_requests(count)
     greedy = [_greedy(request) for request in requests] if run.algorithm.needs_greedy else []
-    asked, begun = [*requests, *greedy], dict[int, Group]()
+    requests_of_all, submitted = [*requests, *greedy], dict[int, Group]()
 
-    def complete(place: int, completions: list[Completion]) -> None:
-        begun[place] = Group(asked[place].prompt, asked[place].visit, completions)
-        run.grading.submit(begun[place])
+    def group_of(index: int, completions: list[Completion]) -> Group:
+        request = requests_of_all[index]
+        return Group(request.prompt, request.visit, completions)
+
+    def submit(index: int, completions: list[Completion]) -> None:
+        submitted[index] = group_of(index, completions)
+        run.grading.submit(submitted[index])
 
     with run.clock("rollout"), run.console.generating("rollout") as progress:
 
@@ -171,19 +177,16 @@ def rollout(run: RlRun, count: int) -> GradedBatch:
                 progress(moment)
 
         watched = run.interruption.watched(watch)
-        made, homes, stats = run.generate(asked, watched, complete)
+        completions, ranks, stats = run.generate(requests_of_all, watched, submit)
     run.console.notes(run.engine.notes())
-    groups = [
-        begun.get(place) or Group(asked[place].prompt, asked[place].visit, completions)
-        for place, completions in enumerate(made)
-    ]
+    groups = [submitted.get(index) or group_of(index, of) for index, of in enumerate(completions)]
     check_sampled(groups, stats.generated_tokens)
-    run.check_noise(asked, made)
+    run.check_noise(requests_of_all, completions)
     with run.clock("grading"), run.console.busy("grading"):
-        grades = run.grading(groups, homes)
-    for group, alone in zip(groups[:count], groups[count:], strict=False):
-        group.baseline = _baseline(alone)
-        group.baseline_length = alone.completions[0].length
+        grades = run.grading(groups, ranks)
+    for group, of_greedy in zip(groups[:count], groups[count:], strict=False):
+        group.baseline = _baseline(of_greedy)
+        group.baseline_length = of_greedy.completions[0].length
     return GradedBatch(groups[:count], grades, stats)
 
 
@@ -198,8 +201,8 @@ def _baseline(greedy: Group) -> float | None:
     reward, turns = greedy.rewards[0], greedy.completions[0].sequence.rewards_of_turns
     if reward is None or turns is None:
         return reward
-    found = [one for one in turns if one is not None]
-    return reward + math.fsum(found) if len(found) == len(turns) else None
+    valid = [one for one in turns if one is not None]
+    return reward + math.fsum(valid) if len(valid) == len(turns) else None
 
 
 def next_batch(run: RlRun, log: RlLog) -> GradedBatch:
@@ -213,15 +216,16 @@ def next_batch(run: RlRun, log: RlLog) -> GradedBatch:
     return run.pending.front()
 
 
-def judge(run: RlRun, batch: GradedBatch) -> list[Group]:
-    """The batch's groups, and behind them replayed ones, with old log-probabilities, the
-    reference's, values, advantages and the weights of corrections in their sequences.
+def estimate_advantages(run: RlRun, batch: GradedBatch) -> list[Group]:
+    """The batch's groups, and behind them replayed ones, with advantages and all else that the loss
+    reads in their sequences: old log-probabilities, the reference's, values, weights of
+    corrections.
     """
-    return run.learner.judge_groups(batch.groups)
+    return run.learner.with_advantages(batch.groups)
 
 
 def learn(
-    run: RlRun, log: RlLog, batch: GradedBatch, judged: Sequence[Group], step: int
+    run: RlRun, log: RlLog, batch: GradedBatch, estimated: Sequence[Group], step: int
 ) -> StepMetrics:
     """Pack, forward, loss, backward, AdamW and publish, for each update of the step.  -> What was
     done with the batch.  Raises MismatchError, before any weight changes, where the run is to stop
@@ -232,12 +236,12 @@ def learn(
         try:
             log.inspect(found)
         except MismatchError:
-            log.stopped(step, batch, judged, found)
+            log.stopped(step, batch, estimated, found)
             raise
 
     if batch.comparison is not None:
         inspect(batch.findings)
-    trained = run.learner.update(batch.groups, judged, step, inspect)
+    trained = run.learner.update(batch.groups, estimated, step, inspect)
     run.pending.drop_front()
     if run.reference is not None:
         run.reference.refresh_if_due(step)
@@ -271,6 +275,9 @@ def open_run(
         start_run(recipe, prepare, RlRun.open_log, *begun, samples=rollouters is None) as opened,
     ):
         yield opened
+
+
+# Batches that rollouters sample, on processes of their own.
 
 
 def request_batch(run: RlRun) -> None:

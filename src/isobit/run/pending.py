@@ -36,8 +36,8 @@ from isobit.records.text import Group, Prompt
 from isobit.records.wire import groups_of, groups_value
 from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine_stats import EngineStats
+from isobit.training.advantage_estimator import scores_by_policy, with_old_columns
 from isobit.training.comparison import ComparedTokens, Comparison
-from isobit.training.judge import scores_by_policy, with_old_columns
 from isobit.training.step import Findings
 from isobit.training.trainer import Trainer
 from isobit.util.errors import CheckpointError

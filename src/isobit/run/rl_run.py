@@ -54,9 +54,9 @@ from isobit.run.rollouters import RecordedInputs, Rollouters, evaluate_by_rollou
 from isobit.run.run import Run, Surroundings
 from isobit.store.resume import Start
 from isobit.store.reward_record import AnswerRecord, RewardRecord
+from isobit.training.advantage_estimator import AdvantageEstimator
 from isobit.training.calibration import build_calibration, describe_shadow
 from isobit.training.checks import check_noise
-from isobit.training.judge import Judge
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.step import Learner
 from isobit.util.errors import MismatchError
@@ -126,7 +126,7 @@ class RlRun(Run[RunConfig, RlData]):
     def _make_learner(self) -> Learner:
         """The learner of all steps, from what the run has by now."""
         config, teacher = self.config, self.teacher
-        judge = Judge(
+        estimator = AdvantageEstimator(
             trainer=self.trainer,
             algorithm=self.algorithm,
             config=config.algorithm,
@@ -138,7 +138,7 @@ class RlRun(Run[RunConfig, RlData]):
             teacher=teacher.frozen if teacher and teacher.divergence is None else None,
             teaching=config.teacher,
         )
-        return Learner(judge, self.replay, self.calibration, config.check.repeat_every)
+        return Learner(estimator, self.replay, self.calibration, config.check.repeat_every)
 
     def _with_answers(self, answers: AnswerRecord) -> Episodes | None:
         """Episodes with what tools say from ``answers`` where it still has some, else from the

@@ -55,7 +55,7 @@ from isobit.precision.flow import build_flow
 from isobit.records.batch import TokenScores
 from isobit.records.packing import responses
 from isobit.records.sequence import Numbers, TokenSequence
-from isobit.training.judge import scores_by_frozen, scores_by_policy
+from isobit.training.advantage_estimator import scores_by_frozen, scores_by_policy
 from isobit.training.trainer import Trainer
 
 SHADOW = PrecisionConfig(preset="bf16")

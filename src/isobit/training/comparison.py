@@ -37,7 +37,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from isobit.algorithms.family import LARGEST_LOG_RATIO, effective_sample_size
+from isobit.algorithms.corrections import LARGEST_LOG_RATIO, effective_sample_size
 from isobit.algorithms.objective import LossOutputs
 from isobit.config.training import OptimisationConfig
 from isobit.models.mlp import RouterCoefficients

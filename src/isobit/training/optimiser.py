@@ -63,7 +63,7 @@ def moment_bytes(sizes: Iterable[int], moments: Moments) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """Masters that learn alike."""
 
     masters: Sequence[torch.nn.Parameter]
@@ -83,7 +83,7 @@ class AdamW:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[ParameterGroup],
         first_elements: Mapping[torch.nn.Parameter, int],
         config: TrainingConfig,
         seed: int,
@@ -125,7 +125,7 @@ class AdamW:
         self,
         master: torch.nn.Parameter,
         number: int,
-        group: Group,
+        group: ParameterGroup,
         state: Mapping[str, torch.Tensor],
     ) -> None:
         assert master.grad is not None
@@ -188,9 +188,9 @@ def build_optimiser(
     matrices = [master for master in others if master.dim() >= 2]
     vectors = [master for master in others if master.dim() < 2]
     groups = [
-        Group(matrices, config.weight_decay),
-        Group(vectors, 0.0),
-        Group(heads, 0.0, head_rate),
+        ParameterGroup(matrices, config.weight_decay),
+        ParameterGroup(vectors, 0.0),
+        ParameterGroup(heads, 0.0, head_rate),
     ]
     first_elements = {
         master: (first_rows or {}).get(name, 0) * prod(master.shape[1:])

@@ -37,7 +37,7 @@ _NOT_KEPT = {
     for column in COLUMNS
     if not column.replayed
 }
-"""What a step has judged is not kept; nor are the experts, which other weights chose, nor the
+"""What was added for one step is not kept; nor are the experts, which other weights chose, nor the
 truncated distribution, which is not learnt from.
 """
 
@@ -100,13 +100,13 @@ class ReplayBuffer:
         drawn = sorted(candidates, key=self._rank, reverse=True)[:wanted]
         return [one.group for one in sorted(drawn, key=lambda one: one.number)]
 
-    def keep(self, judged: Sequence[Group], version: int) -> None:
-        """Keep the completions of a step's judged groups that have an advantage, once it has learnt
-        from them; the stale go, and the oldest where the bytes are too many.
+    def keep(self, estimated: Sequence[Group], version: int) -> None:
+        """Keep the completions of a step that have an advantage, once it has learnt from them; the
+        stale go, and the oldest where the bytes are too many.
         """
         self._draws += 1
         oldest = self._oldest(version)
-        made = list(_kept(judged, self._added))
+        made = list(_kept(estimated, self._added))
         self._added += len(made)
         self._hold(one for one in (*self._kept, *made) if one.oldest >= oldest)
         while self._bytes > self.config.max_mib * (1 << 20):
@@ -157,9 +157,9 @@ class ReplayBuffer:
         return math.log((bits + 0.5) / (1 << 64)) / self._weight(kept)
 
 
-def _kept(judged: Sequence[Group], number: int) -> Iterator[_Kept]:
+def _kept(estimated: Sequence[Group], number: int) -> Iterator[_Kept]:
     """Those with an advantage, numbered from ``number``."""
-    for group in judged:
+    for group in estimated:
         rows = zip(group.completions, group.rewards, group.advantages, strict=True)
         for completion, reward, advantage in rows:
             if advantage is None:

@@ -1,6 +1,7 @@
 """One step of reinforcement learning: graded groups in, new weights out.
 
-    judge           every column that the loss reads (``isobit.training.judge``)
+    advantages      and every other column that the loss reads
+                    (``isobit.training.advantage_estimator``)
     parts           the groups cut into ``updates_per_batch`` parts, so that the samples of one
                     prompt stay together; replayed samples are shared out among them
     updates         ``epochs`` times over the parts, one update each; a part without a signal is
@@ -8,7 +9,7 @@
                     (``isobit.training.step``); one that runs out of memory is packed and done
                     again (``isobit.memory.retry``); the clip of the last may be
                     calibrated just before it (``isobit.training.calibration``)
-    keep            what was judged, for later steps, where there is a replay buffer
+    keep            what was learnt from, for later steps, where there is a replay buffer
 
 Only the first update of a batch is on-policy: with more than one, every later part is learnt from
 with weights that have moved since it was sampled, which is what the ratio and its clip are for.
@@ -26,8 +27,8 @@ the family's losses (``isobit.algorithms.policy_gradient``) is exactly 0 where
     c[i] * A[i] = 0     for every token, and
     the loss has no other term: no KL, no entropy bonus, no value head
 
-That is so where all rewards of each prompt are equal, or where nothing is left to learn from; why,
-``Judge.untaught`` says of each completion.  AdamW would move the weights all the same, by the
+That is so where all rewards of each prompt are equal, or where nothing is left to learn from
+(``AdvantageEstimator.reasons_without_signal``).  AdamW would move the weights all the same, by the
 momentum of earlier updates: by the rewards of other prompts, seen long ago.  A router's own
 losses (``isobit.training.comparison``) say nothing of rewards and are no signal.
 """
@@ -37,9 +38,9 @@ from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TypeVar
 
-from isobit.algorithms.family import effective_sample_size
+from isobit.algorithms.corrections import effective_sample_size
 from isobit.algorithms.objective import Algorithm
-from isobit.algorithms.policy_gradient import explained_variance
+from isobit.algorithms.ppo import explained_variance
 from isobit.config.algorithm import StepConfig
 from isobit.config.training import TrainingConfig
 from isobit.memory.retry import within_memory
@@ -48,9 +49,14 @@ from isobit.records.metrics import Metrics, over_updates
 from isobit.records.packing import pack, responses
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
+from isobit.training.advantage_estimator import (
+    AdvantageEstimator,
+    has_advantage,
+    sequences_learnt_from,
+    teacher_metrics,
+)
 from isobit.training.calibration import Calibration
 from isobit.training.comparison import ComparedTokens, Comparison, UpdateMetrics
-from isobit.training.judge import Judge, sequences_learnt_from, teacher_metrics, teaches
 from isobit.training.repeat import FORWARD, Repeat
 from isobit.training.replay_buffer import ReplayBuffer
 from isobit.training.token_count import check_learnt
@@ -66,7 +72,7 @@ def has_signal(sequences: Sequence[TokenSequence], algorithm: Algorithm) -> bool
     """
     if not sequences:
         return False
-    return getattr(algorithm, "has_other_terms", True) or any(map(teaches, sequences))
+    return getattr(algorithm, "has_other_terms", True) or any(map(has_advantage, sequences))
 
 
 Result = TypeVar("Result")
@@ -101,8 +107,8 @@ class StepMetrics:
     has_signal: bool  # whether any update had
     repeat: Repeat | None = None  # of a micro-batch, where that was due
     tokens_learnt: int = 0  # response tokens of the batch's samples, of updates that were taken
-    untaught: Mapping[str, int] = field(default_factory=dict)
-    """Where no update had a signal: the completions by why, a name of ``UNTAUGHT``."""
+    reasons_without_signal: Mapping[str, int] = field(default_factory=dict)
+    """Completions by a name of ``REASONS_WITHOUT_SIGNAL``; empty where an update had a signal."""
 
     @property
     def skip_reasons(self) -> tuple[str, ...]:
@@ -114,7 +120,7 @@ class StepMetrics:
 class Learner:
     """Learns from the graded completions of each step."""
 
-    judge: Judge
+    estimator: AdvantageEstimator
     replay: ReplayBuffer | None = None
     calibration: Calibration | None = None
     repeat_every: int = 0
@@ -123,30 +129,31 @@ class Learner:
     @property
     def trainer(self) -> Trainer:
         """It says into how many updates a step is cut, and how often they are gone through."""
-        return self.judge.trainer
+        return self.estimator.trainer
 
     def learn(self, groups: Sequence[Group], step: int) -> StepMetrics:
-        """``judge_groups``, then ``update``."""
-        return self.update(groups, self.judge_groups(groups), step)
+        """``with_advantages``, then ``update``."""
+        return self.update(groups, self.with_advantages(groups), step)
 
-    def judge_groups(self, groups: Sequence[Group]) -> list[Group]:
-        """``Judge.judged`` of graded groups, and of what is replayed with them, each replayed
-        completion as a group of its own.  Raises ConfigError if there are fewer groups than parts.
+    def with_advantages(self, groups: Sequence[Group]) -> list[Group]:
+        """``AdvantageEstimator.estimate`` of graded groups, and of what is replayed with them, each
+        replayed completion as a group of its own.  Raises ConfigError if there are fewer groups
+        than parts.
         """
         _check_parts(len(groups), self.trainer.config)
         if self.replay is None:
-            return self.judge.judged(groups, [])
+            return self.estimator.estimate(groups, [])
         fresh = sum(len(group.completions) for group in groups)
-        return self.judge.judged(groups, self.replay.draw(fresh, self.trainer.policy.version))
+        return self.estimator.estimate(groups, self.replay.draw(fresh, self.trainer.policy.version))
 
     def update(
         self,
         groups: Sequence[Group],
-        judged: Sequence[Group],
+        estimated: Sequence[Group],
         step: int,
         inspect: Inspect = lambda found: None,
     ) -> StepMetrics:
-        """Learn from what ``judge_groups`` made of the graded groups of step number ``step``,
+        """Learn from what ``with_advantages`` made of the graded groups of step number ``step``,
         counted from 1.
 
         A part that has nothing to learn from (``has_signal``) makes no update, or with
@@ -154,13 +161,13 @@ class Learner:
         ``inspect``, ``Trainer.update`` and ``within_memory`` raise.
         """
         version = self.trainer.policy.version
-        fresh, replayed = judged[: len(groups)], sequences_learnt_from(judged[len(groups) :])
+        fresh, replayed = estimated[: len(groups)], sequences_learnt_from(estimated[len(groups) :])
         parts = self._parts(fresh, replayed)
         check_learnt(fresh, parts)
         compared = self._recomputed(parts)
-        if self.judge.recomputes:
+        if self.estimator.recomputes:
             inspect(Findings(compared.comparison(), compared.mismatch()))
-        signals = [has_signal(part, self.judge.algorithm) for part in parts]
+        signals = [has_signal(part, self.estimator.algorithm) for part in parts]
         taken = [
             bool(part) and (signal or self.trainer.config.without_signal == "take")
             for part, signal in zip(parts, signals, strict=True)
@@ -169,11 +176,11 @@ class Learner:
         updates, repeat = self._update(parts, taken, step, inspect)
         if self.replay is not None:
             self.replay.keep(fresh, self.trainer.policy.version)
-        if not self.judge.recomputes and updates:
+        if not self.estimator.recomputes and updates:
             comparison, mismatch = updates[0].comparison, updates[0].mismatch
         else:
             comparison, mismatch = compared.comparison(), compared.mismatch()
-        untaught = {} if any(signals) else self.judge.untaught(groups, fresh)
+        reasons = {} if any(signals) else self.estimator.reasons_without_signal(groups, fresh)
         return StepMetrics(
             metrics={
                 **_update_metrics(updates),
@@ -181,7 +188,7 @@ class Learner:
                 **teacher_metrics([one for part in parts for one in part]),
                 **self._clip_metrics(),
                 **_repeat_metrics(repeat),
-                **{f"no_signal/{name}": count for name, count in untaught.items()},
+                **{f"no_signal/{name}": count for name, count in reasons.items()},
                 **self._level_metrics(groups),
                 "updates/without_signal": self.trainer.config.epochs * signals.count(False),
                 "replay/samples": len(replayed),
@@ -195,14 +202,14 @@ class Learner:
             tokens_learnt=_tokens_of(learnt, compress(parts, taken)),
             tokens=self.trainer.config.epochs
             * sum(one.length for part in compress(parts, taken) for one in part),
-            untaught=untaught,
+            reasons_without_signal=reasons,
             has_signal=any(signals),
             repeat=repeat,
         )
 
     def _level_metrics(self, groups: Sequence[Group]) -> Metrics:
         """How many groups have equal rewards."""
-        level = sum(map(self.judge.is_level, self.judge.counted(groups)))
+        level = sum(map(self.estimator.is_zero_variance, self.estimator.counted(groups)))
         return {"reward/level_groups": level, "reward/level_share": level / len(groups)}
 
     def _clip_metrics(self) -> Metrics:
@@ -229,7 +236,7 @@ class Learner:
     def _recomputed(self, parts: Sequence[Sequence[TokenSequence]]) -> ComparedTokens:
         """Recorded beside recomputed log-probabilities of what was drawn in this step."""
         compared = ComparedTokens.none()
-        if self.judge.recomputes:
+        if self.estimator.recomputes:
             for one in (sequence for part in parts for sequence in part if sequence.fresh):
                 compared.add_sequence(one)
         return compared
@@ -255,8 +262,8 @@ class Learner:
             is_last = len(updates) == epochs * sum(taken) - 1
             if calibration is not None and begun is not None and is_last:
                 calibration.finish(begun)
-            algorithm = self.judge.algorithm if calibration is None else calibration.algorithm
-            compare = not self.judge.recomputes and not updates
+            algorithm = self.estimator.algorithm if calibration is None else calibration.algorithm
+            compare = not self.estimator.recomputes and not updates
             if self.repeat_every and step % self.repeat_every == 0 and not updates:
                 repeat = _repeat(trainer, sequences, algorithm, step // self.repeat_every)
                 inspect(Findings(repeat=repeat))
@@ -274,8 +281,8 @@ def train_on_groups(
     ``isobit.models.function.is_one_function`` says of an engine and a trainer.  Raises as
     ``Learner.learn`` does.
     """
-    judge = Judge(trainer, algorithm, StepConfig(), exact, max_new_tokens=0)
-    return Learner(judge).learn(groups, step=1)
+    estimator = AdvantageEstimator(trainer, algorithm, StepConfig(), exact, max_new_tokens=0)
+    return Learner(estimator).learn(groups, step=1)
 
 
 def cut_by_prompt(num_groups: int, num_parts: int) -> list[range]:

@@ -11,9 +11,9 @@ and must agree:
 
     engine      =  sum over the samples of a rollout, greedy baselines and groups that others will
                    replace among them
-    sample      =  its mask, before and after it was judged
+    sample      =  its mask, before and after its advantages
     the step    =  sum over its samples, less what is dropped: truncated, without a valid reward, in
-                   a group without another, empty (``Judge.untaught`` names each)
+                   a group without another, empty (``reasons_without_signal`` names each)
 
 A difference is a fault of the program, whatever ``check.on_mismatch`` says of bits: it ends the run
 before anything is learnt.
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from isobit.parallel.world import raised_on_all
 from isobit.records.sequence import TokenSequence
 from isobit.records.text import Group
-from isobit.training.judge import sequences_learnt_from
+from isobit.training.advantage_estimator import sequences_learnt_from
 from isobit.util.errors import MismatchError
 
 _ADVICE = (
@@ -51,14 +51,15 @@ def check_sampled(groups: Sequence[Group], generated: int) -> None:
         )
 
 
-def check_learnt(judged: Sequence[Group], parts: Sequence[Sequence[TokenSequence]]) -> None:
-    """Check the judged groups of a step, and the parts that its updates learn from, in which
-    replayed sequences may be as well.  Raises MismatchError, on every rank, with the first sample
-    whose mask has another number than were drawn, or that is learnt from and in no part, or twice.
+def check_learnt(estimated: Sequence[Group], parts: Sequence[Sequence[TokenSequence]]) -> None:
+    """Check the groups of a step with their advantages, and the parts that its updates learn from,
+    in which replayed sequences may be as well.  Raises MismatchError, on every rank, with the first
+    sample whose mask has another number than were drawn, or that is learnt from and in no part, or
+    twice.
     """
     found = Counter(id(sequence) for part in parts for sequence in part)
-    expected = Counter(id(sequence) for sequence in sequences_learnt_from(judged))
-    for name, sequence in _samples(judged):
+    expected = Counter(id(sequence) for sequence in sequences_learnt_from(estimated))
+    for name, sequence in _samples(estimated):
         if sequence.drawn is not None:
             _check_mask(name, sequence)
         is_in, should_be_in = found[id(sequence)], expected[id(sequence)]

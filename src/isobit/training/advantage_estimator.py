@@ -16,9 +16,9 @@ that a loss reads.
                  Distillation", thinkingmachines.ai, 2025); with ``teacher.only`` all else is 0
     importance   the corrections' weights, from old and recorded log-probabilities
 
-A completion that the length limit cut is learnt from, judged but not learnt from, or neither
-(``algorithm.truncated``).  One that is replayed is a group of its own, and keeps the advantage that
-it had among others; only where a value head is the baseline is it judged again.
+A completion that the length limit cut is learnt from, has a part in the advantages of others alone,
+or neither (``algorithm.truncated``).  One that is replayed is a group of its own, and keeps the
+advantage that it had among others; only where a value head is the baseline is that estimated again.
 
 What a forward says of a sequence does not depend on how it is packed, so for a forward without
 learning sequences are packed anew, by length.
@@ -33,8 +33,13 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from isobit.algorithms.advantages import columns_of, is_level, overlong_punishment, turn_credit
-from isobit.algorithms.family import correction_weights
+from isobit.algorithms.advantages import (
+    columns_of,
+    is_zero_variance,
+    overlong_punishment,
+    turn_credit,
+)
+from isobit.algorithms.corrections import correction_weights
 from isobit.algorithms.objective import Algorithm, Columns
 from isobit.algorithms.policy_gradient import token_kl
 from isobit.config.algorithm import StepConfig
@@ -111,15 +116,15 @@ def scores_by_frozen(
     )
 
 
-def teaches(sequence: TokenSequence) -> bool:
+def has_advantage(sequence: TokenSequence) -> bool:
     """Whether an advantage, times the weight of the corrections, is not 0."""
     advantages, weights = sequence.advantages, sequence.importance
     return bool((advantages if weights is None else advantages * weights).any())
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
-    """Judges the completions of each step, under one configuration."""
+class AdvantageEstimator:
+    """Adds to the completions of each step what the loss reads, under one configuration."""
 
     trainer: Trainer
     algorithm: Algorithm
@@ -142,7 +147,7 @@ class Judge:
             return not self.exact
         return self.old_log_probs == "recomputed"
 
-    def judged(self, groups: Sequence[Group], replayed: Sequence[Group]) -> list[Group]:
+    def estimate(self, groups: Sequence[Group], replayed: Sequence[Group]) -> list[Group]:
         """Graded groups, and behind them what is replayed, with every column that the loss reads
         and the mean advantage of each completion; None for one that is not learnt from.
         """
@@ -186,11 +191,13 @@ class Judge:
             for group in groups
         ]
 
-    def is_level(self, group: Group) -> bool:
-        """Whether a group of ``counted`` teaches nothing."""
-        return is_level(group, self.config.turn_gamma if self.config.credit == "turn" else None)
+    def is_zero_variance(self, group: Group) -> bool:
+        """Whether a group of ``counted`` has rewards without variance."""
+        return is_zero_variance(
+            group, self.config.turn_gamma if self.config.credit == "turn" else None
+        )
 
-    def telling(self, groups: Sequence[Group]) -> list[bool]:
+    def has_advantages(self, groups: Sequence[Group]) -> list[bool]:
         """Whether the rewards of each graded group give any completion that is learnt from an
         advantage, by the algorithm's ``credit`` and before penalties for length or KL.
 
@@ -198,7 +205,7 @@ class Judge:
         """
         counted = self.counted(groups)
         if self.algorithm.needs_values:
-            return [not self.is_level(group) for group in counted]
+            return [not self.is_zero_variance(group) for group in counted]
         credit = self._credit(counted)
         return [
             any(
@@ -208,49 +215,51 @@ class Judge:
             for group, given in zip(counted, credit, strict=True)
         ]
 
-    def untaught(self, groups: Sequence[Group], judged: Sequence[Group]) -> Counter[str]:
-        """Of graded groups, and what ``judged`` made of them: the completions that teach nothing,
-        by the reason, a name of ``UNTAUGHT``.
+    def reasons_without_signal(
+        self, groups: Sequence[Group], estimated: Sequence[Group]
+    ) -> Counter[str]:
+        """The number of completions without an advantage by the reason, a name of
+        ``REASONS_WITHOUT_SIGNAL``, of graded groups and what ``estimate`` made of them.
         """
         reasons = (
-            self._why_untaught(before, after, place)
-            for before, after in zip(groups, judged, strict=True)
+            self._reason(before, after, place)
+            for before, after in zip(groups, estimated, strict=True)
             for place in range(len(before.completions))
         )
         return Counter(reason for reason in reasons if reason is not None)
 
-    def _why_untaught(self, graded: Group, judged: Group, place: int) -> str | None:
-        completion = judged.completions[place]
+    def _reason(self, graded: Group, estimated: Group, place: int) -> str | None:
+        completion = estimated.completions[place]
         if graded.rewards[place] is None or _lacks_turn_reward(completion):
             return "failed"
         if completion.is_cut and self.config.truncated != "keep":
             return {"exclude": "excluded", "mask": "masked"}[self.config.truncated]
         if not completion.length:
             return "empty"
-        if judged.advantages[place] is None:
-            return self._why_left_out(graded, judged)
-        if teaches(completion.sequence):
+        if estimated.advantages[place] is None:
+            return self._why_left_out(graded, estimated)
+        if has_advantage(completion.sequence):
             return None
         if completion.sequence.advantages.any():
             return "rejected"
-        return self._why_no_advantage(judged)
+        return self._why_no_advantage(estimated)
 
-    def _why_left_out(self, graded: Group, judged: Group) -> str:
+    def _why_left_out(self, graded: Group, estimated: Group) -> str:
         if self.algorithm.needs_greedy and graded.baseline is None:
             return "no_baseline"
-        valid = sum(reward is not None for reward in judged.rewards)
+        valid = sum(reward is not None for reward in estimated.rewards)
         return "alone" if valid < 2 else "left_out"
 
-    def _why_no_advantage(self, judged: Group) -> str:
-        turns = (one.sequence.turn_rewards for one in judged.completions)
-        is_zero = are_level([0.0, *(one for one in judged.rewards if one)]) and not any(
+    def _why_no_advantage(self, estimated: Group) -> str:
+        turns = (one.sequence.turn_rewards for one in estimated.completions)
+        is_zero = are_level([0.0, *(one for one in estimated.rewards if one)]) and not any(
             one is not None and one.any() for one in turns
         )
         if self.algorithm.needs_greedy:
             return "zero" if is_zero else "as_greedy"
-        if not self.is_level(judged):
+        if not self.is_zero_variance(estimated):
             return "no_advantage"
-        parts = judged.reward_parts.values()
+        parts = estimated.reward_parts.values()
         if any(not are_level(one for one in part if one is not None) for part in parts):
             return "cancelled"
         return "zero" if is_zero else "level"
@@ -297,13 +306,13 @@ class Judge:
             if columns is None or not self._is_learnt(completion):
                 advantages.append(None)
                 continue
-            given = self._taught(completion.sequence, columns["advantages"])
+            given = self._less_teacher_kl(completion.sequence, columns["advantages"])
             sequence = completion.sequence.with_columns(**{**columns, "advantages": given})
             completions[index] = replace(completion, sequence=sequence)
             advantages.append(given if isinstance(given, (int, float)) else fmean(given))
         return replace(group, completions=completions, advantages=advantages)
 
-    def _taught(
+    def _less_teacher_kl(
         self, sequence: TokenSequence, advantages: float | Sequence[float]
     ) -> float | Sequence[float]:
         """The advantages with what the teacher says of each response token."""
@@ -434,11 +443,11 @@ def with_old_columns(sequence: TokenSequence, scores: TokenScores) -> TokenSeque
     )
 
 
-def sequences_learnt_from(judged: Sequence[Group]) -> list[TokenSequence]:
-    """The sequences of judged groups that have an advantage, in their order."""
+def sequences_learnt_from(estimated: Sequence[Group]) -> list[TokenSequence]:
+    """The sequences that have an advantage, in their order."""
     return [
         completion.sequence
-        for group in judged
+        for group in estimated
         for completion, advantage in zip(group.completions, group.advantages, strict=True)
         if advantage is not None
     ]

@@ -25,11 +25,14 @@ from isobit.config.teacher import RunTeacher
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
 from isobit.records.batch import TokenScores
-from isobit.records.no_signal import UNTAUGHT, describe_untaught
 from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import Completion, Group
-from isobit.training.judge import Judge, sequences_learnt_from, teacher_metrics
+from isobit.records.text import REASONS_WITHOUT_SIGNAL, Completion, Group, describe_reasons
+from isobit.training.advantage_estimator import (
+    AdvantageEstimator,
+    sequences_learnt_from,
+    teacher_metrics,
+)
 from isobit.training.step import has_signal
 from isobit.training.trainer import Trainer
 from tests.sequences import answer_of, group_of
@@ -43,19 +46,19 @@ LIMIT = 24
 """Tokens of the longest response."""
 
 
-def judge_of(
+def estimator_of(
     trainer: Trainer, config: AlgorithmConfig | None = None, exact: bool = True, **more: Any
-) -> Judge:
+) -> AdvantageEstimator:
     config = config or GrpoConfig()
-    return Judge(trainer, build_algorithm(config, LIMIT), config, exact, LIMIT, **more)
+    return AdvantageEstimator(trainer, build_algorithm(config, LIMIT), config, exact, LIMIT, **more)
 
 
 def flat(groups: Sequence[Group]) -> list[TokenSequence]:
     return [one.sequence for group in groups for one in group.completions]
 
 
-def scored(judge: Judge, groups: list[Group]) -> list[TokenSequence]:
-    return flat(judge.score(groups))
+def scored(estimator: AdvantageEstimator, groups: list[Group]) -> list[TokenSequence]:
+    return flat(estimator.score(groups))
 
 
 def test_in_an_exact_flow_nothing_is_computed(
@@ -63,7 +66,7 @@ def test_in_an_exact_flow_nothing_is_computed(
 ) -> None:
     trainer = make_trainer("fp8")
     groups = make_groups(trainer)
-    assert judge_of(trainer).score(groups) == groups
+    assert estimator_of(trainer).score(groups) == groups
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_old_log_probs_are_whose_they_are_asked_to_be(
     make_groups: MakeGroups,
 ) -> None:
     trainer = make_trainer("fp8")
-    found = scored(judge_of(trainer, exact=exact, old_log_probs=asked), make_groups(trainer))
+    found = scored(estimator_of(trainer, exact=exact, old_log_probs=asked), make_groups(trainer))
     assert all((one.old_log_probs is not None) == recomputes for one in found)
     old = [one.old_log_probs for one in found]
     recorded = [one.log_probs for one in found]
@@ -99,12 +102,12 @@ def test_what_the_limit_cut_is_kept_masked_or_excluded(
     group.rewards = [0.0, 1.0, 1.0, 0.0]
     found = {}
     for truncated in ("keep", "mask", "exclude"):
-        judge = judge_of(trainer, GrpoConfig(truncated=truncated, normalise_by_std=False))
-        (judged,) = judge.judged([group], [])
-        found[truncated] = judged.advantages
-        assert [len(set(_response(one, one.advantages))) for one in flat([judged])] == [1] * 4
-        columns = [_response(one, one.advantages)[0] for one in flat([judged])]
-        assert columns == pytest.approx([one or 0.0 for one in judged.advantages], rel=1e-6)
+        estimator = estimator_of(trainer, GrpoConfig(truncated=truncated, normalise_by_std=False))
+        (estimated,) = estimator.estimate([group], [])
+        found[truncated] = estimated.advantages
+        assert [len(set(_response(one, one.advantages))) for one in flat([estimated])] == [1] * 4
+        columns = [_response(one, one.advantages)[0] for one in flat([estimated])]
+        assert columns == pytest.approx([one or 0.0 for one in estimated.advantages], rel=1e-6)
     assert found["keep"] == [-0.5, 0.5, 0.5, -0.5]
     assert found["mask"] == [-0.5, None, 0.5, -0.5]
     assert found["exclude"][1] is None
@@ -114,11 +117,11 @@ def test_what_the_limit_cut_is_kept_masked_or_excluded(
 
 
 def test_long_completions_are_punished(make_trainer: MakeTrainer, make_groups: MakeGroups) -> None:
-    judge = judge_of(make_trainer(), GrpoConfig(overlong_buffer=8, overlong_penalty=0.5))
-    groups = make_groups(judge.trainer)
+    estimator = estimator_of(make_trainer(), GrpoConfig(overlong_buffer=8, overlong_penalty=0.5))
+    groups = make_groups(estimator.trainer)
     found = [
         (completion.length, reward)
-        for group in judge.rewarded(groups)
+        for group in estimator.rewarded(groups)
         for completion, reward in zip(group.completions, group.rewards, strict=True)
     ]
     plain = [reward for group in groups for reward in group.rewards]
@@ -138,13 +141,13 @@ def test_at_step_0_the_reference_is_the_policy_bit_for_bit(
     trainer = make_trainer(preset)
     groups = make_groups(trainer)
     reference = FrozenPolicy.of(trainer.policy)
-    judge = judge_of(trainer, GrpoConfig(kl_coefficient=0.1), reference=reference)
+    estimator = estimator_of(trainer, GrpoConfig(kl_coefficient=0.1), reference=reference)
     with monkeypatch.context() as patch:
-        patch.delattr("isobit.training.judge.score_sequences")
-        skipped = scored(judge, groups)
+        patch.delattr("isobit.training.advantage_estimator.score_sequences")
+        skipped = scored(estimator, groups)
     assert [one.reference_log_probs for one in skipped] == [one.log_probs for one in skipped]
     monkeypatch.setattr(FrozenPolicy, "is_equal_to", lambda *_: False)
-    assert scored(judge, groups) == skipped, "its own forward gives the same bits"
+    assert scored(estimator, groups) == skipped, "its own forward gives the same bits"
 
 
 def test_once_the_policy_has_moved_the_reference_is_asked(
@@ -153,17 +156,17 @@ def test_once_the_policy_has_moved_the_reference_is_asked(
     trainer = make_trainer("fp8", learning_rate=0.01)
     groups = make_groups(trainer)
     reference = FrozenPolicy.of(trainer.policy)
-    judge = judge_of(trainer, GrpoConfig(kl_coefficient=0.1), reference=reference)
-    before = [one.log_probs.tolist() for one in scored(judge, groups)]
+    estimator = estimator_of(trainer, GrpoConfig(kl_coefficient=0.1), reference=reference)
+    before = [one.log_probs.tolist() for one in scored(estimator, groups)]
     for master in trainer.policy.parameters():
         master.data.mul_(1.1)
     trainer.policy.publish()
-    assert _reference(scored(judge, groups)) == before
+    assert _reference(scored(estimator, groups)) == before
     moved = make_groups(trainer)
-    assert _reference(scored(judge, moved)) == before
-    assert [one.log_probs.tolist() for one in scored(judge, moved)] != before
+    assert _reference(scored(estimator, moved)) == before
+    assert [one.log_probs.tolist() for one in scored(estimator, moved)] != before
     reference.take(trainer.policy)
-    again = scored(judge, moved)
+    again = scored(estimator, moved)
     assert [one.reference_log_probs for one in again] == [one.log_probs for one in again]
 
 
@@ -174,7 +177,7 @@ def test_a_penalty_in_the_reward_is_the_coefficient_times_the_divergence(
     config = GrpoConfig(
         kl_coefficient=0.5, kl_in="reward", kl_estimator="k1", normalise_by_std=False
     )
-    judge = judge_of(trainer, config, reference=FrozenPolicy.of(trainer.policy))
+    estimator = estimator_of(trainer, config, reference=FrozenPolicy.of(trainer.policy))
     (group,) = make_groups(trainer, num_groups=1)
     shifts = [0.25, 0.0, -0.5, 1.0]
 
@@ -185,16 +188,16 @@ def test_a_penalty_in_the_reward_is_the_coefficient_times_the_divergence(
         ]
 
     monkeypatch.setattr(FrozenPolicy, "is_equal_to", lambda *_: False)
-    monkeypatch.setattr("isobit.training.judge.scores_by_frozen", shifted)
-    (judged,) = judge.judged([group], [])
+    monkeypatch.setattr("isobit.training.advantage_estimator.scores_by_frozen", shifted)
+    (estimated,) = estimator.estimate([group], [])
     rewards = [
         reward - 0.5 * shift * completion.length
         for completion, reward, shift in zip(group.completions, group.rewards, shifts, strict=True)
         if reward is not None
     ]
     mean = sum(rewards) / 4
-    assert judged.advantages == pytest.approx([reward - mean for reward in rewards], rel=1e-5)
-    for sequence, shift in zip(flat([judged]), shifts, strict=True):
+    assert estimated.advantages == pytest.approx([reward - mean for reward in rewards], rel=1e-5)
+    for sequence, shift in zip(flat([estimated]), shifts, strict=True):
         assert sequence.kl_penalties is not None
         penalties = _response(sequence, sequence.kl_penalties)
         assert penalties == pytest.approx([0.5 * shift] * len(penalties), rel=1e-5)
@@ -207,12 +210,12 @@ def test_corrections_are_one_where_old_is_recorded_and_the_ratio_elsewhere(
         TisCorrection(level="token", max=1.5),
         NormaliseCorrection(),
     )
-    judge = judge_of(make_trainer(), corrections=corrections)
-    sequences = flat(make_groups(judge.trainer))
-    ones = judge.corrected(sequences)
+    estimator = estimator_of(make_trainer(), corrections=corrections)
+    sequences = flat(make_groups(estimator.trainer))
+    ones = estimator.corrected(sequences)
     assert all(set(_importance(one)) == {1.0} for one in ones)
-    assert judge_of(judge.trainer).corrected(sequences) == sequences
-    plain = judge_of(judge.trainer, corrections=corrections[:1])
+    assert estimator_of(estimator.trainer).corrected(sequences) == sequences
+    plain = estimator_of(estimator.trainer, corrections=corrections[:1])
     shifted = [
         replace(one, old_log_probs=one.spread(one.of_response(one.log_probs) + 0.25))
         for one in sequences
@@ -238,14 +241,14 @@ def _response(sequence: TokenSequence, column: np.ndarray) -> list[float]:
 def test_a_replayed_sample_keeps_its_advantage(
     make_trainer: MakeTrainer, make_groups: MakeGroups
 ) -> None:
-    judge = judge_of(make_trainer())
-    (group,) = make_groups(judge.trainer, num_groups=1)
+    estimator = estimator_of(make_trainer())
+    (group,) = make_groups(estimator.trainer, num_groups=1)
     kept = Group(group.prompt, 0, group.completions[:1], [1.0], advantages=[-0.75])
-    fresh, again = judge.judged([group], [kept])
+    fresh, again = estimator.estimate([group], [kept])
     assert again.advantages == [-0.75]
     (sequence,) = flat([again])
     assert set(_response(sequence, sequence.advantages)) == {-0.75}
-    assert [fresh] == judge.judged([group], [])
+    assert [fresh] == estimator.estimate([group], [])
 
 
 Answers = Sequence[tuple[float | None, int, str]]
@@ -258,17 +261,17 @@ def graded(answers: Answers, baseline: float | None = None, **more: Any) -> Grou
     return replace(group, **more)
 
 
-def by_rewards(config: AlgorithmConfig, **more: Any) -> Judge:
-    """A judge that needs no forward."""
+def by_rewards(config: AlgorithmConfig, **more: Any) -> AdvantageEstimator:
+    """A estimator that needs no forward."""
     no_trainer: Any = None
-    return judge_of(no_trainer, config, **more)
+    return estimator_of(no_trainer, config, **more)
 
 
-def judged(judge: Judge, groups: Sequence[Group]) -> list[Group]:
-    """As ``Judge.judged`` does, without a forward and corrections."""
-    rewarded = judge.rewarded(groups)
-    credit = judge.credit(rewarded, [])
-    return [judge.learnt(*pair) for pair in zip(rewarded, credit, strict=True)]
+def estimated(estimator: AdvantageEstimator, groups: Sequence[Group]) -> list[Group]:
+    """As ``AdvantageEstimator.estimate`` does, without a forward and corrections."""
+    rewarded = estimator.rewarded(groups)
+    credit = estimator.credit(rewarded, [])
+    return [estimator.learnt(*pair) for pair in zip(rewarded, credit, strict=True)]
 
 
 def acted(*episodes: tuple[float, float, float]) -> Group:
@@ -319,20 +322,22 @@ def test_why_completions_teach_nothing(
     config: AlgorithmConfig, group: Group, expected: dict[str, int]
 ) -> None:
     """Seen before: "all rewards of each prompt are equal" of whatever it was."""
-    judge = by_rewards(config)
-    assert judge.untaught([group], judged(judge, [group])) == expected
-    assert judge.telling([group]) == [not expected]
+    estimator = by_rewards(config)
+    assert estimator.reasons_without_signal([group], estimated(estimator, [group])) == expected
+    assert estimator.has_advantages([group]) == [not expected]
 
 
 def test_weights_of_zero_are_a_reason_too() -> None:
-    judge = by_rewards(GrpoConfig())
+    estimator = by_rewards(GrpoConfig())
     group = graded([(1.0, 3, STOP), (0.0, 3, STOP)])
-    (found,) = judged(judge, [group])
+    (found,) = estimated(estimator, [group])
     rejected = [
         replace(one, sequence=replace(one.sequence, importance=one.sequence.spread([0.0] * 3)))
         for one in found.completions
     ]
-    assert judge.untaught([group], [replace(found, completions=rejected)]) == {"rejected": 2}
+    assert estimator.reasons_without_signal([group], [replace(found, completions=rejected)]) == {
+        "rejected": 2
+    }
 
 
 @pytest.mark.parametrize("truncated", ["keep", "mask", "exclude"])
@@ -352,19 +357,19 @@ def test_a_group_tells_exactly_where_it_has_a_signal(kind: Any, truncated: str, 
     )
     answers = data.draw(st.lists(answer, min_size=1, max_size=4))
     group = graded(answers, data.draw(st.sampled_from([None, 0.0, 1.0])))
-    judge = by_rewards(kind(truncated=truncated))
-    (found,) = judged(judge, [group])
-    signal = has_signal(sequences_learnt_from([found]), judge.algorithm)
-    assert judge.telling([group]) == [signal]
-    reasons = judge.untaught([group], [found])
-    assert reasons.keys() <= UNTAUGHT.keys()
+    estimator = by_rewards(kind(truncated=truncated))
+    (found,) = estimated(estimator, [group])
+    signal = has_signal(sequences_learnt_from([found]), estimator.algorithm)
+    assert estimator.has_advantages([group]) == [signal]
+    reasons = estimator.reasons_without_signal([group], [found])
+    assert reasons.keys() <= REASONS_WITHOUT_SIGNAL.keys()
     assert (sum(reasons.values()) == len(answers)) == (not signal)
 
 
 def test_telling_of_a_value_head_is_by_the_rewards() -> None:
     """Whose credit needs a forward."""
     level, other = graded([(1.0, 3, STOP)] * 2), graded([(1.0, 3, STOP), (0.0, 3, STOP)])
-    assert by_rewards(PpoConfig()).telling([level, other]) == [False, True]
+    assert by_rewards(PpoConfig()).has_advantages([level, other]) == [False, True]
 
 
 def test_a_group_with_one_other_reward_is_kept_whole() -> None:
@@ -372,33 +377,33 @@ def test_a_group_with_one_other_reward_is_kept_whole() -> None:
     dropped.
     """
     for rewards in ([1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]):
-        judge = by_rewards(RlooConfig())
+        estimator = by_rewards(RlooConfig())
         group = graded([(reward, 3, STOP) for reward in rewards])
-        assert judge.telling([group]) == [True]
-        assert all(judged(judge, [group])[0].advantages)
+        assert estimator.has_advantages([group]) == [True]
+        assert all(estimated(estimator, [group])[0].advantages)
 
 
 def test_a_group_of_equal_fractions_tells_nothing() -> None:
     """OpenRLHF/OpenRLHF#1270: a mean between the bounds counted as a signal."""
-    assert by_rewards(GrpoConfig()).telling([graded([(0.4, 3, STOP)] * 8)]) == [False]
+    assert by_rewards(GrpoConfig()).has_advantages([graded([(0.4, 3, STOP)] * 8)]) == [False]
 
 
 def test_the_greedy_baseline_is_punished_as_the_samples_are() -> None:
     """Seen before: samples that equal the greedy completion had an advantage of -0.4."""
     config = ReMaxConfig(overlong_buffer=8, overlong_penalty=0.5)
     group = graded([(1.0, LIMIT, CUT), (1.0, 4, STOP)], 1.0, baseline_length=LIMIT)
-    assert judged(by_rewards(config), [group])[0].advantages == [0.0, 0.5]
-    assert by_rewards(config).telling([group]) == [False], "before penalties for length"
+    assert estimated(by_rewards(config), [group])[0].advantages == [0.0, 0.5]
+    assert by_rewards(config).has_advantages([group]) == [False], "before penalties for length"
 
 
 def test_reasons_read_as_a_sentence() -> None:
-    assert describe_untaught({"zero": 4}) == (
+    assert describe_reasons({"zero": 4}) == (
         "4 completions, all with reward 0, as all others of their prompt"
     )
-    text = describe_untaught({"level": 2, "failed": 1000.0, "empty": 1}, advise=True)
+    text = describe_reasons({"level": 2, "failed": 1000.0, "empty": 1}, advise=True)
     assert text.startswith("1,003 completions, 1,000 without a valid reward, 1 empty and 2 with")
     assert text.endswith("the first error of the reward is noted above")
-    assert describe_untaught({}) == "no completions"
+    assert describe_reasons({}) == "no completions"
 
 
 @pytest.mark.parametrize("only", [False, True])
@@ -413,10 +418,10 @@ def test_each_token_loses_what_the_teacher_finds_less_likely(
     precision = PrecisionConfig(preset="bf16")
     masters = {name: master.detach() for name, master in trainer.policy.masters.items()}
     teacher = FrozenPolicy.publish(trainer.policy.config, precision, masters)
-    plain = Judge(trainer, build_algorithm(config, 24), config, True, 24)
+    plain = AdvantageEstimator(trainer, build_algorithm(config, 24), config, True, 24)
     taught = replace(plain, teacher=teacher, teaching=teaching)
     scorer, gaps = Scorer(teacher), list[float]()
-    for before, after in zip(plain.judged(groups, []), taught.judged(groups, []), strict=True):
+    for before, after in zip(plain.estimate(groups, []), taught.estimate(groups, []), strict=True):
         for one, other in zip(before.completions, after.completions, strict=True):
             (batch,) = pack([one.sequence], 1 << 20)
             apart = batch.recorded_log_probs.double() - scorer.score(batch).log_probs.double()
@@ -428,6 +433,6 @@ def test_each_token_loses_what_the_teacher_finds_less_likely(
             gaps += apart.tolist()
         sequences = [one.sequence for one in after.completions]
         assert all(one.teacher_log_probs is not None for one in sequences)
-    every = [one.sequence for group in taught.judged(groups, []) for one in group.completions]
+    every = [one.sequence for group in taught.estimate(groups, []) for one in group.completions]
     assert any(gaps)
     assert teacher_metrics(every)["teacher/kl"] == pytest.approx(sum(gaps) / len(gaps))
