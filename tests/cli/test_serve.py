@@ -15,8 +15,8 @@ from urllib.request import urlopen
 import pytest
 
 from isobit.cli import serve
+from isobit.cli.chat import _lines_said
 from isobit.cli.main import main
-from isobit.cli.rollout import _lines_said
 from isobit.config.recipes import RunConfig
 from isobit.config.rollout import RolloutConfig
 from isobit.models.folder import load_model

@@ -17,6 +17,7 @@ from isobit.util.files import at_home
 
 if TYPE_CHECKING:
     from isobit.config.base import Strict
+from typing import TYPE_CHECKING
 
 ALLOW = "--allow-change"
 Settings = TypeVar("Settings", bound="Strict")
@@ -258,3 +259,50 @@ def set_threads(options: Namespace) -> None:
         import torch
 
         torch.set_num_threads(options.threads)
+
+
+_TASK = "task:"
+
+
+def evaluation_source(options: Namespace) -> tuple[str, dict[str, Any]]:
+    text: str = options.data
+    if text.startswith(_TASK):
+        name = text.removeprefix(_TASK)
+        return name, {
+            "type": "reasoning_gym",
+            "task": name,
+            "seed": options.seed,
+            **given(size=options.problems),
+        }
+    table = data_table(text, options.split) | given(limit=options.problems)
+    return Path(text.rpartition(":")[2].partition("@")[0]).stem, table
+
+
+def add_data(parser: ArgumentParser, required: bool) -> None:
+    parser.add_argument(
+        "--data",
+        required=required,
+        metavar="WHAT",
+        help=(
+            "a JSONL, CSV or Parquet file, a Hugging Face dataset's folder, hub:ORG/NAME for a "
+            "dataset of the hub, task:NAME for a task of reasoning-gym, or starter:held_out.jsonl"
+        ),
+    )
+    parser.add_argument(
+        "--split", metavar="NAME", help="of a folder or a dataset of the hub that has several"
+    )
+    parser.add_argument(
+        "--problems",
+        type=positive,
+        metavar="N",
+        help="use the first N; by default all, or 1000 of a task",
+    )
+
+
+def add_output(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-chat",
+        action="store_true",
+        help="take prompts as they stand, without the tokenizer's chat template",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")

@@ -1,10 +1,9 @@
 """``isobit eval FOLDER`` measures a model folder on a dataset with a reward; ``isobit eval
---reward-model FOLDER --data FILE`` scores answers or pairs with a reward model; ``isobit flows
-FOLDER`` compares precision flows on the same prompts.
+--reward-model FOLDER --data FILE`` scores answers or pairs with a reward model.
 """
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
@@ -12,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobit.cli.arguments import (
+    add_data,
+    add_output,
     add_threads,
     check_new,
-    data_table,
+    evaluation_source,
     folder_parser,
     given,
     path_value,
@@ -23,7 +24,7 @@ from isobit.cli.arguments import (
     set_threads,
     settings_from,
 )
-from isobit.cli.main import obey_as_rank, start_ranks, starting
+from isobit.cli.start import obey_as_rank, start_ranks, starting
 from isobit.util.errors import ConfigError
 from isobit.util.strict_json import json_text
 
@@ -127,9 +128,6 @@ def _reward_parser() -> ArgumentParser:
     return parser
 
 
-_TASK = "task:"
-
-
 def run_eval(arguments: Sequence[str]) -> int:
     """Evaluate and print. Raises IsobitError for unusable input."""
     if any(word.partition("=")[0] == FLAG for word in arguments):
@@ -178,7 +176,7 @@ def _eval(arguments: Sequence[str], world: "World | None") -> int:
 
 def _values(options: Namespace) -> dict[str, Any]:
     """The tables of a run with this evaluation; its training data and output are not used."""
-    name, source = _source(options)
+    name, source = evaluation_source(options)
     evaluation = given(
         samples=options.samples,
         temperature=options.temperature,
@@ -194,20 +192,6 @@ def _values(options: Namespace) -> dict[str, Any]:
     }
 
 
-def _source(options: Namespace) -> tuple[str, dict[str, Any]]:
-    text: str = options.data
-    if text.startswith(_TASK):
-        name = text.removeprefix(_TASK)
-        return name, {
-            "type": "reasoning_gym",
-            "task": name,
-            "seed": options.seed,
-            **given(size=options.problems),
-        }
-    table = data_table(text, options.split) | given(limit=options.problems)
-    return Path(text.rpartition(":")[2].partition("@")[0]).stem, table
-
-
 def _parser() -> ArgumentParser:
     parser = folder_parser(
         "eval",
@@ -216,7 +200,7 @@ def _parser() -> ArgumentParser:
         "--reward-model FOLDER --help` says how.",
         "precision, rollout, data and evaluation",
     )
-    _add_data(parser, required=True)
+    add_data(parser, required=True)
     parser.add_argument(
         "--reward",
         default="reasoning_gym",
@@ -231,144 +215,5 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--temperature", metavar="T", help="by default 0, greedy")
     parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
-    _add_output(parser)
+    add_output(parser)
     return parser
-
-
-def _add_data(parser: ArgumentParser, required: bool) -> None:
-    parser.add_argument(
-        "--data",
-        required=required,
-        metavar="WHAT",
-        help=(
-            "a JSONL, CSV or Parquet file, a Hugging Face dataset's folder, hub:ORG/NAME for a "
-            "dataset of the hub, task:NAME for a task of reasoning-gym, or starter:held_out.jsonl"
-        ),
-    )
-    parser.add_argument(
-        "--split", metavar="NAME", help="of a folder or a dataset of the hub that has several"
-    )
-    parser.add_argument(
-        "--problems",
-        type=positive,
-        metavar="N",
-        help="use the first N; by default all, or 1000 of a task",
-    )
-
-
-def _add_output(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-chat",
-        action="store_true",
-        help="take prompts as they stand, without the tokenizer's chat template",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-
-
-def run_flows(arguments: Sequence[str]) -> int:
-    """Compare flows and print. Raises IsobitError for unusable input."""
-    options, overrides = _flows_parser().parse_known_args(arguments)
-    if options.data is None and options.gpu is None:
-        raise ConfigError(
-            "--data is missing: name the prompts to answer, or, for memory and estimated speed "
-            "alone, a GPU (--gpu h200)"
-        )
-
-    from isobit.config.recipes import RunConfig
-    from isobit.memory.device import read_card
-
-    config = settings_from(RunConfig, _flow_values(options), overrides)
-    if "precision" in config.model_fields_set:
-        raise ConfigError("the flows to compare with bf16 are named by --flows, not --precision")
-    card = None if options.gpu is None else read_card(options.gpu)
-    set_threads(options)
-    with starting():
-        from isobit.commands.flows import compare_flows
-        from isobit.observe.console import Console, terminal_on
-        from isobit.observe.flow_choice import describe_comparison
-
-    with redirect_stdout(sys.stderr):  # by a reward in this process: stdout may be JSON
-        found = compare_flows(
-            options.folder,
-            config,
-            options.flows or (),
-            answers=options.answers,
-            card=card,
-            threshold=options.loss / 100,
-            console=Console(terminal_on("stderr")),
-        )
-    if options.json:
-        print(json_text(found.as_json(), indent=2))
-    else:
-        Console().lines(describe_comparison(found))
-    return 0
-
-
-def _flow_values(options: Namespace) -> dict[str, Any]:
-    """The tables of a run with these prompts as its evaluation."""
-    data: dict[str, Any] = {"train": {"type": "jsonl", "path": "starter:train.jsonl"}}
-    if options.data is not None:
-        name, source = _source(options)
-        data = {"train": source, "eval": {name: source}}
-    evaluation = given(max_new_tokens=options.max_new_tokens)
-    return {
-        "output": options.folder,
-        "seed": options.seed,
-        "data": {**data, "chat": not options.no_chat},
-        "evaluation": {"temperature": 0.0, "samples": 1, **evaluation},
-        **({} if options.reward is None else {"reward": {"function": options.reward}}),
-    }
-
-
-def _flows_parser() -> ArgumentParser:
-    parser = folder_parser(
-        "flows",
-        "Compare precision flows of a model on the same prompts, against bf16, and recommend one.",
-        "rollout, data, evaluation and reward",
-        with_precision=False,
-    )
-    _add_data(parser, required=False)
-    parser.add_argument(
-        "--flows",
-        type=precision_value,
-        nargs="+",
-        metavar="FLOW",
-        help="those beside bf16: presets, or a recipe's tables; by default fp8-linear, fp8, int8, "
-        "and fp8 with attention in INT8",
-    )
-    parser.add_argument(
-        "--reward",
-        metavar="NAME",
-        help="module:function or path/to/file.py:function: compares accuracies as well",
-    )
-    parser.add_argument(
-        "--answers",
-        metavar="COLUMN",
-        help="score this text of the data behind each prompt; by default what bf16 answers",
-    )
-    parser.add_argument(
-        "--loss",
-        type=_points,
-        default=1.0,
-        metavar="POINTS",
-        help="the loss of accuracy that a recommended flow must exclude; by default 1",
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="memory and estimated speed on such a GPU too (h100, h200, or its GiB); "
-        "without --data nothing else is found",
-    )
-    parser.add_argument("--max-new-tokens", metavar="N", help="longest completion")
-    _add_output(parser)
-    return parser
-
-
-def _points(text: str) -> float:
-    try:
-        points = float(text)
-    except ValueError:
-        points = 0.0
-    if not 0 < points < 100:
-        raise ArgumentTypeError(f"{text!r} is not a number of points above 0 and below 100")
-    return points

@@ -12,23 +12,15 @@ import atexit
 import os
 import signal
 import sys
-import threading
-import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn, TextIO, cast
+from typing import NoReturn
 
 import isobit
-from isobit.parallel.black_box import end_with_launcher
-from isobit.parallel.launched import SAVES, is_launched
+from isobit.parallel.launched import is_launched
 from isobit.util.errors import Interrupted, IsobitError, shown
-from isobit.util.terminal import Standard, prepare, say, settle, tell
-
-if TYPE_CHECKING:
-    from isobit.parallel.world import World
-
+from isobit.util.terminal import prepare, say, settle
 
 COMMANDS = {
     "train": "train a policy with reinforcement learning, as a TOML recipe says",
@@ -51,7 +43,7 @@ COMMANDS = {
     "doctor": "test this machine: quantisers, kernels, disk, memory, versions",
     "schema": "print the JSON schema of a recipe, for editors, or its keys as a page",
 }
-"""Each command is a function ``run_NAME(arguments) -> exit code`` in ``isobit.cli``."""
+"""Each command is a function ``run_NAME(arguments) -> exit code`` in ``isobit.cli.NAME``."""
 _ELSEWHERE = {
     "push": "use `isobit export RUN --to hf://ORG/NAME`",
     "upload": "use `isobit export RUN --to hf://ORG/NAME`",
@@ -66,18 +58,6 @@ _ELSEWHERE = {
     "fetch": "use `isobit recipe NAME --out FOLDER`",
 }
 """Commands of other tools, and what to do here."""
-_FILES = {
-    "sft": "train",
-    "chat": "rollout",
-    "ui": "serve",
-    "diff": "verify",
-    "replay": "verify",
-    "flows": "eval",
-    "inspect": "export",
-    "report": "export",
-    "doctor": "verify",
-}
-"""The module of a command that is not ``isobit.cli.NAME``."""
 _TRAININGS = ("train", "sft")
 """Their result is a directory, so that unreadable output is no error."""
 
@@ -123,7 +103,7 @@ def _obey(words: Sequence[str]) -> int:
             parser.error(f"no command {words[0]!r}: {answer}")
         parser.parse_args(words or ["--help"])
     try:
-        module = import_module(f"isobit.cli.{_FILES.get(words[0], words[0])}")
+        module = import_module(f"isobit.cli.{words[0]}")
         return getattr(module, f"run_{words[0]}")(words[1:])
     except IsobitError as error:
         say(f"error: {error}")
@@ -165,71 +145,6 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"isobit {isobit.__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of those below")
     return parser
-
-
-def starting() -> AbstractContextManager[object]:
-    """A spinner on stderr while heavy libraries are imported, if there is a terminal."""
-    from rich.console import Console
-
-    console = Console(file=cast(TextIO, Standard("stderr")))
-    return console.status("starting") if console.is_terminal else nullcontext()
-
-
-@contextmanager
-def requests_wait() -> Iterator[None]:
-    """Answer a signal that asks for a checkpoint with a line instead of ending the process, until
-    the run installs its own handler.
-    """
-    before = signal.getsignal(SAVES)
-    if threading.current_thread() is not threading.main_thread() or before != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(SAVES, lambda *_: tell(f"{SAVES.name}: there is nothing to save"))
-    try:
-        yield
-    finally:
-        signal.signal(SAVES, before)
-
-
-NOT_COMPARED = 2
-
-
-def obey_as_rank(
-    arguments: Sequence[str], obey: "Callable[[Sequence[str], World | None], int]"
-) -> int:
-    """Call ``obey`` with the world of this process if a launcher started it, else with None."""
-    box = end_with_launcher()
-    if not is_launched():
-        return obey(arguments, None)
-    with starting():
-        from isobit.launch.own_rank import as_rank
-    with as_rank(box) as world:
-        return obey(arguments, world)
-
-
-def compare_as_rank(
-    arguments: Sequence[str], compare: "Callable[[Sequence[str], World | None], int]"
-) -> int:
-    """``obey_as_rank`` for a command whose exit code 1 means a difference; a fault in Isobit ends
-    with ``NOT_COMPARED``.
-    """
-    try:
-        return obey_as_rank(arguments, compare)
-    except IsobitError:
-        raise
-    except Exception:
-        traceback.print_exc()
-        return NOT_COMPARED
-
-
-def start_ranks(command: str, arguments: Sequence[str], ranks: int, threads: int | None) -> None:
-    """Run the same command line in ``ranks`` processes, whose output goes to this one's stdout.
-    Raises as ``isobit.launch.local.launch`` does.
-    """
-    from isobit.launch.local import launch
-
-    with redirect_stdout(sys.stderr):  # stdout may be JSON
-        launch(["-m", "isobit.cli.main", command, *arguments], ranks, threads)
 
 
 if __name__ == "__main__":

@@ -1,173 +1,54 @@
-"""``isobit serve MODEL``: an OpenAI-compatible server (docs/serve.md); ``isobit ui RUNS``: a viewer
-of runs in the browser (docs/ui.md).
+"""``isobit serve MODEL``: an OpenAI-compatible server (docs/serve.md).
 
 The server takes a run's directory in place of a model folder: its finished model, in the run's
 precision.  With ``--follow`` it takes the weights of each checkpoint that the run writes, and with
 ``--lora-modules`` it has adapters beside the model, each a model of its own for clients.
 """
 
-import json
 import os
-import secrets
 import signal
 import socket
-import threading
-import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import folder_parser, path_value, set_threads, settings_from, whole
-from isobit.cli.main import starting
+from isobit.cli.arguments import folder_parser, set_threads, whole
+from isobit.cli.listening import PLAIN_HTTP, check_packages, listening_socket
+from isobit.cli.served_run import FollowedRun, served_settings
+from isobit.cli.start import starting
 from isobit.config.base import MAX_BATCH
-from isobit.store.directory import RunDirectory, is_run
-from isobit.util.errors import ConfigError, IsobitError
+from isobit.store.directory import is_run
+from isobit.util.errors import ConfigError
 from isobit.util.hosts import LOCAL_NAMES, HostCheck
-from isobit.util.plain_files import read_plain
 from isobit.util.terminal import say
 
 if TYPE_CHECKING:
     from isobit.config.commands import ServeConfig
-    from isobit.models.policy import Policy
-    from isobit.serve.app import ApiServer
 
-POLL_S = 1.0
-"""Between two looks for a checkpoint."""
 
 PACKAGES = ("prometheus_client", "starlette", "uvicorn")
 """Of the extra ``serve``."""
-_PLAIN_HTTP: dict[str, Any] = {
-    "log_config": None,
-    "access_log": False,
-    "ws": "none",
-    "server_header": False,
-    "proxy_headers": False,
-}
-"""What uvicorn is told by either server."""
 
 
 def run_serve(arguments: Sequence[str]) -> int:
     """Serve until SIGTERM or Ctrl-C. Raises IsobitError for unusable input before that."""
     options, overrides = _parser().parse_known_args(arguments)
-    _check_packages("serve", PACKAGES)
+    check_packages("serve", PACKAGES)
     key = _key(options.api_key)
     updated = _updated(options)
     adapters = _adapters(options)
     followed = FollowedRun(Path(options.folder)) if options.follow else None
     settings = served_settings(options, overrides)
-    with _listening(options.host, options.port, f"--host {options.host} ") as listener:
+    with listening_socket(options.host, options.port, f"--host {options.host} ") as listener:
         set_threads(options)
         with starting():
             import isobit.serve.app  # noqa: F401
         hosts = _hosts(options, listener.getsockname()[0])
         server = _server(options, settings, key, followed, updated, adapters, hosts)
         return _serve(server, listener, options)
-
-
-def _check_packages(command: str, names: Sequence[str]) -> None:
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"isobit {command} needs {', '.join(missing)}, which the extra `serve` brings: "
-            "pip install 'isobit[serve]'"
-        )
-
-
-def served_settings(
-    options: Namespace, overrides: Sequence[str], **rollout: object
-) -> "ServeConfig":
-    """Those of the command line, with the precision of a run where one is named, whose finished
-    model becomes the folder. Raises ConfigError.
-    """
-    from isobit.config.commands import ServeConfig
-
-    precision, root = options.precision, Path(options.folder)
-    options.model = options.folder
-    if is_run(root):
-        record = _recorded(root)
-        precision = record["precision"] if precision is None else precision
-        if getattr(options, "follow", False):
-            options.model = record["model"]
-        elif (root / "model").is_dir():
-            options.model = str(root / "model")
-        else:
-            raise ConfigError(
-                f"the run in {root} has not finished, so it has no model yet; follow it with "
-                "`isobit serve RUN --follow`, or write a checkpoint of it with `isobit export`"
-            )
-    values = {"precision": "fp8" if precision is None else precision, "rollout": rollout}
-    return settings_from(ServeConfig, values, overrides)
-
-
-def _recorded(root: Path) -> dict[str, Any]:
-    """The recipe of a run."""
-    path = RunDirectory(root).manifest
-    try:
-        return json.loads(read_plain(path))["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} does not say what the run began with: {error}") from error
-
-
-class FollowedRun:
-    """The checkpoints of a run as they are written, checked in a thread of their own."""
-
-    def __init__(self, root: Path) -> None:
-        """Raises ConfigError for a path that is no run, and a run that began with no model."""
-        if not is_run(root):
-            raise ConfigError(f"--follow is for a run's directory, and {root} is none")
-        if _recorded(root).get("from_scratch") is not None:
-            raise ConfigError("--follow is for a run that began with a model; this one had none")
-        self._checkpoints = RunDirectory(root).checkpoints
-        self._step = 0
-        self._found: tuple[int, Path] | None = None
-
-    def start(self, policy: "Policy") -> None:
-        """Take the newest checkpoint now, and look for others from now on."""
-        self._look()
-        if (take := self.new_weights(policy)) is not None:
-            take()
-        threading.Thread(target=self._look_on, name="checkpoints", daemon=True).start()
-
-    def new_weights(self, policy: "Policy") -> Callable[[], None] | None:
-        """What publishes the newest checkpoint, if it has not been."""
-        return None if self._found is None else lambda: self._publish(policy)
-
-    def _look_on(self) -> None:
-        while True:
-            time.sleep(POLL_S)
-            self._look()
-
-    def _look(self) -> None:
-        """Check the newest checkpoint, all bytes of it, and keep it."""
-        from isobit.store.checkpoint import folders_by_step, read_checkpoint
-
-        try:
-            folders = folders_by_step(self._checkpoints)
-            newest = max(folders, default=0)
-            if newest <= self._step:
-                return
-            self._step = newest
-            self._found = newest, read_checkpoint(folders[newest]).folder
-        except (IsobitError, OSError) as error:  # a run keeps the last few, and removes others
-            say(f"isobit: the checkpoint of step {self._step} is passed over: {error}")
-
-    def _publish(self, policy: "Policy") -> None:
-        from isobit.commands.export import MasterTensors
-        from isobit.store.checkpoint import MASTERS
-
-        assert self._found is not None
-        (step, folder), self._found = self._found, None
-        try:
-            masters = MasterTensors.of(folder / MASTERS, policy.config).file
-        except IsobitError as error:
-            say(f"isobit: the checkpoint of step {step} is passed over: {error}")
-            return
-        policy.republish(masters)
-        print(f"isobit: the weights of step {step}, version {policy.version}", flush=True)
 
 
 def _key(name: str | None) -> str | None:
@@ -216,20 +97,6 @@ def _adapters(options: Namespace) -> dict[str, Path]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"--lora-modules: two models are called {twice!r}; give each its name")
     return {name: path / "model" if is_run(path) else path for name, path in options.lora_modules}
-
-
-def _listening(host: str, port: int, option: str = "") -> socket.socket:
-    """Raises ConfigError for an address that cannot be listened at, before a model is loaded;
-    ``option`` is how the host was given.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(
-            f"{option}--port {port} cannot be listened at: {error.strerror or error}; name "
-            "another port, or end what uses it"
-        ) from error
 
 
 def _server(
@@ -311,7 +178,7 @@ def _serve(server: "ApiServer", listener: socket.socket, options: Namespace) -> 
         http=http,
         backlog=2048,
         timeout_graceful_shutdown=options.grace,
-        **_PLAIN_HTTP,
+        **PLAIN_HTTP,
     )
     runner = uvicorn.Server(config)
     server.is_draining = lambda: runner.should_exit
@@ -428,54 +295,5 @@ def _parser() -> ArgumentParser:
         default=30,
         metavar="SECONDS",
         help="how long answers may take to their end after SIGTERM, by default 30",
-    )
-    return parser
-
-
-def run_ui(arguments: Sequence[str]) -> int:
-    """Serve the viewer until SIGTERM or Ctrl-C. Raises ConfigError for a folder that is none."""
-    options = _ui_parser().parse_args(arguments)
-    _check_packages("ui", ("starlette", "uvicorn"))
-    for folder in options.runs:
-        if not folder.is_dir():
-            raise ConfigError(f"{str(folder)!r} is no folder; name the folder that holds the runs")
-    with _listening("127.0.0.1", options.port) as listener:
-        import uvicorn
-
-        from isobit.observe.viewer import Viewer
-        from isobit.serve.connections import HttpConnection
-
-        port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
-        app = Viewer(options.runs).app(token, port)
-        config = uvicorn.Config(
-            app, lifespan="off", http=HttpConnection, timeout_graceful_shutdown=1, **_PLAIN_HTTP
-        )
-        print(f"isobit: the runs are at http://127.0.0.1:{port}/{token}/", flush=True)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # uvicorn raises the signal again that has ended it: a graceful end is no failure
-            signal.signal(number, lambda *_: None)
-        uvicorn.Server(config).run(sockets=[listener])
-    return 0
-
-
-def _ui_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="isobit ui",
-        description=(
-            "Show the runs of a folder in the browser: curves as they grow, every completion "
-            "that was written with its tokens and rewards, and comparisons.  The page is served to "
-            "this machine alone, at the address that is printed."
-        ),
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "runs",
-        metavar="RUNS",
-        type=path_value,
-        nargs="+",
-        help="a folder that holds runs, at most four folders deep, or a run's directory",
-    )
-    parser.add_argument(
-        "--port", type=whole(0, 65535), default=8765, help="by default 8765; 0 takes a free one"
     )
     return parser

@@ -1,104 +1,24 @@
-"""The commands that check. Exit codes: 0 all equal and nothing failed, 1 something differs or
-failed, 2 it could not be done.
+"""``isobit verify FOLDER | --shape NAME``: compares sampled and trained log-probabilities, bit for
+bit; ``--bisect`` finds the first operation that differs.
 
-    isobit verify FOLDER | --shape NAME   sampled and trained log-probabilities, bit for bit;
-                                          ``--bisect`` finds the first difference
-    isobit doctor                         this machine
-    isobit replay RUN [--step K]          whether steps of a recorded run, done again, come out as
-                                          they were recorded
-    isobit diff RUN RUN                   whether two runs are equal, file by file, and where they
-                                          first differ
+Exit codes: 0 all equal, 1 something differs, 2 something could not be compared.
 """
 
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobit.cli.arguments import (
-    add_allow_change,
-    allowed_names,
-    folder_parser,
-    given,
-    path_value,
-    positive,
-    set_threads,
-    settings_from,
-    whole,
-)
-from isobit.cli.main import compare_as_rank, start_ranks, starting
-from isobit.config.base import MAX_PROCESSES
+from isobit.cli.arguments import folder_parser, given, positive, set_threads, settings_from, whole
+from isobit.cli.start import compare_as_rank, start_ranks, starting
 from isobit.util.errors import ConfigError, IsobitError
 from isobit.util.strict_json import json_text
 
 if TYPE_CHECKING:
     from isobit.config.commands import VerifyConfig
     from isobit.parallel.world import World
-    from isobit.proof.doctor_findings import Finding
     from isobit.proof.verify import ScenarioResult, VerifyResult
-
-
-_MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
-
-
-def run_doctor(arguments: Sequence[str]) -> int:
-    options = _doctor_parser().parse_args(arguments)
-
-    with starting():
-        from isobit.proof.doctor import examine
-
-    result = (
-        examine(options.directory)
-        if options.json
-        else examine(options.directory, _announce, _print_finding)
-    )
-    if options.json:
-        print(json_text(result.as_json(), indent=2))
-        return result.exit_code
-    print(
-        f"\n{result.count('pass')} passed, {result.count('warn')} warnings, {result.count('fail')} "
-        "failed"
-    )
-    for line in result.runs_here:
-        print(line)
-    return result.exit_code
-
-
-def _announce(name: str) -> None:
-    """On a terminal, show the running check until its finding replaces the line."""
-    if sys.stdout.isatty():
-        print(f"....  {name}", end="\r", flush=True)
-
-
-def _print_finding(finding: "Finding") -> None:
-    print(f"{_MARKS[finding.status]}  {finding.name:<26}  {finding.detail}", flush=True)
-    if finding.fix:
-        print(f"      fix: {finding.fix}", flush=True)
-
-
-def _doctor_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="isobit doctor",
-        description=(
-            "Test this machine: versions, disk and memory, the quantisers against stored bytes, "
-            "every kernel for exactness at one thread\n"
-            "and at all, and the starter model.  Takes half a minute to two minutes on a CPU; "
-            "exits 1 where anything failed."
-        ),
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--directory",
-        type=path_value,
-        default=Path(),
-        metavar="DIR",
-        help="where files are tried out; by default the current one",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    return parser
 
 
 def run_verify(arguments: Sequence[str]) -> int:
@@ -310,151 +230,4 @@ def _verify_parser(with_folder: bool) -> ArgumentParser:
         help="name the first layer and operation that differ, from checksums of all",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    return parser
-
-
-if TYPE_CHECKING:
-    from isobit.commands.diff import Comparison
-    from isobit.parallel.world import World
-
-
-def run_replay(arguments: Sequence[str]) -> int:
-    """Replay, print what differs and return the exit code.  Raises IsobitError for anything that
-    cannot be used.
-    """
-    return compare_as_rank(arguments, _replay)
-
-
-def _replay(arguments: Sequence[str], world: "World | None") -> int:
-    options, overrides = _replay_parser().parse_known_args(arguments)
-    if world is None and options.processes > 1:
-        start_ranks("replay", arguments, options.processes, threads=None)
-        return 0
-    with starting():
-        from isobit.commands.replay import replay
-        from isobit.parallel.world import ALONE
-
-    result = replay(
-        options.run,
-        options.step,
-        partial(print, flush=True),
-        overrides,
-        allowed_names(options),
-        options.recorded_rewards,
-        world or ALONE,
-        options.output,
-    )
-    if world is None or world.rank == 0:
-        print(_describe(options.run, result))
-    if world is not None and result.exit_code:
-        raise _DiffersError(_describe(options.run, result))
-    return result.exit_code
-
-
-class _DiffersError(IsobitError):
-    """Of several ranks, whose launcher takes an error as the reason that they end."""
-
-    exit_code = 1
-
-
-def _describe(root: Path, result: "Comparison") -> str:
-    from isobit.commands.replay import describe_steps
-
-    assert result.steps is not None
-    done = f"{root}: {describe_steps(result.steps)} done again"
-    if not result.differences:
-        return f"{done}: all equal"
-    first = result.differences[0]
-    return f"{done}: the runs differ, first {first.where}: {first.file}"
-
-
-def _replay_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="isobit replay",
-        description=(
-            "Do steps of a recorded run again, from a checkpoint or from the start, and compare "
-            "the files that this writes with\nthose of the run, as `isobit diff` does.  Exits 1 on "
-            "any difference, and names the step.  Nothing is written\ninto RUN."
-        ),
-        epilog=(
-            "After RUN, --KEY VALUE sets keys of the recipe that change no step, for example "
-            "--rollout.kv_memory_gib 20; all\nothers are refused."
-        ),
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "run", metavar="RUN", type=path_value, help="the directory that `isobit train` wrote"
-    )
-    parser.add_argument(
-        "--step",
-        type=positive,
-        metavar="K",
-        help="do step K again, from the newest checkpoint before it; by default all steps, from "
-        "the start",
-    )
-    parser.add_argument(
-        "--recorded-rewards",
-        action="store_true",
-        help="take the rewards from rewards.jsonl where it has these completions, for a reward "
-        "that does not repeat (a judge, a clock); by default all are graded anew",
-    )
-    parser.add_argument(
-        "--output",
-        type=path_value,
-        metavar="PATH",
-        help="where the files of the second run stay, without its checkpoints; by default they are "
-        "removed",
-    )
-    add_allow_change(
-        parser,
-        "an input, or a class of bits, that may be other than in the run; a refused replay names "
-        "them",
-    )
-    parser.add_argument(
-        "--processes",
-        type=whole(1, MAX_PROCESSES),
-        default=1,
-        metavar="N",
-        help="one a GPU, whatever the run had; by default 1",
-    )
-    return parser
-
-
-def run_diff(arguments: Sequence[str]) -> int:
-    """Compare, print what is equal and what differs, and return the exit code.  Raises IsobitError
-    for directories that cannot be compared.
-    """
-    return compare_as_rank(arguments, lambda words, _: _diff(words))
-
-
-def _diff(arguments: Sequence[str]) -> int:
-    options = _diff_parser().parse_args(arguments)
-    with starting():
-        from isobit.commands.diff import diff
-    result = diff(options.one, options.other)
-    for line in (*result.notes, *result.equal, *map(str, result.differences)):
-        print(line)
-    if result.differences:
-        first = result.differences[0]
-        print(f"the runs differ, first {first.where}: {first.file}")
-    else:
-        print("the runs are equal")
-    return result.exit_code
-
-
-def _diff_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="isobit diff",
-        description=(
-            "Compare two run directories file by file: digests of the steps, rewards, completions, "
-            "metrics (but for times\nand memory), checkpoints and the trained model.  Names the "
-            "first step and file that differ, and exits 1 then;\n0 where all is equal, 2 where "
-            "they cannot be compared.  Nothing is written."
-        ),
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("one", metavar="RUN", type=path_value, help="a directory that a run wrote")
-    parser.add_argument("other", metavar="RUN", type=path_value, help="the one to compare it with")
     return parser

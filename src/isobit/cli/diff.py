@@ -1,0 +1,49 @@
+"""``isobit diff RUN RUN``: compares two runs file by file, and names where they first differ.
+
+Exit codes: 0 equal, 1 different, 2 they could not be compared.
+"""
+
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+from isobit.cli.arguments import path_value
+from isobit.cli.start import compare_as_rank, starting
+
+
+def run_diff(arguments: Sequence[str]) -> int:
+    """Compare, print what is equal and what differs, and return the exit code.  Raises IsobitError
+    for directories that cannot be compared.
+    """
+    return compare_as_rank(arguments, lambda words, _: _diff(words))
+
+
+def _diff(arguments: Sequence[str]) -> int:
+    options = _diff_parser().parse_args(arguments)
+    with starting():
+        from isobit.commands.diff import diff
+    result = diff(options.one, options.other)
+    for line in (*result.notes, *result.equal, *map(str, result.differences)):
+        print(line)
+    if result.differences:
+        first = result.differences[0]
+        print(f"the runs differ, first {first.where}: {first.file}")
+    else:
+        print("the runs are equal")
+    return result.exit_code
+
+
+def _diff_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="isobit diff",
+        description=(
+            "Compare two run directories file by file: digests of the steps, rewards, completions, "
+            "metrics (but for times\nand memory), checkpoints and the trained model.  Names the "
+            "first step and file that differ, and exits 1 then;\n0 where all is equal, 2 where "
+            "they cannot be compared.  Nothing is written."
+        ),
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("one", metavar="RUN", type=path_value, help="a directory that a run wrote")
+    parser.add_argument("other", metavar="RUN", type=path_value, help="the one to compare it with")
+    return parser

@@ -1,0 +1,116 @@
+"""A run's directory in place of a model folder, for ``isobit serve`` and ``isobit chat``."""
+
+import json
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobit.cli.arguments import settings_from
+from isobit.store.directory import RunDirectory, is_run
+from isobit.util.errors import ConfigError, IsobitError
+from isobit.util.plain_files import read_plain
+from isobit.util.terminal import say
+
+if TYPE_CHECKING:
+    from isobit.config.commands import ServeConfig
+    from isobit.models.policy import Policy
+
+
+POLL_S = 1.0
+"""Between two looks for a checkpoint."""
+
+
+def served_settings(
+    options: Namespace, overrides: Sequence[str], **rollout: object
+) -> "ServeConfig":
+    """Those of the command line, with the precision of a run where one is named, whose finished
+    model becomes the folder. Raises ConfigError.
+    """
+    from isobit.config.commands import ServeConfig
+
+    precision, root = options.precision, Path(options.folder)
+    options.model = options.folder
+    if is_run(root):
+        record = recorded_recipe(root)
+        precision = record["precision"] if precision is None else precision
+        if getattr(options, "follow", False):
+            options.model = record["model"]
+        elif (root / "model").is_dir():
+            options.model = str(root / "model")
+        else:
+            raise ConfigError(
+                f"the run in {root} has not finished, so it has no model yet; follow it with "
+                "`isobit serve RUN --follow`, or write a checkpoint of it with `isobit export`"
+            )
+    values = {"precision": "fp8" if precision is None else precision, "rollout": rollout}
+    return settings_from(ServeConfig, values, overrides)
+
+
+def recorded_recipe(root: Path) -> dict[str, Any]:
+    """The recipe of a run."""
+    path = RunDirectory(root).manifest
+    try:
+        return json.loads(read_plain(path))["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} does not say what the run began with: {error}") from error
+
+
+class FollowedRun:
+    """The checkpoints of a run as they are written, checked in a thread of their own."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises ConfigError for a path that is no run, and a run that began with no model."""
+        if not is_run(root):
+            raise ConfigError(f"--follow is for a run's directory, and {root} is none")
+        if recorded_recipe(root).get("from_scratch") is not None:
+            raise ConfigError("--follow is for a run that began with a model; this one had none")
+        self._checkpoints = RunDirectory(root).checkpoints
+        self._step = 0
+        self._found: tuple[int, Path] | None = None
+
+    def start(self, policy: "Policy") -> None:
+        """Take the newest checkpoint now, and look for others from now on."""
+        self._look()
+        if (take := self.new_weights(policy)) is not None:
+            take()
+        threading.Thread(target=self._look_on, name="checkpoints", daemon=True).start()
+
+    def new_weights(self, policy: "Policy") -> Callable[[], None] | None:
+        """What publishes the newest checkpoint, if it has not been."""
+        return None if self._found is None else lambda: self._publish(policy)
+
+    def _look_on(self) -> None:
+        while True:
+            time.sleep(POLL_S)
+            self._look()
+
+    def _look(self) -> None:
+        """Check the newest checkpoint, all bytes of it, and keep it."""
+        from isobit.store.checkpoint import folders_by_step, read_checkpoint
+
+        try:
+            folders = folders_by_step(self._checkpoints)
+            newest = max(folders, default=0)
+            if newest <= self._step:
+                return
+            self._step = newest
+            self._found = newest, read_checkpoint(folders[newest]).folder
+        except (IsobitError, OSError) as error:  # a run keeps the last few, and removes others
+            say(f"isobit: the checkpoint of step {self._step} is passed over: {error}")
+
+    def _publish(self, policy: "Policy") -> None:
+        from isobit.commands.export import MasterTensors
+        from isobit.store.checkpoint import MASTERS
+
+        assert self._found is not None
+        (step, folder), self._found = self._found, None
+        try:
+            masters = MasterTensors.of(folder / MASTERS, policy.config).file
+        except IsobitError as error:
+            say(f"isobit: the checkpoint of step {step} is passed over: {error}")
+            return
+        policy.republish(masters)
+        print(f"isobit: the weights of step {step}, version {policy.version}", flush=True)

@@ -1,0 +1,229 @@
+"""One training run, of ``isobit train RECIPE.toml`` or ``isobit sft RECIPE.toml``.
+
+``--resume`` continues the run in the output directory from its newest usable checkpoint, or starts
+it if there is none, so that a script may always pass the flag. ``--dry-run`` prints what the run
+would use and take, on this machine or on the GPUs that ``--gpu`` and ``--gpus`` name, and changes
+nothing. ``--KEY VALUE`` overrides any key of the recipe.
+"""
+
+import json
+import signal
+import threading
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from isobit.cli.arguments import (
+    ALLOW,
+    add_allow_change,
+    add_gpu,
+    allowed_names,
+    asks_for_help,
+    flags_first,
+    path_value,
+    recipe_parser,
+)
+from isobit.cli.start import starting
+from isobit.config.load import build_with, dump_config, load_recipe
+from isobit.config.recipes import Recipe
+from isobit.parallel.black_box import end_with_launcher
+from isobit.parallel.launched import SAVES, is_launched
+from isobit.util.errors import ConfigError
+from isobit.util.plain_files import read_plain
+from isobit.util.terminal import tell
+
+if TYPE_CHECKING:
+    from isobit.commands.dry_run import DryRun
+    from isobit.memory.device import Card
+    from isobit.parallel.world import World
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+
+
+class TrainingCommand(Protocol[AnyRecipe]):
+    """What differs between the commands that train."""
+
+    name: str
+    description: str
+    example: str
+    recipe: type[AnyRecipe]
+
+    def check(self, config: AnyRecipe) -> None:
+        """Raise ConfigError for settings that contradict one another."""
+        ...
+
+    def plan(
+        self, config: AnyRecipe, resume: bool, allowed: Sequence[str], card: "Card | None"
+    ) -> "DryRun":
+        """The run as it would be, as ``plan_training`` describes it."""
+        ...
+
+    def start(
+        self, config: AnyRecipe, resume: bool, world: "World", allowed: Sequence[str]
+    ) -> None:
+        """Run the training; settings and inputs in ``allowed`` may differ from the resumed
+        run's.
+        """
+        ...
+
+
+RESUME = "--resume"
+FLAGS = ("--print-config", "--dry-run", "--verbose", RESUME)
+VALUED = (ALLOW, "--gpu", "--gpus")
+
+
+def run_training(command: TrainingCommand[AnyRecipe], arguments: Sequence[str]) -> int:
+    """Train by the recipe. Raises IsobitError for unusable input before anything is written; one of
+    several ranks ends with it (``as_rank``).
+    """
+    with _requests_wait():
+        box = end_with_launcher()
+        if not is_launched():
+            return _obey(command, arguments, may_launch=box is None)
+        with starting():
+            from isobit.launch.own_rank import as_rank
+        with as_rank(box) as world:
+            return _obey(command, arguments, world)
+
+
+@contextmanager
+def _requests_wait() -> Iterator[None]:
+    """Answer a signal that asks for a checkpoint with a line instead of ending the process, until
+    the run installs its own handler.
+    """
+    before = signal.getsignal(SAVES)
+    if threading.current_thread() is not threading.main_thread() or before != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(SAVES, lambda *_: tell(f"{SAVES.name}: there is nothing to save"))
+    try:
+        yield
+    finally:
+        signal.signal(SAVES, before)
+
+
+def _obey(
+    command: TrainingCommand[AnyRecipe],
+    arguments: Sequence[str],
+    world: "World | None" = None,
+    may_launch: bool = False,
+) -> int:
+    options = _read_options(command, arguments)
+    allowed = allowed_names(options)
+    if allowed and not options.resume:
+        raise ConfigError(f"{ALLOW} is for {RESUME}: a new run has nothing to differ from")
+    card = _card(options)
+    if card is not None:  # the run would be on that machine, whatever the recipe says of this one
+        options.overrides += ["--device", "cuda"]
+        if options.gpus is not None:
+            options.overrides += ["--cluster.processes", str(options.gpus)]
+    path = path_value(options.recipe)
+    if options.resume and path.is_dir():
+        config = _config_of_run(command, path, options.overrides)
+    else:
+        config = load_recipe(command.recipe, path, options.overrides)
+    if options.print_config:
+        print(dump_config(config), end="")
+    elif options.dry_run:
+        _print_plan(command.plan(config, options.resume, allowed, card), options.verbose)
+    elif may_launch and config.cluster.is_launched:
+        command.check(config)
+        _launch(command.name, config, arguments)
+    else:
+        with starting():
+            from isobit.parallel.world import ALONE
+        command.start(config, options.resume, world or ALONE, allowed)
+    return 0
+
+
+def _read_options(command: TrainingCommand[AnyRecipe], arguments: Sequence[str]) -> Namespace:
+    helps = asks_for_help(arguments)
+    parser = recipe_parser(
+        command.name, command.description, command.example, command.recipe if helps else None
+    )
+    parser.add_argument(
+        RESUME,
+        action="store_true",
+        help="go on with the run in the output directory; RECIPE may be that",
+    )
+    add_allow_change(
+        parser,
+        "with --resume: a key or an input that may be other than in the run that goes on, "
+        "which is recorded; a refused resume names them",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the run, print what it would use and take, and touch nothing",
+    )
+    add_gpu(parser, "with --dry-run: plan for such a GPU, which need not be here: ")
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="with --dry-run: also print the formats of all operations and the resolved recipe",
+    )
+    return parser.parse_args(["--help"] if helps else flags_first(arguments, FLAGS, VALUED))
+
+
+def _config_of_run(
+    command: TrainingCommand[AnyRecipe], directory: Path, overrides: Sequence[str]
+) -> AnyRecipe:
+    path = directory / "run.json"
+    try:
+        saved = json.loads(read_plain(path))["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}); name the recipe of the run instead: isobit "
+            f"{command.name} RECIPE.toml --resume"
+        ) from None
+    if saved.get("data", {}).get("epochs") is not None:
+        saved["training"].pop("steps", None)  # follows from it
+    values = {**saved, "output": str(directory)}
+    return build_with(command.recipe, values, overrides, str(path))
+
+
+def _card(options: Namespace) -> "Card | None":
+    """The GPU to plan for, if one is named. Raises ConfigError where there is nothing to plan."""
+    if options.gpu is None:
+        if options.gpus is not None:
+            raise ConfigError(
+                "--gpus says how many, and not of which kind: add --gpu h100 or --gpu h200"
+            )
+        return None
+    if not options.dry_run:
+        raise ConfigError(
+            "--gpu is for --dry-run, which plans a run on that GPU; a run takes the GPUs that are "
+            "here (device, cluster.processes)"
+        )
+    if options.resume:
+        raise ConfigError("--gpu plans a new run, and --resume goes on with one: leave one out")
+    with starting():
+        from isobit.memory.device import read_card
+    return read_card(options.gpu)
+
+
+def _print_plan(plan: "DryRun", verbose: bool) -> None:
+    from isobit.observe.console import printable
+    from isobit.util.machine import read_memory
+
+    print(printable("\n".join(plan.describe(read_memory(), verbose))))
+
+
+def _launch(command: str, config: Recipe, arguments: Sequence[str]) -> None:
+    """Run the same command line in several processes."""
+    from isobit.launch.local import launch, with_restarts
+
+    cluster = config.cluster
+
+    def start(words: Sequence[str], again: bool) -> None:
+        if cluster.launcher == "ray":
+            from isobit.launch.ray_launcher import launch_on_ray
+
+            fewest = 1 if again else cluster.processes
+            launch_on_ray(words, cluster.processes, config.threads, config.device, fewest)
+        else:
+            launch(words, cluster.processes, config.threads)
+
+    with_restarts(start, ["-m", "isobit.cli.main", command, *arguments], cluster.restarts)
