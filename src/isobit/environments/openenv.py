@@ -369,9 +369,9 @@ def _result(observation: Mapping[str, Any], most: int) -> list[str]:
             return ["error", message[:most]]
         case {"tool_name": _, "result": {"content": list(parts), **rest}}:
             texts = [
-                one.get("text", "")
-                for one in parts
-                if isinstance(one, dict) and one.get("type") == "text"
+                part.get("text", "")
+                for part in parts
+                if isinstance(part, dict) and part.get("type") == "text"
             ]
             found = truncated_result(
                 "\n".join(map(str, texts)) if texts else rest.get("data"), most

@@ -83,7 +83,7 @@ class TurnAnswer:
         return {
             **({} if self.opening is None else {"opening": self.opening}),
             **({"over": True} if self.is_over else {}),
-            "results": [[one.kind, one.text] for one in self.results],
+            "results": [[result.kind, result.text] for result in self.results],
             "reward": self.reward,
             **({} if self.turn_reward is None else {"turn_reward": self.turn_reward}),
             "failure": None if failure is None else [failure.kind, failure.message],
@@ -334,7 +334,7 @@ def _answer_of(content: Mapping[str, Any]) -> TurnAnswer:
             kind, message = "flood", "it wrote no answer"
         return TurnAnswer(failure=Failure(kind, message[:2000]), seconds=took)
     results = content.get("results")
-    found = [_result_of(one) for one in results] if isinstance(results, list) else [None]
+    found = [_result_of(result) for result in results] if isinstance(results, list) else [None]
     if None in found:
         return TurnAnswer(failure=Failure("flood", "it wrote no answer"), seconds=took)
     opening = content.get("opening")

@@ -58,8 +58,8 @@ def give_environment(value: Any, rewards: Sequence[EnvironmentReward] = ()) -> G
     """The environment with its name for the configuration; the caller must hold it during the
     run.  Raises ConfigError for what is neither a class nor functions.
     """
-    for one in rewards:
-        _check_reward(one)
+    for reward in rewards:
+        _check_reward(reward)
     tools = value if isinstance(value, type) else _functions(value)
     place = place_of(tools) if isinstance(tools, type) and not rewards else None
     if place is not None:
@@ -72,7 +72,7 @@ def give_environment(value: Any, rewards: Sequence[EnvironmentReward] = ()) -> G
 
 def _functions(value: Any) -> tuple[Callable[..., Any], ...]:
     functions = tuple(value) if isinstance(value, list | tuple) else (value,)
-    names = [getattr(one, "__name__", "") for one in functions]
+    names = [getattr(function, "__name__", "") for function in functions]
     for one, name in zip(functions, names, strict=True):
         if not inspect.isroutine(one) or not name.isidentifier():
             raise ConfigError(
@@ -130,7 +130,7 @@ def unpacked_environment(packed: bytes) -> tuple[type, tuple[EnvironmentReward, 
         function.__annotations__ = types.get(name, function.__annotations__)
     if isinstance(tools, type):
         return tools, rewards
-    return type("Tools", (), {one.__name__: staticmethod(one) for one in tools}), rewards
+    return type("Tools", (), {tool.__name__: staticmethod(tool) for tool in tools}), rewards
 
 
 def _routines(tools: Tools) -> dict[str, FunctionType]:
@@ -138,7 +138,7 @@ def _routines(tools: Tools) -> dict[str, FunctionType]:
     if isinstance(tools, type):
         pairs = inspect.getmembers(tools)
     else:
-        pairs = [(one.__name__, one) for one in tools]
+        pairs = [(tool.__name__, tool) for tool in tools]
     return {
         name: one for name, one in pairs if isinstance(one, FunctionType) and name not in _TAKEN
     }

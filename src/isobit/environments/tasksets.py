@@ -179,9 +179,9 @@ class Played(Conversation):
     def __init__(self, environment: Any, most: int, task: Any, tools: Any) -> None:
         listed = [
             SimpleNamespace(
-                name=one["function"]["name"], parameters=one["function"].get("parameters", {})
+                name=tool["function"]["name"], parameters=tool["function"].get("parameters", {})
             )
-            for one in tools or ()
+            for tool in tools or ()
         ]
         super().__init__(SimpleNamespace(tool_defs=listed), most, LimitError)
         self._played, self._task, self._is_probe = environment, task, tools is None
@@ -279,7 +279,7 @@ class Played(Conversation):
 
     def _over(self) -> dict[str, Any]:
         episode = self._rollout.result()
-        errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             message = "; ".join(f"{one.type}: {one.message}" for one in errors)
             return {"failed": "crash", "message": message or "the rollout failed"}

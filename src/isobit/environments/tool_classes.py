@@ -147,8 +147,8 @@ class Instance:
     def _total(self) -> Any:
         lists = {name: [value] for name, value in self._columns.items() if name != "environments"}
         found = [
-            _awaited(one(environments=[self._instance], **_taken(one, lists)))
-            for one in self._rewards
+            _awaited(reward(environments=[self._instance], **_taken(reward, lists)))
+            for reward in self._rewards
         ]
         values = [value for (value,) in found]
         return values[0] if len(values) == 1 else sum(values)
@@ -217,9 +217,9 @@ def _may_speak(reset: Callable[..., Any]) -> bool:
 def _taken(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that ``reset`` takes."""
     parameters = inspect.signature(function).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(columns)
-    names = {one.name for one in parameters}
+    names = {parameter.name for parameter in parameters}
     return {name: value for name, value in columns.items() if name in names}
 
 

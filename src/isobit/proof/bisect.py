@@ -230,9 +230,9 @@ def trace_scenario(
     if found is not None:
         tokens = found.differing[:TOKENS_MEASURED]
         extremes = [Extremes(found.site, tokens) for _ in range(scenario.weights)]
-        keeps = [(one, one) for one in extremes]
+        keeps = [(extreme, extreme) for extreme in extremes]
         samples, *_ = sample_and_score(scenario, workload, scorer, seed, keeps)
-        apart = [one.max_abs_diff for one in extremes if one.max_abs_diff is not None]
+        apart = [extreme.max_abs_diff for extreme in extremes if extreme.max_abs_diff is not None]
         place = _first_place(found, samples, workload)
         parting = Parting(found, place, max(apart, default=None))
     return Traced(scenario.name, compared.sites, compared.rows, parting)

@@ -148,10 +148,10 @@ class VerifyResult:
         """
         first: dict[tuple[float | bool, ...], tuple[bytes, ...]] = {}
         pairs: list[tuple[bytes, bytes]] = []
-        for one in self.scenarios:
-            if one.draws in first:
-                pairs += zip(first[one.draws], one.drawn, strict=True)
-            first.setdefault(one.draws, one.drawn)
+        for scenario in self.scenarios:
+            if scenario.draws in first:
+                pairs += zip(first[scenario.draws], scenario.drawn, strict=True)
+            first.setdefault(scenario.draws, scenario.drawn)
         return len(pairs), sum(before != after for before, after in pairs)
 
     @property
@@ -453,7 +453,11 @@ def _has_results(sample: TokenSequence) -> bool:
 
 def first_operation(result: VerifyResult) -> str:
     """The first operation that differs in any scenario, or an empty string."""
-    found = [one.difference.site for one in result.operations if one.difference is not None]
+    found = [
+        operation.difference.site
+        for operation in result.operations
+        if operation.difference is not None
+    ]
     return describe_site(found[0]) if found else ""
 
 

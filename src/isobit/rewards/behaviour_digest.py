@@ -117,7 +117,7 @@ def _of_object(value: Any, seen: Seen) -> Iterator[str]:
 
 
 def _names_of(code: CodeType) -> set[str]:
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*(_names_of(one) for one in inner))
 
 

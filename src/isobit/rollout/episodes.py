@@ -161,7 +161,9 @@ class Episodes:
         are any. Raises ToolError where no process of an environment can be had.
         """
         self._said.clear()
-        self._answers.begin(weights_version, [(one.prompt.id, one.visit) for one in requests])
+        self._answers.begin(
+            weights_version, [(request.prompt.id, request.visit) for request in requests]
+        )
         found = generate_shared(world, self, requests, progress, complete)
         said = world.all_gather(json.dumps(self._said))
         self._answers.end([one for part in said for one in json.loads(part)])
@@ -390,9 +392,9 @@ class Episodes:
             episode.failure, episode.turn_rewards[-1] = "flood", None
             self._finish(handle, "failed")
             return
-        episode.results.append(tuple((one.kind, one.text) for one in results))
-        texts = [one.text for one in results if one.kind != "user"]
-        spoken = [one.text for one in results if one.kind == "user"]
+        episode.results.append(tuple((result.kind, result.text) for result in results))
+        texts = [result.text for result in results if result.kind != "user"]
+        spoken = [result.text for result in results if result.kind == "user"]
         last = int(episode.sequence.token_ids[-1])
         given = self._tools.continuation.token_ids(texts, last, spoken)
         sequence = episode.sequence.with_given(given)
@@ -488,11 +490,11 @@ class Episodes:
 def _handles(requests: Sequence[Request]) -> list[list[Handle]]:
     """The handles that ``engine.submit`` would give, for samples that begin later."""
     return [
-        [Handle(one.prompt.id, one.visit, sample) for sample in range(one.samples)]
-        for one in requests
+        [Handle(request.prompt.id, request.visit, sample) for sample in range(request.samples)]
+        for request in requests
     ]
 
 
 def _runnable(parsed: Sequence[Parsed]) -> list[Call]:
     calls = [one for one in parsed if not isinstance(one, MalformedCall)]
-    return [Call(one.name, one.positional, one.arguments) for one in calls]
+    return [Call(call.name, call.positional, call.arguments) for call in calls]

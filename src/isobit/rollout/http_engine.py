@@ -102,10 +102,10 @@ class HttpEngine(RemoteSamples):
         notes = self._check_servers()
         sizes = [one.sizes for one in self._servers if one.sizes]
         limits = EngineLimits(
-            min(one.get("context", policy.config.max_positions) for one in sizes),
+            min(size.get("context", policy.config.max_positions) for size in sizes),
             policy.config.vocab_size,
-            min(one["pages"] for one in sizes),
-            max(one["page_tokens"] for one in sizes),
+            min(size["pages"] for size in sizes),
+            max(size["page_tokens"] for size in sizes),
             tokenizer is not None,
         )
         super().__init__(limits, seed, tokenizer)
@@ -297,7 +297,7 @@ class HttpEngine(RemoteSamples):
             for drawn in news.samples:
                 self._accept(drawn)
         with self._board.changed:
-            is_up = any(one.is_up for one in self._servers)
+            is_up = any(server.is_up for server in self._servers)
         if (draws or not is_up) and monotonic() - self._heard_at > self._patience_s:
             state = "though some answer" if is_up else "and none is up"
             raise ServerError(

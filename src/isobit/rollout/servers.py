@@ -249,7 +249,7 @@ class Server:
             return True
         if not self._live:
             self._heard_at = time.monotonic()
-        numbers = {number for one in asks for number in one.numbers}
+        numbers = {number for ask in asks for number in ask.numbers}
         self._live |= numbers
         self._live -= set(drops)
         answer = self._step(weights, asks, drops)
@@ -261,7 +261,7 @@ class Server:
             self._live -= numbers
             answer = self._step(weights, [], drops) or Step(samples=())
         answer.check_tokens(board.num_tokens)
-        self._live -= {one.number for one in answer.samples if one.finish_reason}
+        self._live -= {sample.number for sample in answer.samples if sample.finish_reason}
         board.post(News(samples=answer.samples))
         self._check_progress(answer)
         return True
@@ -269,7 +269,7 @@ class Server:
     def _check_progress(self, answer: Step) -> None:
         """Raise UnavailableError where nothing was drawn for too long, though it answers."""
         now = time.monotonic()
-        if not self._live or any(one.token_ids for one in answer.samples):
+        if not self._live or any(sample.token_ids for sample in answer.samples):
             self._heard_at = now
         elif now - self._heard_at > self._board.patience_s:
             raise UnavailableError(
@@ -308,7 +308,7 @@ class Server:
             "client": self._client,
             "session": self._session,
             "weights": weights.digest,
-            "ask": [one.body() for one in asks],
+            "ask": [ask.body() for ask in asks],
             "drop": list(drops),
         }
         sent = json.dumps(body).encode()
@@ -357,7 +357,7 @@ class Server:
         """``is_other``: it is there, and computes something else than before."""
         self._close()
         with self._board.changed:
-            asked = {number for one in self._asks for number in one.numbers}
+            asked = {number for ask in self._asks for number in ask.numbers}
             lost, self._live = self._live | asked, set()
             is_new = self.is_up or (is_other and problem != self.problem)
             self.is_up, self.problem, self._asks, self._drops = False, problem, [], []

@@ -208,7 +208,7 @@ def generate_shared(
         if rank != world.rank:
             made |= _groups_of(value, requests)
     stats = [EngineStats(**value["stats"]) for value in found]
-    total = replace(sum(stats, EngineStats()), seconds=max(one.seconds for one in stats))
+    total = replace(sum(stats, EngineStats()), seconds=max(stat.seconds for stat in stats))
     places = range(len(requests))
     return [made[place] for place in places], [homes[place] for place in places], total
 

@@ -109,7 +109,7 @@ class WeightsFile:
     def of(cls, policy: Policy, folder: Path) -> "WeightsFile":
         """Write what the policy has published last.  Raises StorageError."""
         tensors = {name: one.cpu().contiguous() for name, one in published_tensors(policy)}
-        digest, size = digest_of(tensors), sum(one.nbytes for one in tensors.values())
+        digest, size = digest_of(tensors), sum(tensor.nbytes for tensor in tensors.values())
         path = folder / f"weights-{policy.version}-{digest[:12]}.safetensors"
         try:
             save_file(tensors, path)
@@ -187,7 +187,9 @@ class VllmServers(HttpEngine):
         return WeightsFile.of(self._policy, self._folder)
 
     def _note_update(self, weights: VersionedWeights, up: int, seconds: float) -> None:
-        loaded = max((took for one in self._servers for _, _, took in one.pushed), default=0.0)
+        loaded = max(
+            (took for server in self._servers for _, _, took in server.pushed), default=0.0
+        )
         self._notes.append(
             f"weights of version {weights.version}: {up} of {len(self._servers)} servers have "
             f"loaded {weights.nbytes / MIB:.1f} MiB with the digest {weights.digest[:12]}, equal "
@@ -330,7 +332,7 @@ class Stream:
         number = self._order[choice.index]
         if reason is not None:
             self._unended.discard(number)
-        log_probs = [float("-inf") if one == _MINUS_INFINITY else one for one in values]
+        log_probs = [float("-inf") if value == _MINUS_INFINITY else value for value in values]
         self._news.put(StreamNews(number, tokens, log_probs, reason))
 
 
@@ -363,7 +365,7 @@ def _is_triple(values: Any) -> bool:
     return (
         isinstance(values, list)
         and len(values) == 3
-        and all(isinstance(one, (int, float)) for one in values)
+        and all(isinstance(value, (int, float)) for value in values)
     )
 
 

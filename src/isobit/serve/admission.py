@@ -53,7 +53,7 @@ def check_size(asked: GenerationRequest, questions: Sequence[ScoredPrompt]) -> N
     """Raises ApiError for more log-probabilities than are held at once."""
     if asked.scores_prompt is None:
         return
-    tokens = sum(len(one.token_ids) for one in questions)
+    tokens = sum(len(question.token_ids) for question in questions)
     wanted = tokens * (1 + asked.scores_prompt)
     if wanted > MOST_LOG_PROBS:
         raise ApiError(

@@ -102,7 +102,7 @@ class ServedRequest:
         Raises RequestError for what the engine refuses, and what ``EngineCall.next`` raises.
         """
         self._head, self._questions, self._requests = head, questions, requests
-        self.usage.prompt_tokens = sum(len(one.token_ids) for one in questions)
+        self.usage.prompt_tokens = sum(len(question.token_ids) for question in questions)
         if self.asked.scores_prompt is not None:
             await self._score_prompts(self.asked.scores_prompt)
         if self._draws:
@@ -218,13 +218,13 @@ class ServedRequest:
         found = [Scored() for _ in self._requests]
         scorings = [
             Scoring(
-                one.prompt.token_ids,
+                request.prompt.token_ids,
                 1,
-                one.sampling.log_prob_temperature,
+                request.sampling.log_prob_temperature,
                 alternatives,
-                one.adapter,
+                request.adapter,
             )
-            for one in self._requests
+            for request in self._requests
         ]
         places = [place for place, one in enumerate(scorings) if len(one.token_ids) > 1]
         for place in places:

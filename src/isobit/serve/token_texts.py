@@ -87,7 +87,7 @@ class Spelling:
         """The log-probabilities of an echoed prompt; its first token has none."""
         assert question.scored is not None
         scored, first = question.scored, question.token_ids[0]
-        tops = [one[:alternatives] for one in scored.alternatives]
+        tops = [alternative[:alternatives] for alternative in scored.alternatives]
         rest = ChoicePart(0, "", question.token_ids[1:], tuple(scored.log_probs), tops)
         is_written = question.text.startswith(self.text(first))  # else the tokenizer has added it
         found = self.legacy(rest, len(self.text(first)) if is_written else 0)
