@@ -332,14 +332,14 @@ class Results:
         """The samples that go on, with a result; none after the last turn."""
         found: dict[Handle, Completion] = {}
         self._left -= 1
-        for place, (request, group) in enumerate(zip(requests, completions, strict=True)):
+        for index, (request, group) in enumerate(zip(requests, completions, strict=True)):
             for sample, one in enumerate(group if self._left >= 0 else ()):
                 count = self._random.randint(1, RESULT_TOKENS)
                 given = [self._random.randrange(self._workload.vocab_size) for _ in range(count)]
                 has_room = one.sequence.length + count < request.max_length(self._context)
                 if one.finish_reason == "stop" and has_room:
                     handle = Handle(request.prompt.id, request.visit, sample)
-                    self.places[handle] = place
+                    self.places[handle] = index
                     found[handle] = Completion(one.sequence.with_given(given), "", "aborted")
         return found
 

@@ -227,7 +227,7 @@ class _Share:
     ) -> None:
         self._world, self._queue, self._engine = world, queue, engine
         self._requests, self._progress, self._complete = requests, progress, complete
-        self._places = {(one.prompt.id, one.visit): place for place, one in enumerate(requests)}
+        self._places = {(one.prompt.id, one.visit): index for index, one in enumerate(requests)}
         self._total = sum(request.samples for request in requests)
         self.whole: dict[int, list[Completion]] = {}
         """Of the requests that were taken here, by place, those that have all their samples."""
