@@ -26,19 +26,19 @@ class ResponseFormat(Protocol):
     piece: str
     """The ``object`` of a chunk of a stream."""
 
-    def choice(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+    def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
         """A whole choice."""
         ...
 
-    def beginning(self, index: int, question: ScoredPrompt) -> dict[str, Any] | None:
+    def beginning(self, index: int, prompt: ScoredPrompt) -> dict[str, Any] | None:
         """The first chunk's choice, before anything is drawn; None for none."""
         ...
 
-    def delta(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+    def delta(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
         """A chunk's choice."""
         ...
 
-    def of_prompts(self, questions: Sequence[ScoredPrompt]) -> dict[str, Any]:
+    def of_prompts(self, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
         """Keys of an answer, or of its first chunk, about the prompts."""
         ...
 
@@ -53,30 +53,30 @@ class CompletionFormat:
         self._offsets: dict[int, int] = {}
         """The character at which the next part of each choice begins."""
 
-    def choice(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        found = self.delta(question, part)
+    def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        found = self.delta(prompt, part)
         if self._asked.echo:
-            found["text"] = question.text + found["text"]
+            found["text"] = prompt.text + found["text"]
             if found["logprobs"] is not None:
-                head = self._log_probs_of_prompt(question)
+                head = self._log_probs_of_prompt(prompt)
                 found["logprobs"] = {name: head[name] + found["logprobs"][name] for name in head}
-        return found | self._of_prompt(question)
+        return found | self._of_prompt(prompt)
 
-    def beginning(self, index: int, question: ScoredPrompt) -> dict[str, Any] | None:
-        of_prompt, echo = self._of_prompt(question), self._asked.echo
+    def beginning(self, index: int, prompt: ScoredPrompt) -> dict[str, Any] | None:
+        of_prompt, echo = self._of_prompt(prompt), self._asked.echo
         if not echo and not of_prompt:
             return None
         wanted = echo and self._asked.logprobs is not None
         return {
             "index": index,
-            "text": question.text if echo else "",
-            "logprobs": self._log_probs_of_prompt(question) if wanted else None,
+            "text": prompt.text if echo else "",
+            "logprobs": self._log_probs_of_prompt(prompt) if wanted else None,
             "finish_reason": None,
             **of_prompt,
         }
 
-    def delta(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        begin = self._offsets.get(part.index, len(question.text) if self._asked.echo else 0)
+    def delta(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        begin = self._offsets.get(part.index, len(prompt.text) if self._asked.echo else 0)
         self._offsets[part.index] = begin + len(part.text)
         found: dict[str, Any] = {
             "index": part.index,
@@ -90,15 +90,15 @@ class CompletionFormat:
             found["token_ids"] = list(part.token_ids)
         return found
 
-    def of_prompts(self, questions: Sequence[ScoredPrompt]) -> dict[str, Any]:
+    def of_prompts(self, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
         return {}
 
-    def _log_probs_of_prompt(self, question: ScoredPrompt) -> dict[str, list[Any]]:
+    def _log_probs_of_prompt(self, prompt: ScoredPrompt) -> dict[str, list[Any]]:
         assert self._asked.logprobs is not None
-        return self._spelling.legacy_prompt(question, self._asked.logprobs)
+        return self._spelling.legacy_prompt(prompt, self._asked.logprobs)
 
-    def _of_prompt(self, question: ScoredPrompt) -> dict[str, Any]:
-        return _of_prompt(self._asked, question, self._spelling)
+    def _of_prompt(self, prompt: ScoredPrompt) -> dict[str, Any]:
+        return _of_prompt(self._asked, prompt, self._spelling)
 
 
 class ChatFormat:
@@ -119,8 +119,8 @@ class ChatFormat:
     def reads_calls(self) -> bool:
         return self._calls is not None
 
-    def choice(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        content, calls = self._visible_text(question, part)
+    def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        content, calls = self._visible_text(prompt, part)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
@@ -131,12 +131,12 @@ class ChatFormat:
             **self._of_tokens(part),
         }
 
-    def beginning(self, index: int, question: ScoredPrompt) -> dict[str, Any] | None:
+    def beginning(self, index: int, prompt: ScoredPrompt) -> dict[str, Any] | None:
         start = {"role": "assistant", "content": ""}
         return {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
 
-    def delta(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        content, calls = self._visible_text(question, part)
+    def delta(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        content, calls = self._visible_text(prompt, part)
         delta: dict[str, Any] = {"content": content} if content else {}
         if calls:
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
@@ -147,17 +147,17 @@ class ChatFormat:
             **self._of_tokens(part),
         }
 
-    def of_prompts(self, questions: Sequence[ScoredPrompt]) -> dict[str, Any]:
-        return _of_prompt(self._asked, questions[0], self._spelling)
+    def of_prompts(self, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
+        return _of_prompt(self._asked, prompts[0], self._spelling)
 
     def _visible_text(
-        self, question: ScoredPrompt, part: ChoicePart
+        self, prompt: ScoredPrompt, part: ChoicePart
     ) -> tuple[str, list[dict[str, Any]]]:
         """The text of a part that is no call, and at the end of the choice its calls."""
         if self._calls is None:
             return part.text, []
         if part.index not in self._readers:
-            is_thinking = ends_in_thinking(question.text)
+            is_thinking = ends_in_thinking(prompt.text)
             self._readers[part.index] = TurnReader(self._calls, self._tools, is_thinking)
         reader = self._readers[part.index]
         text = reader.feed(part.text)
@@ -204,11 +204,11 @@ def _finish_reason(part: ChoicePart, calls: Sequence[Any]) -> str | None:
 
 
 def _of_prompt(
-    asked: GenerationRequest, question: ScoredPrompt, spelling: Spelling
+    asked: GenerationRequest, prompt: ScoredPrompt, spelling: Spelling
 ) -> dict[str, Any]:
     found = dict[str, Any]()
     if asked.return_token_ids:
-        found["prompt_token_ids"] = list(question.token_ids)
+        found["prompt_token_ids"] = list(prompt.token_ids)
     if asked.prompt_logprobs is not None:
-        found["prompt_logprobs"] = spelling.prompt_log_probs(question, asked.prompt_logprobs)
+        found["prompt_logprobs"] = spelling.prompt_log_probs(prompt, asked.prompt_logprobs)
     return found

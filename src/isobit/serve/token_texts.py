@@ -83,23 +83,23 @@ class Spelling:
             found.setdefault(self.text(token), _finite(log_prob))
         return found
 
-    def legacy_prompt(self, question: ScoredPrompt, alternatives: int) -> dict[str, list[Any]]:
+    def legacy_prompt(self, prompt: ScoredPrompt, alternatives: int) -> dict[str, list[Any]]:
         """The log-probabilities of an echoed prompt; its first token has none."""
-        assert question.scored is not None
-        scored, first = question.scored, question.token_ids[0]
+        assert prompt.scored is not None
+        scored, first = prompt.scored, prompt.token_ids[0]
         tops = [alternative[:alternatives] for alternative in scored.alternatives]
-        rest = ChoicePart(0, "", question.token_ids[1:], tuple(scored.log_probs), tops)
-        is_written = question.text.startswith(self.text(first))  # else the tokenizer has added it
+        rest = ChoicePart(0, "", prompt.token_ids[1:], tuple(scored.log_probs), tops)
+        is_written = prompt.text.startswith(self.text(first))  # else the tokenizer has added it
         found = self.legacy(rest, len(self.text(first)) if is_written else 0)
         head = {"tokens": self.text(first), "token_logprobs": None, "top_logprobs": None}
         return {name: [(head | {"text_offset": 0})[name], *found[name]] for name in found}
 
-    def prompt_log_probs(self, question: ScoredPrompt, alternatives: int) -> list[Any]:
+    def prompt_log_probs(self, prompt: ScoredPrompt, alternatives: int) -> list[Any]:
         """vLLM's form: a table of token ids for each token; its first token has none."""
-        assert question.scored is not None
-        scored, found = question.scored, list[Any]([None])
+        assert prompt.scored is not None
+        scored, found = prompt.scored, list[Any]([None])
         columns = zip(
-            question.token_ids[1:], scored.log_probs, scored.ranks, scored.alternatives, strict=True
+            prompt.token_ids[1:], scored.log_probs, scored.ranks, scored.alternatives, strict=True
         )
         for token, log_prob, rank, top in columns:
             entries = {one: (value, place) for place, (one, value) in enumerate(top, start=1)}
