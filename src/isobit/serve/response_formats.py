@@ -164,7 +164,7 @@ class ChatFormat:
         if part.finish_reason is None:
             return text, []
         held, said = reader.held, reader.finish()
-        calls = _tool_calls(said.calls, self._tools, f"{question.token_ids} {part.index}")
+        calls = _tool_calls(said.calls, self._tools, f"{prompt.token_ids} {part.index}")
         return text + (said.text if calls else held), calls
 
     def _of_tokens(self, part: ChoicePart) -> dict[str, Any]:

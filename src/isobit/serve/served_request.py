@@ -151,7 +151,7 @@ class ServedRequest:
             yield piece
 
     def _size(self, part: ChoicePart, prompt: ScoredPrompt | None = None) -> int:
-        """The log-probabilities that are written of a part, and of a question before it."""
+        """The log-probabilities that are written of a part, and of a prompt before it."""
         drawn = len(part.token_ids) * (1 + (self.asked.alternatives or 0))
         if prompt is None or prompt.scored is None:
             return drawn
