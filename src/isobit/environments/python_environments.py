@@ -66,8 +66,8 @@ def give_environment(value: Any, rewards: Sequence[EnvironmentReward] = ()) -> G
         return GivenEnvironment(tools, (), place)
     label = re.sub(r"\W", "", tools.__name__) if isinstance(tools, type) else "tools"
     digest = digest_of([tools, list(rewards)])[:_DIGITS]
-    made = GivenEnvironment(tools, rewards, f"{PREFIX}{label}@{digest}")
-    return _GIVEN.setdefault(made.name, made)
+    environment = GivenEnvironment(tools, rewards, f"{PREFIX}{label}@{digest}")
+    return _GIVEN.setdefault(environment.name, environment)
 
 
 def _functions(value: Any) -> tuple[Callable[..., Any], ...]:
@@ -140,7 +140,9 @@ def _routines(tools: Tools) -> dict[str, FunctionType]:
     else:
         pairs = [(tool.__name__, tool) for tool in tools]
     return {
-        name: one for name, one in pairs if isinstance(one, FunctionType) and name not in _TAKEN
+        name: function
+        for name, function in pairs
+        if isinstance(function, FunctionType) and name not in _TAKEN
     }
 
 
@@ -148,9 +150,9 @@ def _types(tools: Tools) -> dict[str, dict[str, Any]]:
     """The types of parameters that are written as text, as ``from __future__ import annotations``
     makes them: a copy of a function does not have the names that stand in them alone.
     """
-    found = dict[str, dict[str, Any]]()
+    types_of = dict[str, dict[str, Any]]()
     for name, function in _routines(tools).items():
-        if any(isinstance(one, str) for one in function.__annotations__.values()):
+        if any(isinstance(annotation, str) for annotation in function.__annotations__.values()):
             with suppress(Exception):  # the schema says what is wrong with them
-                found[name] = get_type_hints(function)
-    return found
+                types_of[name] = get_type_hints(function)
+    return types_of

@@ -153,19 +153,19 @@ class HostedTaskset:
 
     def _task_of(self, columns: Mapping[str, Any]) -> Any:
         known = columns.get("task")
-        place = known.get("idx") if isinstance(known, dict) else None
+        index = known.get("idx") if isinstance(known, dict) else None
         taskset = self._environment.taskset
-        found = None
-        if isinstance(place, int) and place >= 0:
-            found = next(iter((self._tasks or [])[place : place + 1]), None)
+        task = None
+        if isinstance(index, int) and index >= 0:
+            task = next(iter((self._tasks or [])[index : index + 1]), None)
             if self._tasks is None:
-                found = next(islice(taskset, place, None), None)
-        if found is None or _known_by(found) != known:
+                task = next(islice(taskset, index, None), None)
+        if task is None or _known_by(task) != known:
             raise ToolError(
                 "a row's task is none of the environment's; take its own dataset "
                 '(data.train.type = "verifiers"), with the options of [environment]'
             )
-        return found
+        return task
 
 
 class Played(Conversation):

@@ -184,9 +184,9 @@ class Host:
 
     def _load(self) -> Hosted:
         try:
-            found = load(self._start)
-            self._say(found.ready())
-            return found
+            hosted = load(self._start)
+            self._say(hosted.ready())
+            return hosted
         except ToolError as error:
             self._say({"refused": str(error)})
         except BaseException as error:

@@ -70,7 +70,11 @@ from isobit.util.errors import ConfigError, IsobitError
 def scenarios_of(policy: Policy, workload: Workload) -> list[Scenario]:
     """The scenarios of ``engine_scenarios`` that the model can be in."""
     has_routers = policy.config.experts is not None
-    return [one for one in engine_scenarios(workload) if has_routers or not one.ties_routers]
+    return [
+        scenario
+        for scenario in engine_scenarios(workload)
+        if has_routers or not scenario.ties_routers
+    ]
 
 
 Packings = Callable[[list[TokenSequence], int], Iterator[tuple[str, list[PackedBatch]]]]
@@ -376,12 +380,12 @@ def _operations(
     """The operations of the first weights under which any differ, or of all weights."""
     if len(keeps) == 1:
         return compared_operations(*keeps[0], samples)
-    found = [
+    parts = [
         compared_operations(*pair, drawn_by(samples, version))
         for pair, version in zip(keeps, _versions(samples), strict=False)
     ]
-    parted = next((one for one in found if one.difference is not None), found[0])
-    return replace(parted, rows=sum(one.rows for one in found))
+    parted = next((part for part in parts if part.difference is not None), parts[0])
+    return replace(parted, rows=sum(part.rows for part in parts))
 
 
 def _versions(samples: Sequence[TokenSequence]) -> list[int]:
@@ -453,12 +457,12 @@ def _has_results(sample: TokenSequence) -> bool:
 
 def first_operation(result: VerifyResult) -> str:
     """The first operation that differs in any scenario, or an empty string."""
-    found = [
+    sites = [
         operation.difference.site
         for operation in result.operations
         if operation.difference is not None
     ]
-    return describe_site(found[0]) if found else ""
+    return describe_site(sites[0]) if sites else ""
 
 
 def _shows_operations(policy: Policy) -> bool:

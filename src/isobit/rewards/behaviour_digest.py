@@ -123,10 +123,10 @@ def _names_of(code: CodeType) -> set[str]:
 
 def _is_own(module: str | None) -> bool:
     """Whether a module is the user's: a script, a notebook, a file outside the libraries."""
-    found = sys.modules.get(module or "")
-    if module == "__main__" or found is None:
+    loaded = sys.modules.get(module or "")
+    if module == "__main__" or loaded is None:
         return True
-    file = getattr(found, "__file__", None)
+    file = getattr(loaded, "__file__", None)
     if file is None:
         return module not in sys.builtin_module_names
     return not is_installed(Path(file))

@@ -237,17 +237,17 @@ class Graders:
     ) -> dict[str, list[list[Outcome]]]:
         """The outcomes of each part that is a model, by group."""
         pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
-        found: dict[str, list[list[Outcome]]] = {}
+        outcomes: dict[str, list[list[Outcome]]] = {}
         for name, part in self._parts.items():
             if part.model is None:
                 continue
             if name not in models:
                 raise RewardError(f"{_label(name)} is the model {part.model}, which nothing scores")
             scores = iter(models[name](pairs))
-            found[name] = [
+            outcomes[name] = [
                 [outcome_of(next(scores)) for _ in group.completions] for group in groups
             ]
-        return found
+        return outcomes
 
 
 class InProcess:

@@ -282,7 +282,7 @@ class Episodes:
         known, self._answered_at_once = self._answered_at_once, []
         idle = not self._engine.num_live and not known
         found = self._environments.poll(_TICK_S if idle and self._open else 0.0)
-        return known + [(one, self._noted(one, answer)) for one, answer in found]
+        return known + [(handle, self._noted(handle, answer)) for handle, answer in found]
 
     def _noted(self, handle: Handle, answer: TurnAnswer) -> TurnAnswer:
         """An answer of a process, as it is recorded: a failure where the episode's time is over."""
@@ -435,15 +435,15 @@ class Episodes:
         """The result of each call that the model sees; None where the environment answered other
         calls.
         """
-        if sum(not isinstance(one, MalformedCall) for one in parsed) != len(answered):
+        if sum(not isinstance(call, MalformedCall) for call in parsed) != len(answered):
             return None
-        rest, found = iter(answered), list[Result]()
-        for one in parsed:
-            malformed = isinstance(one, MalformedCall)
-            result = Result("malformed", one.problem) if malformed else next(rest)
+        rest, visible = iter(answered), list[Result]()
+        for call in parsed:
+            malformed = isinstance(call, MalformedCall)
+            result = Result("malformed", call.problem) if malformed else next(rest)
             text = result.text if result.kind in ("ok", "cut") else f"error: {result.text}"
-            found.append(self._fitted(Result(result.kind, text)))
-        return found
+            visible.append(self._fitted(Result(result.kind, text)))
+        return visible
 
     def _fitted(self, result: Result) -> Result:
         """A result of at most ``environment.max_result_tokens``, or a few more where the cut text

@@ -245,7 +245,7 @@ class HttpEngine(RemoteSamples):
         """Give what waits to the servers with the fewest tokens to draw, samples that start from
         one prompt together.
         """
-        waiting = [one for one in self._live.values() if one.handle not in self._number_of]
+        waiting = [sample for sample in self._live.values() if sample.handle not in self._number_of]
         if not waiting:
             return
         groups = [list(group) for _, group in groupby(waiting, _start)]

@@ -156,7 +156,7 @@ class TokenScorer(Generic[Key]):
                 f"{len(ids)} tokens are to be scored; the model's context holds "
                 f"{shape.max_positions}: shorten the prompt"
             )
-        wrong = next((one for one in ids if not 0 <= one < shape.num_drawn), None)
+        wrong = next((token for token in ids if not 0 <= token < shape.num_drawn), None)
         if wrong is not None:
             raise RequestError(
                 f"token {wrong} is to be scored; the distribution holds 0 to {shape.num_drawn - 1}"

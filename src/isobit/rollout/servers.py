@@ -171,15 +171,15 @@ class Server:
         """Raises ConfigError for a server that cannot serve the run, UnavailableError for one that
         does not answer.
         """
-        found = self._get()
+        description = self._get()
         for name, other in _SAME.items():
-            if (has := getattr(found, name)) != self._expected[name]:
+            if (has := getattr(description, name)) != self._expected[name]:
                 where = difference(has, self._expected[name])
                 raise ConfigError(
                     f"{self.url} (rollout.servers) has {other}: {where}; start it with the same "
                     "model, --precision and version as the run, on the same kind of device"
                 )
-        self.sizes, self._held = found.sizes, found.weights
+        self.sizes, self._held = description.sizes, description.weights
 
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"server {self.url}", daemon=True).start()
@@ -312,11 +312,11 @@ class Server:
             "drop": list(drops),
         }
         sent = json.dumps(body).encode()
-        status, found = self._request("POST", "/isobit/step", [sent], ok=(200, 409, 429))
+        status, answer = self._request("POST", "/isobit/step", [sent], ok=(200, 409, 429))
         if status == 409:
             self._held = None
-            raise UnavailableError(sentence_of(found))
-        return None if status == 429 else read_answer(Step, found, "/isobit/step")
+            raise UnavailableError(sentence_of(answer))
+        return None if status == 429 else read_answer(Step, answer, "/isobit/step")
 
     def _push(self, weights: VersionedWeights) -> None:
         """Send an update, and all weights where it does not lead to the right digest."""
@@ -407,17 +407,17 @@ class Server:
             connection = self._connected(seconds)
             connection.request(method, path, iter(pieces), headers)
             response = connection.getresponse()
-            status, found = response.status, response.read(MOST_ANSWERED + 1)
+            status, content = response.status, response.read(MOST_ANSWERED + 1)
         except (OSError, HTTPException) as error:
             self._close()
             raise UnavailableError(shown(str(error) or type(error).__name__)) from None
         self._used_at = time.monotonic()
-        if len(found) > MOST_ANSWERED:
+        if len(content) > MOST_ANSWERED:
             self._close()
             raise AnswerError(f"its answer to {path} is longer than {MOST_ANSWERED >> 20} MiB")
         if status in ok:
-            return status, found
-        sentence = sentence_of(found)
+            return status, content
+        sentence = sentence_of(content)
         if status >= 500 or status in (408, 499):
             raise UnavailableError(f"{path} answers with {status}: {sentence}")
         raise ServerError(f"{self.url}{path} answers with {status}: {sentence}")
@@ -443,10 +443,10 @@ class Server:
 
 def connect(url: str) -> HTTPConnection:
     """Raises OSError."""
-    place = urlsplit(url)
-    kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
-    assert place.hostname is not None
-    connection = kind(place.hostname, place.port, timeout=CONNECT_S)
+    address = urlsplit(url)
+    kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
+    assert address.hostname is not None
+    connection = kind(address.hostname, address.port, timeout=CONNECT_S)
     connection.connect()
     return connection
 

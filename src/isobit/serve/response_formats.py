@@ -54,13 +54,15 @@ class CompletionFormat:
         """The character at which the next part of each choice begins."""
 
     def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        found = self.delta(prompt, part)
+        written = self.delta(prompt, part)
         if self._asked.echo:
-            found["text"] = prompt.text + found["text"]
-            if found["logprobs"] is not None:
+            written["text"] = prompt.text + written["text"]
+            if written["logprobs"] is not None:
                 head = self._log_probs_of_prompt(prompt)
-                found["logprobs"] = {name: head[name] + found["logprobs"][name] for name in head}
-        return found | self._of_prompt(prompt)
+                written["logprobs"] = {
+                    name: head[name] + written["logprobs"][name] for name in head
+                }
+        return written | self._of_prompt(prompt)
 
     def beginning(self, index: int, prompt: ScoredPrompt) -> dict[str, Any] | None:
         of_prompt, echo = self._of_prompt(prompt), self._asked.echo
@@ -78,17 +80,17 @@ class CompletionFormat:
     def delta(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
         begin = self._offsets.get(part.index, len(prompt.text) if self._asked.echo else 0)
         self._offsets[part.index] = begin + len(part.text)
-        found: dict[str, Any] = {
+        written: dict[str, Any] = {
             "index": part.index,
             "text": part.text,
             "logprobs": None,
             "finish_reason": part.finish_reason,
         }
         if self._asked.logprobs is not None:
-            found["logprobs"] = self._spelling.legacy(part, begin)
+            written["logprobs"] = self._spelling.legacy(part, begin)
         if self._asked.return_token_ids:
-            found["token_ids"] = list(part.token_ids)
-        return found
+            written["token_ids"] = list(part.token_ids)
+        return written
 
     def of_prompts(self, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
         return {}
@@ -169,14 +171,14 @@ class ChatFormat:
 
     def _of_tokens(self, part: ChoicePart) -> dict[str, Any]:
         wanted = self._asked.alternatives is not None
-        found: dict[str, Any] = {"logprobs": self._spelling.chat(part) if wanted else None}
+        written: dict[str, Any] = {"logprobs": self._spelling.chat(part) if wanted else None}
         if self._asked.return_token_ids:
-            found["token_ids"] = list(part.token_ids)
-        return found
+            written["token_ids"] = list(part.token_ids)
+        return written
 
 
 def _tool_calls(
-    found: Sequence[Parsed], tools: Collection[str], answer: str
+    parsed: Sequence[Parsed], tools: Collection[str], answer: str
 ) -> list[dict[str, Any]]:
     """The calls in OpenAI's form; none where one of them cannot be read or names none of the
     ``tools``, so that all stay text.
@@ -185,13 +187,13 @@ def _tool_calls(
     them into the next prompt; Mistral's want nine letters or digits.
     """
     calls = list[dict[str, Any]]()
-    for place, call in enumerate(found):
+    for index, call in enumerate(parsed):
         if not isinstance(call, ToolCall) or call.name not in tools:
             return []
         arguments = json.dumps(call.arguments, ensure_ascii=False)
         calls.append(
             {
-                "id": sha256(f"{answer} {place}".encode()).hexdigest()[:9],
+                "id": sha256(f"{answer} {index}".encode()).hexdigest()[:9],
                 "type": "function",
                 "function": {"name": call.name, "arguments": arguments},
             }
@@ -206,9 +208,9 @@ def _finish_reason(part: ChoicePart, calls: Sequence[Any]) -> str | None:
 def _of_prompt(
     asked: GenerationRequest, prompt: ScoredPrompt, spelling: Spelling
 ) -> dict[str, Any]:
-    found = dict[str, Any]()
+    written = dict[str, Any]()
     if asked.return_token_ids:
-        found["prompt_token_ids"] = list(prompt.token_ids)
+        written["prompt_token_ids"] = list(prompt.token_ids)
     if asked.prompt_logprobs is not None:
-        found["prompt_logprobs"] = spelling.prompt_log_probs(prompt, asked.prompt_logprobs)
-    return found
+        written["prompt_logprobs"] = spelling.prompt_log_probs(prompt, asked.prompt_logprobs)
+    return written

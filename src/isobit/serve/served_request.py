@@ -124,20 +124,20 @@ class ServedRequest:
 
     async def whole(self) -> dict[str, Any]:
         """The answer, whose choices are made as they are written."""
-        found = dict[int, ChoicePart]()
+        parts = dict[int, ChoicePart]()
         async for part in self._parts():
-            found[part.index] = part
+            parts[part.index] = part
         self.is_large = (
-            sum(self._size(part, self._prompt(part.index)) for part in found.values()) > SMALL
+            sum(self._size(part, self._prompt(part.index)) for part in parts.values()) > SMALL
         )
 
         def choice(index: int) -> dict[str, Any]:
-            return self.form.choice(self._prompt(index), found.pop(index))
+            return self.form.choice(self._prompt(index), parts.pop(index))
 
         return {
             **self._head,
             "object": self.form.whole,
-            "choices": LazyList(len(found), choice),
+            "choices": LazyList(len(parts), choice),
             "usage": self.usage.json(),
             **self.form.of_prompts(self._prompts),
         }
@@ -215,7 +215,7 @@ class ServedRequest:
         return self._prompts[index // self.asked.n]
 
     async def _score_prompts(self, alternatives: int) -> None:
-        found = [Scored() for _ in self._requests]
+        results = [Scored() for _ in self._requests]
         scorings = [
             Scoring(
                 request.prompt.token_ids,
@@ -226,16 +226,16 @@ class ServedRequest:
             )
             for request in self._requests
         ]
-        places = [place for place, one in enumerate(scorings) if len(one.token_ids) > 1]
-        for place in places:
-            self.thread.score(self.call, place, scorings[place])
-        for _ in places:
+        indices = [index for index, scoring in enumerate(scorings) if len(scoring.token_ids) > 1]
+        for index in indices:
+            self.thread.score(self.call, index, scorings[index])
+        for _ in indices:
             scores = await self.call.next()
             assert isinstance(scores, Scores)
-            found[scores.place] = scores.scored
+            results[scores.place] = scores.scored
         self._prompts = [
             ScoredPrompt(prompt.text, prompt.token_ids, scored)
-            for prompt, scored in zip(self._prompts, found, strict=True)
+            for prompt, scored in zip(self._prompts, results, strict=True)
         ]
 
     async def _parts(self) -> AsyncIterator[ChoicePart]:
