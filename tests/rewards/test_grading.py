@@ -440,3 +440,10 @@ def test_a_reward_that_answers_otherwise_when_asked_again_is_counted(
                 ]
     expected = {KIND: noticed} if noticed else {}
     assert found == [{}, expected, {}, expected, {}]
+
+
+def test_a_failure_has_nothing_that_drives_a_terminal() -> None:
+    found = failure_of(type("A\x1b[2J", (Exception,), {})("b\x1b[2J\r\x9b\u202e"))
+    assert found.kind == "'A\\x1b[2J'"
+    assert found.message == "A\\x1b[2J: b\\x1b[2J\\r\\x9b\\u202e"
+    assert Failure(found.kind, found.message) == found

@@ -58,8 +58,8 @@ def test_pieces_say_what_the_whole_says(
     calls: ToolFormat | None, text: str, content: str | None, count: int
 ) -> None:
     """However a text is cut; a call that cannot be read stays text."""
-    question = ScoredPrompt("x", (1, 2))
-    whole = form(calls).choice(question, ChoicePart(0, text, finish_reason="stop"))
+    prompt = ScoredPrompt("x", (1, 2))
+    whole = form(calls).choice(prompt, ChoicePart(0, text, finish_reason="stop"))
     message = whole["message"]
     assert (message["content"] or "") == (text if content is None else content)
     assert whole["finish_reason"] == ("tool_calls" if count else "stop")
@@ -68,8 +68,8 @@ def test_pieces_say_what_the_whole_says(
     for size in (1, 2, 5, 11):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         streamed = form(calls)
-        told = [streamed.delta(question, ChoicePart(0, piece)) for piece in pieces]
-        last = streamed.delta(question, ChoicePart(0, finish_reason="stop"))
+        told = [streamed.delta(prompt, ChoicePart(0, piece)) for piece in pieces]
+        last = streamed.delta(prompt, ChoicePart(0, finish_reason="stop"))
         told.append(last)
         said = "".join(one["delta"].get("content", "") for one in told)
         assert said == (message["content"] or "")
@@ -83,9 +83,9 @@ def test_thinking_that_the_prompt_has_begun_has_no_calls() -> None:
     draft = f"<tool_call>{ADD}</tool_call>"
     for text, count in ((draft, 0), (f"{draft}</think>{draft}", 1)):
         for pieces in ([text], [*text]):
-            made, question = form("hermes"), ScoredPrompt("assistant\n<think>\n", (1,))
-            told = [made.delta(question, ChoicePart(0, piece)) for piece in pieces]
-            told.append(made.delta(question, ChoicePart(0, finish_reason="stop")))
+            made, prompt = form("hermes"), ScoredPrompt("assistant\n<think>\n", (1,))
+            told = [made.delta(prompt, ChoicePart(0, piece)) for piece in pieces]
+            told.append(made.delta(prompt, ChoicePart(0, finish_reason="stop")))
             calls = [one for piece in told for one in piece["delta"].get("tool_calls", [])]
             said = "".join(piece["delta"].get("content", "") for piece in told)
             assert (len(calls), said) == (count, text[: -len(draft)] if count else text)

@@ -50,11 +50,11 @@ def built_index(folder: Path, suffixes: Sequence[str], index: str | None) -> Pat
         seen.update(f"\0{name}\0{about.st_size}\0{about.st_mtime_ns}".encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "isobit" / "search"
     home = Path(index).expanduser() if index else cache
-    place = home / f"{seen.hexdigest()[:32]}.sqlite"
-    if place.exists():
-        return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = place.with_suffix(f".{os.getpid()}")
+    index_path = home / f"{seen.hexdigest()[:32]}.sqlite"
+    if index_path.exists():
+        return index_path
+    index_path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = index_path.with_suffix(f".{os.getpid()}")
     unfinished.unlink(missing_ok=True)
     database = sqlite3.connect(unfinished)
     try:
@@ -68,5 +68,5 @@ def built_index(folder: Path, suffixes: Sequence[str], index: str | None) -> Pat
             database.execute("INSERT INTO documents(documents) VALUES ('optimize')")
     finally:
         database.close()
-    unfinished.replace(place)  # whoever builds it at the same time writes the same
-    return place
+    unfinished.replace(index_path)  # whoever builds it at the same time writes the same
+    return index_path

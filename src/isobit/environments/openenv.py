@@ -144,10 +144,11 @@ def _objection(data: Mapping[str, Any]) -> str:
     """The message of an error, with what is wrong with an action's fields."""
     errors = data.get("errors")
     wrong = [
-        f"{'.'.join(map(str, place if isinstance(place, list) else [place]))}: {one.get('msg')}"
-        for one in (errors if isinstance(errors, list) else ())
-        if isinstance(one, dict)
-        for place in [one.get("loc") or []]
+        f"{'.'.join(map(str, location if isinstance(location, list) else [location]))}: "
+        f"{error.get('msg')}"
+        for error in (errors if isinstance(errors, list) else ())
+        if isinstance(error, dict)
+        for location in [error.get("loc") or []]
     ]
     return "; ".join(wrong) or str(data.get("message"))
 
@@ -232,17 +233,17 @@ def _tools(listed: Sequence[Any]) -> list[dict[str, Any]]:
             f"the OpenEnv server lists {len(listed):,} tools; a model is told of at most "
             f"{_MOST_TOOLS}"
         )
-    found = [_tool(one) for one in listed]
-    names = [one["name"] for one in found]
+    tools = [_tool(tool) for tool in listed]
+    names = [tool["name"] for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ToolError(f"the OpenEnv server lists the tool {twice[0]!r} more than once")
-    size = len(json.dumps(found, ensure_ascii=False))
+    size = len(json.dumps(tools, ensure_ascii=False))
     if size > _LARGEST_TOOLS:
         raise ToolError(
             f"the descriptions and schemas of the OpenEnv server's tools have {size:,} characters; "
             f"a model is told of at most {_LARGEST_TOOLS:,}"
         )
-    return found
+    return tools
 
 
 def _tool(listed: Any) -> dict[str, Any]:
@@ -271,15 +272,15 @@ def _problem(schema: Mapping[str, Any]) -> str:
     if schema.get("type", "object") != "object":
         return f"its arguments are of the type {schema['type']!r:.40}, and not an object"
     if not isinstance(properties, dict) or not all(
-        isinstance(one, dict | bool) for one in properties.values()
+        isinstance(node, dict | bool) for node in properties.values()
     ):
         return f"'properties' of its schema is {properties!r:.40}, and not a table of schemas"
-    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         return f"'required' of its schema is {required!r:.40}, and not a list of names"
     level, depth = [schema], 0
     while level and depth <= _DEEPEST:
-        inside = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [one for some in inside for one in some if isinstance(one, dict | list)]
+        inside = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [node for some in inside for node in some if isinstance(node, dict | list)]
         depth += 1
     return f"its schema has more than {_DEEPEST} levels" if level else ""
 
@@ -369,14 +370,14 @@ def _result(observation: Mapping[str, Any], most: int) -> list[str]:
             return ["error", message[:most]]
         case {"tool_name": _, "result": {"content": list(parts), **rest}}:
             texts = [
-                one.get("text", "")
-                for one in parts
-                if isinstance(one, dict) and one.get("type") == "text"
+                part.get("text", "")
+                for part in parts
+                if isinstance(part, dict) and part.get("type") == "text"
             ]
-            found = truncated_result(
+            result = truncated_result(
                 "\n".join(map(str, texts)) if texts else rest.get("data"), most
             )
-            return ["error", found[1]] if rest.get("is_error") is True else found
+            return ["error", result[1]] if rest.get("is_error") is True else result
         case {"tool_name": _, "result": value}:
             return truncated_result(value, most)
     return truncated_result(observation, most)

@@ -83,7 +83,7 @@ class TurnAnswer:
         return {
             **({} if self.opening is None else {"opening": self.opening}),
             **({"over": True} if self.is_over else {}),
-            "results": [[one.kind, one.text] for one in self.results],
+            "results": [[result.kind, result.text] for result in self.results],
             "reward": self.reward,
             **({} if self.turn_reward is None else {"turn_reward": self.turn_reward}),
             "failure": None if failure is None else [failure.kind, failure.message],
@@ -213,7 +213,7 @@ class Environments(Generic[Key]):
             return
         del self._keys[number]
         self._begun.discard(key)
-        self._queue = deque(one for one in self._queue if one[0] != key)
+        self._queue = deque(turn for turn in self._queue if turn[0] != key)
         self._asked.pop(key, None)
         self._host.send(frame(("end", number)))
 
@@ -312,7 +312,7 @@ class Environments(Generic[Key]):
         failure = TurnAnswer(failure=Failure("crash", how))
         self._failed += [(key, failure) for key in (*self._asked, *queued)]
         sent = {*self._asked, *queued}
-        self._queue = deque(one for one in self._queue if one[0] not in sent)
+        self._queue = deque(turn for turn in self._queue if turn[0] not in sent)
         self._lost |= dict.fromkeys(self._begun - sent, how)
         for key in list(self._begun):
             self._forget(key)
@@ -334,12 +334,14 @@ def _answer_of(content: Mapping[str, Any]) -> TurnAnswer:
             kind, message = "flood", "it wrote no answer"
         return TurnAnswer(failure=Failure(kind, message[:2000]), seconds=took)
     results = content.get("results")
-    found = [_result_of(one) for one in results] if isinstance(results, list) else [None]
-    if None in found:
+    results_read = (
+        [_result_of(result) for result in results] if isinstance(results, list) else [None]
+    )
+    if None in results_read:
         return TurnAnswer(failure=Failure("flood", "it wrote no answer"), seconds=took)
     opening = content.get("opening")
     return TurnAnswer(
-        tuple(one for one in found if one is not None),
+        tuple(result_read for result_read in results_read if result_read is not None),
         opening if isinstance(opening, str) or _are_messages(opening) else None,
         _number_of(content.get("reward")),
         _number_of(content.get("turn_reward")),
@@ -350,7 +352,7 @@ def _answer_of(content: Mapping[str, Any]) -> TurnAnswer:
 
 def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) for one in value
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
     )
 
 

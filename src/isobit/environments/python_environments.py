@@ -58,21 +58,21 @@ def give_environment(value: Any, rewards: Sequence[EnvironmentReward] = ()) -> G
     """The environment with its name for the configuration; the caller must hold it during the
     run.  Raises ConfigError for what is neither a class nor functions.
     """
-    for one in rewards:
-        _check_reward(one)
+    for reward in rewards:
+        _check_reward(reward)
     tools = value if isinstance(value, type) else _functions(value)
     place = place_of(tools) if isinstance(tools, type) and not rewards else None
     if place is not None:
         return GivenEnvironment(tools, (), place)
     label = re.sub(r"\W", "", tools.__name__) if isinstance(tools, type) else "tools"
     digest = digest_of([tools, list(rewards)])[:_DIGITS]
-    made = GivenEnvironment(tools, rewards, f"{PREFIX}{label}@{digest}")
-    return _GIVEN.setdefault(made.name, made)
+    environment = GivenEnvironment(tools, rewards, f"{PREFIX}{label}@{digest}")
+    return _GIVEN.setdefault(environment.name, environment)
 
 
 def _functions(value: Any) -> tuple[Callable[..., Any], ...]:
     functions = tuple(value) if isinstance(value, list | tuple) else (value,)
-    names = [getattr(one, "__name__", "") for one in functions]
+    names = [getattr(function, "__name__", "") for function in functions]
     for one, name in zip(functions, names, strict=True):
         if not inspect.isroutine(one) or not name.isidentifier():
             raise ConfigError(
@@ -130,7 +130,7 @@ def unpacked_environment(packed: bytes) -> tuple[type, tuple[EnvironmentReward, 
         function.__annotations__ = types.get(name, function.__annotations__)
     if isinstance(tools, type):
         return tools, rewards
-    return type("Tools", (), {one.__name__: staticmethod(one) for one in tools}), rewards
+    return type("Tools", (), {tool.__name__: staticmethod(tool) for tool in tools}), rewards
 
 
 def _routines(tools: Tools) -> dict[str, FunctionType]:
@@ -138,9 +138,11 @@ def _routines(tools: Tools) -> dict[str, FunctionType]:
     if isinstance(tools, type):
         pairs = inspect.getmembers(tools)
     else:
-        pairs = [(one.__name__, one) for one in tools]
+        pairs = [(tool.__name__, tool) for tool in tools]
     return {
-        name: one for name, one in pairs if isinstance(one, FunctionType) and name not in _TAKEN
+        name: function
+        for name, function in pairs
+        if isinstance(function, FunctionType) and name not in _TAKEN
     }
 
 
@@ -148,9 +150,9 @@ def _types(tools: Tools) -> dict[str, dict[str, Any]]:
     """The types of parameters that are written as text, as ``from __future__ import annotations``
     makes them: a copy of a function does not have the names that stand in them alone.
     """
-    found = dict[str, dict[str, Any]]()
+    types_of = dict[str, dict[str, Any]]()
     for name, function in _routines(tools).items():
-        if any(isinstance(one, str) for one in function.__annotations__.values()):
+        if any(isinstance(annotation, str) for annotation in function.__annotations__.values()):
             with suppress(Exception):  # the schema says what is wrong with them
-                found[name] = get_type_hints(function)
-    return found
+                types_of[name] = get_type_hints(function)
+    return types_of

@@ -225,9 +225,9 @@ class Search:
         Returns:
             Its text.
         """
-        found = self._index.execute(
+        row = self._index.execute(
             "SELECT text FROM documents WHERE document = ?", (document,)
         ).fetchone()
-        if found is None:
+        if row is None:
             raise ValueError(f"there is no document {document!r:.80}")
-        return found[0][max(0, int(start)) :]
+        return row[0][max(0, int(start)) :]

@@ -153,19 +153,19 @@ class HostedTaskset:
 
     def _task_of(self, columns: Mapping[str, Any]) -> Any:
         known = columns.get("task")
-        place = known.get("idx") if isinstance(known, dict) else None
+        index = known.get("idx") if isinstance(known, dict) else None
         taskset = self._environment.taskset
-        found = None
-        if isinstance(place, int) and place >= 0:
-            found = next(iter((self._tasks or [])[place : place + 1]), None)
+        task = None
+        if isinstance(index, int) and index >= 0:
+            task = next(iter((self._tasks or [])[index : index + 1]), None)
             if self._tasks is None:
-                found = next(islice(taskset, place, None), None)
-        if found is None or _known_by(found) != known:
+                task = next(islice(taskset, index, None), None)
+        if task is None or _known_by(task) != known:
             raise ToolError(
                 "a row's task is none of the environment's; take its own dataset "
                 '(data.train.type = "verifiers"), with the options of [environment]'
             )
-        return found
+        return task
 
 
 class Played(Conversation):
@@ -179,9 +179,9 @@ class Played(Conversation):
     def __init__(self, environment: Any, most: int, task: Any, tools: Any) -> None:
         listed = [
             SimpleNamespace(
-                name=one["function"]["name"], parameters=one["function"].get("parameters", {})
+                name=tool["function"]["name"], parameters=tool["function"].get("parameters", {})
             )
-            for one in tools or ()
+            for tool in tools or ()
         ]
         super().__init__(SimpleNamespace(tool_defs=listed), most, LimitError)
         self._played, self._task, self._is_probe = environment, task, tools is None
@@ -279,7 +279,7 @@ class Played(Conversation):
 
     def _over(self) -> dict[str, Any]:
         episode = self._rollout.result()
-        errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             message = "; ".join(f"{one.type}: {one.message}" for one in errors)
             return {"failed": "crash", "message": message or "the rollout failed"}

@@ -46,11 +46,11 @@ def load_class(place: str) -> type:
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise ToolError(f"the environment {place!r} fails on import: {what}") from error
-    found = getattr(module, name, None)
-    if not inspect.isclass(found):
+    cls = getattr(module, name, None)
+    if not inspect.isclass(cls):
         classes = describe_missing(module, name, inspect.isclass)
         raise ToolError(f"{source} has no class {name!r}; its classes are {classes}")
-    return found
+    return cls
 
 
 def tools_of(cls: type) -> dict[str, Callable[..., Any]]:
@@ -67,22 +67,22 @@ def schemas_of(cls: type) -> list[dict[str, Any]]:
     from transformers.utils import chat_template_utils as utils
 
     utils.__dict__["is_torch_available"] = lambda: "torch" in sys.modules  # it imports slowly
-    found = []
+    schemas = []
     for name, function in tools_of(cls).items():
         bound = MethodType(function, cls) if inspect.isfunction(function) else function
         if isinstance(inspect.getattr_static(cls, name), staticmethod):
             bound = function
         try:
-            found.append(utils.get_json_schema(bound))
+            schemas.append(utils.get_json_schema(bound))
         except Exception as error:  # of docstrings and types
             raise ToolError(
                 f"the tool {name!r} of {cls.__name__} has no schema: {error}; a tool has types for "
                 "its parameters and a docstring with a line for each under 'Args:'; a method that "
                 "is no tool begins with an underscore"
             ) from error
-    if not found:
+    if not schemas:
         raise ToolError(f"{cls.__name__} has no public method that could be a tool")
-    return found
+    return schemas
 
 
 class HostedClass:
@@ -147,8 +147,8 @@ class Instance:
     def _total(self) -> Any:
         lists = {name: [value] for name, value in self._columns.items() if name != "environments"}
         found = [
-            _awaited(one(environments=[self._instance], **_taken(one, lists)))
-            for one in self._rewards
+            _awaited(reward(environments=[self._instance], **_taken(reward, lists)))
+            for reward in self._rewards
         ]
         values = [value for (value,) in found]
         return values[0] if len(values) == 1 else sum(values)
@@ -157,13 +157,13 @@ class Instance:
         """Results in the order of the calls; calls in a row whose tools are coroutines run at
         once.
         """
-        found: list[list[str]] = []
+        results: list[list[str]] = []
         for is_async, some in groupby(calls, self._is_async):
             if is_async:
-                found += _awaited(self._at_once(list(some)))
+                results += _awaited(self._at_once(list(some)))
             else:
-                found += map(self._result, some)
-        return found
+                results += map(self._result, some)
+        return results
 
     def _is_async(self, call: Call) -> bool:
         return inspect.iscoroutinefunction(tools_of(self._class).get(call.name))
@@ -217,9 +217,9 @@ def _may_speak(reset: Callable[..., Any]) -> bool:
 def _taken(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that ``reset`` takes."""
     parameters = inspect.signature(function).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(columns)
-    names = {one.name for one in parameters}
+    names = {parameter.name for parameter in parameters}
     return {name: value for name, value in columns.items() if name in names}
 
 

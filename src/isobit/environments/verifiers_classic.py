@@ -212,7 +212,7 @@ class Conversation:
 
     def _said_behind(self, before: list[dict[str, Any]]) -> list[list[str]]:
         said = self._messages[len(before) :]
-        roles = [one["role"] for one in said]
+        roles = [message["role"] for message in said]
         if self._messages[: len(before)] != before or not said:
             raise ToolError(
                 "the environment asks the model without what was said before, or with nothing "
@@ -223,7 +223,7 @@ class Conversation:
                 f"the environment answers a turn with messages of {', '.join(roles)}; those that "
                 "can follow are of tools, and behind them of the user"
             )
-        texts = [truncated_result(one["content"], self._most) for one in said]
+        texts = [truncated_result(message["content"], self._most) for message in said]
         return [
             [kind if role == "tool" else "user", text]
             for role, (kind, text) in zip(roles, texts, strict=True)
@@ -266,10 +266,10 @@ def _plain(message: Any) -> dict[str, Any]:
     texts = [part if isinstance(part, str) else part.get("text") for part in parts]
     if None in texts:
         raise ToolError("the environment shows the model something that is no text")
-    called = (one.get("function", one) for one in message.get("tool_calls") or ())
+    called = (call.get("function", call) for call in message.get("tool_calls") or ())
     calls = [
-        {"type": "function", "function": {name: one.get(name) for name in ("name", "arguments")}}
-        for one in called
+        {"type": "function", "function": {name: call.get(name) for name in ("name", "arguments")}}
+        for call in called
     ]
     text = text_of("".join(map(str, texts)))
     return {"role": message["role"], "content": text, **({"tool_calls": calls} if calls else {})}

@@ -184,9 +184,9 @@ class Host:
 
     def _load(self) -> Hosted:
         try:
-            found = load(self._start)
-            self._say(found.ready())
-            return found
+            hosted = load(self._start)
+            self._say(hosted.ready())
+            return hosted
         except ToolError as error:
             self._say({"refused": str(error)})
         except BaseException as error:
@@ -231,7 +231,9 @@ class Host:
             os.set_blocking(replies, False)
             return RunningEpisode(pid, requests, replies)
         leave_to_trainer()
-        others = [fd for one in self._episodes.values() for fd in (one.requests, one.replies)]
+        others = [
+            fd for episode in self._episodes.values() for fd in (episode.requests, episode.replies)
+        ]
         for descriptor in (self._requests, self._replies, requests, replies, *others):
             os.close(descriptor)
         limit_memory(self._imports + self._start.memory_bytes)

@@ -89,26 +89,26 @@ class Parting:
         """The kind of the operation.  If rows have no partner, the pages are at fault, because the
         tokens before a row are known only by the pages that it reads.
         """
-        found = self.difference
-        return "KV pages" if found.lacks_rows else operation_kind(found.site)
+        difference = self.difference
+        return "KV pages" if difference.lacks_rows else operation_kind(difference.site)
 
     @property
     def site(self) -> str:
         return "kv_cache" if self.difference.lacks_rows else self.difference.site
 
     def as_json(self) -> dict[str, Any]:
-        found, first = self.difference, self.first_token
+        difference, first = self.difference, self.first_token
         return {
             "site": self.site,
             "operation": self.kind,
-            "sites_before": found.sites_before,
-            "formats": dict(found.formats),
-            "tokens_compared": found.tokens_compared,
-            "tokens_differing": found.differing.numel(),
+            "sites_before": difference.sites_before,
+            "formats": dict(difference.formats),
+            "tokens_compared": difference.tokens_compared,
+            "tokens_differing": difference.differing.numel(),
             "max_abs_diff": self.max_abs_diff,
             "first_token": None if first is None else asdict(first),
-            "tokens_not_repeated": dict(found.unstable),
-            "tokens_alone": {side: keys.numel() for side, keys in found.alone.items()},
+            "tokens_not_repeated": dict(difference.unstable),
+            "tokens_alone": {side: keys.numel() for side, keys in difference.alone.items()},
         }
 
 
@@ -226,15 +226,15 @@ def trace_scenario(
     if compared is None:
         compared = run_scenario(scenario, workload, scorer, seed, observes=True).operations
         assert compared is not None
-    found, parting = compared.difference, None
-    if found is not None:
-        tokens = found.differing[:TOKENS_MEASURED]
-        extremes = [Extremes(found.site, tokens) for _ in range(scenario.weights)]
-        keeps = [(one, one) for one in extremes]
+    difference, parting = compared.difference, None
+    if difference is not None:
+        tokens = difference.differing[:TOKENS_MEASURED]
+        extremes = [Extremes(difference.site, tokens) for _ in range(scenario.weights)]
+        keeps = [(extreme, extreme) for extreme in extremes]
         samples, *_ = sample_and_score(scenario, workload, scorer, seed, keeps)
-        apart = [one.max_abs_diff for one in extremes if one.max_abs_diff is not None]
-        place = _first_place(found, samples, workload)
-        parting = Parting(found, place, max(apart, default=None))
+        apart = [extreme.max_abs_diff for extreme in extremes if extreme.max_abs_diff is not None]
+        place = _first_place(difference, samples, workload)
+        parting = Parting(difference, place, max(apart, default=None))
     return Traced(scenario.name, compared.sites, compared.rows, parting)
 
 
@@ -278,38 +278,40 @@ def describe_bisect(result: BisectResult) -> list[str]:
 
 
 def _describe_parting(parting: Parting) -> list[str]:
-    found, first = parting.difference, parting.first_token
-    place = (
+    difference, first = parting.difference, parting.first_token
+    where = (
         ""
         if first is None
         else (
             f", the first at position {first.position} of {first.prompt_id}, sample {first.sample}"
         )
     )
-    if found.lacks_rows:
-        ours, theirs = (found.alone[side].numel() for side in ("rollout", "training"))
+    if difference.lacks_rows:
+        ours, theirs = (difference.alone[side].numel() for side in ("rollout", "training"))
         return [
-            f"rollout and training part at {parting.site} ({parting.kind}), seen at {found.site}",
-            f"  rollout lacks {theirs:,} tokens that training has{place}",
+            f"rollout and training part at {parting.site} ({parting.kind}), seen at "
+            f"{difference.site}",
+            f"  rollout lacks {theirs:,} tokens that training has{where}",
             f"  rollout computed {ours:,} tokens behind others than those of any sample: the pages "
             "that it went on from hold another sequence's keys, or old ones",
         ]
     lines = [
-        f"rollout and training part at {describe_site(found.site)} ({parting.kind}); the "
-        f"{found.sites_before} operations before it are equal",
-        f"  {found.differing.numel():,} of {found.tokens_compared:,} tokens differ there{place}",
+        f"rollout and training part at {describe_site(difference.site)} ({parting.kind}); the "
+        f"{difference.sites_before} operations before it are equal",
+        f"  {difference.differing.numel():,} of {difference.tokens_compared:,} tokens differ there"
+        f"{where}",
     ]
     if parting.max_abs_diff is not None:
         lines.append(f"  their values differ by {parting.max_abs_diff:.3g} at most")
-    if len(set(found.formats.values())) > 1:
+    if len(set(difference.formats.values())) > 1:
         lines.append(
-            f"  the flow has {found.formats['rollout']} there in rollout and "
-            f"{found.formats['training']} in training"
+            f"  the flow has {difference.formats['rollout']} there in rollout and "
+            f"{difference.formats['training']} in training"
         )
     lines += [
         f"  {side} computed {count:,} tokens more than once with other bits: its result there "
         "depends on more than the token"
-        for side, count in found.unstable.items()
+        for side, count in difference.unstable.items()
         if count
     ]
     if parting.kind in _HINTS:

@@ -171,9 +171,9 @@ def swiglu(width: int = 301, dtype: torch.dtype = FP32) -> Case:
     gate_up, dy = wide(ROWS, 2 * width, dtype=dtype), normal(ROWS, width, seed=1, dtype=dtype)
 
     def gradients() -> dict[str, Tensor]:
-        made = pointwise.swiglu_backward(dy, gate_up, Site("case", "linear", "fp32")).rows
-        assert isinstance(made, Tensor)
-        return {"gate_up": made}
+        product = pointwise.swiglu_backward(dy, gate_up, Site("case", "linear", "fp32")).rows
+        assert isinstance(product, Tensor)
+        return {"gate_up": product}
 
     return Case(
         "SwiGLU",

@@ -87,9 +87,9 @@ def first_difference(
     """
     for index, (site, rows) in enumerate(training.sites.items()):
         theirs = rollout.sites.get(site, SiteRows(rows.format, [NO_KEYS], [NO_KEYS]))
-        found = _difference(site, index, theirs, rows, last_tokens)
-        if found.differing.numel() or found.lacks_rows:
-            return found
+        difference = _difference(site, index, theirs, rows, last_tokens)
+        if difference.differing.numel() or difference.lacks_rows:
+            return difference
     return None
 
 
@@ -197,11 +197,11 @@ class Operations:
 
     def as_json(self) -> dict[str, Any]:
         """The counts, and the name of the first site that differs."""
-        found = self.difference
+        difference = self.difference
         return {
             "sites": self.sites,
             "rows": self.rows,
-            "first_difference": None if found is None else found.site,
+            "first_difference": None if difference is None else difference.site,
         }
 
 

@@ -88,7 +88,7 @@ def _quantiser(backend: Backend) -> str:
     _require_same("E4M3", ours, expected)
     site = Site("case", "linear", "int8", dgrad="e4m3", wgrad="e4m3", parts=(128,))
     ours, expected = (
-        one.linear_input(x.to(one.device), site).read for one in (backend, specification)
+        side.linear_input(x.to(side.device), site).read for side in (backend, specification)
     )
     assert not isinstance(ours, torch.Tensor)
     assert not isinstance(expected, torch.Tensor)

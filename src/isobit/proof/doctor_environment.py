@@ -99,20 +99,20 @@ def _python() -> str:
             "isobit is not installed, so that its supported versions are not known",
             "pip install --editable . in its checkout",
         )
-    found = platform.python_version()
+    running = platform.python_version()
     supported = SpecifierSet(metadata("isobit")["Requires-Python"])
-    if not supported.contains(found, prereleases=True):
-        raise Fault(f"{found}, supported is {supported}")
-    return f"{found}, isobit {isobit.__version__}"
+    if not supported.contains(running, prereleases=True):
+        raise Fault(f"{running}, supported is {supported}")
+    return f"{running}, isobit {isobit.__version__}"
 
 
 def _version(need: Requirement) -> str:
-    found = _installed(need.name)
-    if found is None:
+    installed = _installed(need.name)
+    if installed is None:
         raise Fault(f"not installed, needed is {need.specifier}")
-    if not need.specifier.contains(found, prereleases=True):
-        raise Fault(f"{found}, supported is {need.specifier}")
-    return found
+    if not need.specifier.contains(installed, prereleases=True):
+        raise Fault(f"{installed}, supported is {need.specifier}")
+    return installed
 
 
 def _processor() -> str:

@@ -74,10 +74,10 @@ def _both_kinds(golden: Tensors, name: str, quantiser: str) -> str:
     function: Callable[[torch.Tensor, ScaleKind], QuantTensor] = getattr(quantise, quantiser)
     x = golden[f"{name}.input"]
     for kind in get_args(ScaleKind):
-        made, stored = function(x.clone(), kind), f"{name}.{kind}"
-        codes = made.values.view(torch.uint8)
+        quantised, stored = function(x.clone(), kind), f"{name}.{kind}"
+        codes = quantised.values.view(torch.uint8)
         _compare(f"bytes with {kind} scales", codes, golden[f"{stored}.values"])
-        _compare(f"{kind} scales", made.scales, golden[f"{stored}.scales"])
+        _compare(f"{kind} scales", quantised.scales, golden[f"{stored}.scales"])
     return f"{2 * x.numel():,} bytes and their scales as stored, power-of-two and FP32"
 
 
@@ -91,10 +91,10 @@ def _heads(golden: Tensors) -> str:
 def _int8(golden: Tensors) -> str:
     total = 0
     for columns in INT8_COLUMNS:
-        made = quantise.quantise_int8(golden["rows.input"][:, :columns])
-        _compare(f"bytes of {columns} columns", made.values, golden[f"int8.{columns}.values"])
-        _compare(f"scales of {columns} columns", made.scales, golden[f"int8.{columns}.scales"])
-        total += made.values.numel()
+        quantised = quantise.quantise_int8(golden["rows.input"][:, :columns])
+        _compare(f"bytes of {columns} columns", quantised.values, golden[f"int8.{columns}.values"])
+        _compare(f"scales of {columns} columns", quantised.scales, golden[f"int8.{columns}.scales"])
+        total += quantised.values.numel()
     values, scales = quantise.round_to_int8(golden["heads.input"].clone())
     _compare("bytes of Q, K and V", values, golden["int8.heads.values"])
     _compare("scales of Q, K and V", scales, golden["int8.heads.scales"])

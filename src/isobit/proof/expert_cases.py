@@ -76,13 +76,13 @@ class ExpertsCase:
         x = normal(ROWS, 200, dtype=dtype)
         routing = experts_module.route(x, normal(EXPERTS, 200, seed=1, dtype=dtype), 3, True)
         chosen = (routing.experts[:, :1] + torch.arange(3).int()) % IDLE
-        masters, made = [], []
+        masters, weights = [], []
         for parts, columns in (((72, 72) * EXPERTS, 200), ((200,) * EXPERTS, 72)):
             masters.append(0.1 * normal(sum(parts), columns, seed=columns))
             site = linear_site(format, parts)
-            made.append(LinearWeight(site, publish(site, masters[-1])))
+            weights.append(LinearWeight(site, publish(site, masters[-1])))
         routing = Routing(chosen, routing.weights, routing.logits)
-        return cls(x, routing, made[0], made[1], (masters[0], masters[1]))
+        return cls(x, routing, weights[0], weights[1], (masters[0], masters[1]))
 
     def rows(self, index: Tensor) -> Tensor:
         """The output for these tokens alone."""
@@ -123,15 +123,15 @@ class ExpertsCase:
 
 def experts(format: Format) -> Case:
     """Each expert is a linear with its own matrix, to the bit."""
-    made = ExpertsCase.of(format)
-    return Case("the experts", {}, made.dense, made.rows, tolerance=0.0)
+    case = ExpertsCase.of(format)
+    return Case("the experts", {}, case.dense, case.rows, tolerance=0.0)
 
 
 def expert_gradients(format: Format = "fp32") -> Case:
     """Gradients of the rows, of the matrices and of the weights of the routing."""
-    made = ExpertsCase.of(format)
-    dy = normal(ROWS, 200, seed=5, dtype=made.x.dtype)
-    chosen = made.routing.experts.long()
+    case = ExpertsCase.of(format)
+    dy = normal(ROWS, 200, seed=5, dtype=case.x.dtype)
+    chosen = case.routing.experts.long()
 
     def plain(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
         matrices = gate_up.view(EXPERTS, -1, 200), down.view(EXPERTS, 200, -1)
@@ -142,11 +142,11 @@ def expert_gradients(format: Format = "fp32") -> Case:
             y = y + weights[:, rank, None] * out
         return y
 
-    gate_up, down = made.masters
+    gate_up, down = case.masters
     return Case(
         "the experts",
-        {"x": made.x, "gate_up": gate_up, "down": down, "weights": made.routing.weights},
+        {"x": case.x, "gate_up": gate_up, "down": down, "weights": case.routing.weights},
         plain,
-        gradients=lambda: made.backward(dy),
+        gradients=lambda: case.backward(dy),
         dy=dy,
     )

@@ -59,18 +59,18 @@ def e4m3_gemm(scales: ScaleKind = "power_of_two") -> Case:
 def int8_gemm(columns: int = 3 * BLOCK) -> Case:
     """The exact GEMM over INT8, against 64-bit integers."""
     x = wide(ROWS, columns, spread=4.0)
-    made = quantise_int8(wide(150, columns, seed=1, spread=4.0))
+    b = quantise_int8(wide(150, columns, seed=1, spread=4.0))
 
     def plain() -> Tensor:
         a = quantise_int8(x)
-        sums = a.values.long() @ made.values.long().t()
-        return sums.float() * a.scales[:, None] * made.scales
+        sums = a.values.long() @ b.values.long().t()
+        return sums.float() * a.scales[:, None] * b.scales
 
     return Case(
         "the GEMM in INT8",
         {},
         plain,
-        lambda rows: linear_module.int8_gemm_nt(quantise_int8(x[rows]), made),
+        lambda rows: linear_module.int8_gemm_nt(quantise_int8(x[rows]), b),
         tolerance=0.0,
     )
 
@@ -125,8 +125,9 @@ def _as_numbers(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
     """X and W as FProp reads them, [T, K] and [N, K]."""
     matrix = weight.matrix
     if isinstance(matrix, Int8Rows):
-        made, size = quantise_int8(x), rotation_size(x.shape[1])
-        return dequantise_int8(Int8Rows(made.values, made.scales / size)), dequantise_int8(matrix)
+        quantised, size = quantise_int8(x), rotation_size(x.shape[1])
+        read = dequantise_int8(Int8Rows(quantised.values, quantised.scales / size))
+        return read, dequantise_int8(matrix)
     if isinstance(matrix, QuantTensor):
         read = linear_module.dequantise_rows(quantise_rows(x, weight.site.scales))
         return read, linear_module.dequantised(weight)

@@ -36,22 +36,24 @@ def redraw_some(
     """Draw a few of the samples that were made for requests of a run with the seed again, by the
     weights that are published now.  -> A sentence on the first that has other tokens, or None.
     """
-    found = [
-        (request, place, drawn)
+    samples_drawn = [
+        (request, index, drawn)
         for request, completions in zip(requests, made, strict=True)
-        for place, one in enumerate(completions)
+        for index, one in enumerate(completions)
         if (drawn := _drawn_first(one.sequence, policy.version)) is not None
     ]
-    count = min(REDRAWN, len(found))
-    for request, place, sample in (found[number * len(found) // count] for number in range(count)):
-        key = request.noise_key(seed, place)
+    count = min(REDRAWN, len(samples_drawn))
+    for request, index, sample in (
+        samples_drawn[number * len(samples_drawn) // count] for number in range(count)
+    ):
+        key = request.noise_key(seed, index)
         tokens = redrawn(policy, sample, request.sampling, key)
         given = sample.of_response(sample.token_ids)
         differing = np.flatnonzero(tokens != given)
         if differing.size:
             first = int(differing[0])
             return (
-                f"{differing.size} of {given.size} tokens of sample {place} of prompt "
+                f"{differing.size} of {given.size} tokens of sample {index} of prompt "
                 f"{request.prompt.id!r} (visit {request.visit}) are not what its noise draws: "
                 f"token {first} is {int(given[first])}, and drawn again {int(tokens[first])}"
             )

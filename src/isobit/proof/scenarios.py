@@ -230,7 +230,7 @@ def drawn_by(samples: Sequence[TokenSequence], version: int) -> list[TokenSequen
     """The samples with tokens that the weights of a version drew, up to the last such token; only
     those are in the loss mask.
     """
-    masks = [one.loss_mask & (one.weights_versions == version) for one in samples]
+    masks = [sample.loss_mask & (sample.weights_versions == version) for sample in samples]
     return [up_to(one, mask) for one, mask in zip(samples, masks, strict=True) if mask.any()]
 
 

@@ -72,7 +72,11 @@ from isobit.util.errors import ConfigError, IsobitError
 def scenarios_of(policy: Policy, workload: Workload) -> list[Scenario]:
     """The scenarios of ``engine_scenarios`` that the model can be in."""
     has_routers = policy.config.experts is not None
-    return [one for one in engine_scenarios(workload) if has_routers or not one.ties_routers]
+    return [
+        scenario
+        for scenario in engine_scenarios(workload)
+        if has_routers or not scenario.ties_routers
+    ]
 
 
 Packings = Callable[[list[TokenSequence], int], Iterator[tuple[str, list[PackedBatch]]]]
@@ -150,10 +154,10 @@ class VerifyResult:
         """
         first: dict[tuple[float | bool, ...], tuple[bytes, ...]] = {}
         pairs: list[tuple[bytes, bytes]] = []
-        for one in self.scenarios:
-            if one.draws in first:
-                pairs += zip(first[one.draws], one.drawn, strict=True)
-            first.setdefault(one.draws, one.drawn)
+        for scenario in self.scenarios:
+            if scenario.draws in first:
+                pairs += zip(first[scenario.draws], scenario.drawn, strict=True)
+            first.setdefault(scenario.draws, scenario.drawn)
         return len(pairs), sum(before != after for before, after in pairs)
 
     @property
@@ -334,14 +338,14 @@ class Results:
         """The samples that go on, with a result; none after the last turn."""
         found: dict[Handle, Completion] = {}
         self._left -= 1
-        for place, (request, group) in enumerate(zip(requests, completions, strict=True)):
+        for index, (request, group) in enumerate(zip(requests, completions, strict=True)):
             for sample, one in enumerate(group if self._left >= 0 else ()):
                 count = self._random.randint(1, RESULT_TOKENS)
                 given = [self._random.randrange(self._workload.vocab_size) for _ in range(count)]
                 has_room = one.sequence.length + count < request.max_length(self._context)
                 if one.finish_reason == "stop" and has_room:
                     handle = Handle(request.prompt.id, request.visit, sample)
-                    self.places[handle] = place
+                    self.places[handle] = index
                     found[handle] = Completion(one.sequence.with_given(given), "", "aborted")
         return found
 
@@ -378,12 +382,12 @@ def _operations(
     """The operations of the first weights under which any differ, or of all weights."""
     if len(keeps) == 1:
         return compared_operations(*keeps[0], samples)
-    found = [
+    parts = [
         compared_operations(*pair, drawn_by(samples, version))
         for pair, version in zip(keeps, _versions(samples), strict=False)
     ]
-    parted = next((one for one in found if one.difference is not None), found[0])
-    return replace(parted, rows=sum(one.rows for one in found))
+    parted = next((part for part in parts if part.difference is not None), parts[0])
+    return replace(parted, rows=sum(part.rows for part in parts))
 
 
 def _versions(samples: Sequence[TokenSequence]) -> list[int]:
@@ -455,8 +459,12 @@ def _has_results(sample: TokenSequence) -> bool:
 
 def first_operation(result: VerifyResult) -> str:
     """The first operation that differs in any scenario, or an empty string."""
-    found = [one.difference.site for one in result.operations if one.difference is not None]
-    return describe_site(found[0]) if found else ""
+    sites = [
+        operation.difference.site
+        for operation in result.operations
+        if operation.difference is not None
+    ]
+    return describe_site(sites[0]) if sites else ""
 
 
 def _shows_operations(policy: Policy) -> bool:

@@ -117,16 +117,16 @@ def _of_object(value: Any, seen: Seen) -> Iterator[str]:
 
 
 def _names_of(code: CodeType) -> set[str]:
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*(_names_of(one) for one in inner))
 
 
 def _is_own(module: str | None) -> bool:
     """Whether a module is the user's: a script, a notebook, a file outside the libraries."""
-    found = sys.modules.get(module or "")
-    if module == "__main__" or found is None:
+    loaded = sys.modules.get(module or "")
+    if module == "__main__" or loaded is None:
         return True
-    file = getattr(found, "__file__", None)
+    file = getattr(loaded, "__file__", None)
     if file is None:
         return module not in sys.builtin_module_names
     return not is_installed(Path(file))

@@ -43,12 +43,12 @@ def bounded(counts: Mapping[Any, Any]) -> dict[str, int]:
     characters that JSON need not escape, each counted at most ``MOST``. Invalid entries are left
     out.
     """
-    found: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
     for kind, number in counts.items():
         if isinstance(kind, str) and type(number) is int and number > 0:
-            found[_plain(kind)] += number
-    others = found.pop(OTHER_KINDS, 0)
-    ordered = sorted(found.items(), key=lambda one: (-one[1], one[0]))
+            counted[_plain(kind)] += number
+    others = counted.pop(OTHER_KINDS, 0)
+    ordered = sorted(counted.items(), key=lambda one: (-one[1], one[0]))
     kept = dict(ordered[: MOST_KINDS - 1])
     others += sum(number for _, number in ordered[MOST_KINDS - 1 :])
     if others:
@@ -58,5 +58,6 @@ def bounded(counts: Mapping[Any, Any]) -> dict[str, int]:
 
 def _plain(kind: str) -> str:
     return "".join(
-        one if " " <= one <= "~" and one not in '"\\' else "?" for one in kind[:LONGEST_KIND]
+        character if " " <= character <= "~" and character not in '"\\' else "?"
+        for character in kind[:LONGEST_KIND]
     )

@@ -50,7 +50,7 @@ def grade(
     """
     tally = Tally()
     for group in groups:
-        outcomes = [_outcome(reward, group.prompt, one) for one in group.completions]
+        outcomes = [_outcome(reward, group.prompt, completion) for completion in group.completions]
         tally.fill(group, {"reward": 1.0}, {"reward": outcomes})
     return tally.stats(max_failed_fraction)
 
@@ -236,18 +236,18 @@ class Graders:
         self, groups: Sequence[Group], models: ModelScores
     ) -> dict[str, list[list[Outcome]]]:
         """The outcomes of each part that is a model, by group."""
-        pairs = [(group.prompt, one) for group in groups for one in group.completions]
-        found: dict[str, list[list[Outcome]]] = {}
+        pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+        outcomes: dict[str, list[list[Outcome]]] = {}
         for name, part in self._parts.items():
             if part.model is None:
                 continue
             if name not in models:
                 raise RewardError(f"{_label(name)} is the model {part.model}, which nothing scores")
             scores = iter(models[name](pairs))
-            found[name] = [
+            outcomes[name] = [
                 [outcome_of(next(scores)) for _ in group.completions] for group in groups
             ]
-        return found
+        return outcomes
 
 
 class InProcess:

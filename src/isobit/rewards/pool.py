@@ -345,8 +345,11 @@ class Pool:
 
     def _are_parts(self, parts: Mapping[str, Any]) -> bool:
         return parts.keys() == self._start.rewards.keys() and all(
-            isinstance(one, list) and len(one) == 2 and one[0] in _MODES and isinstance(one[1], str)
-            for one in parts.values()
+            isinstance(part, list)
+            and len(part) == 2
+            and part[0] in _MODES
+            and isinstance(part[1], str)
+            for part in parts.values()
         )
 
     def _answered(self, worker: GraderSlot, place: int, answer: Mapping[str, Any]) -> None:

@@ -39,19 +39,19 @@ def give_reward(function: Callable[..., Any]) -> GivenReward:
     if place is not None:
         return GivenReward(function, place)
     label = re.sub(r"\W", "", str(getattr(function, "__name__", type(function).__name__)))
-    made = GivenReward(function, f"{PREFIX}{label}@{digest_of(function)[:_DIGITS]}")
-    return _GIVEN.setdefault(made.name, made)
+    reward = GivenReward(function, f"{PREFIX}{label}@{digest_of(function)[:_DIGITS]}")
+    return _GIVEN.setdefault(reward.name, reward)
 
 
 def given_reward(name: str) -> Callable[..., Any]:
     """The function called ``name`` (with ``PREFIX``). Raises RewardError if it is not held."""
-    found = _GIVEN.get(name)
-    if found is None:
+    reward = _GIVEN.get(name)
+    if reward is None:
         raise RewardError(
             f"the reward {name} was given from Python; give the same function again with "
             "isobit.train(.., reward=f, resume=True), or name it 'path/to/file.py:function'"
         )
-    return found.function
+    return reward.function
 
 
 def packed_reward(name: str) -> bytes:
@@ -74,9 +74,9 @@ def unpack_reward(name: str, packed: bytes) -> GivenReward:
     """The copy in a grading process, which holds it. Raises whatever unpickling raises."""
     import pickle
 
-    made = GivenReward(pickle.loads(packed), name)  # noqa: S301  the trainer's own
-    _GIVEN[name] = made
-    return made
+    reward = GivenReward(pickle.loads(packed), name)  # noqa: S301  the trainer's own
+    _GIVEN[name] = reward
+    return reward
 
 
 def place_of(function: Callable[..., Any]) -> str | None:
@@ -89,9 +89,9 @@ def place_of(function: Callable[..., Any]) -> str | None:
     if getattr(sys.modules.get(module), name, None) is not function:
         return None
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # a module that was created by hand
         return None
     file = getattr(sys.modules[module], "__file__", None)
-    is_found = found is not None and found.origin is not None and found.origin == file
+    is_found = spec is not None and spec.origin is not None and spec.origin == file
     return f"{module}:{name}" if is_found else None

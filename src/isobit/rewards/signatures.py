@@ -59,10 +59,14 @@ class Reward:
         """Raises RewardError for parameters that nothing gives, and for unknown options."""
         self.name, self._function, self._options = name, function, dict(options or {})
         parameters = _parameters(function, name).values()
-        self._named = [one.name for one in parameters if one.kind in _BY_NAME]
-        self._any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+        self._named = [parameter.name for parameter in parameters if parameter.kind in _BY_NAME]
+        self._any_name = any(
+            parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
+        )
         self._required = {
-            one.name for one in parameters if one.default is one.empty and one.kind in _BY_NAME
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty and parameter.kind in _BY_NAME
         }
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004  (a callable object's)
@@ -283,7 +287,11 @@ def _parameters(function: Callable[..., Any], name: str) -> Mapping[str, inspect
         raise RewardError(
             f"the reward {name!r} is built in and does not tell its parameters; {FORMS}"
         ) from error
-    only = [one.name for one in parameters.values() if one.kind is one.POSITIONAL_ONLY]
+    only = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.kind is parameter.POSITIONAL_ONLY
+    ]
     if only:
         raise RewardError(
             f"the reward {name!r} takes {_listed(only)} by position alone; leave out the '/' of "

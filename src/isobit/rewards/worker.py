@@ -80,9 +80,8 @@ class Grader:
         except BaseException as error:  # such as a KeyboardInterrupt that the module raises
             self._refuse(f"a reward cannot be loaded: {type(error).__name__}: {error}")
         take()  # counts made while loading belong to no answer
-        self._reply(
-            {"ready": {part: [one.mode, one.describe()[:400]] for part, one in rewards.items()}}
-        )
+        ready = {part: [reward.mode, reward.describe()[:400]] for part, reward in rewards.items()}
+        self._reply({"ready": ready})
         return rewards
 
     def _refuse(self, message: str) -> NoReturn:

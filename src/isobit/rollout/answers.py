@@ -45,12 +45,12 @@ def read_answer(kind: type[Answer], body: bytes, what: str) -> Answer:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-    place = ".".join(map(str, found["loc"]))
-    problem = found["msg"].removeprefix("Value error, ")
-    if found["type"] not in ("missing", "json_invalid"):
-        problem += f"; found {shown(repr(found['input']))}"
-    raise AnswerError(f"its answer to {what} cannot be read: {place}{place and ': '}{problem}")
+        detail = error.errors(include_url=False)[0]
+    key = ".".join(map(str, detail["loc"]))
+    problem = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] not in ("missing", "json_invalid"):
+        problem += f"; found {shown(repr(detail['input']))}"
+    raise AnswerError(f"its answer to {what} cannot be read: {key}{key and ': '}{problem}")
 
 
 class Described(AnswerModel):
@@ -111,10 +111,10 @@ class Step(AnswerModel):
 
     def check_tokens(self, most: int) -> None:
         """Raise AnswerError for a token that is not among the first so many."""
-        for one in self.samples:
-            if one.token_ids and max(one.token_ids) >= most:
+        for sample in self.samples:
+            if sample.token_ids and max(sample.token_ids) >= most:
                 raise AnswerError(
-                    f"it has drawn the token {max(one.token_ids)}; expected ids from 0 to "
+                    f"it has drawn the token {max(sample.token_ids)}; expected ids from 0 to "
                     f"{most - 1}, as the run's model has them"
                 )
 

@@ -190,7 +190,7 @@ def generate(
     """The completions of each request, in the order of the requests and of their samples.
 
     The engine must have nothing else to do.  ``progress`` is called after every step, ``complete``
-    with the place of a request and its completions once it has all of them; an error that one
+    with the index of a request and its completions once it has all of them; an error that one
     raises aborts all samples and passes through.
 
     Raises:
@@ -200,26 +200,26 @@ def generate(
     engine.take_weights()
     handles = engine.submit(requests)
     total = sum(map(len, handles))
-    found: dict[Handle, Completion] = {}
-    group_of = {handle: place for place, group in enumerate(handles) for handle in group}
+    completions: dict[Handle, Completion] = {}
+    group_of = {handle: index for index, group in enumerate(handles) for handle in group}
     missing = [len(group) for group in handles]
     try:
-        while len(found) < total:
+        while len(completions) < total:
             for event in engine.step():
                 if event.completion is not None:
-                    found[event.handle] = event.completion
-                    place = group_of[event.handle]
-                    missing[place] -= 1
-                    if complete is not None and not missing[place]:
-                        complete(place, [found[handle] for handle in handles[place]])
+                    completions[event.handle] = event.completion
+                    index = group_of[event.handle]
+                    missing[index] -= 1
+                    if complete is not None and not missing[index]:
+                        complete(index, [completions[handle] for handle in handles[index]])
             if progress is not None:
                 stats, running = engine.stats, engine.num_running
                 tokens, seconds = stats.generated_tokens, stats.seconds
-                progress(Progress(len(found), running, total, tokens, seconds))
+                progress(Progress(len(completions), running, total, tokens, seconds))
     except BaseException:
         engine.abort(handle for group in handles for handle in group)
         raise
-    return [[found[handle] for handle in group] for group in handles]
+    return [[completions[handle] for handle in group] for group in handles]
 
 
 def check_is_free(engine: Sampler) -> None:

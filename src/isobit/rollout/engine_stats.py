@@ -92,7 +92,7 @@ class Periods:
         """Bring ``total`` up to date, which stays the same object."""
         if self._records[-1] is not self._engine.stats:
             self._records.append(self._engine.stats)
-        found = sum(self._records[1:], EngineStats())
+        total = sum(self._records[1:], EngineStats())
         for field in fields(EngineStats):
-            setattr(self.total, field.name, getattr(found, field.name))
+            setattr(self.total, field.name, getattr(total, field.name))
         self.total.seconds = perf_counter() - self._began

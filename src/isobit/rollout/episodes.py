@@ -161,7 +161,9 @@ class Episodes:
         are any. Raises ToolError where no process of an environment can be had.
         """
         self._said.clear()
-        self._answers.begin(weights_version, [(one.prompt.id, one.visit) for one in requests])
+        self._answers.begin(
+            weights_version, [(request.prompt.id, request.visit) for request in requests]
+        )
         found = generate_shared(world, self, requests, progress, complete)
         said = world.all_gather(json.dumps(self._said))
         self._answers.end([one for part in said for one in json.loads(part)])
@@ -280,7 +282,7 @@ class Episodes:
         known, self._answered_at_once = self._answered_at_once, []
         idle = not self._engine.num_live and not known
         found = self._environments.poll(_TICK_S if idle and self._open else 0.0)
-        return known + [(one, self._noted(one, answer)) for one, answer in found]
+        return known + [(handle, self._noted(handle, answer)) for handle, answer in found]
 
     def _noted(self, handle: Handle, answer: TurnAnswer) -> TurnAnswer:
         """An answer of a process, as it is recorded: a failure where the episode's time is over."""
@@ -390,9 +392,9 @@ class Episodes:
             episode.failure, episode.turn_rewards[-1] = "flood", None
             self._finish(handle, "failed")
             return
-        episode.results.append(tuple((one.kind, one.text) for one in results))
-        texts = [one.text for one in results if one.kind != "user"]
-        spoken = [one.text for one in results if one.kind == "user"]
+        episode.results.append(tuple((result.kind, result.text) for result in results))
+        texts = [result.text for result in results if result.kind != "user"]
+        spoken = [result.text for result in results if result.kind == "user"]
         last = int(episode.sequence.token_ids[-1])
         given = self._tools.continuation.token_ids(texts, last, spoken)
         sequence = episode.sequence.with_given(given)
@@ -433,15 +435,15 @@ class Episodes:
         """The result of each call that the model sees; None where the environment answered other
         calls.
         """
-        if sum(not isinstance(one, MalformedCall) for one in parsed) != len(answered):
+        if sum(not isinstance(call, MalformedCall) for call in parsed) != len(answered):
             return None
-        rest, found = iter(answered), list[Result]()
-        for one in parsed:
-            malformed = isinstance(one, MalformedCall)
-            result = Result("malformed", one.problem) if malformed else next(rest)
+        rest, visible = iter(answered), list[Result]()
+        for call in parsed:
+            malformed = isinstance(call, MalformedCall)
+            result = Result("malformed", call.problem) if malformed else next(rest)
             text = result.text if result.kind in ("ok", "cut") else f"error: {result.text}"
-            found.append(self._fitted(Result(result.kind, text)))
-        return found
+            visible.append(self._fitted(Result(result.kind, text)))
+        return visible
 
     def _fitted(self, result: Result) -> Result:
         """A result of at most ``environment.max_result_tokens``, or a few more where the cut text
@@ -488,11 +490,11 @@ class Episodes:
 def _handles(requests: Sequence[Request]) -> list[list[Handle]]:
     """The handles that ``engine.submit`` would give, for samples that begin later."""
     return [
-        [Handle(one.prompt.id, one.visit, sample) for sample in range(one.samples)]
-        for one in requests
+        [Handle(request.prompt.id, request.visit, sample) for sample in range(request.samples)]
+        for request in requests
     ]
 
 
 def _runnable(parsed: Sequence[Parsed]) -> list[Call]:
     calls = [one for one in parsed if not isinstance(one, MalformedCall)]
-    return [Call(one.name, one.positional, one.arguments) for one in calls]
+    return [Call(call.name, call.positional, call.arguments) for call in calls]

@@ -178,11 +178,11 @@ class TokensInFlight:
         drawn = [part.drawn for part in parts]
         columns: dict[str, list[Tensor]] = {}
         if parts:
-            columns["tokens"] = [one.tokens for one in drawn]
-            columns["log_probs"] = [one.log_probs for one in drawn]
-        if any(one.truncated is not None for one in drawn):
+            columns["tokens"] = [draw.tokens for draw in drawn]
+            columns["log_probs"] = [draw.log_probs for draw in drawn]
+        if any(draw.truncated is not None for draw in drawn):
             columns["truncated"] = [
-                one.log_probs if one.truncated is None else one.truncated for one in drawn
+                draw.log_probs if draw.truncated is None else draw.truncated for draw in drawn
             ]
         if routings := [part.routings for part in parts if part.routings is not None]:
             columns["routings"] = routings

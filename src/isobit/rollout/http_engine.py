@@ -103,10 +103,10 @@ class HttpEngine(RemoteSamples):
         notes = self._check_servers()
         sizes = [one.sizes for one in self._servers if one.sizes]
         limits = EngineLimits(
-            min(one.get("context", policy.config.max_positions) for one in sizes),
+            min(size.get("context", policy.config.max_positions) for size in sizes),
             policy.config.vocab_size,
-            min(one["pages"] for one in sizes),
-            max(one["page_tokens"] for one in sizes),
+            min(size["pages"] for size in sizes),
+            max(size["page_tokens"] for size in sizes),
             tokenizer is not None,
         )
         super().__init__(limits, seed, tokenizer)
@@ -246,7 +246,7 @@ class HttpEngine(RemoteSamples):
         """Give what waits to the servers with the fewest tokens to draw, samples that start from
         one prompt together.
         """
-        waiting = [one for one in self._live.values() if one.handle not in self._number_of]
+        waiting = [sample for sample in self._live.values() if sample.handle not in self._number_of]
         if not waiting:
             return
         groups = [list(group) for _, group in groupby(waiting, _start)]
@@ -298,7 +298,7 @@ class HttpEngine(RemoteSamples):
             for drawn in news.samples:
                 self._accept(drawn)
         with self._board.changed:
-            is_up = any(one.is_up for one in self._servers)
+            is_up = any(server.is_up for server in self._servers)
         if (draws or not is_up) and monotonic() - self._heard_at > self._patience_s:
             state = "though some answer" if is_up else "and none is up"
             raise ServerError(

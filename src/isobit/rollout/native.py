@@ -276,7 +276,7 @@ class NativeEngine:
         if not self._live:
             self._begin_period()
         prompts = self._prompts_in_line()
-        made: list[Sample] = []
+        samples: list[Sample] = []
         for handle, completion in half_done.items():
             name = handle.prompt_id, handle.visit
             own = SharedPrompt(asked[name], self._limits.max_pages)
@@ -285,9 +285,9 @@ class NativeEngine:
                 prompt = own  # an environment has opened it
             sample = self._make_sample(prompt, handle.sample)
             sample.take_up(completion)
-            made.append(sample)
-        self._live.update((sample.handle, sample) for sample in made)
-        self._scheduler.add(made)
+            samples.append(sample)
+        self._live.update((sample.handle, sample) for sample in samples)
+        self._scheduler.add(samples)
 
     def take_weights(self) -> None:
         """Look now for a publication, which the next step would notice by itself."""

@@ -95,8 +95,8 @@ def requests_of(
                 f"sample {handle.sample} of prompt {handle.prompt_id!r}, visit {handle.visit}, is "
                 "here already: taken on twice it would be drawn twice; withdraw it first"
             )
-    by_name = {(one.prompt.id, one.visit): one for one in requests}
-    names = dict.fromkeys((one.prompt_id, one.visit) for one in samples)
+    by_name = {(request.prompt.id, request.visit): request for request in requests}
+    names = dict.fromkeys((sample.prompt_id, sample.visit) for sample in samples)
     return {name: by_name[name] for name in names}
 
 

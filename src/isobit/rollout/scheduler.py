@@ -271,18 +271,18 @@ class Scheduler:
 
     def _place_of(self, sample: Sample) -> int:
         """The index in the queue where a further sample belongs."""
-        place = len(self.waiting)
+        index = len(self.waiting)
         if sample.prompt.waiting:
-            while self.waiting[place - 1].prompt is not sample.prompt:
-                place -= 1
+            while self.waiting[index - 1].prompt is not sample.prompt:
+                index -= 1
         elif self._allocator.parked(sample.handle) and self._line_takes_parked_pages():
             is_parked = (self._allocator.parked(one.handle) is not None for one in self.waiting)
-            place = next((at for at, found in enumerate(is_parked) if not found), place)
-            while 0 < place < len(self.waiting) and (
-                self.waiting[place - 1].prompt is self.waiting[place].prompt
+            index = next((at for at, found in enumerate(is_parked) if not found), index)
+            while 0 < index < len(self.waiting) and (
+                self.waiting[index - 1].prompt is self.waiting[index].prompt
             ):
-                place -= 1
-        return place
+                index -= 1
+        return index
 
     def _line_takes_parked_pages(self) -> bool:
         """Whether pages that are not parked run out before all that wait have started."""

@@ -156,7 +156,7 @@ class TokenScorer(Generic[Key]):
                 f"{len(ids)} tokens are to be scored; the model's context holds "
                 f"{shape.max_positions}: shorten the prompt"
             )
-        wrong = next((one for one in ids if not 0 <= one < shape.num_drawn), None)
+        wrong = next((token for token in ids if not 0 <= token < shape.num_drawn), None)
         if wrong is not None:
             raise RequestError(
                 f"token {wrong} is to be scored; the distribution holds 0 to {shape.num_drawn - 1}"
@@ -169,7 +169,7 @@ class TokenScorer(Generic[Key]):
     def drop(self, keys: Iterable[Key]) -> None:
         """Forget sequences that have not been scored."""
         leaving = set(keys)
-        self._waiting = [one for one in self._waiting if one.key not in leaving]
+        self._waiting = [given for given in self._waiting if given.key not in leaving]
         self._let_go([one for one in self._active if one.key in leaving])
 
     @torch.no_grad()
@@ -234,7 +234,7 @@ class TokenScorer(Generic[Key]):
             self._active.remove(given)
             given.sequence.drop_pages(self._allocator)
         owners = {one.owner for one in (*self._active, *self._waiting)}
-        self._next_turns = {one: self._next_turns[one] for one in owners}
+        self._next_turns = {owner: self._next_turns[owner] for owner in owners}
 
     def _forward(
         self, plan: list[tuple[_GivenTokens[Key], int]]

@@ -171,15 +171,15 @@ class Server:
         """Raises ConfigError for a server that cannot serve the run, UnavailableError for one that
         does not answer.
         """
-        found = self._get()
+        description = self._get()
         for name, other in _SAME.items():
-            if (has := getattr(found, name)) != self._expected[name]:
+            if (has := getattr(description, name)) != self._expected[name]:
                 where = difference(has, self._expected[name])
                 raise ConfigError(
                     f"{self.url} (rollout.servers) has {other}: {where}; start it with the same "
                     "model, --precision and version as the run, on the same kind of device"
                 )
-        self.sizes, self._held = found.sizes, found.weights
+        self.sizes, self._held = description.sizes, description.weights
 
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"server {self.url}", daemon=True).start()
@@ -249,7 +249,7 @@ class Server:
             return True
         if not self._live:
             self._heard_at = time.monotonic()
-        numbers = {number for one in asks for number in one.numbers}
+        numbers = {number for ask in asks for number in ask.numbers}
         self._live |= numbers
         self._live -= set(drops)
         answer = self._step(weights, asks, drops)
@@ -261,7 +261,7 @@ class Server:
             self._live -= numbers
             answer = self._step(weights, [], drops) or Step(samples=())
         answer.check_tokens(board.num_tokens)
-        self._live -= {one.number for one in answer.samples if one.finish_reason}
+        self._live -= {sample.number for sample in answer.samples if sample.finish_reason}
         board.post(News(samples=answer.samples))
         self._check_progress(answer)
         return True
@@ -269,7 +269,7 @@ class Server:
     def _check_progress(self, answer: Step) -> None:
         """Raise UnavailableError where nothing was drawn for too long, though it answers."""
         now = time.monotonic()
-        if not self._live or any(one.token_ids for one in answer.samples):
+        if not self._live or any(sample.token_ids for sample in answer.samples):
             self._heard_at = now
         elif now - self._heard_at > self._board.patience_s:
             raise UnavailableError(
@@ -308,15 +308,15 @@ class Server:
             "client": self._client,
             "session": self._session,
             "weights": weights.digest,
-            "ask": [one.body() for one in asks],
+            "ask": [ask.body() for ask in asks],
             "drop": list(drops),
         }
         sent = json.dumps(body).encode()
-        status, found = self._request("POST", "/isobit/step", [sent], ok=(200, 409, 429))
+        status, answer = self._request("POST", "/isobit/step", [sent], ok=(200, 409, 429))
         if status == 409:
             self._held = None
-            raise UnavailableError(sentence_of(found))
-        return None if status == 429 else read_answer(Step, found, "/isobit/step")
+            raise UnavailableError(sentence_of(answer))
+        return None if status == 429 else read_answer(Step, answer, "/isobit/step")
 
     def _push(self, weights: VersionedWeights) -> None:
         """Send an update, and all weights where it does not lead to the right digest."""
@@ -357,7 +357,7 @@ class Server:
         """``is_other``: it is there, and computes something else than before."""
         self._close()
         with self._board.changed:
-            asked = {number for one in self._asks for number in one.numbers}
+            asked = {number for ask in self._asks for number in ask.numbers}
             lost, self._live = self._live | asked, set()
             is_new = self.is_up or (is_other and problem != self.problem)
             self.is_up, self.problem, self._asks, self._drops = False, problem, [], []
@@ -407,17 +407,17 @@ class Server:
             connection = self._connected(seconds)
             connection.request(method, path, iter(pieces), headers)
             response = connection.getresponse()
-            status, found = response.status, response.read(MOST_ANSWERED + 1)
+            status, content = response.status, response.read(MOST_ANSWERED + 1)
         except (OSError, HTTPException) as error:
             self._close()
             raise UnavailableError(shown(str(error) or type(error).__name__)) from None
         self._used_at = time.monotonic()
-        if len(found) > MOST_ANSWERED:
+        if len(content) > MOST_ANSWERED:
             self._close()
             raise AnswerError(f"its answer to {path} is longer than {MOST_ANSWERED >> 20} MiB")
         if status in ok:
-            return status, found
-        sentence = sentence_of(found)
+            return status, content
+        sentence = sentence_of(content)
         if status >= 500 or status in (408, 499):
             raise UnavailableError(f"{path} answers with {status}: {sentence}")
         raise ServerError(f"{self.url}{path} answers with {status}: {sentence}")
@@ -443,10 +443,10 @@ class Server:
 
 def connect(url: str) -> HTTPConnection:
     """Raises OSError."""
-    place = urlsplit(url)
-    kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
-    assert place.hostname is not None
-    connection = kind(place.hostname, place.port, timeout=CONNECT_S)
+    address = urlsplit(url)
+    kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
+    assert address.hostname is not None
+    connection = kind(address.hostname, address.port, timeout=CONNECT_S)
     connection.connect()
     return connection
 

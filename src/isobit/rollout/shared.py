@@ -148,15 +148,15 @@ class WorkQueue:
         """The notes that have arrived, in order: one that is numbered but not there yet holds up
         the later ones.
         """
-        found: list[bytes] = []
+        notes: list[bytes] = []
         while True:
             name = f"{self._call}/{kind}/{self._rank}/{self._read[kind]}"
             note = self._board.read(name)
             if note is None:
-                return found
+                return notes
             self._board.remove(name)
             self._read[kind] += 1
-            found.append(note)
+            notes.append(note)
 
 
 _LOOK_S, _LOOK_S_A_RANK = 0.05, 0.001
@@ -191,26 +191,26 @@ def generate_shared(
         RequestError: where a sample is live; and what ``Sampler.check`` and ``step`` raise.
     """
     if world.size == 1:
-        made = generate(engine, requests, progress, complete)
-        return made, [world.rank] * len(requests), engine.stats
+        groups = generate(engine, requests, progress, complete)
+        return groups, [world.rank] * len(requests), engine.stats
     queue = WorkQueue(world)
     share = _Share(world, queue, engine, requests, progress, complete)
     try:
-        found = run_and_gather(world, share.run)
+        shares = run_and_gather(world, share.run)
     except BaseException as error:
         if is_raised_on_all(error):
             queue.clear()
         raise
     queue.clear()
-    made, homes = dict(share.whole), dict[int, int]()
-    for rank, value in enumerate(found):
+    groups, homes = dict(share.whole), dict[int, int]()
+    for rank, value in enumerate(shares):
         homes |= dict.fromkeys(value["places"], rank)
         if rank != world.rank:
-            made |= _groups_of(value, requests)
-    stats = [EngineStats(**value["stats"]) for value in found]
-    total = replace(sum(stats, EngineStats()), seconds=max(one.seconds for one in stats))
+            groups |= _groups_of(value, requests)
+    stats = [EngineStats(**value["stats"]) for value in shares]
+    total = replace(sum(stats, EngineStats()), seconds=max(stat.seconds for stat in stats))
     places = range(len(requests))
-    return [made[place] for place in places], [homes[place] for place in places], total
+    return [groups[index] for index in places], [homes[index] for index in places], total
 
 
 class _Share:
@@ -227,7 +227,7 @@ class _Share:
     ) -> None:
         self._world, self._queue, self._engine = world, queue, engine
         self._requests, self._progress, self._complete = requests, progress, complete
-        self._places = {(one.prompt.id, one.visit): place for place, one in enumerate(requests)}
+        self._places = {(one.prompt.id, one.visit): index for index, one in enumerate(requests)}
         self._total = sum(request.samples for request in requests)
         self.whole: dict[int, list[Completion]] = {}
         """Of the requests that were taken here, by place, those that have all their samples."""
@@ -294,13 +294,13 @@ class _Share:
         """
         share = -(-self._total // self._world.size)
         while not self._handed_out and self._engine.has_room and len(self._live) < share:
-            place = self._queue.take_ticket()
-            if place >= len(self._requests):
+            index = self._queue.take_ticket()
+            if index >= len(self._requests):
                 self._handed_out = True
                 return
-            (handles,) = self._engine.submit([self._requests[place]])
+            (handles,) = self._engine.submit([self._requests[index]])
             self._take_on(handles, [self._world.rank] * len(handles))
-            self._parts[place] = {}
+            self._parts[index] = {}
 
     def _take_on(self, handles: Sequence[Handle], homes: Sequence[int]) -> None:
         self._live.update(zip(handles, homes, strict=True))

@@ -349,7 +349,7 @@ class Vllm:
         if cache["calculate_kv_scales"]:  # its other runner captures forwards that make scales
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         cache_bytes = pages * sizes.page_bytes(shape, flow)
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "skip_tokenizer_init": True,
             "load_format": "dummy",
             "dtype": "bfloat16",
@@ -373,11 +373,13 @@ class Vllm:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         try:
             with torch.no_grad():
-                return self._library.LLM(self._folder.name, **{**given, **config.engine_options})
+                return self._library.LLM(
+                    self._folder.name, **{**arguments, **config.engine_options}
+                )
         except Exception as error:
             raise ConfigError(
                 f"vLLM {self._library.__version__} did not start: {shown(repr(error))}; its own "
-                f"lines above say more. It was given {', '.join(sorted(given))} and "
+                f"lines above say more. It was given {', '.join(sorted(arguments))} and "
                 f"rollout.engine_options = {config.engine_options}"
             ) from error
 

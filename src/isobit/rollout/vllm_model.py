@@ -87,15 +87,15 @@ def fused_names(policy: Policy) -> dict[str, list[str]]:
     """The tensors of vLLM's model, with those of a checkpoint that each consists of: it fuses what
     we fuse, under the same names.
     """
-    found: dict[str, list[str]] = {}
+    fused: dict[str, list[str]] = {}
     for name, master in policy.decoder.masters().items():
         parts = list(master.parts)
         own = parts[0]
         if len(parts) > 1:
             module = parts[0].removesuffix(".weight").removesuffix(".bias").rpartition(".")[0]
             own = f"{module}.{'.'.join(name.split('.')[-2:])}"
-        found[own] = parts
-    return found
+        fused[own] = parts
+    return fused
 
 
 def check_delivered(fused: Mapping[str, Sequence[str]], sent: Tensors, there: Tensors) -> None:
@@ -107,12 +107,12 @@ def check_delivered(fused: Mapping[str, Sequence[str]], sent: Tensors, there: Te
     for own, parts in fused.items():
         if own not in there and own == "lm_head.weight":
             continue  # tied
-        found = _Stored.of(there, [own])
-        device = "cpu" if found.values is None else found.values.device
+        stored = _Stored.of(there, [own])
+        device = "cpu" if stored.values is None else stored.values.device
         wanted = _Stored.of(sent, parts, device)
-        if not found.holds(wanted):
+        if not stored.holds(wanted):
             raise MismatchError(
-                f"vLLM's {own} {found} is not what is published, {wanted}: the update did not "
+                f"vLLM's {own} {stored} is not what is published, {wanted}: the update did not "
                 "reach it"
             )
 
@@ -150,10 +150,10 @@ class _Stored:
         """The rows of several behind each other, on a device."""
 
         def joined(suffix: str) -> torch.Tensor | None:
-            found = [
+            parts = [
                 tensors[name + suffix].to(device) for name in names if name + suffix in tensors
             ]
-            return torch.cat(found) if len(found) > 1 else next(iter(found), None)
+            return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
 
         return cls(joined(""), joined(SCALES_SUFFIX))
 
@@ -229,7 +229,7 @@ def restore(model: torch.nn.Module, constants: Sequence[torch.Tensor]) -> None:
 
 
 def _attention_layers(model: torch.nn.Module) -> list[Any]:
-    return [one for one in model.modules() if hasattr(one, "calculate_kv_scales")]
+    return [module for module in model.modules() if hasattr(module, "calculate_kv_scales")]
 
 
 def recalibrate(model: torch.nn.Module) -> None:

@@ -110,7 +110,7 @@ class WeightsFile:
     def of(cls, policy: Policy, folder: Path) -> "WeightsFile":
         """Write what the policy has published last.  Raises StorageError."""
         tensors = {name: one.cpu().contiguous() for name, one in published_tensors(policy)}
-        digest, size = digest_of(tensors), sum(one.nbytes for one in tensors.values())
+        digest, size = digest_of(tensors), sum(tensor.nbytes for tensor in tensors.values())
         path = folder / f"weights-{policy.version}-{digest[:12]}.safetensors"
         try:
             save_file(tensors, path)
@@ -121,9 +121,9 @@ class WeightsFile:
                 "bytes, twice during an update"
             ) from None
         keeps_scales = policy.flow.kv_calibration == "never"
-        made = cls(policy.version, digest, size, path, fused_names(policy), keeps_scales)
-        weakref.finalize(made, path.unlink, missing_ok=True)
-        return made
+        file = cls(policy.version, digest, size, path, fused_names(policy), keeps_scales)
+        weakref.finalize(file, path.unlink, missing_ok=True)
+        return file
 
     @property
     def order(self) -> str:
@@ -188,7 +188,9 @@ class VllmServers(HttpEngine):
         return WeightsFile.of(self._policy, self._folder)
 
     def _note_update(self, weights: VersionedWeights, up: int, seconds: float) -> None:
-        loaded = max((took for one in self._servers for _, _, took in one.pushed), default=0.0)
+        loaded = max(
+            (took for server in self._servers for _, _, took in server.pushed), default=0.0
+        )
         self._notes.append(
             f"weights of version {weights.version}: {up} of {len(self._servers)} servers have "
             f"loaded {weights.nbytes / MIB:.1f} MiB with the digest {weights.digest[:12]}, equal "
@@ -331,7 +333,7 @@ class Stream:
         number = self._order[choice.index]
         if reason is not None:
             self._unended.discard(number)
-        log_probs = [float("-inf") if one == _MINUS_INFINITY else one for one in values]
+        log_probs = [float("-inf") if value == _MINUS_INFINITY else value for value in values]
         self._news.put(StreamNews(number, tokens, log_probs, reason))
 
 
@@ -354,9 +356,9 @@ def _drawn(found: Iterable[Mapping[str, Any]]) -> Step:
 def _scales_of(answer: Scales) -> Any:
     """Three numbers a layer.  Raises AnswerError."""
     with suppress(ValueError, RecursionError):
-        found = json.loads(answer.scales)
-        if isinstance(found, list) and all(_is_triple(one) for one in found):
-            return found
+        scales = json.loads(answer.scales)
+        if isinstance(scales, list) and all(_is_triple(one) for one in scales):
+            return scales
     raise AnswerError("its scales cannot be read; expected three numbers a layer")
 
 
@@ -364,7 +366,7 @@ def _is_triple(values: Any) -> bool:
     return (
         isinstance(values, list)
         and len(values) == 3
-        and all(isinstance(one, (int, float)) for one in values)
+        and all(isinstance(value, (int, float)) for value in values)
     )
 
 
@@ -385,7 +387,7 @@ class VllmServer(Server):
         again.
         """
         try:
-            found = self._call(WorkerDescribed, "isobit_describe")
+            description = self._call(WorkerDescribed, "isobit_describe")
             is_paused = self._read(Paused, "/is_paused").is_paused
             self._name = self._read(Models, "/v1/models").data[0].id
         except AnswerError as error:
@@ -394,13 +396,13 @@ class VllmServer(Server):
                 f"start it as `{self._start_command}`"
             ) from None
         for name, other in _SAME.items():
-            if (has := getattr(found, name)) != self._expected[name]:
+            if (has := getattr(description, name)) != self._expected[name]:
                 where = difference(has, self._expected[name])
                 raise ConfigError(
                     f"{self.url} (rollout.servers) has {other}: {name} {where}; start it as "
                     f"`{self._start_command}`"
                 )
-        self.sizes, self._held = found.sizes, None if is_paused else found.weights
+        self.sizes, self._held = description.sizes, None if is_paused else description.weights
 
     # In the thread.
 
@@ -423,29 +425,29 @@ class VllmServer(Server):
         self, weights: VersionedWeights, asks: Sequence[AskedSamples], drops: Sequence[int]
     ) -> Step | None:
         """The news of all streams since the last step; streams without live samples are closed."""
-        for stream in [one for one in self._streams if not one.numbers & self._live]:
+        for stream in [stream for stream in self._streams if not stream.numbers & self._live]:
             stream.close()
             self._streams.remove(stream)
         for asked in asks:
             size = 1 if asked.end_here else len(asked.numbers)
             for first in range(0, len(asked.numbers), size):
                 self._ask(asked, asked.numbers[first : first + size])
-        found: dict[int, dict[str, Any]] = {}
+        samples: dict[int, dict[str, Any]] = {}
         for news in self._take() if self._live else ():
             if news.error is not None:
-                self._board.post(News(samples=_drawn(found.values()).samples))
+                self._board.post(News(samples=_drawn(samples.values()).samples))
                 raise news.error
             if news.number not in self._live:
                 continue
-            one = found.setdefault(news.number, {"token_ids": [], "log_probs": []})
-            one["number"], one["finish_reason"] = news.number, news.finish_reason
-            one["token_ids"] += news.token_ids
-            one["log_probs"] += news.log_probs
-        if found and self._scales_due:
+            sample = samples.setdefault(news.number, {"token_ids": [], "log_probs": []})
+            sample["number"], sample["finish_reason"] = news.number, news.finish_reason
+            sample["token_ids"] += news.token_ids
+            sample["log_probs"] += news.log_probs
+        if samples and self._scales_due:
             self._scales_due = False
             line = check_scales(_scales_of(self._call(Scales, "isobit_scales")))
             self._board.post(News(note=f"{self.url} has {line}"))
-        return _drawn(found.values())
+        return _drawn(samples.values())
 
     def _take(self) -> Iterator[StreamNews]:
         with suppress(Empty):
@@ -513,9 +515,9 @@ class VllmServer(Server):
         """
         body = json.dumps({"method": method, "args": list(args)}).encode()
         ok = (200, 401, 404, 500)
-        status, found = self._request("POST", "/collective_rpc", [body], ok, seconds=seconds)
+        status, answer = self._request("POST", "/collective_rpc", [body], ok, seconds=seconds)
         if status == 500 and method != "isobit_describe":
-            raise UnavailableError(sentence_of(found))
+            raise UnavailableError(sentence_of(answer))
         if status != 200:
             lacks = {
                 401: "refuses the key: set rollout.server_key",
@@ -524,9 +526,9 @@ class VllmServer(Server):
             }
             raise ConfigError(
                 f"{self.url} (rollout.servers) {lacks[status]}; start it as "
-                f"`{self._start_command}` ({sentence_of(found)})"
+                f"`{self._start_command}` ({sentence_of(answer)})"
             )
-        result = read_answer(Rpc, found, "/collective_rpc").results[0]
+        result = read_answer(Rpc, answer, "/collective_rpc").results[0]
         return read_answer(kind, json.dumps(result).encode(), method)
 
     def _read(self, kind: type[Answer], path: str) -> Answer:

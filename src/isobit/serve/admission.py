@@ -49,11 +49,11 @@ each.
 """
 
 
-def check_size(asked: GenerationRequest, questions: Sequence[ScoredPrompt]) -> None:
+def check_size(asked: GenerationRequest, prompts: Sequence[ScoredPrompt]) -> None:
     """Raises ApiError for more log-probabilities than are held at once."""
     if asked.scores_prompt is None:
         return
-    tokens = sum(len(one.token_ids) for one in questions)
+    tokens = sum(len(prompt.token_ids) for prompt in prompts)
     wanted = tokens * (1 + asked.scores_prompt)
     if wanted > MOST_LOG_PROBS:
         raise ApiError(

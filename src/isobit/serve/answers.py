@@ -77,13 +77,13 @@ async def in_pieces(content: Any) -> AsyncIterator[str]:
 
 
 def _taken(texts: Iterator[str]) -> str:
-    found, size = list[str](), 0
+    taken, size = list[str](), 0
     for text in texts:
-        found.append(text)
+        taken.append(text)
         size += len(text)
         if size >= _PIECE:
             break
-    return "".join(found)
+    return "".join(taken)
 
 
 class Streamed(Response):

@@ -328,9 +328,9 @@ class ApiServer:
         work = ServedRequest(self.thread, asked, form, on_close, call)
         try:
             loop = asyncio.get_running_loop()
-            questions = await loop.run_in_executor(self._reading, read)
-            check_size(asked, questions)
-            await work.begin(*self._asked_of_engine(asked, form, questions))
+            prompts = await loop.run_in_executor(self._reading, read)
+            check_size(asked, prompts)
+            await work.begin(*self._asked_of_engine(asked, form, prompts))
             work.name_weights(f"{self.settings.precision}-{self.model.policy.version}")
             if asked.stream:
                 return Streamed(work.chunks(), work.close, "text/event-stream", self._last_words)
@@ -349,7 +349,7 @@ class ApiServer:
         return event_of(as_api_error(_ended()).json()) if self.is_draining() else None
 
     def _asked_of_engine(
-        self, asked: GenerationRequest, form: ResponseFormat, questions: list[ScoredPrompt]
+        self, asked: GenerationRequest, form: ResponseFormat, prompts: list[ScoredPrompt]
     ) -> tuple[dict[str, Any], list[ScoredPrompt], list[EngineRequest]]:
         """The beginning of each answer, the prompts, and the engine's requests for them."""
         name, settings = form.prefix + secrets.token_hex(12), self.settings
@@ -357,25 +357,25 @@ class ApiServer:
         shows_special = isinstance(form, ChatFormat) and form.reads_calls and self._hides_calls
         requests = [
             EngineRequest(
-                Prompt(f"{name}/{place}", question.text, question.token_ids),
+                Prompt(f"{name}/{place}", prompt.text, prompt.token_ids),
                 0,
                 asked.n,
                 asked.sampling(
                     settings.sampling,
-                    self._max_new_tokens(asked, len(question.token_ids)),
+                    self._max_new_tokens(asked, len(prompt.token_ids)),
                     shows_special,
                 ),
                 seed,
                 adapter=self._adapter(asked.model),
             )
-            for place, question in enumerate(questions)
+            for place, prompt in enumerate(prompts)
         ]
         head = {
             "id": name,
             "created": int(time.time()),
             "model": asked.model,
         }
-        return head, questions, requests
+        return head, prompts, requests
 
     def _max_new_tokens(self, asked: GenerationRequest, prompt: int) -> int:
         """Raises ApiError where prompt and answer do not fit the context."""

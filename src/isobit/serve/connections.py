@@ -112,9 +112,9 @@ class HttpConnection(H11Protocol):
 
     def _make_room(self) -> None:
         open_ones = [
-            one
-            for one in self.connections
-            if isinstance(one, HttpConnection) and not one.transport.is_closing()
+            connection
+            for connection in self.connections
+            if isinstance(connection, HttpConnection) and not connection.transport.is_closing()
         ]
         if len(open_ones) <= self._most:
             return  # enough are about to go

@@ -320,10 +320,10 @@ class EngineThread:
     def _score_step(self) -> None:
         try:
             try:
-                found = self.scorer.step()
+                scored_now = self.scorer.step()
             except OutOfMemoryError:
                 self.engine.release()  # its samples wait, and draw what they would have drawn
-                found = self.scorer.step()
+                scored_now = self.scorer.step()
         except IsobitError as error:
             for (call, _), reason in (
                 error.samples or dict.fromkeys(self.scorer.keys, error)
@@ -331,7 +331,7 @@ class EngineThread:
                 self._fail([call], reason)
                 self._drop_scorings([call])
             return
-        self._news += [(call, Scores(place, scored)) for (call, place), scored in found]
+        self._news += [(call, Scores(place, scored)) for (call, place), scored in scored_now]
 
     def _drop_scorings(self, calls: Iterable[EngineCall]) -> None:
         leaving = set(calls)

@@ -17,12 +17,12 @@ class Metrics:
 
     def __init__(self, thread: EngineThread, gate: Gate) -> None:
         self.registry = CollectorRegistry()
-        made = {"registry": self.registry, "namespace": "isobit"}
-        self.requests = Counter("requests", "Requests, by status", ["route", "status"], **made)
-        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **made)
-        self.tokens = Counter("generated_tokens", "Tokens drawn", **made)
-        self.seconds = Histogram("request_seconds", "Time of what the engine served", **made)
-        self.first = Histogram("time_to_first_token_seconds", "Of streams", **made)
+        where = {"registry": self.registry, "namespace": "isobit"}
+        self.requests = Counter("requests", "Requests, by status", ["route", "status"], **where)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **where)
+        self.tokens = Counter("generated_tokens", "Tokens drawn", **where)
+        self.seconds = Histogram("request_seconds", "Time of what the engine served", **where)
+        self.first = Histogram("time_to_first_token_seconds", "Of streams", **where)
         engine = thread.engine
         for name, text, value in (
             ("samples_in_place", "Samples that are served or wait", lambda: gate.taken),
@@ -31,7 +31,7 @@ class Metrics:
             ("kv_pages", "Pages of the KV cache", lambda: engine.limits.num_pages),
             ("kv_pages_free", "Pages that nobody holds", lambda: engine.free_pages),
         ):
-            Gauge(name, text, **made).set_function(value)
+            Gauge(name, text, **where).set_function(value)
 
     def page(self) -> bytes:
         """All of them, as ``content_type`` says."""

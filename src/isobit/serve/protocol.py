@@ -89,11 +89,11 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if all(isinstance(one, str) for one in value):
+        if all(isinstance(prompt, str) for prompt in value):
             return _few(value)
         if _are_tokens(value):
             return [value]
-        if all(isinstance(one, list) and one and _are_tokens(one) for one in value):
+        if all(isinstance(prompt, list) and prompt and _are_tokens(prompt) for prompt in value):
             return _few(value)
     raise ValueError(
         "expected a text, a list of texts, a list of token ids or a list of such lists"
@@ -107,21 +107,21 @@ def _few(prompts: list[Any]) -> list[Any]:
 
 
 def _are_tokens(value: list[Any]) -> bool:
-    return all(type(one) is int and 0 <= one <= MAX_VOCAB_SIZE for one in value)
+    return all(type(token) is int and 0 <= token <= MAX_VOCAB_SIZE for token in value)
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    found = [value] if isinstance(value, str) else value
+    stops = [value] if isinstance(value, str) else value
     if (
-        not isinstance(found, list)
-        or len(found) > MOST_STOPS
-        or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in found)
+        not isinstance(stops, list)
+        or len(stops) > MOST_STOPS
+        or not all(isinstance(stop, str) and 0 < len(stop) <= LONGEST_STOP for stop in stops)
     ):
         raise ValueError(
             f"expected a text or a list of at most {MOST_STOPS} texts, each of 1 to {LONGEST_STOP} "
             "characters"
         )
-    return tuple(found)
+    return tuple(stops)
 
 
 class StreamOptions(BaseModel):
@@ -248,7 +248,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def scores_prompt(self) -> int | None:
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((one for one in wanted if one is not None), default=None)
+        return max((number for number in wanted if number is not None), default=None)
 
 
 class ChatRequest(GenerationRequest):
@@ -303,13 +303,13 @@ def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        context = found.get("ctx", {})
-        name = context.get("name") or ".".join(map(str, found["loc"])) or None
+        detail = error.errors(include_url=False)[0]
+        context = detail.get("ctx", {})
+        name = context.get("name") or ".".join(map(str, detail["loc"])) or None
         name = None if name is None else shown(name)
-        message = found["msg"].removeprefix("Value error, ")
-        if found["type"] in ("json_invalid", "object"):
+        message = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] in ("json_invalid", "object"):
             raise ApiError(400, f"the body is not a JSON object: {message}") from None
-        if found["type"] != "missing" and "message" not in context:
-            message = f"{message}; found {shown(repr(found['input']))}"
+        if detail["type"] != "missing" and "message" not in context:
+            message = f"{message}; found {shown(repr(detail['input']))}"
         raise ApiError(400, f"{name}: {message}", param=name) from None

@@ -26,19 +26,19 @@ class ResponseFormat(Protocol):
     piece: str
     """The ``object`` of a chunk of a stream."""
 
-    def choice(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+    def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
         """A whole choice."""
         ...
 
-    def beginning(self, index: int, question: ScoredPrompt) -> dict[str, Any] | None:
+    def beginning(self, index: int, prompt: ScoredPrompt) -> dict[str, Any] | None:
         """The first chunk's choice, before anything is drawn; None for none."""
         ...
 
-    def delta(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+    def delta(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
         """A chunk's choice."""
         ...
 
-    def of_prompts(self, questions: Sequence[ScoredPrompt]) -> dict[str, Any]:
+    def of_prompts(self, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
         """Keys of an answer, or of its first chunk, about the prompts."""
         ...
 
@@ -53,52 +53,54 @@ class CompletionFormat:
         self._offsets: dict[int, int] = {}
         """The character at which the next part of each choice begins."""
 
-    def choice(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        found = self.delta(question, part)
+    def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        written = self.delta(prompt, part)
         if self._asked.echo:
-            found["text"] = question.text + found["text"]
-            if found["logprobs"] is not None:
-                head = self._log_probs_of_prompt(question)
-                found["logprobs"] = {name: head[name] + found["logprobs"][name] for name in head}
-        return found | self._of_prompt(question)
+            written["text"] = prompt.text + written["text"]
+            if written["logprobs"] is not None:
+                head = self._log_probs_of_prompt(prompt)
+                written["logprobs"] = {
+                    name: head[name] + written["logprobs"][name] for name in head
+                }
+        return written | self._of_prompt(prompt)
 
-    def beginning(self, index: int, question: ScoredPrompt) -> dict[str, Any] | None:
-        of_prompt, echo = self._of_prompt(question), self._asked.echo
+    def beginning(self, index: int, prompt: ScoredPrompt) -> dict[str, Any] | None:
+        of_prompt, echo = self._of_prompt(prompt), self._asked.echo
         if not echo and not of_prompt:
             return None
         wanted = echo and self._asked.logprobs is not None
         return {
             "index": index,
-            "text": question.text if echo else "",
-            "logprobs": self._log_probs_of_prompt(question) if wanted else None,
+            "text": prompt.text if echo else "",
+            "logprobs": self._log_probs_of_prompt(prompt) if wanted else None,
             "finish_reason": None,
             **of_prompt,
         }
 
-    def delta(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        begin = self._offsets.get(part.index, len(question.text) if self._asked.echo else 0)
+    def delta(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        begin = self._offsets.get(part.index, len(prompt.text) if self._asked.echo else 0)
         self._offsets[part.index] = begin + len(part.text)
-        found: dict[str, Any] = {
+        written: dict[str, Any] = {
             "index": part.index,
             "text": part.text,
             "logprobs": None,
             "finish_reason": part.finish_reason,
         }
         if self._asked.logprobs is not None:
-            found["logprobs"] = self._spelling.legacy(part, begin)
+            written["logprobs"] = self._spelling.legacy(part, begin)
         if self._asked.return_token_ids:
-            found["token_ids"] = list(part.token_ids)
-        return found
+            written["token_ids"] = list(part.token_ids)
+        return written
 
-    def of_prompts(self, questions: Sequence[ScoredPrompt]) -> dict[str, Any]:
+    def of_prompts(self, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
         return {}
 
-    def _log_probs_of_prompt(self, question: ScoredPrompt) -> dict[str, list[Any]]:
+    def _log_probs_of_prompt(self, prompt: ScoredPrompt) -> dict[str, list[Any]]:
         assert self._asked.logprobs is not None
-        return self._spelling.legacy_prompt(question, self._asked.logprobs)
+        return self._spelling.legacy_prompt(prompt, self._asked.logprobs)
 
-    def _of_prompt(self, question: ScoredPrompt) -> dict[str, Any]:
-        return _of_prompt(self._asked, question, self._spelling)
+    def _of_prompt(self, prompt: ScoredPrompt) -> dict[str, Any]:
+        return _of_prompt(self._asked, prompt, self._spelling)
 
 
 class ChatFormat:
@@ -119,8 +121,8 @@ class ChatFormat:
     def reads_calls(self) -> bool:
         return self._calls is not None
 
-    def choice(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        content, calls = self._visible_text(question, part)
+    def choice(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        content, calls = self._visible_text(prompt, part)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
@@ -131,12 +133,12 @@ class ChatFormat:
             **self._of_tokens(part),
         }
 
-    def beginning(self, index: int, question: ScoredPrompt) -> dict[str, Any] | None:
+    def beginning(self, index: int, prompt: ScoredPrompt) -> dict[str, Any] | None:
         start = {"role": "assistant", "content": ""}
         return {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
 
-    def delta(self, question: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
-        content, calls = self._visible_text(question, part)
+    def delta(self, prompt: ScoredPrompt, part: ChoicePart) -> dict[str, Any]:
+        content, calls = self._visible_text(prompt, part)
         delta: dict[str, Any] = {"content": content} if content else {}
         if calls:
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
@@ -147,36 +149,36 @@ class ChatFormat:
             **self._of_tokens(part),
         }
 
-    def of_prompts(self, questions: Sequence[ScoredPrompt]) -> dict[str, Any]:
-        return _of_prompt(self._asked, questions[0], self._spelling)
+    def of_prompts(self, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
+        return _of_prompt(self._asked, prompts[0], self._spelling)
 
     def _visible_text(
-        self, question: ScoredPrompt, part: ChoicePart
+        self, prompt: ScoredPrompt, part: ChoicePart
     ) -> tuple[str, list[dict[str, Any]]]:
         """The text of a part that is no call, and at the end of the choice its calls."""
         if self._calls is None:
             return part.text, []
         if part.index not in self._readers:
-            is_thinking = ends_in_thinking(question.text)
+            is_thinking = ends_in_thinking(prompt.text)
             self._readers[part.index] = TurnReader(self._calls, self._tools, is_thinking)
         reader = self._readers[part.index]
         text = reader.feed(part.text)
         if part.finish_reason is None:
             return text, []
         held, said = reader.held, reader.finish()
-        calls = _tool_calls(said.calls, self._tools, f"{question.token_ids} {part.index}")
+        calls = _tool_calls(said.calls, self._tools, f"{prompt.token_ids} {part.index}")
         return text + (said.text if calls else held), calls
 
     def _of_tokens(self, part: ChoicePart) -> dict[str, Any]:
         wanted = self._asked.alternatives is not None
-        found: dict[str, Any] = {"logprobs": self._spelling.chat(part) if wanted else None}
+        written: dict[str, Any] = {"logprobs": self._spelling.chat(part) if wanted else None}
         if self._asked.return_token_ids:
-            found["token_ids"] = list(part.token_ids)
-        return found
+            written["token_ids"] = list(part.token_ids)
+        return written
 
 
 def _tool_calls(
-    found: Sequence[Parsed], tools: Collection[str], answer: str
+    parsed: Sequence[Parsed], tools: Collection[str], answer: str
 ) -> list[dict[str, Any]]:
     """The calls in OpenAI's form; none where one of them cannot be read or names none of the
     ``tools``, so that all stay text.
@@ -185,13 +187,13 @@ def _tool_calls(
     them into the next prompt; Mistral's want nine letters or digits.
     """
     calls = list[dict[str, Any]]()
-    for place, call in enumerate(found):
+    for index, call in enumerate(parsed):
         if not isinstance(call, ToolCall) or call.name not in tools:
             return []
         arguments = json.dumps(call.arguments, ensure_ascii=False)
         calls.append(
             {
-                "id": sha256(f"{answer} {place}".encode()).hexdigest()[:9],
+                "id": sha256(f"{answer} {index}".encode()).hexdigest()[:9],
                 "type": "function",
                 "function": {"name": call.name, "arguments": arguments},
             }
@@ -204,11 +206,11 @@ def _finish_reason(part: ChoicePart, calls: Sequence[Any]) -> str | None:
 
 
 def _of_prompt(
-    asked: GenerationRequest, question: ScoredPrompt, spelling: Spelling
+    asked: GenerationRequest, prompt: ScoredPrompt, spelling: Spelling
 ) -> dict[str, Any]:
-    found = dict[str, Any]()
+    written = dict[str, Any]()
     if asked.return_token_ids:
-        found["prompt_token_ids"] = list(question.token_ids)
+        written["prompt_token_ids"] = list(prompt.token_ids)
     if asked.prompt_logprobs is not None:
-        found["prompt_logprobs"] = spelling.prompt_log_probs(question, asked.prompt_logprobs)
-    return found
+        written["prompt_logprobs"] = spelling.prompt_log_probs(prompt, asked.prompt_logprobs)
+    return written

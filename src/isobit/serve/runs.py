@@ -178,12 +178,12 @@ class Runs:
         async with self._lock:
             staged = self._begun()
             try:
-                found = await asyncio.to_thread(read_file, body)
-                self._check_part(found)
+                tensors = await asyncio.to_thread(read_file, body)
+                self._check_part(tensors)
             except ModelError as error:
                 raise ApiError(400, str(error)) from None
-            staged.update(found)
-        return {"tensors": len(found)}
+            staged.update(tensors)
+        return {"tensors": len(tensors)}
 
     def _check_part(self, found: Mapping[str, torch.Tensor]) -> None:
         """Raises ModelError for what no update has, so that it need not be kept."""
@@ -278,14 +278,14 @@ class Runs:
         return known
 
     async def _step(self, session: ClientSession, asked: AskedStep) -> list[dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+        samples: dict[int, dict[str, Any]] = {}
         if asked.ask:
-            await self._take_on(session, asked, found)
+            await self._take_on(session, asked, samples)
         if asked.drop:
             self._drop(session, set(asked.drop))
-        await self._gather(session, found)
+        await self._gather(session, samples)
         dropped = set(asked.drop)
-        return [one for number, one in found.items() if number not in dropped]
+        return [sample for number, sample in samples.items() if number not in dropped]
 
     async def _take_on(
         self, session: ClientSession, asked: AskedStep, found: dict[int, dict[str, Any]]
@@ -331,31 +331,31 @@ class Runs:
         for handle in leaving:
             self._leave(session, handle)
 
-    async def _gather(self, session: ClientSession, found: dict[int, dict[str, Any]]) -> None:
+    async def _gather(self, session: ClientSession, samples: dict[int, dict[str, Any]]) -> None:
         """Wait for news of the session's samples, then a little for more."""
-        until = time.monotonic() + (GATHER_S if found else WAIT_S)
+        until = time.monotonic() + (GATHER_S if samples else WAIT_S)
         while session.call is not None:
             try:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
                     news = await session.call.next()
             except TimeoutError:
                 return
-            if not found:
+            if not samples:
                 until = time.monotonic() + GATHER_S
-            self._note(session, news, found)
+            self._note(session, news, samples)
 
-    def _note(self, session: ClientSession, news: Any, found: dict[int, dict[str, Any]]) -> None:
+    def _note(self, session: ClientSession, news: Any, samples: dict[int, dict[str, Any]]) -> None:
         if not isinstance(news, SampleEvent) or news.handle not in session.live:
             return
         number = session.live[news.handle]
-        one = found.setdefault(number, {"number": number, "token_ids": [], "log_probs": []})
-        one["token_ids"] += news.token_ids
-        one["log_probs"] += news.log_probs
+        sample = samples.setdefault(number, {"number": number, "token_ids": [], "log_probs": []})
+        sample["token_ids"] += news.token_ids
+        sample["log_probs"] += news.log_probs
         for name in ("truncated_log_probs", "routings"):
             if getattr(news, name):
-                one.setdefault(name, []).extend(getattr(news, name))
+                sample.setdefault(name, []).extend(getattr(news, name))
         if news.completion is not None:
-            one["finish_reason"] = news.completion.finish_reason
+            sample["finish_reason"] = news.completion.finish_reason
             self._leave(session, news.handle)
 
     def _leave(self, session: ClientSession, handle: Handle) -> None:

@@ -85,7 +85,7 @@ class ServedRequest:
     first_at: float | None = None
     """The time at which the first token of a stream was known."""
     _head: Mapping[str, Any] = field(default_factory=dict)
-    _questions: Sequence[ScoredPrompt] = ()
+    _prompts: Sequence[ScoredPrompt] = ()
     _requests: Sequence[Request] = ()
     _index_of: dict[Handle, int] = field(default_factory=dict)
     _is_closed: bool = False
@@ -93,16 +93,16 @@ class ServedRequest:
     async def begin(
         self,
         head: Mapping[str, Any],
-        questions: Sequence[ScoredPrompt],
+        prompts: Sequence[ScoredPrompt],
         requests: Sequence[Request],
     ) -> None:
-        """Score the prompts and have the samples taken on; ``requests`` are of the ``questions``,
+        """Score the prompts and have the samples taken on; ``requests`` are of the ``prompts``,
         and every chunk has the ``head``.
 
         Raises RequestError for what the engine refuses, and what ``EngineCall.next`` raises.
         """
-        self._head, self._questions, self._requests = head, questions, requests
-        self.usage.prompt_tokens = sum(len(one.token_ids) for one in questions)
+        self._head, self._prompts, self._requests = head, prompts, requests
+        self.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         if self.asked.scores_prompt is not None:
             await self._score_prompts(self.asked.scores_prompt)
         if self._draws:
@@ -124,22 +124,22 @@ class ServedRequest:
 
     async def whole(self) -> dict[str, Any]:
         """The answer, whose choices are made as they are written."""
-        found = dict[int, ChoicePart]()
+        parts = dict[int, ChoicePart]()
         async for part in self._parts():
-            found[part.index] = part
+            parts[part.index] = part
         self.is_large = (
-            sum(self._size(part, self._question(part.index)) for part in found.values()) > SMALL
+            sum(self._size(part, self._prompt(part.index)) for part in parts.values()) > SMALL
         )
 
         def choice(index: int) -> dict[str, Any]:
-            return self.form.choice(self._question(index), found.pop(index))
+            return self.form.choice(self._prompt(index), parts.pop(index))
 
         return {
             **self._head,
             "object": self.form.whole,
-            "choices": LazyList(len(found), choice),
+            "choices": LazyList(len(parts), choice),
             "usage": self.usage.json(),
-            **self.form.of_prompts(self._questions),
+            **self.form.of_prompts(self._prompts),
         }
 
     async def in_pieces(self, answer: Mapping[str, Any]) -> AsyncIterator[str]:
@@ -150,12 +150,12 @@ class ServedRequest:
                 return
             yield piece
 
-    def _size(self, part: ChoicePart, question: ScoredPrompt | None = None) -> int:
-        """The log-probabilities that are written of a part, and of a question before it."""
+    def _size(self, part: ChoicePart, prompt: ScoredPrompt | None = None) -> int:
+        """The log-probabilities that are written of a part, and of a prompt before it."""
         drawn = len(part.token_ids) * (1 + (self.asked.alternatives or 0))
-        if question is None or question.scored is None:
+        if prompt is None or prompt.scored is None:
             return drawn
-        return drawn + len(question.token_ids) * (1 + (self.asked.scores_prompt or 0))
+        return drawn + len(prompt.token_ids) * (1 + (self.asked.scores_prompt or 0))
 
     async def chunks(self) -> AsyncIterator[str]:
         """The events of a stream; closes the work."""
@@ -187,11 +187,11 @@ class ServedRequest:
         """Chunks for each choice before anything is drawn; the first also holds what concerns the
         prompts.
         """
-        of_prompts = self.form.of_prompts(self._questions)
-        for index in range(len(self._questions) * self.asked.n):
-            question = self._question(index)
-            if self._size(ChoicePart(index), question) <= SMALL:
-                begun = self.form.beginning(index, question)
+        of_prompts = self.form.of_prompts(self._prompts)
+        for index in range(len(self._prompts) * self.asked.n):
+            prompt = self._prompt(index)
+            if self._size(ChoicePart(index), prompt) <= SMALL:
+                begun = self.form.beginning(index, prompt)
                 if begun is not None:
                     yield event_of({**head, "choices": [begun], **of_prompts})
             else:
@@ -201,46 +201,46 @@ class ServedRequest:
             of_prompts = {}
 
     def _beginning(self, index: int, _: int) -> dict[str, Any] | None:
-        return self.form.beginning(index, self._question(index))
+        return self.form.beginning(index, self._prompt(index))
 
     def _delta(self, part: ChoicePart, _: int) -> dict[str, Any]:
-        return self.form.delta(self._question(part.index), part)
+        return self.form.delta(self._prompt(part.index), part)
 
     @property
     def _draws(self) -> bool:
         """Whether tokens are drawn; otherwise the request is about its prompts alone."""
         return all(request.sampling.max_new_tokens for request in self._requests)
 
-    def _question(self, index: int) -> ScoredPrompt:
-        return self._questions[index // self.asked.n]
+    def _prompt(self, index: int) -> ScoredPrompt:
+        return self._prompts[index // self.asked.n]
 
     async def _score_prompts(self, alternatives: int) -> None:
-        found = [Scored() for _ in self._requests]
+        results = [Scored() for _ in self._requests]
         scorings = [
             Scoring(
-                one.prompt.token_ids,
+                request.prompt.token_ids,
                 1,
-                one.sampling.log_prob_temperature,
+                request.sampling.log_prob_temperature,
                 alternatives,
-                one.adapter,
+                request.adapter,
             )
-            for one in self._requests
+            for request in self._requests
         ]
-        places = [place for place, one in enumerate(scorings) if len(one.token_ids) > 1]
-        for place in places:
-            self.thread.score(self.call, place, scorings[place])
-        for _ in places:
+        indices = [index for index, scoring in enumerate(scorings) if len(scoring.token_ids) > 1]
+        for index in indices:
+            self.thread.score(self.call, index, scorings[index])
+        for _ in indices:
             scores = await self.call.next()
             assert isinstance(scores, Scores)
-            found[scores.place] = scores.scored
-        self._questions = [
-            ScoredPrompt(question.text, question.token_ids, scored)
-            for question, scored in zip(self._questions, found, strict=True)
+            results[scores.place] = scores.scored
+        self._prompts = [
+            ScoredPrompt(prompt.text, prompt.token_ids, scored)
+            for prompt, scored in zip(self._prompts, results, strict=True)
         ]
 
     async def _parts(self) -> AsyncIterator[ChoicePart]:
         """The drawn parts of choices, in the order in which they are known."""
-        choices = range(len(self._questions) * self.asked.n)
+        choices = range(len(self._prompts) * self.asked.n)
         if not self._draws:
             for index in choices:
                 yield ChoicePart(index, finish_reason="length")

@@ -65,56 +65,56 @@ class Spelling:
         """The log-probabilities of a part, whose text begins at character ``offset``."""
         tops = part.alternatives or [[] for _ in part.token_ids]
         texts = [self.text(token) for token in part.token_ids]
-        found: dict[str, list[Any]] = {"tokens": texts, "token_logprobs": [], "top_logprobs": []}
-        found["text_offset"] = []
+        columns: dict[str, list[Any]] = {"tokens": texts, "token_logprobs": [], "top_logprobs": []}
+        columns["text_offset"] = []
         for token, text, log_prob, top in zip(
             part.token_ids, texts, part.log_probs, tops, strict=True
         ):
-            found["token_logprobs"].append(_finite(log_prob))
-            found["top_logprobs"].append(self._by_text([*top, (token, log_prob)]))
-            found["text_offset"].append(offset)
+            columns["token_logprobs"].append(_finite(log_prob))
+            columns["top_logprobs"].append(self._by_text([*top, (token, log_prob)]))
+            columns["text_offset"].append(offset)
             offset += len(text)
-        return found
+        return columns
 
     def _by_text(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
         """Log-probabilities by the tokens' texts; of tokens with one text the likeliest stays."""
-        found = dict[str, float]()
+        by_text = dict[str, float]()
         for token, log_prob in pairs:
-            found.setdefault(self.text(token), _finite(log_prob))
-        return found
+            by_text.setdefault(self.text(token), _finite(log_prob))
+        return by_text
 
-    def legacy_prompt(self, question: ScoredPrompt, alternatives: int) -> dict[str, list[Any]]:
+    def legacy_prompt(self, prompt: ScoredPrompt, alternatives: int) -> dict[str, list[Any]]:
         """The log-probabilities of an echoed prompt; its first token has none."""
-        assert question.scored is not None
-        scored, first = question.scored, question.token_ids[0]
-        tops = [one[:alternatives] for one in scored.alternatives]
-        rest = ChoicePart(0, "", question.token_ids[1:], tuple(scored.log_probs), tops)
-        is_written = question.text.startswith(self.text(first))  # else the tokenizer has added it
-        found = self.legacy(rest, len(self.text(first)) if is_written else 0)
+        assert prompt.scored is not None
+        scored, first = prompt.scored, prompt.token_ids[0]
+        tops = [alternative[:alternatives] for alternative in scored.alternatives]
+        rest = ChoicePart(0, "", prompt.token_ids[1:], tuple(scored.log_probs), tops)
+        is_written = prompt.text.startswith(self.text(first))  # else the tokenizer has added it
+        columns = self.legacy(rest, len(self.text(first)) if is_written else 0)
         head = {"tokens": self.text(first), "token_logprobs": None, "top_logprobs": None}
-        return {name: [(head | {"text_offset": 0})[name], *found[name]] for name in found}
+        return {name: [(head | {"text_offset": 0})[name], *columns[name]] for name in columns}
 
-    def prompt_log_probs(self, question: ScoredPrompt, alternatives: int) -> list[Any]:
+    def prompt_log_probs(self, prompt: ScoredPrompt, alternatives: int) -> list[Any]:
         """vLLM's form: a table of token ids for each token; its first token has none."""
-        assert question.scored is not None
-        scored, found = question.scored, list[Any]([None])
+        assert prompt.scored is not None
+        scored, tables = prompt.scored, list[Any]([None])
         columns = zip(
-            question.token_ids[1:], scored.log_probs, scored.ranks, scored.alternatives, strict=True
+            prompt.token_ids[1:], scored.log_probs, scored.ranks, scored.alternatives, strict=True
         )
         for token, log_prob, rank, top in columns:
-            entries = {one: (value, place) for place, (one, value) in enumerate(top, start=1)}
+            entries = {token_id: (value, at) for at, (token_id, value) in enumerate(top, start=1)}
             kept = dict(list(entries.items())[:alternatives]) | {token: (log_prob, rank)}
-            found.append(
+            tables.append(
                 {
-                    str(one): {
+                    str(token_id): {
                         "logprob": _finite(value),
-                        "rank": place,
-                        "decoded_token": self.text(one),
+                        "rank": at,
+                        "decoded_token": self.text(token_id),
                     }
-                    for one, (value, place) in kept.items()
+                    for token_id, (value, at) in kept.items()
                 }
             )
-        return found
+        return tables
 
     def chat(self, part: ChoicePart) -> dict[str, Any]:
         """The log-probabilities of a part of a chat completion."""

@@ -59,12 +59,12 @@ class Sent:
     def json(self) -> dict[str, Any]:
         """The body; an empty one is an empty object. Raises ApiError."""
         try:
-            found = json.loads(self.body or b"{}")
+            content = json.loads(self.body or b"{}")
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not a JSON object: {shown(error)}") from None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise ApiError(400, "the body is not a JSON object")
-        return found
+        return content
 
 
 READ_S = 600.0
@@ -138,11 +138,11 @@ class WeightUpdates:
         return (16 << 20) + 4 * sum(map(_numbers, self.policy.shapes.values()))
 
     async def _initialise(self, sent: Sent) -> dict[str, Any]:
-        given = _only(sent.json(), "init_info").get("init_info")
-        if not isinstance(given, dict):
+        info = _only(sent.json(), "init_info").get("init_info")
+        if not isinstance(info, dict):
             raise ApiError(400, 'init_info: expected an object, such as {"init_info": {}}')
-        if given:
-            raise ApiError(400, f"init_info: {_OTHER_BACKENDS.format(shown(', '.join(given)))}")
+        if info:
+            raise ApiError(400, f"init_info: {_OTHER_BACKENDS.format(shown(', '.join(info)))}")
         return {"message": "Weight transfer initialized"}
 
     async def _start(self, sent: Sent) -> dict[str, Any]:
@@ -167,14 +167,14 @@ class WeightUpdates:
         staged = self._begun()
         try:  # without the lock: a file system that does not answer keeps nobody else waiting
             async with asyncio.timeout(READ_S):
-                found = await _in_own_thread(lambda: self._read(sent))
+                tensors = await _in_own_thread(lambda: self._read(sent))
         except TimeoutError:
             raise ApiError(504, f"the weights were not read within {READ_S:g} s") from None
         async with self._lock:
             if self._staged is not staged:
                 raise ApiError(409, "another update has begun while these weights were read")
-            staged.update(found)
-        return {"message": "Weights updated", "tensors": len(found)}
+            staged.update(tensors)
+        return {"message": "Weights updated", "tensors": len(tensors)}
 
     async def _finish(self, sent: Sent) -> dict[str, Any]:
         version = _only(sent.json(), "weight_version").get("weight_version")
@@ -234,9 +234,9 @@ class WeightUpdates:
 
     def _read(self, sent: Sent) -> dict[str, torch.Tensor]:
         """The tensors that an update names or holds, copied. Raises ApiError, ModelError."""
-        found = self._of_path(sent) if sent.is_json else _of_bytes(sent.body)
+        tensors = self._of_path(sent) if sent.is_json else _of_bytes(sent.body)
         expected = self._expected()
-        for name, values in found.items():
+        for name, values in tensors.items():
             if name not in expected:
                 raise ApiError(
                     400, f"{shown(name)}: the model has no such tensor, the first of its own is "
@@ -251,16 +251,16 @@ class WeightUpdates:
                 raise ApiError(400, f"{name} is {values.dtype}; expected one of {FORMATS}")
             if not is_finite(values):
                 raise ApiError(400, f"{name} holds a NaN or an infinity; expected finite numbers")
-        return found
+        return tensors
 
     def _of_path(self, sent: Sent) -> dict[str, torch.Tensor]:
-        given = _only(sent.json(), "update_info").get("update_info")
-        if not isinstance(given, dict):
+        info = _only(sent.json(), "update_info").get("update_info")
+        if not isinstance(info, dict):
             raise ApiError(400, 'update_info: expected an object, as {"path": "step_8"}')
-        others = [name for name in given if name != "path"]
+        others = [name for name in info if name != "path"]
         if others:
             raise ApiError(400, f"update_info: {_OTHER_BACKENDS.format(shown(', '.join(others)))}")
-        path, root = given.get("path"), self.root.resolve()
+        path, root = info.get("path"), self.root.resolve()
         if not isinstance(path, str) or not path or "\0" in path:
             raise ApiError(400, "update_info.path: expected a safetensors file or its folder")
         try:
@@ -281,14 +281,14 @@ class WeightUpdates:
     def _expected(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a model folder's tensors by name."""
         described = build_decoder(self.policy.config).masters().values()
-        found = {
+        shapes = {
             part: (rows, *master.shape[1:])
             for master in described
             for part, rows in master.parts.items()
         }
-        if self.policy.config.tied_embeddings and _EMBEDDING in found:
-            found.setdefault(_HEAD, found[_EMBEDDING])  # some trainers send it twice
-        return found
+        if self.policy.config.tied_embeddings and _EMBEDDING in shapes:
+            shapes.setdefault(_HEAD, shapes[_EMBEDDING])  # some trainers send it twice
+        return shapes
 
     def _check(self, staged: dict[str, torch.Tensor]) -> str:
         """The digest of a whole update. Raises ApiError."""

@@ -184,8 +184,8 @@ async def score(
     judge = Judge(url, api_key, timeout_s, retries, budget, folder)
     threads, loop = _threads(max_concurrent), asyncio.get_running_loop()
     said = await loop.run_in_executor(threads, partial(judge.answer, body, pattern))
-    found = re.findall(pattern, said)
-    value = float(found[-1]) if found else float("nan")
+    scores = re.findall(pattern, said)
+    value = float(scores[-1]) if scores else float("nan")
     if not low <= value <= high:
         raise JudgeError(f"the judge gives no score from {low:g} to {high:g}: {said[-300:]!r}")
     return (value - low) / (high - low)

@@ -344,18 +344,18 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
     A box that never closes does not hide those behind it.
     """
     opened: list[tuple[int, int] | None] = []
-    found: list[tuple[int, int, int]] = []
+    complete: list[tuple[int, int, int]] = []
     for token in BOX_OR_BRACE.finditer(text):
         if token[0] == "{":
             opened.append(None)
         elif token[0] == "}":
             if opened and (box := opened.pop()) is not None:
-                while found and found[-1][0] > box[0]:
-                    found.pop()
-                found.append((*box, token.end()))
+                while complete and complete[-1][0] > box[0]:
+                    complete.pop()
+                complete.append((*box, token.end()))
         elif token[0].endswith("{") and token[0][1] in "bf":
             opened.append((token.start(), token.end()))
-    return found
+    return complete
 
 
 def _are_joined(between: str) -> bool:
