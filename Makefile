@@ -72,6 +72,7 @@ schema: $(READY)
 figures: $(READY)
 	$(VENV)/bin/python -m tools.structure --write
 	$(VENV)/bin/python -m tools.pictures
+	$(VENV)/bin/python -m tools.quickstart_figures
 
 docs: figures
 	$(PIP_INSTALL) --quiet --editable '.[docs]'

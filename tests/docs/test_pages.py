@@ -177,3 +177,12 @@ def test_the_index_names_every_page() -> None:
     assert [
         page.name for page in PAGES if page.name != "README.md" and f"({page.name})" not in index
     ] == []
+
+
+def test_the_page_on_the_proof_quotes_the_tables_of_the_experiment() -> None:
+    page = (ROOT / "docs" / "proof.md").read_text(encoding="utf-8")
+    full = (ROOT / "experiments" / "proof" / "results.md").read_text(encoding="utf-8")
+    quoted = page[page.index("## What explains the gap") : page.index("## Limits")]
+    differences = re.findall(r"[+-][\d.]+ \[[^]]+\]", quoted)
+    assert len(differences) == 21
+    assert [one for one in differences if one not in full] == []
