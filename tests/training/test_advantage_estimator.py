@@ -25,9 +25,10 @@ from isobit.config.teacher import RunTeacher
 from isobit.models.frozen import FrozenPolicy
 from isobit.models.scorer import Scorer
 from isobit.records.batch import TokenScores
+from isobit.records.no_signal import REASONS_WITHOUT_SIGNAL, describe_reasons
 from isobit.records.packing import pack
 from isobit.records.sequence import TokenSequence
-from isobit.records.text import REASONS_WITHOUT_SIGNAL, Completion, Group, describe_reasons
+from isobit.records.text import Completion, Group
 from isobit.training.advantage_estimator import (
     AdvantageEstimator,
     sequences_learnt_from,

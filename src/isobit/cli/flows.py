@@ -39,9 +39,9 @@ def run_flows(arguments: Sequence[str]) -> int:
     card = None if options.gpu is None else read_card(options.gpu)
     set_threads(options)
     with starting():
+        from isobit.commands.flows import compare_flows
         from isobit.observe.console import Console, terminal_on
         from isobit.observe.flow_choice import describe_comparison
-        from isobit.run.flows import compare_flows
 
     with redirect_stdout(sys.stderr):  # by a reward in this process: stdout may be JSON
         found = compare_flows(

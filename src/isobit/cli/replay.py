@@ -15,8 +15,8 @@ from isobit.config.base import MAX_PROCESSES
 from isobit.util.errors import IsobitError
 
 if TYPE_CHECKING:
+    from isobit.commands.diff import Comparison
     from isobit.parallel.world import World
-    from isobit.run.diff import Comparison
 
 
 def run_replay(arguments: Sequence[str]) -> int:

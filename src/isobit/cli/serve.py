@@ -27,6 +27,7 @@ from isobit.util.terminal import say
 
 if TYPE_CHECKING:
     from isobit.config.commands import ServeConfig
+    from isobit.serve.app import ApiServer
 
 
 PACKAGES = ("prometheus_client", "starlette", "uvicorn")

@@ -21,12 +21,12 @@ def run_ui(arguments: Sequence[str]) -> int:
         import uvicorn
 
         from isobit.observe.viewer import Viewer
-        from isobit.serve.connections import Connection
+        from isobit.serve.connections import HttpConnection
 
         port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
         app = Viewer(options.runs).app(token, port)
         config = uvicorn.Config(
-            app, lifespan="off", http=Connection, timeout_graceful_shutdown=1, **PLAIN_HTTP
+            app, lifespan="off", http=HttpConnection, timeout_graceful_shutdown=1, **PLAIN_HTTP
         )
         print(f"isobit: the runs are at http://127.0.0.1:{port}/{token}/", flush=True)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-UNTAUGHT: Mapping[str, tuple[str, str]] = {
+REASONS_WITHOUT_SIGNAL: Mapping[str, tuple[str, str]] = {
     "failed": ("without a valid reward", "the first error of the reward is noted above"),
     "excluded": (
         'cut off by the length limit (algorithm.truncated = "exclude")',
@@ -45,18 +45,18 @@ UNTAUGHT: Mapping[str, tuple[str, str]] = {
 """Why a completion taught nothing, by name: the rest of a sentence, and what to do."""
 
 
-def describe_untaught(untaught: Mapping[str, float], advise: bool = False) -> str:
-    """Why completions, counted by the names of ``UNTAUGHT``, taught nothing; with ``advise`` also
-    what to do about most of them.
+def describe_reasons(untaught: Mapping[str, float], advise: bool = False) -> str:
+    """Why completions, counted by the names of ``REASONS_WITHOUT_SIGNAL``, had no signal; with
+    ``advise`` also what to do about most of them.
     """
-    counts = [(name, untaught[name]) for name in UNTAUGHT if untaught.get(name)]
+    counts = [(name, untaught[name]) for name in REASONS_WITHOUT_SIGNAL if untaught.get(name)]
     total = sum(count for _, count in counts)
     if not counts:
         return "no completions"
-    parts = [f"{count:,.0f} {UNTAUGHT[name][0]}" for name, count in counts]
+    parts = [f"{count:,.0f} {REASONS_WITHOUT_SIGNAL[name][0]}" for name, count in counts]
     if len(counts) == 1:
-        text = f"{total:,.0f} completions, all {UNTAUGHT[counts[0][0]][0]}"
+        text = f"{total:,.0f} completions, all {REASONS_WITHOUT_SIGNAL[counts[0][0]][0]}"
     else:
         text = f"{total:,.0f} completions, {', '.join(parts[:-1])} and {parts[-1]}"
     most = max(counts, key=lambda pair: pair[1])[0]
-    return f"{text}; {UNTAUGHT[most][1]}" if advise else text
+    return f"{text}; {REASONS_WITHOUT_SIGNAL[most][1]}" if advise else text

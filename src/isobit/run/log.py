@@ -35,7 +35,8 @@ from isobit.observe.group_metrics import (
 from isobit.observe.training_log import RunSummary, TrainingLog
 from isobit.parallel.world import raised_on_all
 from isobit.records.metrics import METRICS, Metrics, listed
-from isobit.records.text import Group, SamplingParams, describe_reasons
+from isobit.records.no_signal import describe_reasons
+from isobit.records.text import Group, SamplingParams
 from isobit.rewards.tally import GradeStats
 from isobit.rollout.engine_stats import EngineStats
 from isobit.run.pending import COMPARED, GradedBatch

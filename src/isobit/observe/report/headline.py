@@ -7,7 +7,7 @@ from isobit.config.algorithm_rules import ONE_SAMPLE
 from isobit.observe.report.chart import duration_text, number_text
 from isobit.observe.report.panels import evaluation_sets, is_accuracy
 from isobit.observe.run_record import RunRecord
-from isobit.records.no_signal import UNTAUGHT, describe_untaught
+from isobit.records.no_signal import REASONS_WITHOUT_SIGNAL, describe_reasons
 
 TRUNCATED = 0.05
 """A larger share of the last step's completions at the length limit is a notice."""
@@ -33,8 +33,8 @@ def notices(record: RunRecord) -> Iterator[str]:
     steps = [row for row in record.figures.values() if "updates/skipped" in row]
     if without_signal := record.total("updates/without_signal"):
         without = sum(row.get("updates/taken") == 0 for row in steps)
-        untaught = {name: record.total(f"no_signal/{name}") for name in UNTAUGHT}
-        why = f" ({describe_untaught(untaught, advise=True)})" if any(untaught.values()) else ""
+        untaught = {name: record.total(f"no_signal/{name}") for name in REASONS_WITHOUT_SIGNAL}
+        why = f" ({describe_reasons(untaught, advise=True)})" if any(untaught.values()) else ""
         yield (
             f"{without_signal:,.0f} updates had nothing to learn from; no weight changed in "
             f"{without:,} of {len(steps):,} steps{why}"
