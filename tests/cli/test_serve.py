@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from isobit.cli import serve
+from isobit.cli import serve, ui
 from isobit.cli.chat import _lines_said
 from isobit.cli.main import main
 from isobit.config.recipes import RunConfig
@@ -64,7 +64,7 @@ def test_the_viewer_is_served_at_its_address_until_a_signal(
     assert "is no folder; name the folder that holds the runs" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    monkeypatch.setattr(serve.secrets, "token_urlsafe", lambda size: "t" * size)
+    monkeypatch.setattr(ui.secrets, "token_urlsafe", lambda size: "t" * size)
     address = f"http://127.0.0.1:{port}/{'t' * 24}/"
     found = list[bytes]()
 

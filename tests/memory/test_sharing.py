@@ -154,9 +154,9 @@ def test_an_engine_that_stays_gives_nothing_back_and_changes_no_bit(
 ) -> None:
     """It captures once, and its cache is among what training takes."""
     made: list[object] = []
-    assemble = NativeEngine._assemble
+    empty_cache = NativeEngine._empty_cache
     monkeypatch.setattr(
-        NativeEngine, "_assemble", lambda self, runner: made.append(1) or assemble(self, runner)
+        NativeEngine, "_empty_cache", lambda self: made.append(1) or empty_cache(self)
     )
     staying = {**PLAN.training, "KV pages": PLAN.rollout["KV pages"]}
     monkeypatch.setitem(globals(), "PLAN", replace(PLAN, training=staying))

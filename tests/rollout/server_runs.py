@@ -85,8 +85,8 @@ def train_and_kill(config: RunConfig, victim: int | None) -> int:
     """
     accept, killed = HttpEngine._accept, list[int]()
 
-    def accept_and_kill(self: HttpEngine, told: DrawnSample) -> None:
-        accept(self, told)
+    def accept_and_kill(self: HttpEngine, drawn: DrawnSample) -> None:
+        accept(self, drawn)
         if victim and self._weights and self._weights.version == 2 and not killed:
             server = self._servers[1]
             half_done = [
