@@ -314,7 +314,7 @@ def _verify_parser(with_folder: bool) -> ArgumentParser:
 
 
 if TYPE_CHECKING:
-    from isobit.commands.diff import Comparison
+    from isobit.commands.diff import RunComparison
     from isobit.parallel.world import World
 
 
@@ -357,7 +357,7 @@ class _DiffersError(IsobitError):
     exit_code = 1
 
 
-def _describe(root: Path, result: "Comparison") -> str:
+def _describe(root: Path, result: "RunComparison") -> str:
     from isobit.commands.replay import describe_steps
 
     assert result.steps is not None

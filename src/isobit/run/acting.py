@@ -32,8 +32,6 @@ from isobit.util.terminal import say
 
 Generate = Callable[..., tuple[list[list[Completion]], list[int], EngineStats]]
 """``generate_shared`` with a world and an engine."""
-
-
 Acting = tuple[Sequence[Mapping[str, Any]], Generate | None]
 """The schemas of an environment's tools, and what generates with them; without one no schemas, and
 None.

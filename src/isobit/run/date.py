@@ -11,8 +11,6 @@ from isobit.data.tokenizer import reads_clock
 from isobit.parallel.world import ALONE, World, broadcast
 
 Chat = TypeVar("Chat", bound=ChatConfig)
-
-
 AnyRecipe = TypeVar("AnyRecipe", bound=RunConfig | SftConfig)
 
 
@@ -26,8 +24,8 @@ def with_date(
     world: World = ALONE,
     known: Callable[[], datetime | None] = lambda: None,
 ) -> Chat:
-    """With the date that is ``known``, or the time now, where no date is set and a chat template of
-    the model ``folders`` reads the clock; the same on all ranks.
+    """Settings of chat templates with a date, the same on all ranks: where none is set and a
+    template of the model ``folders`` reads the clock, the date that is ``known``, or the time now.
     """
 
     def date() -> str | None:

@@ -55,8 +55,8 @@ class Reference:
         self._policy, self._folder, self._every = policy, folder, refresh_every
 
     def refresh_if_due(self, step: int) -> bool:
-        """After ``step`` steps, before anything of the step is recorded: take the policy's weights,
-        if it is time; -> whether it was.
+        """Take the policy's weights if it is time after ``step`` steps, before anything of the last
+        one is recorded.  Returns whether it was.
         """
         if not self._every or step % self._every:
             return False

@@ -28,13 +28,13 @@ class RecordedGrading:
 
     record: RewardRecord
     graders: Graders | None
-    """None where nothing is graded."""
+    """The processes that grade; None where nothing is graded."""
     models: ModelScores
-    """What scores the parts that are reward models."""
+    """Functions that score the parts that are reward models."""
     interruption: Interruption
     world: World
     writer: WaitingWriter | None = None
-    """Of the run that has the record; None where it is sent to others."""
+    """Writes the record; None where that is sent to others."""
 
     def submit(self, group: Group) -> None:
         """Begin to grade a group, unless its rewards are recorded."""

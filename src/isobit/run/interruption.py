@@ -26,10 +26,8 @@ from isobit.util.errors import Interrupted, StoppedAtOnce
 from isobit.util.terminal import tell
 
 _NOTE = "signal"
-
-
 _LOOK_S = 0.5
-"""Between two looks at what others have received: an engine's step is shorter."""
+"""Seconds between two looks at what others have received; an engine's step is shorter."""
 
 
 class Interruption:

@@ -60,7 +60,7 @@ class SignalWatch:
         self.steps = 0
         """The last steps that had no signal."""
         self.reasons: Counter[str] = Counter()
-        """Their completions, by why they taught nothing."""
+        """Their completions, by the reason."""
 
     def count(self, has_signal: bool, reasons: Mapping[str, int]) -> None:
         if has_signal:
@@ -138,9 +138,9 @@ class RlSummary(RunSummary):
     tokens_learnt: int = 0
     """Response tokens of the steps' own completions that were learnt from, once each."""
     compared: str = ""
-    """Which of them were compared, where not all were."""
+    """The completions whose tokens were compared, where not all were."""
     untaught: Mapping[str, int] = field(default_factory=dict)
-    """The completions of these steps, by why they taught nothing (``no_signal/NAME``)."""
+    """The completions of these steps, by the reason (``no_signal/NAME``)."""
 
 
 def summarise_set(before: EvalResult, after: EvalResult) -> RlSetSummary:
@@ -177,7 +177,7 @@ def describe_summary(summary: RlSummary) -> list[str]:
 
 
 def _describe_signal(summary: RlSummary) -> list[str]:
-    """A line where steps taught nothing; one that cannot be missed where all did."""
+    """A line where steps had no signal; one that cannot be missed where none had."""
     without, steps = summary.steps_without_signal, summary.steps
     if without == 0:
         return []
@@ -240,7 +240,7 @@ class RlLog(TrainingLog[EvalResult]):
         self._comparison = Comparison()
         self._watch = SignalWatch(run.config.check)
         self._warnings: list[str] = []
-        """Of the step, until its line has been printed."""
+        """Warnings of the step, until its line has been printed."""
         self._reasons: Counter[str] = Counter()
         self._has_noted_hidden = False
         self._digests: LineFile | None = None
@@ -382,7 +382,7 @@ class RlLog(TrainingLog[EvalResult]):
 
     @property
     def _compared(self) -> str:
-        """Which log-probabilities are compared, where not all are."""
+        """The completions whose log-probabilities are compared, where not all are."""
         config = self._config
         if self._comparison.tokens_compared >= self._totals["learnt"]:
             return ""
@@ -392,7 +392,7 @@ class RlLog(TrainingLog[EvalResult]):
         return f"those of the first of {updates} updates a batch (training.updates_per_batch)"
 
     def _optional_figures(self, collected: GradedBatch, engine: EngineStats) -> Metrics:
-        """Of what a run may do without."""
+        """Figures of what not every run has."""
         figures: Metrics = {}
         if self._config.algorithm.dynamic_sampling:
             figures["rollout/refills"] = collected.refills

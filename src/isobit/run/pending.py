@@ -51,15 +51,15 @@ class GradedBatch:
     grades: GradeStats
     engine: EngineStats
     refills: int = 0
-    """How often further prompts were taken."""
+    """Times that further prompts were taken."""
     dropped_groups: int = 0
-    """Level groups that others replaced."""
+    """Zero-variance groups that others replaced."""
     comparison: Comparison | None = None
     """Recorded against trained log-probabilities of some completions, by the weights that drew
     them; None where all are compared as they are learnt from.
     """
     mismatch: Metrics = field(default_factory=dict)
-    """Of the same tokens."""
+    """The train-inference mismatch of the same tokens."""
 
     @property
     def findings(self) -> Findings:

@@ -39,11 +39,7 @@ from isobit.util.machine import read_memory
 from isobit.util.terminal import gib
 
 Config = TypeVar("Config", RunConfig, SftConfig)
-
-
 Data = TypeVar("Data", RlData, SftData)
-
-
 AnyPlan: TypeAlias = "Plan[Any, Any]"
 
 
@@ -57,9 +53,9 @@ class Plan(Generic[Config, Data]):
     source: ModelSource
     data: Data
     training: TrainingConfig
-    """As the trainer and the memory plan read it."""
+    """The ``training`` table as the trainer and the memory plan read it."""
     updates: int
-    """Of the whole run: the length of the learning rate's schedule."""
+    """Updates of the whole run: the length of the learning rate's schedule."""
     longest: int
     """Tokens of the longest sequence that training can meet."""
     learning: Sequence[str]
@@ -105,7 +101,7 @@ class Plan(Generic[Config, Data]):
         return self.generates and not (isinstance(rollout, RunRolloutConfig) and rollout.servers)
 
     def choose_device(self) -> torch.device:
-        """Where it computes.  Raises ConfigError where that cannot be."""
+        """The device that it computes on.  Raises ConfigError where there is none such."""
         return choose_device(self.config.device, self.model.config, self.config.precision)
 
 

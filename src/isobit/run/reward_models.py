@@ -40,10 +40,8 @@ from isobit.rewards.grading import ModelScores
 from isobit.util.errors import CheckpointError
 
 NAME = "reward models"
-
-
 TOKENS_PER_BATCH = 16384
-"""Of a forward; no score depends on it."""
+"""Tokens of a forward; no score depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +157,12 @@ class ModelRewards:
         }
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """None: they are those of the folders."""
+        """No tensors: they are those of the folders."""
         return {}
 
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises CheckpointError where a folder no longer holds the weights that the run began
-        with.
+        """Check the digests.  Raises CheckpointError where a folder no longer holds the weights
+        that the run began with.
         """
         for name, found in self.state().items():
             recorded = state[name]

@@ -61,7 +61,7 @@ from isobit.training.step import Learner
 from isobit.util.errors import MismatchError
 
 VALUE_HEAD_RATE = 10.0
-"""Of a value head over the policy's, where the recipe does not say: it starts from nothing."""
+"""Default learning rate of a value head, as a multiple of the policy's: the head starts at zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class RlRun(Run[RunConfig, RlData]):
         )
 
     def take_records(self, rewards: RewardRecord, answers: AnswerRecord) -> None:
-        """From now on, give what ``rewards`` and ``answers`` still have before anything new."""
+        """Give what ``rewards`` and ``answers`` still have before anything new, from now on."""
         self.grading = replace(self.grading, record=rewards)
         self.recorded = replace(self.recorded, grading=self.grading, answers=answers)
         self._episodes = self._with_answers(answers)
@@ -179,7 +179,7 @@ class RlRun(Run[RunConfig, RlData]):
         ]
 
     def _describe_engine(self) -> list[str]:
-        """What samples, where it is another engine than ours."""
+        """Lines on the engine, where it is another one than ours."""
         if self.config.rollout.engine == "http":
             names = ", ".join(self.config.rollout.servers)
             return [f"servers sample, by the trainer's own function: {names}"]
@@ -267,10 +267,10 @@ class RlRun(Run[RunConfig, RlData]):
             self.rollouters.check_machines(self.model.policy.device)
 
     def prove(self) -> None:
-        """With LoRA, before the first step: fill each B with small numbers, sample some tokens, and
-        compare their log-probabilities with the trainer's. At the start B is zeros, and the first
-        step's own comparison would not see an adapter that one side does not read. Scales a tensor
-        are those of the few prompts, with and without. Collective. Raises MismatchError.
+        """Fill each B of LoRA with small numbers, before the first step, sample some tokens, and
+        compare their log-probabilities with the trainer's.  At the start B is zeros, and the first
+        step's own comparison would not see an adapter that one side does not read.  Scales a tensor
+        are those of the few prompts, with and without.  All ranks together.  Raises MismatchError.
         """
         policy, scales = self.model.policy, self.model.policy.kv_scales
         if policy.config.lora is None or not self.exact:
@@ -417,8 +417,8 @@ def describe_text(
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
 ) -> list[str]:
-    """Which rows of lm_head are drawn, what rewards see of special tokens, and an end of turn that
-    ends no completion.
+    """Lines on the rows of lm_head that are drawn, on what rewards see of special tokens, and on an
+    end of turn that ends no completion.
     """
     drawn, rows = model.num_drawn, model.vocab_size
     shown = config.rollout.special_tokens

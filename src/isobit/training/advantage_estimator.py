@@ -85,8 +85,8 @@ def score_sequences(
 
 
 def scores_by_policy(trainer: Trainer, sequences: Sequence[TokenSequence]) -> list[TokenScores]:
-    """By the policy as it is now.  What runs out of memory lowers the budget of the update that
-    comes next.
+    """Scores of sequences by the policy as it is now.  What runs out of memory lowers the budget of
+    the update that comes next.
     """
     return within_memory(
         trainer,
@@ -101,7 +101,8 @@ def scores_by_frozen(
     sequences: Sequence[TokenSequence],
     phase: str,
 ) -> list[TokenScores]:
-    """By another model, beside the trainer; ``phase`` names it where the memory does not suffice.
+    """Scores of sequences by another model, beside the trainer; ``phase`` names it where the memory
+    does not suffice.
     ``model`` is called again for each attempt, so that one which is made for it goes with it.
     """
     return measured_within_memory(
@@ -114,7 +115,7 @@ def scores_by_frozen(
 
 
 def has_advantage(sequence: TokenSequence) -> bool:
-    """Whether an advantage, times the weight of the corrections, is not 0."""
+    """Whether the advantage of a token, times the weight of its corrections, is not 0."""
     advantages, weights = sequence.advantages, sequence.importance
     return bool((advantages if weights is None else advantages * weights).any())
 
@@ -134,7 +135,7 @@ class AdvantageEstimator:
     corrections: Sequence[Correction] = ()
     reference: FrozenPolicy | None = None
     teacher: FrozenPolicy | None = None
-    """Where it scores the sampled tokens."""
+    """The teacher, where it scores the sampled tokens."""
     teaching: RunTeacher | None = None
 
     @property

@@ -28,8 +28,8 @@ from isobit.records.sequence import COLUMNS, TokenSequence
 from isobit.records.text import Completion, Group, Prompt
 
 _CONSTANT_BYTES = 1024
-"""Of a completion, whatever its length: generously, the record and the heads of its arrays, which
-take some 110 bytes each.
+"""Bytes of a completion whatever its length, generously: the record and the heads of its arrays,
+which take some 110 bytes each.
 """
 _NO_PROMPT = Prompt("", "", ())
 _NOT_KEPT = {
@@ -47,9 +47,9 @@ class _Kept:
     """One completion."""
 
     number: int
-    """Of its kind in the run; the name that draws know it by."""
+    """Its number among all that the run has kept; draws are keyed by it."""
     sequence: TokenSequence
-    """Of what sampling recorded, what is learnt from."""
+    """The columns that sampling recorded and that are learnt from."""
     reward: float
     advantage: float
     truncated: bool
@@ -84,7 +84,7 @@ class ReplayBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is kept."""
+        """Bytes of all that is kept."""
         return self._bytes
 
     def draw(self, fresh: int, version: int) -> list[Group]:

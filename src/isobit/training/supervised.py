@@ -173,8 +173,8 @@ class DistilFigures:
 
 
 def measure_distance(trainer: Trainer, batches: Sequence[PackedBatch]) -> DistilFigures:
-    """Over all completion tokens of ``batches`` together.  Sums are rounded once: the cut into
-    batches changes no bit of them.
+    """The distance of policy and teacher over all completion tokens of ``batches`` together.  Sums
+    are rounded once: the cut into batches changes no bit of them.
     """
     teacher = trainer.teacher
     assert teacher is not None, "the trainer has a teacher"
