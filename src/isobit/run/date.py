@@ -34,8 +34,8 @@ def with_date(
 
     if chat.date is not None:
         return chat
-    found = broadcast(world, date)
-    return chat if found is None else chat.model_copy(update={"date": date_of(found)})
+    date_text = broadcast(world, date)
+    return chat if date_text is None else chat.model_copy(update={"date": date_of(date_text)})
 
 
 def with_date_of(

@@ -60,8 +60,8 @@ class Evaluator:
         generate = self.generate or partial(generate_shared, self.world, self.engine)
         completions, *_ = generate(requests, progress)
         groups = [
-            Group(request.prompt, request.visit, made)
-            for request, made in zip(requests, completions, strict=True)
+            Group(request.prompt, request.visit, of_prompt)
+            for request, of_prompt in zip(requests, completions, strict=True)
         ]
         grades = grading(groups)
         return result_of(groups, requests[0].samples, grades.all_counts()), groups

@@ -86,12 +86,12 @@ class Reference:
         self.refreshes = state["refreshes"]
 
     def _check(self, recorded: str) -> None:
-        found = self.frozen.digest()
-        if found != recorded:
+        digest = self.frozen.digest()
+        if digest != recorded:
             raise CheckpointError(
                 f"the weights in {self._folder} are not those that this run was held to: published "
-                f"they have the SHA-256 {found}, and {recorded} was recorded; put the folder's old "
-                "files back, or start a new run (--output PATH)"
+                f"they have the SHA-256 {digest}, and {recorded} was recorded; put the folder's "
+                "old files back, or start a new run (--output PATH)"
             )
 
 

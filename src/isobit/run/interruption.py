@@ -86,8 +86,8 @@ class Interruption:
             if check is not None:
                 check()
                 return False
-            asked, self._is_to_save = self._is_to_save, False
-            return asked
+            was_asked, self._is_to_save = self._is_to_save, False
+            return was_asked
 
         return any(run_and_gather(self._world, look))
 

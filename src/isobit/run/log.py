@@ -329,27 +329,27 @@ class RlLog(TrainingLog[EvalResult]):
         self._has_noted_hidden = note is not None
         self._console.notes([] if note is None else [note])
 
-    def inspect(self, found: Findings) -> None:
+    def inspect(self, findings: Findings) -> None:
         """Look at what a step has found before it learns; warnings are printed behind its line.
         Raises MismatchError where the run is to stop at that.
         """
         self._warnings += check_step(
             self._config.check,
             self._run.model.policy.flow,
-            found,
+            findings,
             self.directory.model,
             one_function=self._config.rollout.is_exact,
         )
 
-    def inspect_ahead(self, found: Findings) -> None:
+    def inspect_ahead(self, findings: Findings) -> None:
         """Raise MismatchError where the run is to stop at what a batch has that was sampled ahead;
         a warning comes with the step that learns from it.
         """
         if action_of(self._config.check, self._exact) == "stop":
-            self.inspect(found)
+            self.inspect(findings)
 
     def stopped(
-        self, step: int, collected: GradedBatch, estimated: Sequence[Group], found: Findings
+        self, step: int, collected: GradedBatch, estimated: Sequence[Group], findings: Findings
     ) -> None:
         """Write what is known of a step that was stopped before its update: a line of metrics with
         the comparison, and its completions.  A resumed run does the step again, without them.
@@ -360,8 +360,8 @@ class RlLog(TrainingLog[EvalResult]):
             **reward_metrics(collected.groups),
             **length_metrics(collected.groups),
             **episode_metrics(collected.groups),
-            **found.comparison.metrics(learnt),
-            **found.mismatch,
+            **findings.comparison.metrics(learnt),
+            **findings.mismatch,
         }
         self._add_metrics(step, listed(figures, "train"))
         self._add_completions(step, {"train": _with_advantages(collected.groups, estimated)})

@@ -80,9 +80,9 @@ class Plan(Generic[Config, Data]):
     def inputs(self) -> dict[str, str]:
         """Digests of what is read beside the recipe (``isobit.run.data``); reads the files."""
         content, model = self.data.digests(), self.model
-        found = digests(self.config, model.folder, self.source.from_scratch, content)
-        drawn = model.config.tokenizer_size
-        return found | {"model.tokens": ALL_TOKENS if drawn is None else f"the first {drawn}"}
+        read = digests(self.config, model.folder, self.source.from_scratch, content)
+        size = model.config.tokenizer_size
+        return read | {"model.tokens": ALL_TOKENS if size is None else f"the first {size}"}
 
     @property
     def requests(self) -> Sequence[Sequence[Request]]:

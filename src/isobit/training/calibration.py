@@ -138,8 +138,8 @@ class Calibration:
     def _by_shadow(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """The same by a shadow of these weights, of which nothing remains."""
         trainer, phase = self._trainer, "the BF16 shadow's forward"
-        made = scores_by_frozen(trainer, lambda: shadow_of(trainer.policy), sequences, phase)
-        return _log_probs(made)
+        scores = scores_by_frozen(trainer, lambda: shadow_of(trainer.policy), sequences, phase)
+        return _log_probs(scores)
 
 
 def shadow_of(policy: Policy) -> FrozenPolicy:

@@ -106,9 +106,9 @@ class ReplayBuffer:
         """
         self._draws += 1
         oldest = self._oldest(version)
-        made = list(_kept(estimated, self._added))
-        self._added += len(made)
-        self._hold(one for one in (*self._kept, *made) if one.oldest >= oldest)
+        new = list(_kept(estimated, self._added))
+        self._added += len(new)
+        self._hold(one for one in (*self._kept, *new) if one.oldest >= oldest)
         while self._bytes > self.config.max_mib * (1 << 20):
             self._bytes -= self._kept.popleft().num_bytes
 
