@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.commands.diff import Comparison, compare
+from isobit.commands.diff import RunComparison, compare
 from isobit.commands.replay import replay
 from isobit.config.recipes import RunConfig
 from isobit.models.safetensors import TensorFile
@@ -90,17 +90,17 @@ def compared(run: Path, again: Path) -> list[tuple[int, str]]:
     return [(one.step, f"{one.file}: {one.what}") for one in differences]
 
 
-def found(result: Comparison) -> list[tuple[int, str]]:
+def found(result: RunComparison) -> list[tuple[int, str]]:
     return [(one.step, f"{one.file}: {one.what}") for one in result.differences]
 
 
-def first_step(result: Comparison) -> int:
+def first_step(result: RunComparison) -> int:
     """0 for the evaluation before step 1."""
     assert result.steps is not None
     return result.steps[0]
 
 
-def last_step(result: Comparison) -> int:
+def last_step(result: RunComparison) -> int:
     assert result.steps is not None
     return result.steps[-1]
 

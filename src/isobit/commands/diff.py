@@ -44,8 +44,6 @@ from isobit.util.plain_files import read_plain
 
 OF_THE_MACHINE = ("time/", "tokens_per_s/", "memory/", "rollout/", "waiting/")
 """How metrics begin that say how fast, with how much memory and in which batches was computed."""
-
-
 _IGNORED = (*OF_THE_MACHINE, "first_error")
 """Beginnings of the keys of lines that are not compared: also the text of a grader's first error,
 which may hold an address or a time.
@@ -54,16 +52,10 @@ which may hold an address or a time.
 
 OF_AN_EVALUATION = "time/evaluation_s"
 """A metric that each line of an evaluation has, and no other."""
-
-
 _OF_THE_LOG = ("log", "files")
 """Keys of a checkpoint's state that hold seconds, and sizes of files in which seconds stand."""
-
-
 _LAST = 1 << 62
 """Sorts what comes after the last step."""
-
-
 Line = dict[str, Any]
 
 
@@ -72,13 +64,13 @@ class FileDifference:
     """The first difference in a file."""
 
     step: int
-    """At which the runs differ there; ``_LAST`` for the trained model."""
+    """The step at which the runs differ in the file; ``_LAST`` for the trained model."""
     file: str
     what: str
 
     @property
     def where(self) -> str:
-        """In words."""
+        """The step in words."""
         return "after the last step" if self.step == _LAST else f"step {self.step}"
 
     def __str__(self) -> str:
@@ -86,7 +78,7 @@ class FileDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """What was compared, file by file."""
 
     equal: Sequence[str]
@@ -103,7 +95,7 @@ class Comparison:
         return int(bool(self.differences))
 
 
-def diff(one: Path, other: Path) -> Comparison:
+def diff(one: Path, other: Path) -> RunComparison:
     """Compare two run directories, of which nothing is written.  Raises ConfigError for a directory
     without a run, for one that a process is writing into, and for runs with no file in common.
     """
@@ -119,7 +111,7 @@ def diff(one: Path, other: Path) -> Comparison:
         for key, (ours, theirs) in changed_keys(*configs).items()
         if not is_allowed(key, tuple(MAY_CHANGE))
     ]
-    return Comparison(found.equal, found.differences, notes)
+    return RunComparison(found.equal, found.differences, notes)
 
 
 def read_run(directory: RunDirectory) -> Mapping[str, Any]:
@@ -144,7 +136,7 @@ def read_run(directory: RunDirectory) -> Mapping[str, Any]:
     return manifest
 
 
-def compare(left: RunDirectory, right: RunDirectory, steps: range | None = None) -> Comparison:
+def compare(left: RunDirectory, right: RunDirectory, steps: range | None = None) -> RunComparison:
     """Every file of two runs; or of the ``steps`` that ``right`` has done again of ``left``, whose
     other lines and files do not count then.
     """
@@ -171,11 +163,11 @@ def compare(left: RunDirectory, right: RunDirectory, steps: range | None = None)
     ]
     found = [one for one in outcomes if isinstance(one, FileDifference)]
     found.sort(key=lambda difference: difference.step)  # stable: causes before effects
-    return Comparison([one for one in outcomes if isinstance(one, str)], found, steps=steps)
+    return RunComparison([one for one in outcomes if isinstance(one, str)], found, steps=steps)
 
 
 Outcome = str | FileDifference | None
-"""Of a file: a line that it is equal, or how it differs; None where there is nothing to compare."""
+"""A line that a file is equal, or how it differs; None where there is nothing to compare."""
 
 
 def _lines(

@@ -51,12 +51,12 @@ class DryRun:
 
     plan: AnyPlan
     weight_bytes: int
-    """Of the model's files; 0 where it starts from random weights, or they are not here."""
+    """Bytes of the model's files; 0 where it starts from random weights, or they are not here."""
     flow: PrecisionFlow
     memory: MemoryEstimate | DevicePlan
-    """Of the device that the run would compute on."""
+    """The plan of the memory of the device that the run would compute on."""
     processes: int
-    """That train together."""
+    """Processes that train together."""
     time: StepTime | None
     """None on a CPU, of which there are no rows to estimate from."""
     card: str
@@ -279,7 +279,7 @@ def rounds_of(plan: AnyPlan, processes: int) -> tuple[int, int]:
 
 
 def _sequences(training: TrainingConfig) -> int:
-    """Of an update."""
+    """The sequences of an update."""
     prompts = -(-training.prompts_per_step // training.updates_per_batch)
     return prompts * training.samples_per_prompt
 

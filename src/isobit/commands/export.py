@@ -78,7 +78,7 @@ class ExportSource:
     step: int | None = None
     """Steps of the run that the model has learnt from."""
     adapters: Mapping[str, torch.Tensor] | None = None
-    """With LoRA, A and B by PEFT's names; then ``tensors`` are those of the base."""
+    """A and B by PEFT's names, with LoRA; then ``tensors`` are those of the base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class MasterTensors:
 
     file: TensorFile
     places: dict[str, tuple[str, int, int]]
-    """Of each tensor its master, and the first and last row."""
+    """The master of each tensor, and its first and last row there."""
 
     @classmethod
     def of(cls, path: Path, config: ModelConfig) -> "MasterTensors":
@@ -278,9 +278,9 @@ class ExportResult:
     folder: Path
     format: ExportFormat
     num_bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     files: int
-    """Of tensors."""
+    """Files of tensors."""
     quantised: int
     """Matrices in 8 bits."""
     sampled_in: str | None
@@ -288,7 +288,8 @@ class ExportResult:
     not_whole: tuple[str, ...]
     """Matrices that the flow has in E4M3, and which stock loaders could not read in it."""
     rounding: float | None = None
-    """Of merged adapters: the rms of what rounding changes over that of what adapters change."""
+    """The rms of what rounding changes over that of what merged adapters change; None without any.
+    """
 
 
 def export(

@@ -74,8 +74,6 @@ from isobit.util.terminal import gib
 
 _BATCH, _CHUNK = 4096, 256
 """Tokens of a scoring forward, and rows whose distributions are in memory at a time."""
-
-
 _PROMPT = 512
 """Tokens of a prompt in estimates without data."""
 
@@ -130,7 +128,7 @@ class _Bench:
 
     @property
     def tokens(self) -> int:
-        """That all flows score."""
+        """Tokens that all flows score."""
         assert self._base is not None
         return sum(batch.targets.numel() for batch in self._base.batches)
 
@@ -345,7 +343,7 @@ def _described(work: StepWork) -> str:
 
 
 def _estimated(one: FlowFigures, step: StepWork, card: Card) -> FlowFigures:
-    """With the estimate of ``isobit.memory.speed``."""
+    """The figures with the times that ``isobit.memory.speed`` estimates."""
     left = card.total - RESERVE - one.weight_bytes
     if left < one.kv_bytes * step.length:
         raise ConfigError(

@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from isobit.commands.diff import OF_AN_EVALUATION, Comparison, FileDifference, compare, read_run
+from isobit.commands.diff import OF_AN_EVALUATION, FileDifference, RunComparison, compare, read_run
 from isobit.config.load import build, build_with
 from isobit.config.recipes import RunConfig
 from isobit.config.tables import CheckConfig, CheckpointConfig, TrackingConfig
@@ -58,18 +58,18 @@ _LEFT = {"weights", "masters", "moments"}
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ReplaySource:
     """A recorded run, of which steps are to be done again."""
 
     directory: RunDirectory
     manifest: Mapping[str, Any]
     config: RunConfig
-    """The run's own, but for what changes no step."""
+    """The run's own recipe, but for what changes no step."""
     digests: Mapping[int, StepDigests | None]
     checkpoint: Checkpoint | None
-    """Where it begins; None for the start."""
+    """The checkpoint that it begins at; None for the start."""
     steps: range
-    """Those that are done again."""
+    """Steps that are done again."""
     allowed: Sequence[str]
     damaged: Sequence[FileDifference]
     """Checkpoints that are not what the run wrote."""
@@ -84,7 +84,7 @@ def replay(
     recorded_rewards: bool = False,
     world: World = ALONE,
     output: Path | None = None,
-) -> Comparison:
+) -> RunComparison:
     """Do the steps of the run in ``root`` up to ``step`` again, or all, by all ranks of ``world``
     together, and compare the files; ``say`` is given a line for each step and each file.  With
     ``recorded_rewards`` completions that the run has graded are not graded anew; ``allowed`` are
@@ -111,7 +111,7 @@ def replay(
     for line in (*equal, *map(str, found)):
         say(line)
     found = sorted([*source.damaged, *found], key=lambda one: one.step)
-    return Comparison(equal, found, steps=steps)
+    return RunComparison(equal, found, steps=steps)
 
 
 def describe_steps(steps: range) -> str:
@@ -127,7 +127,7 @@ def find_source(
     allowed: Sequence[str],
     say: Say,
     world: World,
-) -> Source:
+) -> ReplaySource:
     """Read what a run has recorded, and check its checkpoints; all ranks together, nothing is
     written.
 
@@ -170,7 +170,7 @@ def find_source(
     if checkpoint is not None and checkpoint.step == since:
         allowed = [*allowed, *changed]
     steps = range(checkpoint.step + 1 if checkpoint else 1, (step or last) + 1)
-    return Source(directory, manifest, config, digests, checkpoint, steps, allowed, damaged)
+    return ReplaySource(directory, manifest, config, digests, checkpoint, steps, allowed, damaged)
 
 
 def _config(
@@ -251,7 +251,9 @@ def _check_digests(checkpoint: Checkpoint, recorded: StepDigests | None, world: 
             )
 
 
-def _run_again(source: Source, place: Path, recorded_rewards: bool, say: Say, world: World) -> int:
+def _run_again(
+    source: ReplaySource, place: Path, recorded_rewards: bool, say: Say, world: World
+) -> int:
     """Do the steps again in ``place``.  -> The last one that was done."""
     config = _config_at(source.config, place)
     check_recipes(world, config)

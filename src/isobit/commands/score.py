@@ -25,8 +25,6 @@ from isobit.util.errors import DataError, NonFiniteError
 
 ROWS_AT_ONCE = 64
 """Scored before the next are tokenised, and handed on."""
-
-
 _ADVICE = (
     "name it in data.completion, or the columns of two answers in data.chosen and data.rejected"
 )
@@ -34,10 +32,10 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class ScoredRow:
-    """What a row's answer got; or its two answers, where it is a pair."""
+    """The score of a row's answer, or of its two answers where it is a pair."""
 
     row: int
-    """From 0, in the order of the file."""
+    """Number of the row in the file, from 0."""
     score: float | None = None
     chosen: float | None = None
     rejected: float | None = None
@@ -45,11 +43,11 @@ class ScoredRow:
 
 @dataclass(frozen=True, slots=True)
 class ScoringResult:
-    """The scores of a file in short."""
+    """A summary of the scores of a file."""
 
     rows: int
     mean: float
-    """Of all scores."""
+    """The mean of all scores."""
     lowest: float
     highest: float
     accuracy: float | None
@@ -101,7 +99,7 @@ def summarise(scored: Sequence[ScoredRow]) -> ScoringResult:
 
 
 def describe_scores(result: ScoringResult) -> str:
-    """One line."""
+    """A summary as one line."""
     scores = (
         f"mean score {result.mean:.4f}, from {result.lowest:.4f} to {result.highest:.4f}, on "
         f"{result.rows} {'rows' if result.accuracy is None else 'pairs'}"

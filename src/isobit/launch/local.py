@@ -28,17 +28,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from isobit.launch.ranks import KILL_S, ORDERLY_S, Rank, RankError, RankFailure, Ranks
+from isobit.launch.rank_failure import RankFailure
+from isobit.launch.ranks import KILL_S, ORDERLY_S, Rank, RankError, Ranks
 from isobit.parallel.black_box import VARIABLE, BlackBox
 from isobit.util.machine import usable_cores
 from isobit.util.terminal import say
 
 _KEPT = 1 << 16
-"""Bytes of what a rank printed."""
-
-
+"""Bytes of a rank's output that are kept."""
 _FRAME = re.compile(r"\s*frame #\d+: ")
-"""Of a C++ stack, dozens of which torch.distributed prints behind the traceback of a rank."""
+"""A frame of a C++ stack; torch.distributed prints dozens behind the traceback of a rank."""
 
 
 class RankProcess(Rank):
@@ -206,7 +205,7 @@ def launch(
 
 
 def _only_kept(said: bytes) -> None:
-    """Of a rank that is not shown."""
+    """Show nothing of a rank's output."""
 
 
 def path_of_modules() -> str:

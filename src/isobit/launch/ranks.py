@@ -10,13 +10,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from isobit.parallel.launched import SAVES, STOPS
 from isobit.util.errors import Interrupted, IsobitError, MismatchError, PeerError
-from isobit.util.terminal import gib
 
 if TYPE_CHECKING:
     pass
@@ -33,72 +31,13 @@ class RankError(IsobitError):
         self.died = died
 
 
-@dataclass(frozen=True, slots=True)
-class RankFailure:
-    """How a rank ended."""
-
-    rank: int
-    host: str
-    process: int
-    """Its number there."""
-    exit_code: int
-    """Negative: the signal that killed it."""
-    phase: str | None
-    """The part of the run that it was in, where that is known."""
-    seconds: float
-    """Since it was started."""
-    memory: int | None
-    """The most bytes of main memory that it held at once, where that is known."""
-    last_lines: str | None
-    """Of what it printed; None where that is on the terminal already."""
-    fault: str | None
-    """The exception that ended it, where it could still note it."""
-
-    @property
-    def code(self) -> int:
-        """As a shell gives it: 128 and the number of a signal."""
-        return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
-
-    def describe(self) -> str:
-        """Several lines: who, how, in which phase, with how much memory, and its last words."""
-        how = f"ended with exit code {self.exit_code}"
-        if self.exit_code < 0:
-            how = f"was killed by {_name(-self.exit_code)}"
-        phase = f" in {self.phase}" if self.phase else ""
-        fault = f" by {self.fault.splitlines()[0]}" if self.fault else ""
-        held = f"; it held at most {gib(self.memory)} of main memory" if self.memory else ""
-        lines = [f"{self._who()} {how}{phase} after {self.seconds:.0f} s{fault}{held}"]
-        if self.exit_code == -signal.SIGKILL:
-            lines.append(
-                "  who kills so is often the kernel, for want of memory (`dmesg` says it), a "
-                "container's limit, or a batch system's"
-            )
-        if self.last_lines is None:
-            lines.append("  what it printed is above")
-        elif self.last_lines.strip():
-            lines += ["  the last that it printed:"]
-            lines += [f"  | {line}" for line in self.last_lines.rstrip().splitlines()]
-        else:
-            lines.append("  it printed nothing")
-        return "\n".join(lines)
-
-    def _who(self) -> str:
-        return f"rank {self.rank} ({self.host}, process {self.process})"
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 KILL_S = 10.0
-"""Between asking a rank to end and killing it."""
+"""Seconds between asking a rank to end and killing it."""
 
 
 ORDERLY_S = 60.0
-"""For the others to end by themselves, where a rank said why it ends: they may still be writing."""
+"""Seconds for the others to end by themselves, where a rank said why it ends: they may be writing.
+"""
 
 
 class Rank(ABC):
@@ -118,8 +57,8 @@ class Rank(ABC):
     @property
     @abstractmethod
     def failed_at(self) -> float:
-        """When it noted why it ends, or was last seen running, by this process's monotonic
-        clock.
+        """Seconds of this process's monotonic clock at which it noted why it ends, or was last seen
+        running.
         """
 
     @property
@@ -183,7 +122,7 @@ class Ranks:
         self._kill_at: float | None = None
 
     def run(self, kill_s: float = KILL_S, orderly_s: float = ORDERLY_S) -> None:
-        """Until all have ended.  Raises RankError with the one reason where one failed, and
+        """Wait until all have ended.  Raises RankError with the one reason where one failed, and
         Interrupted where all stopped on a signal; nothing of them runs any more then.
         """
         try:
@@ -211,8 +150,8 @@ class Ranks:
                 signal.signal(number, handler)
 
     def _watch(self, kill_s: float, orderly_s: float) -> None:
-        """Until no rank runs.  From the first failure on the others have ``orderly_s`` to end, or
-        none where it did not say why it ended; then they are asked, and after ``kill_s`` killed.
+        """Wait until no rank runs.  From the first failure on the others have ``orderly_s`` to end,
+        or none where it did not say why it ended; then they are asked, and after ``kill_s`` killed.
         """
         asked = False
         ask_at: float | None = None

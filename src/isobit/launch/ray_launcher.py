@@ -24,24 +24,19 @@ from typing import Any
 
 from isobit.config.base import Device
 from isobit.launch.local import RankProcess, path_of_modules, wait_for_output
-from isobit.launch.ranks import Rank, RankFailure, Ranks
+from isobit.launch.rank_failure import RankFailure
+from isobit.launch.ranks import Rank, Ranks
 from isobit.util.errors import ConfigError
 from isobit.util.machine import usable_cores
 from isobit.util.terminal import hand_on, say
 
 LOOK_S = 0.2
-"""An actor waits so long for its rank's output before it answers."""
-
-
+"""Seconds that an actor waits for its rank's output before it answers."""
 PLACE_S = 120.0
-"""For places that others hold to become free."""
-
-
+"""Seconds for places that others hold to become free."""
 CLOSE_S = 15.0
-
-
 REACH_S = 10.0
-"""For the cluster to answer at all."""
+"""Seconds for the cluster to answer at all."""
 
 
 def launch_on_ray(
@@ -129,7 +124,7 @@ def _is_loopback(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where an actor is."""
+    """The node, addresses and GPUs of an actor."""
 
     node: str
     address: str
@@ -146,7 +141,7 @@ class _Place:
         self._said: list[bytes] = []
 
     def site(self) -> _Site:
-        """Where this is."""
+        """The site of this actor."""
         ray = _ray()
         context = ray.get_runtime_context()
         return _Site(

@@ -28,8 +28,6 @@ from isobit.util.terminal import say
 
 Generate = Callable[..., tuple[list[list[Completion]], list[int], EngineStats]]
 """``generate_shared`` with a world and an engine."""
-
-
 Acting = tuple[Sequence[Mapping[str, Any]], Generate | None]
 """The schemas of an environment's tools, and what generates with them; without one no schemas, and
 None.
@@ -62,11 +60,11 @@ def read_tools(
         why = "data.chat is false" if tokenizer.chat_template else "the tokenizer has none"
         raise ConfigError(f"an environment of verifiers needs a chat template, but {why}")
     form = environment.format if schemas else "plain"
-    known = tool_format(tokenizer, chat) if form == "auto" else form
+    calls_format = tool_format(tokenizer, chat) if form == "auto" else form
     speakers: dict[Speaker, bool] = {"tool": bool(schemas) or not leads, "user": speaks}
     answered_by: list[Speaker] = [who for who, does in speakers.items() if does]
-    made = Continuation(tokenizer, chat, known, schemas, stop_token_ids, answered_by)
-    return Tools(schemas, known, made, environments.note)
+    continuation = Continuation(tokenizer, chat, calls_format, schemas, stop_token_ids, answered_by)
+    return Tools(schemas, calls_format, continuation, environments.note)
 
 
 @contextmanager

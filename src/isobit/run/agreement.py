@@ -30,10 +30,10 @@ def check_machines(world: World, device: torch.device) -> None:
     """Refuse ranks with other versions, other GPUs or classes of bits, or on CPUs another number of
     threads.
     """
-    found = environment(device)
+    here = environment(device)
     # of a CPU it is compared what the instructions compute (isobit.store.manifest), not their name
-    del found["device"]["instructions" if device.type == "cpu" else "threads"]
-    check_alike(world.all_gather({"host": world.host, **found}))
+    del here["device"]["instructions" if device.type == "cpu" else "threads"]
+    check_alike(world.all_gather({"host": world.host, **here}))
 
 
 def check_alike(every: Sequence[dict[str, Any]]) -> None:

@@ -29,7 +29,7 @@ def measure_crests(policy: Scorable, batch: PackedBatch) -> list[Crest]:
     """The crests in front of each linear in INT8, in the order of the forward; a token has
     an input of experts' down_proj for each expert that it chose.
     """
-    found: list[Crest] = []
+    crests: list[Crest] = []
 
     def observer(name: str, values: torch.Tensor, scales: torch.Tensor | None) -> None:
         if values.dtype != torch.int8 or not name.endswith(".input"):
@@ -37,16 +37,16 @@ def measure_crests(policy: Scorable, batch: PackedBatch) -> list[Crest]:
         rms = values.float().square().mean(-1).sqrt()
         crest = torch.where(rms > 0, 127 / rms, 0.0)
         share = float((crest > CREST).double().mean())
-        found.append(Crest(name.removesuffix(".input"), share, float(crest.max())))
+        crests.append(Crest(name.removesuffix(".input"), share, float(crest.max())))
 
     with observing(observer):
         hidden, _ = Scorer(policy).hidden_states(batch, side="rollout")
         head = policy.flow.rollout.site(LM_HEAD)
         if head.forward == "int8":
-            made = policy.backend.linear_input(hidden, head).read
-            assert isinstance(made, Int8Rows)
-            observer(f"{LM_HEAD}.input", made.values, None)
-    return found
+            rows = policy.backend.linear_input(hidden, head).read
+            assert isinstance(rows, Int8Rows)
+            observer(f"{LM_HEAD}.input", rows.values, None)
+    return crests
 
 
 def notice_crests(policy: Scorable, prompts: Sequence[Sequence[int]], most: int = 512) -> list[str]:

@@ -77,8 +77,8 @@ def read_data_sets(
         kept, dropped = drop_evaluated([prompt_of(item) for item in rest], prompts)
         by_id = {prompt_of(item).id: item for item in rest}
         train = {prompt.id: by_id[prompt.id] for prompt in kept}
-    said = {name: counts for name, counts in too_long.items() if counts.describe()}
-    return DataSets(train, dropped, evaluated, said, noticed)
+    not_empty = {name: counts for name, counts in too_long.items() if counts.describe()}
+    return DataSets(train, dropped, evaluated, not_empty, noticed)
 
 
 def _spooled(

@@ -11,8 +11,6 @@ from isobit.data.chat_template import reads_clock
 from isobit.parallel.world import ALONE, World, broadcast
 
 Chat = TypeVar("Chat", bound=ChatConfig)
-
-
 AnyRecipe = TypeVar("AnyRecipe", bound=RunConfig | SftConfig)
 
 
@@ -26,8 +24,8 @@ def with_date(
     world: World = ALONE,
     known: Callable[[], datetime | None] = lambda: None,
 ) -> Chat:
-    """With the date that is ``known``, or the time now, where no date is set and a chat template of
-    the model ``folders`` reads the clock; the same on all ranks.
+    """Settings of chat templates with a date, the same on all ranks: where none is set and a
+    template of the model ``folders`` reads the clock, the date that is ``known``, or the time now.
     """
 
     def date() -> str | None:
@@ -36,8 +34,8 @@ def with_date(
 
     if chat.date is not None:
         return chat
-    found = broadcast(world, date)
-    return chat if found is None else chat.model_copy(update={"date": date_of(found)})
+    date_text = broadcast(world, date)
+    return chat if date_text is None else chat.model_copy(update={"date": date_of(date_text)})
 
 
 def with_date_of(

@@ -50,8 +50,8 @@ _ABSENT = "absent"
 def digests(
     config: Recipe, folder: Path, from_scratch: bool, content: Mapping[str, str]
 ) -> dict[str, str]:
-    """Of a training whose data has the digests ``content``, by set.  Raises OSError for a file that
-    cannot be read.
+    """The digests of a training whose data has the digests ``content``, by set.  Raises OSError for
+    a file that cannot be read.
     """
     files = {
         **({} if from_scratch else {"model.config": ("config.json",)}),
@@ -85,7 +85,7 @@ def _sources(config: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _files_sha256(folder: Path, patterns: tuple[str, ...]) -> str:
-    """Of the names and bytes of the files that match."""
+    """The digest of the names and bytes of the files that match."""
     paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     if not paths:
         return _ABSENT

@@ -26,11 +26,7 @@ from isobit.run.data import evaluation_limit
 
 OnProgress = Callable[[Progress], None]
 """Called after every forward of the engine."""
-
-
 Result = TypeVar("Result")
-
-
 Evaluation = Mapping[str, tuple[Result, Sequence[Group]]]
 """The figures of each set, by name, with the completions that they come from."""
 
@@ -43,9 +39,9 @@ class Evaluator:
     requests: Mapping[str, Sequence[Request]]
     """What the engine is asked for on each set, by name (``evaluation_requests``)."""
     world: World = ALONE
-    """Who evaluates together: each rank with an engine, and all with the same requests."""
+    """The ranks that evaluate together, each with an engine, and all with the same requests."""
     generate: Generate | None = None
-    """What completes the requests in place of the engine alone: episodes with an environment."""
+    """Completes the requests in place of the engine alone: episodes with an environment."""
 
     def run(self, progress: OnProgress | None, grading: Grading) -> Evaluation:
         """The figures and the completions of each set, by name, as ``grading`` grades them.
@@ -63,8 +59,8 @@ class Evaluator:
         generate = self.generate or partial(generate_shared, self.world, self.engine)
         completions, *_ = generate(requests, progress)
         groups = [
-            Group(request.prompt, request.visit, made)
-            for request, made in zip(requests, completions, strict=True)
+            Group(request.prompt, request.visit, of_prompt)
+            for request, of_prompt in zip(requests, completions, strict=True)
         ]
         grades = grading(groups)
         return result_of(groups, requests[0].samples, grades.all_counts()), groups

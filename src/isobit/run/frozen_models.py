@@ -55,8 +55,8 @@ class Reference:
         self._policy, self._folder, self._every = policy, folder, refresh_every
 
     def refresh_if_due(self, step: int) -> bool:
-        """After ``step`` steps, before anything of the step is recorded: take the policy's weights,
-        if it is time; -> whether it was.
+        """Take the policy's weights if it is time after ``step`` steps, before anything of the last
+        one is recorded.  Returns whether it was.
         """
         if not self._every or step % self._every:
             return False
@@ -86,12 +86,12 @@ class Reference:
         self.refreshes = state["refreshes"]
 
     def _check(self, recorded: str) -> None:
-        found = self.frozen.digest()
-        if found != recorded:
+        digest = self.frozen.digest()
+        if digest != recorded:
             raise CheckpointError(
                 f"the weights in {self._folder} are not those that this run was held to: published "
-                f"they have the SHA-256 {found}, and {recorded} was recorded; put the folder's old "
-                "files back, or start a new run (--output PATH)"
+                f"they have the SHA-256 {digest}, and {recorded} was recorded; put the folder's "
+                "old files back, or start a new run (--output PATH)"
             )
 
 

@@ -29,13 +29,13 @@ class RecordedGrading:
 
     record: RewardRecord
     graders: Graders | None
-    """None where nothing is graded."""
+    """The processes that grade; None where nothing is graded."""
     models: ModelScores
-    """What scores the parts that are reward models."""
+    """Functions that score the parts that are reward models."""
     interruption: Interruption
     world: World
     writer: WaitingWriter | None = None
-    """Of the run that has the record; None where it is sent to others."""
+    """Writes the record; None where that is sent to others."""
 
     def submit(self, group: Group) -> None:
         """Begin to grade a group, unless its rewards are recorded."""
@@ -47,12 +47,14 @@ class RecordedGrading:
         if self.graders is not None:
             self.graders.poll()
 
-    def __call__(self, groups: Sequence[Group], homes: Sequence[int] | None = None) -> GradeStats:
+    def __call__(
+        self, groups: Sequence[Group], graded_by: Sequence[int] | None = None
+    ) -> GradeStats:
         """Fill the rewards of groups (``isobit.rewards.grading.Grading``), which all ranks have.
 
-        ``homes`` are the ranks that grade each: those that have submitted them.
+        ``graded_by`` are the ranks that grade each: those that have submitted them.
         """
-        stats = self.record.grade(groups, partial(self._ask, homes))
+        stats = self.record.grade(groups, partial(self._ask, graded_by))
         self._write()
         return stats
 
@@ -65,10 +67,10 @@ class RecordedGrading:
         if self.writer is not None:
             self.writer.write_on_first(self.record.write)
 
-    def _ask(self, homes: Sequence[int] | None, groups: Sequence[Group]) -> GradeStats:
+    def _ask(self, graded_by: Sequence[int] | None, groups: Sequence[Group]) -> GradeStats:
         assert self.graders is not None, "nothing is graded without a reward"
         return grade_together(
-            self.world, self.graders, groups, self.models, self.interruption, homes
+            self.world, self.graders, groups, self.models, self.interruption, graded_by
         )
 
 
@@ -78,33 +80,33 @@ def grade_together(
     groups: Sequence[Group],
     models: ModelScores | None = None,
     interruption: Interruption | None = None,
-    homes: Sequence[int] | None = None,
+    graded_by: Sequence[int] | None = None,
 ) -> GradeStats:
-    """Fill the rewards of groups, which all ranks have, each by one rank: that of ``homes``, or by
-    turns.  Raises as ``Graders.collect`` does, on all ranks.
+    """Fill the rewards of groups, which all ranks have, each by one rank: that of ``graded_by``, or
+    by turns.  Raises as ``Graders.collect`` does, on all ranks.
     """
-    homes = homes or [place % world.size for place in range(len(groups))]
-    mine = [place for place, home in enumerate(homes) if home == world.rank]
+    graded_by = graded_by or [index % world.size for index in range(len(groups))]
+    mine = [index for index, rank_of_group in enumerate(graded_by) if rank_of_group == world.rank]
     watch = interruption.check if interruption else None
     # a reward in this process may sleep for an hour
     inside = interruption.answered_at_once if interruption else nullcontext
 
     def graded() -> list[list[Any]]:
-        tallies = graders.fill([groups[place] for place in mine], models, watch, inside)
+        tallies = graders.fill([groups[index] for index in mine], models, watch, inside)
         return [
-            [place, *_value(groups[place], tally)]
-            for place, tally in zip(mine, tallies, strict=True)
+            [index, *_value(groups[index], tally)]
+            for index, tally in zip(mine, tallies, strict=True)
         ]
 
     tallies: dict[int, Tally] = {}
-    for rank, made in enumerate(run_and_gather(world, graded)):
-        for place, rewards, parts, counted in made:
-            tallies[place] = _tally_of(counted)
+    for rank, of_rank in enumerate(run_and_gather(world, graded)):
+        for index, rewards, parts, counts in of_rank:
+            tallies[index] = _tally_of(counts)
             if rank != world.rank:
-                groups[place].rewards = rewards
-                groups[place].reward_parts = dict(parts)
+                groups[index].rewards = rewards
+                groups[index].reward_parts = dict(parts)
     try:
-        return graders.stats([tallies[place] for place in range(len(groups))])
+        return graders.stats([tallies[index] for index in range(len(groups))])
     except RewardError as error:
         raise raised_on_all(error) from None
 

@@ -26,10 +26,8 @@ from isobit.util.errors import Interrupted, StoppedAtOnce
 from isobit.util.terminal import tell
 
 _NOTE = "signal"
-
-
 _LOOK_S = 0.5
-"""Between two looks at what others have received: an engine's step is shorter."""
+"""Seconds between two looks at what others have received; an engine's step is shorter."""
 
 
 class Interruption:
@@ -88,8 +86,8 @@ class Interruption:
             if check is not None:
                 check()
                 return False
-            asked, self._is_to_save = self._is_to_save, False
-            return asked
+            was_asked, self._is_to_save = self._is_to_save, False
+            return was_asked
 
         return any(run_and_gather(self._world, look))
 

@@ -61,7 +61,7 @@ class SignalWatch:
         self.steps = 0
         """The last steps that had no signal."""
         self.reasons: Counter[str] = Counter()
-        """Their completions, by why they taught nothing."""
+        """Their completions, by the reason."""
 
     def count(self, has_signal: bool, reasons: Mapping[str, int]) -> None:
         if has_signal:
@@ -139,9 +139,9 @@ class RlSummary(RunSummary):
     tokens_learnt: int = 0
     """Response tokens of the steps' own completions that were learnt from, once each."""
     compared: str = ""
-    """Which of them were compared, where not all were."""
+    """The completions whose tokens were compared, where not all were."""
     untaught: Mapping[str, int] = field(default_factory=dict)
-    """The completions of these steps, by why they taught nothing (``no_signal/NAME``)."""
+    """The completions of these steps, by the reason (``no_signal/NAME``)."""
 
 
 def summarise_set(before: EvalResult, after: EvalResult) -> RlSetSummary:
@@ -178,7 +178,7 @@ def describe_summary(summary: RlSummary) -> list[str]:
 
 
 def _describe_signal(summary: RlSummary) -> list[str]:
-    """A line where steps taught nothing; one that cannot be missed where all did."""
+    """A line where steps had no signal; one that cannot be missed where none had."""
     without, steps = summary.steps_without_signal, summary.steps
     if without == 0:
         return []
@@ -241,7 +241,7 @@ class RlLog(TrainingLog[EvalResult]):
         self._comparison = Comparison()
         self._watch = SignalWatch(run.config.check)
         self._warnings: list[str] = []
-        """Of the step, until its line has been printed."""
+        """Warnings of the step, until its line has been printed."""
         self._reasons: Counter[str] = Counter()
         self._has_noted_hidden = False
         self._digests: LineFile | None = None
@@ -330,27 +330,27 @@ class RlLog(TrainingLog[EvalResult]):
         self._has_noted_hidden = note is not None
         self._console.notes([] if note is None else [note])
 
-    def inspect(self, found: Findings) -> None:
+    def inspect(self, findings: Findings) -> None:
         """Look at what a step has found before it learns; warnings are printed behind its line.
         Raises MismatchError where the run is to stop at that.
         """
         self._warnings += check_step(
             self._config.check,
             self._run.model.policy.flow,
-            found,
+            findings,
             self.directory.model,
             one_function=self._config.rollout.is_exact,
         )
 
-    def inspect_ahead(self, found: Findings) -> None:
+    def inspect_ahead(self, findings: Findings) -> None:
         """Raise MismatchError where the run is to stop at what a batch has that was sampled ahead;
         a warning comes with the step that learns from it.
         """
         if action_of(self._config.check, self._exact) == "stop":
-            self.inspect(found)
+            self.inspect(findings)
 
     def stopped(
-        self, step: int, collected: GradedBatch, estimated: Sequence[Group], found: Findings
+        self, step: int, collected: GradedBatch, estimated: Sequence[Group], findings: Findings
     ) -> None:
         """Write what is known of a step that was stopped before its update: a line of metrics with
         the comparison, and its completions.  A resumed run does the step again, without them.
@@ -361,8 +361,8 @@ class RlLog(TrainingLog[EvalResult]):
             **reward_metrics(collected.groups),
             **length_metrics(collected.groups),
             **episode_metrics(collected.groups),
-            **found.comparison.metrics(learnt),
-            **found.mismatch,
+            **findings.comparison.metrics(learnt),
+            **findings.mismatch,
         }
         self._add_metrics(step, listed(figures, "train"))
         self._add_completions(step, {"train": _with_advantages(collected.groups, estimated)})
@@ -383,7 +383,7 @@ class RlLog(TrainingLog[EvalResult]):
 
     @property
     def _compared(self) -> str:
-        """Which log-probabilities are compared, where not all are."""
+        """The completions whose log-probabilities are compared, where not all are."""
         config = self._config
         if self._comparison.tokens_compared >= self._totals["learnt"]:
             return ""
@@ -393,7 +393,7 @@ class RlLog(TrainingLog[EvalResult]):
         return f"those of the first of {updates} updates a batch (training.updates_per_batch)"
 
     def _optional_figures(self, collected: GradedBatch, engine: EngineStats) -> Metrics:
-        """Of what a run may do without."""
+        """Figures of what not every run has."""
         figures: Metrics = {}
         if self._config.algorithm.dynamic_sampling:
             figures["rollout/refills"] = collected.refills

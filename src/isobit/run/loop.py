@@ -211,8 +211,8 @@ def next_batch(run: RlRun, log: RlLog) -> GradedBatch:
     where the run is to stop at what was found, so that no checkpoint holds such a batch.
     """
     run.pending.compare(run.trainer)
-    for found in run.pending.findings():
-        log.inspect_ahead(found)
+    for findings in run.pending.findings():
+        log.inspect_ahead(findings)
     return run.pending.front()
 
 
@@ -232,11 +232,11 @@ def learn(
     at what was found.
     """
 
-    def inspect(found: Findings) -> None:
+    def inspect(findings: Findings) -> None:
         try:
-            log.inspect(found)
+            log.inspect(findings)
         except MismatchError:
-            log.stopped(step, batch, estimated, found)
+            log.stopped(step, batch, estimated, findings)
             raise
 
     if batch.comparison is not None:

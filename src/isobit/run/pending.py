@@ -51,15 +51,15 @@ class GradedBatch:
     grades: GradeStats
     engine: EngineStats
     refills: int = 0
-    """How often further prompts were taken."""
+    """Times that further prompts were taken."""
     dropped_groups: int = 0
-    """Level groups that others replaced."""
+    """Zero-variance groups that others replaced."""
     comparison: Comparison | None = None
     """Recorded against trained log-probabilities of some completions, by the weights that drew
     them; None where all are compared as they are learnt from.
     """
     mismatch: Metrics = field(default_factory=dict)
-    """Of the same tokens."""
+    """The train-inference mismatch of the same tokens."""
 
     @property
     def findings(self) -> Findings:
@@ -152,10 +152,10 @@ class Pending:
         """Their messages, by the step that learns from them."""
         count = self.state()["count"]
         return {
-            f"batch_{self._first + place}": torch.frombuffer(
-                bytearray(encode(batch_value(self._waiting[place]))), dtype=torch.uint8
+            f"batch_{self._first + index}": torch.frombuffer(
+                bytearray(encode(batch_value(self._waiting[index]))), dtype=torch.uint8
             )
-            for place in range(count)
+            for index in range(count)
         }
 
     def restore(self, state: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -208,10 +208,10 @@ def compared(batch: GradedBatch, trainer: Trainer) -> GradedBatch:
     """A batch with the comparison of the completions of some indices, the same in any run: evenly
     spaced, so that prompts and places in their groups vary.
     """
-    drawn = [completion.sequence for group in batch.groups for completion in group.completions]
-    drawn = [sequence for sequence in drawn if sequence.response_length]
-    count = min(COMPARED, len(drawn))
-    chosen = [drawn[place * len(drawn) // count] for place in range(count)]
+    sequences = [completion.sequence for group in batch.groups for completion in group.completions]
+    sequences = [sequence for sequence in sequences if sequence.response_length]
+    count = min(COMPARED, len(sequences))
+    chosen = [sequences[index * len(sequences) // count] for index in range(count)]
     tokens = ComparedTokens.none()
     for sequence, scores in zip(chosen, scores_by_policy(trainer, chosen), strict=True):
         tokens.add_sequence(with_old_columns(sequence, scores))

@@ -37,11 +37,7 @@ from isobit.util.machine import read_memory
 from isobit.util.terminal import gib
 
 Config = TypeVar("Config", RunConfig, SftConfig)
-
-
 Data = TypeVar("Data", RlData, SftData)
-
-
 AnyPlan: TypeAlias = "Plan[Any, Any]"
 
 
@@ -55,9 +51,9 @@ class Plan(Generic[Config, Data]):
     source: ModelSource
     data: Data
     training: TrainingConfig
-    """As the trainer and the memory plan read it."""
+    """The ``training`` table as the trainer and the memory plan read it."""
     updates: int
-    """Of the whole run: the length of the learning rate's schedule."""
+    """Updates of the whole run: the length of the learning rate's schedule."""
     longest: int
     """Tokens of the longest sequence that training can meet."""
     learning: Sequence[str]
@@ -82,9 +78,9 @@ class Plan(Generic[Config, Data]):
     def inputs(self) -> dict[str, str]:
         """Digests of what is read beside the recipe (``isobit.run.data``); reads the files."""
         content, model = self.data.digests(), self.model
-        found = digests(self.config, model.folder, self.source.from_scratch, content)
-        drawn = model.config.tokenizer_size
-        return found | {"model.tokens": ALL_TOKENS if drawn is None else f"the first {drawn}"}
+        read = digests(self.config, model.folder, self.source.from_scratch, content)
+        size = model.config.tokenizer_size
+        return read | {"model.tokens": ALL_TOKENS if size is None else f"the first {size}"}
 
     @property
     def requests(self) -> Sequence[Sequence[Request]]:
@@ -103,7 +99,7 @@ class Plan(Generic[Config, Data]):
         return self.generates and not (isinstance(rollout, RunRolloutConfig) and rollout.servers)
 
     def choose_device(self) -> torch.device:
-        """Where it computes.  Raises ConfigError where that cannot be."""
+        """The device that it computes on.  Raises ConfigError where there is none such."""
         return choose_device(self.config.device, self.model.config, self.config.precision)
 
 

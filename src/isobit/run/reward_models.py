@@ -41,10 +41,8 @@ from isobit.rewards.grading import ModelScores
 from isobit.util.errors import CheckpointError
 
 NAME = "reward models"
-
-
 TOKENS_PER_BATCH = 16384
-"""Of a forward; no score depends on it."""
+"""Tokens of a forward; no score depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +69,8 @@ class ModelReward:
         ids = conversation_ids(answers, tokenizer, self.chat)
         fits = [index for index, tokens in enumerate(ids) if len(tokens) <= self.model.context]
         scores = [math.nan] * len(ids)
-        found = self.model.score([ids[index] for index in fits], self.tokens_per_batch)
-        for index, score in zip(fits, found, strict=True):
+        fitting = self.model.score([ids[index] for index in fits], self.tokens_per_batch)
+        for index, score in zip(fits, fitting, strict=True):
             scores[index] = score
         return scores
 
@@ -160,19 +158,19 @@ class ModelRewards:
         }
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """None: they are those of the folders."""
+        """No tensors: they are those of the folders."""
         return {}
 
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises CheckpointError where a folder no longer holds the weights that the run began
-        with.
+        """Check the digests.  Raises CheckpointError where a folder no longer holds the weights
+        that the run began with.
         """
-        for name, found in self.state().items():
+        for name, now in self.state().items():
             recorded = state[name]
-            if recorded["back_end"] == found["back_end"] and recorded != found:
+            if recorded["back_end"] == now["back_end"] and recorded != now:
                 raise CheckpointError(
                     f"the weights in {self._folders[name]} are not those that this run was graded "
-                    f"by: published they have the SHA-256 {found['sha256']}, and "
+                    f"by: published they have the SHA-256 {now['sha256']}, and "
                     f"{recorded['sha256']} was recorded; put the folder's old files back, or start "
                     "a new run (--output PATH)"
                 )

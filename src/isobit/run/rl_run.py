@@ -62,7 +62,7 @@ from isobit.training.step import Learner
 from isobit.util.errors import MismatchError
 
 VALUE_HEAD_RATE = 10.0
-"""Of a value head over the policy's, where the recipe does not say: it starts from nothing."""
+"""Default learning rate of a value head, as a multiple of the policy's: the head starts at zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class RlRun(Run[RunConfig, RlData]):
         )
 
     def take_records(self, rewards: RewardRecord, answers: AnswerRecord) -> None:
-        """From now on, give what ``rewards`` and ``answers`` still have before anything new."""
+        """Give what ``rewards`` and ``answers`` still have before anything new, from now on."""
         self.grading = replace(self.grading, record=rewards)
         self.recorded = replace(self.recorded, grading=self.grading, answers=answers)
         self._episodes = self._with_answers(answers)
@@ -180,7 +180,7 @@ class RlRun(Run[RunConfig, RlData]):
         ]
 
     def _describe_engine(self) -> list[str]:
-        """What samples, where it is another engine than ours."""
+        """Lines on the engine, where it is another one than ours."""
         if self.config.rollout.engine == "http":
             names = ", ".join(self.config.rollout.servers)
             return [f"servers sample, by the trainer's own function: {names}"]
@@ -211,9 +211,9 @@ class RlRun(Run[RunConfig, RlData]):
         if scales is None or not scales.is_due or self.config.rollout.engine != "native":
             return
         with self.clock("calibration"), self.console.busy("calibrating"):
-            place = self.sampler.state()
+            next_prompts = self.sampler.state()
             prompts = [prompt.token_ids for prompt, _ in self.sampler.next()]
-            self.sampler.restore(place)
+            self.sampler.restore(next_prompts)
             tokens = batched_tokens(self.config.rollout, policy.backend.sizes)
             calibrate_kv_scales(policy, prompts, tokens)
 
@@ -228,9 +228,9 @@ class RlRun(Run[RunConfig, RlData]):
         if scales is None:
             return self._generate(requests, progress, complete)
         scales.forget_sampled()
-        made, homes, stats = self._generate(requests, progress, complete)
+        completions, ranks, stats = self._generate(requests, progress, complete)
         stats.kv_ratio = max(self.world.all_gather(scales.largest_ratio()))
-        return made, homes, stats
+        return completions, ranks, stats
 
     def _generate(
         self,
@@ -241,11 +241,13 @@ class RlRun(Run[RunConfig, RlData]):
         if self._episodes is None:
             return generate_shared(self.world, self.engine, requests, progress, complete)
         version = self.model.policy.version
-        found = self._episodes.generate(self.world, version, requests, progress, complete)
+        result = self._episodes.generate(self.world, version, requests, progress, complete)
         self.recorded.write_answers()
-        return found
+        return result
 
-    def check_noise(self, requests: Sequence[Request], made: Sequence[list[Completion]]) -> None:
+    def check_noise(
+        self, requests: Sequence[Request], completions: Sequence[list[Completion]]
+    ) -> None:
         """Draw a few of the samples that servers have drawn again, in the first rollout by each
         version of the weights.  Raises MismatchError where the run is to stop at others.
         """
@@ -256,7 +258,7 @@ class RlRun(Run[RunConfig, RlData]):
             return
         self._redrawn = policy.version
         with self.turns.training(self.clock):
-            problem = redraw_some(policy, requests, made, self.config.seed)
+            problem = redraw_some(policy, requests, completions, self.config.seed)
         self.console.notes(check_noise(self.config.check, problem))
 
     def generation(self, plan: Plan[RunConfig, RlData]) -> Generate | None:
@@ -268,10 +270,10 @@ class RlRun(Run[RunConfig, RlData]):
             self.rollouters.check_machines(self.model.policy.device)
 
     def prove(self) -> None:
-        """With LoRA, before the first step: fill each B with small numbers, sample some tokens, and
-        compare their log-probabilities with the trainer's. At the start B is zeros, and the first
-        step's own comparison would not see an adapter that one side does not read. Scales a tensor
-        are those of the few prompts, with and without. Collective. Raises MismatchError.
+        """Fill each B of LoRA with small numbers, before the first step, sample some tokens, and
+        compare their log-probabilities with the trainer's.  At the start B is zeros, and the first
+        step's own comparison would not see an adapter that one side does not read.  Scales a tensor
+        are those of the few prompts, with and without.  All ranks together.  Raises MismatchError.
         """
         policy, scales = self.model.policy, self.model.policy.kv_scales
         if policy.config.lora is None or not self.exact:
@@ -302,23 +304,23 @@ class RlRun(Run[RunConfig, RlData]):
 
     def sample_few(self) -> list[Completion]:
         """The beginnings of answers to the next prompts, which stay the next ones."""
-        made, _, _ = generate_shared(self.world, self.engine, self._few_requests())
-        return [one for of_one in made for one in of_one]
+        completions, _, _ = generate_shared(self.world, self.engine, self._few_requests())
+        return [completion for of_prompt in completions for completion in of_prompt]
 
     def _few_requests(self) -> list[Request]:
-        place = self.sampler.state()
+        next_prompts = self.sampler.state()
         prompts = self.sampler.next(min(2, self.config.training.prompts_per_step))
-        self.sampler.restore(place)
-        few = replace(self.sampling, max_new_tokens=min(4, self.sampling.max_new_tokens))
-        return [Request(prompt, visit, 1, few) for prompt, visit in prompts]
+        self.sampler.restore(next_prompts)
+        sampling = replace(self.sampling, max_new_tokens=min(4, self.sampling.max_new_tokens))
+        return [Request(prompt, visit, 1, sampling) for prompt, visit in prompts]
 
     def _sampled_and_scored(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of a few tokens as an engine records them, and the trainer's."""
         if self.rollouters is None:
-            made = self.sample_few()
+            completions = self.sample_few()
         else:
-            made = self.rollouters.sample_few(self.model.policy, self.sampler.state())
-        [batch] = pack([one.sequence for one in made], 1 << 30)
+            completions = self.rollouters.sample_few(self.model.policy, self.sampler.state())
+        [batch] = pack([completion.sequence for completion in completions], 1 << 30)
         with self.turns.training(self.clock):
             return batch.recorded_log_probs, self.trainer.scorer.score(batch).log_probs
 
@@ -418,8 +420,8 @@ def describe_text(
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
 ) -> list[str]:
-    """Which rows of lm_head are drawn, what rewards see of special tokens, and an end of turn that
-    ends no completion.
+    """Lines on the rows of lm_head that are drawn, on what rewards see of special tokens, and on an
+    end of turn that ends no completion.
     """
     drawn, rows = model.num_drawn, model.vocab_size
     shown = config.rollout.special_tokens

@@ -104,8 +104,8 @@ def _served(
     run.take_records(rewards, answers)
     result = serve(run, command)
     sent = {"gradings": rewards.gradings, "answers": answers.sent}
-    given = {name: [line.decode() for line in lines] for name, lines in sent.items()}
-    return {**result, "given": given}
+    recorded = {name: [line.decode() for line in lines] for name, lines in sent.items()}
+    return {**result, "given": recorded}
 
 
 def _serve_batch(run: RlRun, command: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,6 +124,6 @@ def _serve_batch(run: RlRun, command: Mapping[str, Any]) -> dict[str, Any]:
 
 def _serve_evaluation(run: RlRun, _: Mapping[str, Any]) -> dict[str, Any]:
     """The graded groups of each evaluation set."""
-    made = run.evaluate_now()
+    evaluation = run.evaluate_now()
     run.clock.take()  # the trainers count what they wait
-    return {"sets": {name: groups_value(groups) for name, (_, groups) in made.items()}}
+    return {"sets": {name: groups_value(groups) for name, (_, groups) in evaluation.items()}}

@@ -185,7 +185,7 @@ def evaluate_by_rollouters(
     rollouters.send_command({"do": "evaluate_by_rollouters", "ahead": recorded.ahead()})
     value = rollouters.receive_result()
     recorded.append(value["given"])
-    found: dict[str, tuple[EvalResult, list[Group]]] = {}
+    figures: dict[str, tuple[EvalResult, list[Group]]] = {}
     gradings = [
         json.loads(line) for line in value["given"]["gradings"]
     ]  # one of each set, in their order
@@ -193,8 +193,8 @@ def evaluate_by_rollouters(
         prompts = {request.prompt.id: request.prompt for request in requests}
         groups = groups_of(value["sets"][name], prompts.__getitem__)
         stats = GradeStats(0, 0, graded["failures"], None, graded.get("counts", {}))
-        found[name] = result_of(groups, requests[0].samples, stats.all_counts()), groups
-    return found
+        figures[name] = result_of(groups, requests[0].samples, stats.all_counts()), groups
+    return figures
 
 
 def check_parts(config: RunConfig, world: World) -> None:

@@ -39,8 +39,6 @@ from isobit.training.comparison import UpdateMetrics
 from isobit.training.supervised import DistilFigures, PairFigures
 
 _SHORTER_EXAMPLES = "leave out the longest examples, or lower data.max_tokens"
-
-
 SftPlan: TypeAlias = Plan[SftConfig, SftData]
 
 

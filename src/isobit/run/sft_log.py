@@ -44,11 +44,11 @@ class HeldOut:
     nats a pair for preferences.
     """
     result: EvalResult | None
-    """Of the policy's own completions; None without a reward."""
+    """Figures of the policy's own completions; None without a reward."""
     pairs: PairFigures | None = None
-    """Of a reward model; None where completions are learnt."""
+    """Figures of a reward model; None where completions are learnt."""
     distance: DistilFigures | None = None
-    """From a teacher; None without one."""
+    """The distance from a teacher; None without one."""
 
     def scalars(self, name: str) -> Metrics:
         """The figures for the metrics file, under ``eval/NAME/``."""
@@ -122,7 +122,7 @@ class SftSummary(RunSummary):
     accuracy_before: float | None
     accuracy_after: float | None
     tokens_trained: int
-    """Of completions, over all steps; of whole conversations for preferences."""
+    """Tokens of completions over all steps; of whole conversations for preferences."""
     skipped_updates: int
     train_seconds: float
     """Wall seconds of the steps, without evaluation and loading."""

@@ -32,8 +32,6 @@ from isobit.training.trainer import Trainer
 
 Figures: TypeAlias = PairFigures | DistilFigures | None
 """What else is measured beside the loss."""
-
-
 Learnt = TypeVar("Learnt", bound=Item)
 
 
@@ -42,9 +40,9 @@ class SftObjective(ABC, Generic[Learnt]):
 
     loss: ClassVar[Objective]
     unit: ClassVar[str]
-    """What the loss is a mean over."""
+    """The noun that the loss is a mean over."""
     kind: ClassVar[Kind]
-    """Which metrics it writes (``isobit.records.metrics``)."""
+    """The kind of metrics that it writes (``isobit.records.metrics``)."""
 
     @abstractmethod
     def pack(
@@ -64,7 +62,7 @@ class SftObjective(ABC, Generic[Learnt]):
 
 
 class _Supervised(SftObjective[Example]):
-    """The completions' tokens are learnt."""
+    """The tokens of completions are learnt."""
 
     loss = SupervisedObjective()
     unit = "token"
@@ -73,7 +71,6 @@ class _Supervised(SftObjective[Example]):
     def pack(
         self, trainer: Trainer, examples: Sequence[Example], tokens_per_microbatch: int
     ) -> list[PackedBatch]:
-        """See ``pack_examples``."""
         return pack_examples(examples, tokens_per_microbatch)
 
     def measure(self, trainer: Trainer, batches: Sequence[PackedBatch]) -> tuple[float, Figures]:
@@ -81,7 +78,7 @@ class _Supervised(SftObjective[Example]):
         return mean_loss(trainer, batches), None
 
     def tokens(self, examples: Sequence[Example], update: UpdateMetrics) -> int:
-        """Of completions."""
+        """The tokens of the completions."""
         return update.tokens
 
 
@@ -97,7 +94,7 @@ class _Distil(_Supervised):
 
 
 class _Preference(SftObjective[Pair]):
-    """Which of two answers is preferred is learnt."""
+    """A reward model learns which of two answers is preferred."""
 
     loss = PreferenceObjective()
     unit = "pair"
@@ -106,7 +103,6 @@ class _Preference(SftObjective[Pair]):
     def pack(
         self, trainer: Trainer, examples: Sequence[Pair], tokens_per_microbatch: int
     ) -> list[PackedBatch]:
-        """See ``pack_preferences``."""
         pairs = [pair.learnt for pair in examples]
         return pack_preferences(pairs, tokens_per_microbatch, trainer.policy.config.pad_token_id)
 
@@ -116,7 +112,7 @@ class _Preference(SftObjective[Pair]):
         return figures.loss, figures
 
     def tokens(self, examples: Sequence[Pair], update: UpdateMetrics) -> int:
-        """Of both conversations of each pair: every token has a part in its score."""
+        """The tokens of both conversations of each pair: every one has a part in a score."""
         return sum(pair.tokens for pair in examples)
 
 

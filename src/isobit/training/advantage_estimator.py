@@ -77,19 +77,19 @@ def score_sequences(
         found = (scores.log_probs, scores.values, scores.routings)
         return [None if column is None else column.split(counts) for column in found]
 
-    made: dict[int, TokenScores] = {}
+    by_index: dict[int, TokenScores] = {}
     for members, found in zip(bins, map_on_all(world, bins, columns), strict=True):
-        for place, index in enumerate(members):
-            log_probs, values, routings = (of and of[place] for of in found)
-            made[index] = TokenScores(
+        for member, index in enumerate(members):
+            log_probs, values, routings = (of and of[member] for of in found)
+            by_index[index] = TokenScores(
                 log_probs, torch.empty(0, dtype=torch.float32), values, routings
             )
-    return [made[index] for index in range(len(sequences))]
+    return [by_index[index] for index in range(len(sequences))]
 
 
 def scores_by_policy(trainer: Trainer, sequences: Sequence[TokenSequence]) -> list[TokenScores]:
-    """By the policy as it is now.  What runs out of memory lowers the budget of the update that
-    comes next.
+    """Scores of sequences by the policy as it is now.  What runs out of memory lowers the budget of
+    the update that comes next.
     """
     return within_memory(
         trainer,
@@ -104,7 +104,8 @@ def scores_by_frozen(
     sequences: Sequence[TokenSequence],
     phase: str,
 ) -> list[TokenScores]:
-    """By another model, beside the trainer; ``phase`` names it where the memory does not suffice.
+    """Scores of sequences by another model, beside the trainer; ``phase`` names it where the memory
+    does not suffice.
     ``model`` is called again for each attempt, so that one which is made for it goes with it.
     """
     return measured_within_memory(
@@ -117,7 +118,7 @@ def scores_by_frozen(
 
 
 def has_advantage(sequence: TokenSequence) -> bool:
-    """Whether an advantage, times the weight of the corrections, is not 0."""
+    """Whether the advantage of a token, times the weight of its corrections, is not 0."""
     advantages, weights = sequence.advantages, sequence.importance
     return bool((advantages if weights is None else advantages * weights).any())
 
@@ -137,7 +138,7 @@ class AdvantageEstimator:
     corrections: Sequence[Correction] = ()
     reference: FrozenPolicy | None = None
     teacher: FrozenPolicy | None = None
-    """Where it scores the sampled tokens."""
+    """The teacher, where it scores the sampled tokens."""
     teaching: RunTeacher | None = None
 
     @property
@@ -154,8 +155,8 @@ class AdvantageEstimator:
         scored = self.score([*self.rewarded(groups), *replayed])
         credit = self.credit(scored[: len(groups)], scored[len(groups) :])
         learnt = [self.learnt(*pair) for pair in zip(scored, credit, strict=True)]
-        given = [[advantage is not None for advantage in group.advantages] for group in learnt]
-        return _changed(learnt, given, self.corrected)
+        is_learnt = [[advantage is not None for advantage in group.advantages] for group in learnt]
+        return _changed(learnt, is_learnt, self.corrected)
 
     def rewarded(self, groups: Sequence[Group]) -> list[Group]:
         """Graded groups with the punishment of long completions in their rewards, where there is
@@ -210,9 +211,9 @@ class AdvantageEstimator:
         return [
             any(
                 columns is not None and self._is_learnt(completion) and _is_nonzero(columns)
-                for completion, columns in zip(group.completions, given, strict=True)
+                for completion, columns in zip(group.completions, of_group, strict=True)
             )
-            for group, given in zip(counted, credit, strict=True)
+            for group, of_group in zip(counted, credit, strict=True)
         ]
 
     def reasons_without_signal(
@@ -222,21 +223,21 @@ class AdvantageEstimator:
         ``REASONS_WITHOUT_SIGNAL``, of graded groups and what ``estimate`` made of them.
         """
         reasons = (
-            self._reason(before, after, place)
+            self._reason(before, after, index)
             for before, after in zip(groups, estimated, strict=True)
-            for place in range(len(before.completions))
+            for index in range(len(before.completions))
         )
         return Counter(reason for reason in reasons if reason is not None)
 
-    def _reason(self, graded: Group, estimated: Group, place: int) -> str | None:
-        completion = estimated.completions[place]
-        if graded.rewards[place] is None or _lacks_turn_reward(completion):
+    def _reason(self, graded: Group, estimated: Group, index: int) -> str | None:
+        completion = estimated.completions[index]
+        if graded.rewards[index] is None or _lacks_turn_reward(completion):
             return "failed"
         if completion.is_cut and self.config.truncated != "keep":
             return {"exclude": "excluded", "mask": "masked"}[self.config.truncated]
         if not completion.length:
             return "empty"
-        if estimated.advantages[place] is None:
+        if estimated.advantages[index] is None:
             return self._why_left_out(graded, estimated)
         if has_advantage(completion.sequence):
             return None
@@ -306,10 +307,10 @@ class AdvantageEstimator:
             if columns is None or not self._is_learnt(completion):
                 advantages.append(None)
                 continue
-            given = self._less_teacher_kl(completion.sequence, columns["advantages"])
-            sequence = completion.sequence.with_columns(**{**columns, "advantages": given})
+            with_kl = self._less_teacher_kl(completion.sequence, columns["advantages"])
+            sequence = completion.sequence.with_columns(**{**columns, "advantages": with_kl})
             completions[index] = replace(completion, sequence=sequence)
-            advantages.append(given if isinstance(given, (int, float)) else fmean(given))
+            advantages.append(with_kl if isinstance(with_kl, (int, float)) else fmean(with_kl))
         return replace(group, completions=completions, advantages=advantages)
 
     def _less_teacher_kl(
@@ -353,21 +354,21 @@ class AdvantageEstimator:
         )
 
     def _scored(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        found = list(sequences)
-        if not found:
-            return found
+        scored = list(sequences)
+        if not scored:
+            return scored
         if self.recomputes or self.algorithm.needs_values:
-            found = [
+            scored = [
                 self._with_policy_scores(sequence, scores)
                 for sequence, scores in zip(
-                    found, scores_by_policy(self.trainer, found), strict=True
+                    scored, scores_by_policy(self.trainer, scored), strict=True
                 )
             ]
         if self.teacher is not None:
-            found = self._with_teacher(self.teacher, found)
+            scored = self._with_teacher(self.teacher, scored)
         if self.reference is None:
-            return found
-        return self._with_reference(self.reference, found)
+            return scored
+        return self._with_reference(self.reference, scored)
 
     def _with_teacher(
         self, teacher: FrozenPolicy, sequences: Sequence[TokenSequence]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BudgetChange:
-    """From one update on, micro-batches of at most ``new`` tokens rather than ``old``."""
+    """A change to micro-batches of at most ``new`` tokens rather than ``old``."""
 
     update: int
-    """Updates of the run before it (``Trainer.updates``)."""
+    """The first update that it is for, counted from 0 (``Trainer.updates``)."""
     old: int
     new: int
 
@@ -30,14 +30,14 @@ class MicrobatchBudget:
         """Called with a change before anything is learnt with it."""
 
     def at(self, update: int) -> int:
-        """Tokens a micro-batch of the update after so many others."""
+        """The tokens a micro-batch of an update, counted from 0."""
         return next(
             (change.new for change in reversed(self.changes) if change.update <= update),
             self._setting,
         )
 
     def set(self, update: int, tokens: int) -> None:
-        """Change it from an update on."""
+        """Change the tokens a micro-batch from an update on."""
         change = BudgetChange(update, self.at(update), tokens)
         self.changes.append(change)
         if self.on_change is not None:

@@ -67,11 +67,11 @@ class Begun:
     """A calibration that waits for the step's last update."""
 
     sequences: Sequence[TokenSequence]
-    """Of that update, the fresh ones."""
+    """The fresh sequences of that update."""
     shadow: torch.Tensor
     """float64 [N]: log pi_old of their response tokens, by the shadow."""
     version: int
-    """Of the weights before the step."""
+    """The version of the weights before the step."""
 
 
 class Calibration:
@@ -81,24 +81,24 @@ class Calibration:
     """
 
     def __init__(self, trainer: Trainer, algorithm: ClippedPolicyGradient) -> None:
-        """Every ``calibrate_every`` steps of the algorithm's configuration."""
+        """The bounds are calibrated every ``calibrate_every`` steps."""
         self._trainer, self._configured = trainer, algorithm
         self._bounds: ClipBounds | None = None
 
     @property
     def bounds(self) -> ClipBounds:
-        """In use now."""
+        """The bounds in use."""
         config = self._configured.config
         return self._bounds or ClipBounds(config.clip_low, config.clip_high)
 
     @property
     def algorithm(self) -> ClippedPolicyGradient:
-        """With the bounds in use now."""
+        """The algorithm with the bounds in use."""
         return self._configured.with_clip(self.bounds)
 
     def begin(self, step: int, sequences: Sequence[TokenSequence]) -> Begun | None:
-        """Before the first update of step number ``step``, whose last one learns from
-        ``sequences``; None where it is not time, or nothing of them is fresh.
+        """Begin a calibration before the first update of step number ``step``, whose last one
+        learns from ``sequences``; None where it is not time, or nothing of them is fresh.
         """
         fresh = [sequence for sequence in sequences if sequence.fresh]
         if step % self._configured.config.calibrate_every or not fresh:
@@ -106,7 +106,7 @@ class Calibration:
         return Begun(fresh, self._by_shadow(fresh), self._trainer.policy.version)
 
     def finish(self, begun: Begun) -> None:
-        """Before the last update of the step: set the bounds."""
+        """Set the bounds, before the last update of the step."""
         if self._trainer.policy.version == begun.version:
             return
         config, sequences = self._configured.config, begun.sequences
@@ -139,8 +139,8 @@ class Calibration:
     def _by_shadow(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """The same by a shadow of these weights, of which nothing remains."""
         trainer, phase = self._trainer, "the BF16 shadow's forward"
-        made = scores_by_frozen(trainer, lambda: shadow_of(trainer.policy), sequences, phase)
-        return _log_probs(made)
+        scores = scores_by_frozen(trainer, lambda: shadow_of(trainer.policy), sequences, phase)
+        return _log_probs(scores)
 
 
 def shadow_of(policy: Policy) -> FrozenPolicy:
@@ -152,7 +152,7 @@ def shadow_of(policy: Policy) -> FrozenPolicy:
 
 
 def _weighted_advantages(sequence: TokenSequence) -> Numbers:
-    """As they count in the loss: times the weights of the corrections."""
+    """Advantages as they count in the loss: times the weights of the corrections."""
     if sequence.importance is None:
         return sequence.advantages
     return sequence.advantages * sequence.importance

@@ -60,18 +60,20 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether anything does."""
+        """Whether a log-probability or a routing does."""
         return bool(self.tokens_differing or self.routings_differing)
 
     def describe_routings(self) -> str:
-        """Of a mixture of experts, as the rest of a sentence on log-probabilities; else empty."""
+        """The routings of a mixture of experts that differ, as the rest of a sentence on
+        log-probabilities; empty for another model.
+        """
         if not self.routings_compared:
             return ""
         return f", {self.routings_differing:,} of {self.routings_compared:,} routings"
 
     @property
     def mean_abs_diff(self) -> float:
-        """Over the tokens compared, nats."""
+        """Mean absolute difference over the tokens compared, nats."""
         return self.sum_abs_diff / max(self.tokens_compared, 1)
 
     def metrics(self, learnt: int = 0) -> Metrics:
@@ -181,12 +183,12 @@ class ComparedTokens:
             self.add_routings(response(sequence.routings), response(sequence.old_routings))
 
     def comparison(self) -> Comparison:
-        """Bit for bit."""
+        """The comparison of all tokens, bit for bit."""
         found = Comparison.of(_joined(self._recorded), _joined(self._trained))
         return found + self._routings
 
     def mismatch(self) -> Metrics:
-        """By distance; empty without a token."""
+        """The train-inference mismatch of all tokens; empty without one."""
         return mismatch(_joined(self._recorded), _joined(self._trained))
 
 
@@ -211,7 +213,7 @@ class UpdateMetrics:
     """Response tokens."""
     comparison: Comparison
     mismatch: Metrics
-    """Of the tokens compared; empty where none were."""
+    """The train-inference mismatch of the tokens compared; empty where none were."""
     skipped: str | None = None
     """Why it was not taken, or None."""
 

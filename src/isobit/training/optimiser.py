@@ -69,7 +69,7 @@ class ParameterGroup:
     masters: Sequence[torch.nn.Parameter]
     weight_decay: float
     rate: float = 1.0
-    """What their learning rate is, times the run's."""
+    """Their learning rate as a multiple of the run's."""
 
 
 class AdamW:
@@ -90,11 +90,11 @@ class AdamW:
         backend: Backend,
     ) -> None:
         self.state: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
-        """Of each master that has moved, by kind."""
+        """State of each master that has moved, by kind."""
         self.learning_rate = config.learning_rate
-        """Of the next steps."""
+        """The learning rate of the next steps."""
         self.clip = 1.0
-        """What the gradients of the next step are multiplied with."""
+        """The factor of the gradients of the next step."""
         self._groups = groups
         self._first_elements = first_elements
         self._config = config
@@ -116,7 +116,7 @@ class AdamW:
         self.clip = 1.0
 
     def drop_gradients(self) -> None:
-        """Of all masters."""
+        """Remove the gradients of all masters."""
         for group in self._groups:
             for master in group.masters:
                 master.grad = None

@@ -18,24 +18,22 @@ import torch
 from isobit.models.safetensors import checksum_of
 
 FORWARD = "forward"
-
-
 Pass = tuple[str, dict[str, str]]
-"""Of one pass: its figures, and a digest of each gradient."""
+"""The figures of one pass as text, and a digest of each gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """What came of it."""
+    """The result of computing one micro-batch twice."""
 
     gradients: int
-    """Compared."""
+    """Gradients that were compared."""
     differing: tuple[str, ...]
-    """``forward``, where the figures were others, and the masters whose gradients were."""
+    """The masters whose gradients differ, and ``forward`` where the figures do."""
 
 
 def compare_passes(compute: Callable[[], Pass]) -> Repeat:
-    """Compute twice, and compare."""
+    """Compute a pass twice, and compare the results."""
     (first, gradients), (second, again) = compute(), compute()
     parted = tuple(name for name, digest in gradients.items() if again[name] != digest)
     return Repeat(len(gradients), ((FORWARD,) if first != second else ()) + parted)
@@ -47,13 +45,13 @@ def figures_text(figures: Sequence[Mapping[str, Any]]) -> str:
         [
             {
                 name: digest_of(value) if isinstance(value, torch.Tensor) else value
-                for name, value in made.items()
+                for name, value in of_batch.items()
             }
-            for made in figures
+            for of_batch in figures
         ]
     )
 
 
 def digest_of(x: torch.Tensor) -> str:
-    """Of the bits of a tensor, on any device."""
+    """A checksum of a tensor's bytes, equal on every device."""
     return f"{checksum_of({'': x}):016x}"

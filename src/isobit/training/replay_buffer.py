@@ -28,8 +28,8 @@ from isobit.records.text import Completion, Group, Prompt
 from isobit.records.wire import joined, parted
 
 _CONSTANT_BYTES = 1024
-"""Of a completion, whatever its length: generously, the record and the heads of its arrays, which
-take some 110 bytes each.
+"""Bytes of a completion whatever its length, generously: the record and the heads of its arrays,
+which take some 110 bytes each.
 """
 _NO_PROMPT = Prompt("", "", ())
 _NOT_KEPT = {
@@ -47,9 +47,9 @@ class _Kept:
     """One completion."""
 
     number: int
-    """Of its kind in the run; the name that draws know it by."""
+    """Its number among all that the run has kept; draws are keyed by it."""
     sequence: TokenSequence
-    """Of what sampling recorded, what is learnt from."""
+    """The columns that sampling recorded and that are learnt from."""
     reward: float
     advantage: float
     truncated: bool
@@ -84,7 +84,7 @@ class ReplayBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is kept."""
+        """Bytes of all that is kept."""
         return self._bytes
 
     def draw(self, fresh: int, version: int) -> list[Group]:
@@ -106,9 +106,9 @@ class ReplayBuffer:
         """
         self._draws += 1
         oldest = self._oldest(version)
-        made = list(_kept(estimated, self._added))
-        self._added += len(made)
-        self._hold(one for one in (*self._kept, *made) if one.oldest >= oldest)
+        new = list(_kept(estimated, self._added))
+        self._added += len(new)
+        self._hold(one for one in (*self._kept, *new) if one.oldest >= oldest)
         while self._bytes > self.config.max_mib * (1 << 20):
             self._bytes -= self._kept.popleft().num_bytes
 

@@ -39,7 +39,7 @@ Member = tuple[PackedBatch, Shares]
 
 
 class Rounds:
-    """Of one update, on one rank."""
+    """The rounds of one update, on one rank."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Rounds:
         self._failure: Exception | None = None
 
     def figures(self, members: Sequence[Member]) -> list[dict[str, Any]]:
-        """Of all micro-batches of the update, in their order, whose gradients are added up; with
-        one slot, of those up to the first round with a loss that is not finite.
+        """The figures of all micro-batches of the update in their order, whose gradients are added
+        up; with one slot, of those up to the first round with a loss that is not finite.
         """
         gradient = self._policy.gradient
         if isinstance(gradient, SlotSum):
@@ -73,10 +73,10 @@ class Rounds:
         figures: list[dict[str, Any]] = [{} for _ in members]
         for first in range(0, slots.count, slots.hosts):
             own = members[first + gradient.host :: slots.count]
-            found = run_and_gather(world, partial(self._slot, own, gradient))
+            by_rank = run_and_gather(world, partial(self._slot, own, gradient))
             for host in range(slots.hosts):
-                made = found[host * gradient.group.size]
-                figures[first + host :: slots.count] = made
+                of_host = by_rank[host * gradient.group.size]
+                figures[first + host :: slots.count] = of_host
             gradient.add_slots()
         return figures
 
@@ -95,9 +95,9 @@ class Rounds:
         for begin in range(0, len(members), group.size):
             active = min(group.size, len(members) - begin)
             own = members[begin + group.rank] if group.rank < active else None
-            made = run_and_gather(group, partial(self.forward, own, active))[:active]
-            figures += made
-            if stops and not all(math.isfinite(one["loss"]) for one in made):
+            by_rank = run_and_gather(group, partial(self.forward, own, active))[:active]
+            figures += by_rank
+            if stops and not all(math.isfinite(one["loss"]) for one in by_rank):
                 break
             self.backward()
         return figures
@@ -127,8 +127,8 @@ class Rounds:
         try:
             if scored is not None and loss is not None:
                 present = [leaf for leaf in leaves if leaf is not None]
-                found = iter(torch.autograd.grad(loss, present, allow_unused=True))
-                scored.backward(*(None if leaf is None else next(found) for leaf in leaves))
+                gradients = iter(torch.autograd.grad(loss, present, allow_unused=True))
+                scored.backward(*(None if leaf is None else next(gradients) for leaf in leaves))
         except Exception as error:  # whatever it is, the others wait for the rest of the round
             self._failure = error
         self._policy.gradient.end_round()
@@ -150,6 +150,6 @@ class Rounds:
 
 
 def _leaves(scores: TokenScores) -> list[torch.Tensor | None]:
-    """What a loss may depend on, in the order of ``ScoredPass.backward``."""
-    found = (scores.log_probs, scores.entropies, scores.values, scores.divergences)
-    return [None if one is None else one.requires_grad_() for one in found]
+    """The outputs that a loss may depend on, in the order of ``ScoredPass.backward``."""
+    outputs = (scores.log_probs, scores.entropies, scores.values, scores.divergences)
+    return [None if output is None else output.requires_grad_() for output in outputs]

@@ -67,8 +67,7 @@ from isobit.util.errors import ConfigError
 def has_signal(sequences: Sequence[TokenSequence], algorithm: Algorithm) -> bool:
     """Whether an update on these sequences can have a gradient; never where there are none.
 
-    Of one's own algorithm that does not say ``has_other_terms`` it is not known, and taken to be
-    so.
+    A user's algorithm without ``has_other_terms`` is assumed to have other loss terms.
     """
     if not sequences:
         return False
@@ -84,9 +83,9 @@ class Findings:
 
     comparison: Comparison = field(default_factory=Comparison)
     mismatch: Metrics = field(default_factory=dict)
-    """Of the tokens compared; empty where none were."""
+    """The train-inference mismatch of the tokens compared; empty where none were."""
     repeat: Repeat | None = None
-    """Of a micro-batch, where that was due."""
+    """The result of computing a micro-batch twice, where that was due."""
 
 
 Inspect = Callable[[Findings], None]
@@ -112,7 +111,7 @@ class StepMetrics:
 
     @property
     def skip_reasons(self) -> tuple[str, ...]:
-        """Why, one for each skipped update."""
+        """The reason of each skipped update."""
         return tuple(update.skipped for update in self.updates if update.skipped is not None)
 
 
@@ -128,7 +127,7 @@ class Learner:
 
     @property
     def trainer(self) -> Trainer:
-        """It says into how many updates a step is cut, and how often they are gone through."""
+        """The trainer; its configuration says into how many updates a step is cut."""
         return self.estimator.trainer
 
     def learn(self, groups: Sequence[Group], step: int) -> StepMetrics:

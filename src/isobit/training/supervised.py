@@ -27,6 +27,7 @@ micro-batch is scored as
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import exp, fsum, log1p
 
 import torch
@@ -113,7 +114,7 @@ def measure_pairs(
         chosen, rejected = _by_pair(scorer.score(batch))
         return (chosen.double() - rejected.double()).tolist()
 
-    margins = [one for made in map_on_all(world, batches, margins_of) for one in made]
+    margins = [*chain.from_iterable(map_on_all(world, batches, margins_of))]
     count = len(margins)
     return PairFigures(
         loss=fsum(_softplus(-margin) for margin in margins) / count,
@@ -174,8 +175,8 @@ class DistilFigures:
 
 
 def measure_distance(trainer: Trainer, batches: Sequence[PackedBatch]) -> DistilFigures:
-    """Over all completion tokens of ``batches`` together.  Sums are rounded once: the cut into
-    batches changes no bit of them.
+    """The distance of policy and teacher over all completion tokens of ``batches`` together.  Sums
+    are rounded once: the cut into batches changes no bit of them.
     """
     teacher = trainer.teacher
     assert teacher is not None, "the trainer has a teacher"
@@ -187,10 +188,13 @@ def measure_distance(trainer: Trainer, batches: Sequence[PackedBatch]) -> Distil
         found = (mine.divergences, -mine.log_probs, -theirs.log_probs)
         return [column.tolist() for column in found]
 
-    made = map_on_all(trainer.policy.world, batches, columns)
+    by_batch = map_on_all(trainer.policy.world, batches, columns)
     count = sum(batch.targets.numel() for batch in batches)
     return DistilFigures(
-        *(fsum(one for columns in made for one in columns[place]) / count for place in range(3))
+        *(
+            fsum(total for columns in by_batch for total in columns[number]) / count
+            for number in range(3)
+        )
     )
 
 

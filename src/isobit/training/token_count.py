@@ -57,12 +57,12 @@ def check_learnt(estimated: Sequence[Group], parts: Sequence[Sequence[TokenSeque
     sample whose mask has another number than were drawn, or that is learnt from and in no part, or
     twice.
     """
-    found = Counter(id(sequence) for part in parts for sequence in part)
+    learnt = Counter(id(sequence) for part in parts for sequence in part)
     expected = Counter(id(sequence) for sequence in sequences_learnt_from(estimated))
     for name, sequence in _samples(estimated):
         if sequence.drawn is not None:
             _check_mask(name, sequence)
-        is_in, should_be_in = found[id(sequence)], expected[id(sequence)]
+        is_in, should_be_in = learnt[id(sequence)], expected[id(sequence)]
         if is_in != should_be_in:
             raise _fault(
                 f"the {sequence.response_length:,} tokens of {name} are {is_in} times in the parts "

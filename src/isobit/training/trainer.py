@@ -104,7 +104,7 @@ class Trainer:
         return function_of(self.policy, "training")
 
     def counters(self) -> dict[str, int]:
-        """Where the schedule and the count of skipped updates stand, for ``restore``."""
+        """The state of the schedule and the count of skipped updates, for ``restore``."""
         return {"updates": self.updates, "skipped_in_a_row": self._skipped_in_a_row}
 
     def moments(self) -> dict[str, torch.Tensor]:
@@ -186,12 +186,14 @@ class Trainer:
         def compute() -> Pass:
             rounds = self._rounds(objective, router, compare=True, timing=untimed)
             try:
-                made = figures_text(rounds.figures(chosen))
-                found = run_and_gather(policy.world, partial(_digests, policy, rounds))
+                figures = figures_text(rounds.figures(chosen))
+                by_rank = run_and_gather(policy.world, partial(_digests, policy, rounds))
             finally:
                 self._optimiser.drop_gradients()
                 policy.gradient.release()
-            return made, {name: " ".join(one[name] for one in found) for name in policy.masters}
+            return figures, {
+                name: " ".join(one[name] for one in by_rank) for name in policy.masters
+            }
 
         return compare_passes(compute)
 
@@ -214,10 +216,10 @@ class Trainer:
         router, shares = router_coefficients(self.config, batches), objective.shares(batches)
         rounds = self._rounds(objective, router, totals.compare, self.timing)
         figures = rounds.figures(list(zip(batches, shares, strict=True)))
-        for batch, made in zip(batches, figures, strict=False):
-            totals.add(batch, made)
-            if not math.isfinite(made["loss"]):
-                return math.nan, f"the loss is {made['loss']}"
+        for batch, of_batch in zip(batches, figures, strict=False):
+            totals.add(batch, of_batch)
+            if not math.isfinite(of_batch["loss"]):
+                return math.nan, f"the loss is {of_batch['loss']}"
         squares = run_and_gather(world, rounds.squares)
         norm = gradient_norm(square for of_rank in squares for square in of_rank)
         return norm, None if norm <= _LARGEST_NORM else self._what_is_not_finite(norm)
@@ -226,17 +228,17 @@ class Trainer:
         """The master nearest to the loss whose gradient holds a NaN or an infinity: the backward
         goes from there to all before it.
         """
-        places = self.policy.world.all_gather(
+        indices = self.policy.world.all_gather(
             [
-                place
-                for place, master in enumerate(self.policy.masters.values())
+                index
+                for index, master in enumerate(self.policy.masters.values())
                 if master.grad is not None and not torch.isfinite(master.grad).all()
             ]
         )
-        found = [place for of_rank in places for place in of_rank]
-        if not found:
+        damaged = [index for of_rank in indices for index in of_rank]
+        if not damaged:
             return f"the gradient norm is {norm}"
-        return f"the gradient of {list(self.policy.masters)[max(found)]} is not finite"
+        return f"the gradient of {list(self.policy.masters)[max(damaged)]} is not finite"
 
     def _step(self, norm: float, rate: float) -> None:
         clip_gradients(self._optimiser, norm, self.config.max_grad_norm)
@@ -261,7 +263,7 @@ class Trainer:
 
 
 def _digests(policy: Policy, rounds: Rounds) -> dict[str, str]:
-    """Of the rows of every gradient that this rank owns, once the rounds are over."""
+    """Digests of the rows of every gradient that this rank owns, once the rounds are over."""
     rounds.squares()
     return {
         name: "" if master.grad is None else digest_of(master.grad)
