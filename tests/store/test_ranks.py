@@ -26,7 +26,7 @@ from isobit.store import checkpoint as checkpoint_format
 from isobit.store.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from isobit.store.directory import RunDirectory
 from isobit.store.newest import newest_usable
-from isobit.store.state import Share
+from isobit.store.state import CheckpointShare
 from isobit.training.optimiser import build_optimiser
 from isobit.util.errors import CheckpointError, IsobitError
 from tests.worlds import in_world
@@ -66,7 +66,9 @@ def whole_tensors(moments: str) -> tuple[dict[str, torch.Tensor], dict[str, torc
     return masters, state
 
 
-def own(world: World, moments: str) -> tuple[Share, dict[str, torch.Tensor], dict[str, Any]]:
+def own(
+    world: World, moments: str
+) -> tuple[CheckpointShare, dict[str, torch.Tensor], dict[str, Any]]:
     """What a rank has of them, cut by hand."""
     masters, state = whole_tensors(moments)
     ownership = Ownership.of(SHAPES, PARTS, world.size)
@@ -79,7 +81,7 @@ def own(world: World, moments: str) -> tuple[Share, dict[str, torch.Tensor], dic
             state[f"{name}.{kind}"] = state[f"{name}.{kind}"][rows]
             if moments == "fp8":
                 state[f"{name}.{kind}_scale"] = state[f"{name}.{kind}_scale"][groups]
-    return Share(SHAPES, ownership, world.rank), masters, state
+    return CheckpointShare(SHAPES, ownership, world.rank), masters, state
 
 
 def write(world: World, parent: Path, moments: str, step: int = 5) -> Path:
@@ -293,7 +295,7 @@ def test_shares_of_every_named_model_make_up_the_whole(shape: str) -> None:
         wholes: dict[str, tuple[int, ...]] = {}
         for rank in range(size):
             own = moments_of(shapes, moments, ownership, rank)
-            for key, part in Share(shapes, ownership, rank).moments(own).items():
+            for key, part in CheckpointShare(shapes, ownership, rank).moments(own).items():
                 if not part.rows.numel():
                     continue
                 placed = safetensors.placed(key, part)
@@ -315,7 +317,7 @@ def test_a_digest_of_shares_is_that_of_the_whole(size: int) -> None:
     ownership = Ownership.of({"norm": (width,)}, {}, size)
     parts = []
     for rank in range(size):
-        share = Share({"norm": (width,)}, ownership, rank)
+        share = CheckpointShare({"norm": (width,)}, ownership, rank)
         rows = ownership.rows("norm", rank)
         own = whole["norm.exp_avg_scale"][num_groups(rows.start) : num_groups(rows.stop)]
         parts.append(checksum(share.moments({"norm.exp_avg_scale": own}).items()))

@@ -92,7 +92,7 @@ def scoring_bytes(
 
 
 def _product_sums(graph: Graph, sizes: Sizes, tokens: int) -> int:
-    """Of the linear that takes most."""
+    """Bytes of the sums of the linear that takes most."""
     linears = (site for site in graph.sites if site.kind == "linear")
     return max(sizes.product_sums(site, tokens) for site in linears)
 
@@ -138,7 +138,7 @@ class _Layer:
         return self.attention.saved + mlp
 
     def forward(self, recompute: Recompute) -> int:
-        """Beside what it saves."""
+        """Bytes a token of a forward, beside what it saves."""
         # before the layer, or what was added to it; what attention adds; what the MLP adds
         streams = 3 * self.mlp.input
         if recompute == "none":
@@ -148,7 +148,7 @@ class _Layer:
         return streams + made
 
     def backward(self, recompute: Recompute) -> int:
-        """Beside what was saved."""
+        """Bytes a token of a backward, beside what was saved."""
         again = self.saved("none") - self.saved(recompute)
         stream = self.mlp.input
         # the MLP is done where attention's turn comes, and its gradient of the stream is there too
@@ -190,8 +190,8 @@ def master_bytes(shape: ModelConfig, flow: PrecisionFlow, sizes: Sizes) -> int:
 
 
 _BYTES_A_PAIR = 36
-"""Of a token of the vocabulary for two models: logits, log-probabilities and terms in FP32, and
-terms in FP64 and as integers.
+"""Bytes of a token of the vocabulary in a comparison of two models: logits, log-probabilities and
+terms in FP32, and terms in FP64 and as integers.
 """
 
 
@@ -224,7 +224,7 @@ class FrozenModel:
         return published_bytes(self.shape, self.flow.one_sided(SIDE), sizes)
 
     def checkpoint_bytes(self, sizes: Sizes) -> int:
-        """Of its tensors in a checkpoint."""
+        """Bytes of its tensors in a checkpoint."""
         return master_bytes(self.shape, self.flow.one_sided(SIDE), sizes)
 
     def scoring_bytes(self, sizes: Sizes, tokens: int, longest: int) -> int:
@@ -243,7 +243,9 @@ class FrozenModel:
         return hidden + _BYTES_A_PAIR * self.shape.num_drawn * rows
 
     def with_offload(self) -> "FrozenModel":
-        """Where it can be: a teacher is always on the device."""
+        """The same model in main memory between its turns, but for a teacher, which stays on the
+        device.
+        """
         return replace(self, offload=self.lasting and self.table != "teacher")
 
 

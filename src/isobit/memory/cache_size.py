@@ -38,7 +38,9 @@ from isobit.util.terminal import gib
 _GIB = 1 << 30
 _HOST_GIB = 2.0
 RESERVE = 4 * _GIB
-"""For captured graphs, kernels, a chunk of the trainer's logits and the allocator's gaps."""
+"""Bytes kept free for captured graphs, kernels, a chunk of the trainer's logits and the allocator's
+gaps.
+"""
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:
@@ -53,7 +55,7 @@ class Parked:
     tokens: Sequence[int]
     pages: Sequence[int]
     adapter: str | None = None
-    """That they were computed with; None without one."""
+    """The adapter that K and V were computed with, if any."""
 
 
 class PageAllocator:
@@ -66,7 +68,7 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, -1, -1))
         self._holders = [0] * num_pages
         self._parked: dict[Hashable, Parked] = {}
-        """By name, those that were parked first before the others."""
+        """What is parked, by name, the oldest first."""
         self._parks = [0] * num_pages
         """How many of them have each page."""
         self._idle = 0

@@ -137,8 +137,9 @@ class DevicePlanner:
     def plan(
         self, rollout: RolloutConfig | None, training: TrainingConfig, longest: int
     ) -> DevicePlan:
-        """For sequences of at most ``longest`` tokens; ``rollout`` is None if nothing is ever
-        generated here. Raises ConfigError if it does not fit, with the largest setting that would.
+        """The plan for sequences of at most ``longest`` tokens; ``rollout`` is None if nothing is
+        ever generated here. Raises ConfigError if it does not fit, with the largest setting that
+        would.
         """
         tokens = microbatch_tokens(training, longest)
         needed = self.training_bytes(training, tokens, longest)
@@ -239,13 +240,13 @@ class DevicePlanner:
     def _scoring(
         self, model: FrozenModel, training: TrainingConfig, tokens: int, longest: int
     ) -> dict[str, int]:
-        """While a frozen model scores, before a backward."""
+        """Bytes by name while a frozen model scores, before a backward."""
         own = {} if model.stays else added_up([model], self.sizes)
         passing = model.scoring_bytes(self.sizes, tokens, longest)
         return self.standing_bytes(training) | own | {"a forward that scores": passing}
 
     def _backward(self, training: TrainingConfig, tokens: int, longest: int) -> dict[str, int]:
-        """In the backward of a micro-batch."""
+        """Bytes by name in the backward of a micro-batch."""
         weights = self.standing_bytes(training)
         model, share = (self.shape, self.flow, self.sizes), self._share(training)
         passing = passing_bytes(*model, training.recompute, tokens, longest, share.made_by_head)

@@ -83,7 +83,7 @@ class Share:
 
 @cache
 def share_of(shape: ModelConfig, processes: int, slots: Slots = ONE_SLOT) -> Share:
-    """For a model that is trained by so many processes."""
+    """The share of a process where ``processes`` train a model."""
     decoder = build_decoder(shape)
     shapes, in_parts = master_shapes(shape), decoder.added_in_parts
     groups, ownership = decoder.backward_groups(), decoder.ownership(processes, slots.hosts)

@@ -46,7 +46,7 @@ class Refusal:
 
     @property
     def tokens(self) -> int:
-        """Of the largest micro-batch, as asked for."""
+        """Tokens of the largest micro-batch that the recipe asks for."""
         return microbatch_tokens(self.training, self.longest)
 
     def of_training(self) -> str:
@@ -269,7 +269,9 @@ class Refusal:
 
     @staticmethod
     def _offloaded(planner: "DevicePlanner") -> tuple["DevicePlanner", Changes]:
-        """With all models that only score in main memory, and the keys that send them there."""
+        """The plan with all models that only score in main memory, and the keys that send them
+        there.
+        """
         away = (model for model in planner.frozen if model.stays and model.with_offload().offload)
         keys = dict.fromkeys((f"{model.table}.offload" for model in away), True)
         return replace(planner, frozen=tuple(one.with_offload() for one in planner.frozen)), keys

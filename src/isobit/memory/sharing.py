@@ -39,19 +39,19 @@ class HoldsMemory(Protocol):
 
 
 class MemorySharing:
-    """Who has a device's memory when, and what each turn took; here for main memory, as on a CPU,
-    which engine and trainer share, and where nothing is planned or measured.
+    """The phases of engine and trainer in main memory, as on a CPU: nothing is planned, measured or
+    released.
     """
 
     def training(self, clock: Timing, engine_is_next: bool = True) -> AbstractContextManager[None]:
-        """The trainer's turn, in which the engine must not be used."""
+        """A phase of the trainer, in which the engine must not be used."""
         return nullcontext()
 
     def release_engine(self) -> None:
-        """Release the engine's memory for a measurement of the trainer outside of its turns."""
+        """Release the engine's memory for a measurement of the trainer outside of its phases."""
 
     def figures(self) -> Mapping[str, float]:
-        """The peaks of the latest turn of each kind, GiB, as metrics."""
+        """The peaks of the latest phase of each kind, GiB, as metrics."""
         return {}
 
     def summary(self) -> Mapping[str, PhaseMemory] | None:
@@ -64,8 +64,8 @@ class MemorySharing:
 
 
 def allocate_in_pages(device: torch.device) -> None:
-    """Have the allocator of a device's own memory map single pages, so that what one turn freed can
-    be released before the next. Must be called before anything is allocated.
+    """Have the allocator of a device's own memory map single pages, so that what one phase freed
+    can be released before the next. Must be called before anything is allocated.
     """
     memory = backend_of(device).memory
     if memory is not None:
@@ -85,9 +85,7 @@ class HostMoments:
         self._on_host = False
 
     def to_host(self) -> None:
-        """Leave none of them on the device; nothing happens before the first update has made
-        them.
-        """
+        """Move the moments to the host, once the first update has made them."""
         moments = self._moments()
         if self._on_host or not moments:
             return
@@ -109,7 +107,7 @@ class HostMoments:
         self._on_host = True
 
     def to_device(self) -> None:
-        """Bring them back, if they were away."""
+        """Move the moments back, if they are on the host."""
         if not self._on_host:
             return
         moments = self._moments()
@@ -133,12 +131,12 @@ class HostMoments:
 
 
 class DeviceSharing(MemorySharing):
-    """The turns of one run, and the peak of each kind of them in bytes."""
+    """The phases of one run in a device's own memory, and the peak of each kind in bytes."""
 
     def __init__(self, plan: DevicePlan, engine: HoldsMemory | None, trainer: Trainer) -> None:
-        """Moments go to the host for the engine's turns if the trainer's configuration says so."""
+        """Moments go to the host for the engine's phases if the trainer's configuration says so."""
         memory = trainer.policy.backend.memory
-        assert memory is not None, "turns are taken in memory that a device has for itself"
+        assert memory is not None, "phases alternate in memory that a device has for itself"
         self.plan, self._memory = plan, memory
         self._engine = engine
         self._moments = HostMoments(trainer) if trainer.config.offload_moments else None
@@ -148,8 +146,8 @@ class DeviceSharing(MemorySharing):
 
     @contextmanager
     def training(self, clock: Timing, engine_is_next: bool = True) -> Iterator[None]:
-        """The trainer's turn; ``clock`` counts the seconds of moving moments as ``offload``. If the
-        trainer has the next turn as well, nothing is released in between.
+        """A phase of the trainer; ``clock`` counts the seconds of moving moments as ``offload``. If
+        the next phase is the trainer's as well, nothing is released in between.
         """
         if self._engine_is_next:
             self._end("rollout")

@@ -166,14 +166,14 @@ class Decoding:
     """The decode steps of sequences that all begin with ``prompt`` tokens and get ``new`` ones."""
 
     steps: Mapping[int, float]
-    """By the number of sequences in them."""
+    """Decode steps, by the number of sequences in them."""
     keys: float
     """Tokens in the cache, summed over the sequences of all steps."""
 
     @classmethod
     def of(cls, sequences: int, prompt: float, new: int, most: int, cached: float) -> "Decoding":
-        """With at most ``most`` sequences at once, and ``cached`` tokens in the cache: those that
-        it does not hold wait, and go on where they stopped.
+        """The steps of ``sequences`` with at most ``most`` at once and ``cached`` tokens in the
+        cache: sequences that it does not hold wait, and go on where they stopped.
         """
         tick = max(1, new // 64)
         waiting, running = sequences, list[int]()
@@ -327,7 +327,7 @@ class StepWork:
 
     shape: SpeedShape
     sequences: int
-    """That are trained on."""
+    """Sequences that are trained on."""
     length: float
     """Tokens of each, on average."""
     recompute: Recompute = "none"
@@ -336,7 +336,7 @@ class StepWork:
     idle: float = 0.0
     """Share of the trainers' time in which some of them have no micro-batch."""
     prompts: int = 0
-    """That are sampled from; 0 of a step without a rollout."""
+    """Prompts that are sampled from; 0 in a step without a rollout."""
     prompt_tokens: float = 0.0
     samples: int = 1
     new_tokens: int = 0

@@ -275,7 +275,7 @@ class PeerCopies:
             self._counters(self._rank).fill_(1 << 30)
 
     def _region(self, owner: int, source: int, number: int) -> torch.Tensor:
-        """Where ``source`` writes an exchange's slices to ``owner``."""
+        """The part of ``owner``'s buffer into which ``source`` writes an exchange's slices."""
         place = number % self._buffers * (self._size - 1) + (source - owner - 1) % self._size
         first = place * _whole_lines(self._numbers)
         return self._memory[owner][first : first + self._numbers]

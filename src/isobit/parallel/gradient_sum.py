@@ -130,7 +130,7 @@ class _Travelling:
 
 @dataclass(slots=True)
 class _Layout:
-    """Where the masters of a group lie in its buffer."""
+    """The places of the masters of a group in its buffer."""
 
     shapes: Mapping[str, Shape]
     begins: dict[str, int] = field(default_factory=dict)

@@ -30,7 +30,7 @@ class Ownership:
 
     size: int  # ranks
     cuts: Mapping[str, tuple[int, ...]]
-    """By master: place p owns the rows ``cuts[p]`` to ``cuts[p + 1]``, perhaps none."""
+    """Row bounds by master: place p owns the rows ``cuts[p]`` to ``cuts[p + 1]``, perhaps none."""
     hosts: int = 1
 
     @classmethod
@@ -60,7 +60,7 @@ class Ownership:
 
     @property
     def places(self) -> list[int]:
-        """By rank."""
+        """The place of each rank."""
         return [self._place(rank) for rank in range(self.size)]
 
     def rows(self, name: str, rank: int) -> slice:
@@ -89,7 +89,7 @@ class Ownership:
 
 
 def _bounds(rows: int, parts: Sequence[int]) -> list[int]:
-    """Where a master may be cut: 0, starts of blocks, and its number of rows."""
+    """Rows at which a master may be cut: 0, starts of blocks, and its number of rows."""
     starts, first = set[int](), 0
     for part in parts:
         starts.update(range(first, first + part, BLOCK))

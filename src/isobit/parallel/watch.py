@@ -35,7 +35,9 @@ from isobit.util.errors import PeerError
 from isobit.util.terminal import say
 
 _VARIABLE = "ISOBIT_SILENCE_S"
-"""For tests: the shortest silence instead of a minute, with all other times in proportion."""
+"""Variable that tests set to a shortest silence instead of a minute, in seconds; all other times
+are in proportion.
+"""
 _POLL_S = 0.05
 
 

@@ -116,7 +116,9 @@ def first_damage(
 
 
 def _sha256(folder: Path, chunk: Chunk) -> str:
-    """Of a file opened again, so that a network file system shows what other hosts have written."""
+    """SHA-256 of a chunk, whose file is opened again so that a network file system shows what other
+    hosts have written.
+    """
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
     with open_plain(folder / chunk.file) as file:
         file.seek(chunk.begin)
@@ -145,7 +147,9 @@ class Snapshot:
     moments: Mapping[str, Slice]
     state: Mapping[str, Any]  # rank 0's is written
     description: Mapping[str, Any]
-    """For the manifest: ``config``, ``environment`` and ``evaluation``; rank 0's is written."""
+    """Entries of the manifest: ``config``, ``environment`` and ``evaluation``; rank 0's is
+    written.
+    """
     extras: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Tensors of other files, by file name without ending and by name; rank 0 writes them."""
 

@@ -39,7 +39,7 @@ def class_of_bits(device: torch.device, libraries: Mapping[str, str]) -> dict[st
 
 @cache
 def arithmetic_sha256() -> str:
-    """Of the results of the specification's operations, on one thread."""
+    """SHA-256 of the results of the specification's operations, on one thread."""
     threads, digest = torch.get_num_threads(), hashlib.sha256()
     torch.set_num_threads(1)
     try:

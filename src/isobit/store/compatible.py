@@ -204,7 +204,9 @@ class Recorded:
 
 
 def recorded(manifest: Mapping[str, Any], checkpoint: Checkpoint | None) -> Recorded:
-    """At the checkpoint, or at the start of the run, whose manifest is ``run.json``."""
+    """What was recorded at the checkpoint, or at the start of the run whose manifest is
+    ``run.json``.
+    """
     if checkpoint is None:
         return Recorded(manifest["inputs"], manifest)
     return Recorded(checkpoint.manifest["inputs"], checkpoint.manifest["environment"])

@@ -1,4 +1,4 @@
-"""Where the directory of a run is, which a user may move or remove during the run."""
+"""Following the directory of a run, which a user may move or remove during the run."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ _REMOVED = " (deleted)"
 
 
 class DirectoryWatch:
-    """Where the directory of a run is, which a user may move or remove during the run.
+    """Holds a run's directory, and says where it is now.
 
     The directory is held open, and Linux says where it is now.  Open files move with it; what is
     opened by its path would be created at the old place.
@@ -57,7 +57,7 @@ class DirectoryWatch:
         )
 
     def _name_now(self) -> str | None:
-        """None where the system does not say it."""
+        """The kernel's name for the directory; None where the system does not say it."""
         try:
             return os.readlink(f"/proc/self/fd/{self._descriptor}")
         except OSError:

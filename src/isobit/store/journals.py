@@ -16,7 +16,7 @@ from isobit.util.files import sync
 from isobit.util.plain_files import open_plain, read_plain
 
 EVENTS_SUFFIX = ".isobit"
-"""Of the event files that a run writes; other files in their folder are left alone."""
+"""Suffix of the event files that a run writes; other files in their folder are left alone."""
 Positions = Mapping[str, int]  # bytes by path relative to the run's directory
 
 

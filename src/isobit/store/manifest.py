@@ -53,7 +53,7 @@ def manifest(run: TrainingRun, hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def _parameters(policy: Policy) -> dict[str, int]:
-    """Of the model, and with LoRA also of its adapters."""
+    """The number of parameters of the model, and with LoRA also of its adapters."""
     trained = sum(map(prod, policy.shapes.values()))
     if policy.config.lora is None:
         return {"parameters": trained}

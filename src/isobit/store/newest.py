@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and what happens to the others.
+"""The choice of the checkpoint that a run resumes from, and what happens to the others.
 
 The newest checkpoint with intact bytes is used.  A damaged one is reported, with the file and what
 is wrong, and renamed to ``step_000010.unusable``; then the one before it is tried.  Hidden folders
@@ -113,7 +113,7 @@ def _size(folder: Path) -> int:
 
 
 def _lost_lines(directory: RunDirectory, checkpoint: Checkpoint, world: World) -> str | None:
-    """Which file is missing or shorter than it was, on all ranks; None where all are intact."""
+    """The file that is missing or shorter than it was, on all ranks; None where all are intact."""
 
     def problem() -> str | None:
         try:

@@ -70,26 +70,26 @@ class Start:
     answers: AnswerRecord
     world: World
     hosts: Sequence[str]
-    """By rank."""
+    """The host of each rank."""
     writer: WaitingWriter
-    """For all that is written from ``open`` on."""
+    """Writes all files from ``open`` on."""
     _lock: ExitStack
     _say: Say
     old_manifest: Mapping[str, Any] | None = None
     """``run.json`` of a run that is resumed."""
     checkpoint: Checkpoint | None = None
     changed: dict[str, Any] = field(default_factory=dict)
-    """What has changed since and may, with both values: settings; inputs once ``restore`` has
+    """Permitted changes since then, with both values: settings; and inputs once ``restore`` has
     compared them.
     """
     budget_changes: Sequence[BudgetChange] = ()
-    """Those recorded after the checkpoint."""
+    """Changes recorded after the checkpoint."""
     allowed: Sequence[str] = ()
     """Names of what the user lets change."""
     doing: Doing = RESUMING
-    """What is refused where inputs or bits are others."""
+    """The undertaking that is refused where inputs or bits differ."""
     watch: DirectoryWatch = field(default_factory=DirectoryWatch)
-    """Where the directory is; of the rank that writes."""
+    """Follows the directory where it is moved; used by the rank that writes."""
 
     @property
     def writes(self) -> bool:
@@ -383,11 +383,10 @@ def begin_again(
     allowed: Sequence[str] = (),
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[Start]:
-    """Where steps of the run in ``source``, whose ``run.json`` holds ``manifest``, are done again:
-    at a checkpoint of its, or at the beginning, and in the empty directory ``config.output``, into
-    which alone is written.  Rewards come from ``rewards``, what tools say from ``answers``, changes
-    of the budget from the run.
-    ``check`` is as in ``isobit.store.resume.begin``.
+    """The start of a repetition: steps of the run in ``source``, whose ``run.json`` holds
+    ``manifest``, are done again from one of its checkpoints or from the beginning.  Only the empty
+    directory ``config.output`` is written to.  Rewards come from ``rewards``, what tools say from
+    ``answers``, changes of the budget from the run.  ``check`` is as in ``begin``.
 
     ``Start.restore`` raises ConfigError for inputs or a class of bits that are others than the
     run's and not ``allowed``.

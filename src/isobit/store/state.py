@@ -61,7 +61,7 @@ _STEP, _SCALE = "step", "_scale"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class CheckpointShare:
     """The part of a checkpoint's tensors that a rank owns.
 
     MASTER                      rows that ``isobit.parallel.ownership`` gives the rank
@@ -243,8 +243,8 @@ def _check_base(checkpoint: Checkpoint, policy: Policy) -> None:
         )
 
 
-def _share(policy: Policy) -> Share:
-    return Share(policy.shapes, policy.ownership, policy.world.rank)
+def _share(policy: Policy) -> CheckpointShare:
+    return CheckpointShare(policy.shapes, policy.ownership, policy.world.rank)
 
 
 def _extra_states(run: TrainingRun) -> dict[str, Any]:
@@ -356,7 +356,7 @@ class StepDigests:
 
     @classmethod
     def of(cls, step: int, groups: Sequence[Group], left: StateDigest) -> Self:
-        """Of the graded groups of a step and the state after its update."""
+        """The digests of the graded groups of a step and of the state after its update."""
         return cls(step, **group_digests(groups), left=left)
 
     def line(self) -> bytes:

@@ -48,7 +48,7 @@ class TrainingRun(Protocol):
 
     @property
     def extras(self) -> Mapping[str, Extra]:
-        """By the name of its file."""
+        """The extras, by the names of their files."""
         ...
 
     @property

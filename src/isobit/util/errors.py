@@ -35,8 +35,8 @@ class IsobitError(Exception):
 
     exit_code = 2
     samples: Mapping[Any, "IsobitError"] = MappingProxyType({})
-    """Of an error of an engine's step: the samples that it belongs to alone, each with its own,
-    while all others go on. Empty where the whole step has failed."""
+    """The samples that an error of an engine's step belongs to alone, each with its own, while all
+    others go on. Empty where the whole step has failed."""
 
     def __init__(self, text: object = "", *lines: str) -> None:
         super().__init__(text, *lines)

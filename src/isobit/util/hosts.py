@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
-"""By which a machine means itself."""
+"""Addresses by which a machine means itself."""
 _ADDRESS = re.compile(r"(?:\[([0-9a-f:.%]+)\]|([^:\[\]]*?)\.?)(?::([0-9]*))?")
 
 

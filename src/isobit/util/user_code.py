@@ -45,7 +45,7 @@ def call_place(place: str, *arguments: Any) -> None:
 
 
 def describe_missing(module: ModuleType, name: str, is_one: Callable[[Any], bool]) -> str:
-    """For an error: the module's own members that ``is_one`` accepts, and the nearest one."""
+    """Text for an error: the module's own members that ``is_one`` accepts, and the nearest one."""
     names = [
         member
         for member, value in vars(module).items()
