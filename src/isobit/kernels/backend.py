@@ -441,11 +441,11 @@ class DeviceMemory(Protocol):
     """Memory that a device has for itself, in bytes."""
 
     def available(self) -> int:
-        """What this process holds or can still allocate."""
+        """Bytes that this process holds or can still allocate."""
         ...
 
     def free(self) -> int:
-        """What no process holds."""
+        """Bytes that no process holds."""
         ...
 
     def release_cached(self) -> None: ...
@@ -481,7 +481,7 @@ class Arriving(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What a model in a flow needs that a back end may lack."""
+    """Needs of a model in a flow that a back end may not meet."""
 
     num_heads: int
     num_kv_heads: int
@@ -491,7 +491,7 @@ class ModelNeeds:
 
 
 class Support(Protocol):
-    """What a back end says about itself, in a module that loads on every machine."""
+    """A back end's description of itself, in a module that loads on every machine."""
 
     sizes: Sizes
     has_own_memory: bool  # whether its memory is separate from the host's

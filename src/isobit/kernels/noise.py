@@ -81,7 +81,7 @@ def num_groups(elements: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AdamWFactors:
-    """What the elements of a tensor have in common; rounded to FP32 where it is used."""
+    """Factors that all elements of a tensor share; rounded to FP32 where they are used."""
 
     clip: float
     beta1: float

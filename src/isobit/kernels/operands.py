@@ -1,5 +1,5 @@
-"""What the operations of a back end take and return: weights, operands and batches; and functions
-on them that every device shares.
+"""Arguments and results of a back end's operations: weights, operands and batches; and functions on
+them that every device shares.
 
 Only a back end looks inside a quantised operand (``isobit.kernels.spec``: ``QuantTensor``;
 ``isobit.kernels.hopper``: ``QuantRows``).
@@ -48,7 +48,7 @@ Operand = torch.Tensor | Quantised
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """What a linear reads: its published matrix [N, K] and its bias [N]."""
+    """The weight of a linear: its published matrix [N, K] and its bias [N]."""
 
     site: Site
     matrix: Operand
@@ -72,7 +72,7 @@ ADAPTER_PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeight:
-    """What an adapter of a linear reads (``isobit.models.layers.Adapter``), in the format between
+    """The weight of a linear's adapter (``isobit.models.layers.Adapter``), in the format between
     operators: ``down`` [R, K], the A [r, K] of each target stacked, and ``up``, the targets' B [its
     columns, r] stacked.
     """
@@ -192,7 +192,7 @@ class RouterLoss:
 
 
 RoutedExperts = Any
-"""What the experts of a layer leave for their backward; only its back end looks inside."""
+"""Saved results of a layer's experts for their backward; only the back end looks inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class ExpertGradients:
 
 @dataclass(frozen=True, slots=True)
 class QkvTransform:
-    """What a layer does to Q, K and V between its projection and attention.
+    """The transform of Q, K and V between a layer's projection and attention.
 
     x = x + bias;  Q and K: RMSNorm of each head, then rotary positions.  Each result is rounded to
     the format between operators.  Before E4M3 or INT8: Q and K times a Hadamard matrix.
@@ -266,7 +266,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What the next tokens of N samples are drawn with, on the host or where logits are."""
+    """Parameters for drawing the next tokens of N samples, on the host or where logits are."""
 
     rows: torch.Tensor  # int32 [N]: the row of the logits of each sample; every row is used
     temperatures: torch.Tensor  # FP32 [N]; 0 is greedy, its log-probability taken at temperature 1
@@ -312,7 +312,7 @@ class Heads(Protocol):
 
 
 class KvShape(Protocol):
-    """What a KV cache needs of a model's configuration."""
+    """The part of a model's configuration that a KV cache needs."""
 
     @property
     def num_layers(self) -> int: ...

@@ -1,7 +1,7 @@
-"""How many bytes the operands of a back end have, with its caches and workspaces: for plans of the
-memory that are made before anything exists, and on machines that cannot load the kernels.
+"""Bytes of the operands of a back end, with its caches and workspaces: for plans of the memory that
+are made before anything exists, and on machines that cannot load the kernels.
 
-``Sizes`` is what a back end says of itself; the shapes are what it is asked about.
+A back end has ``Sizes``, which are functions of shapes.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class WorkShape:
-    """What the workspaces of a forward and backward depend on."""
+    """The shapes on which the workspaces of a forward and backward depend."""
 
     attention: AttentionShape
     linears: tuple[LinearShape, ...]
@@ -73,7 +73,7 @@ class Sizes(Protocol):
         ...
 
     def head_copy(self, site: Site, rows: int, columns: int) -> int:
-        """What ``publish_head`` allocates beside the table [rows, columns]."""
+        """Bytes that ``publish_head`` allocates beside the table [rows, columns]."""
         ...
 
     def read(self, site: Site, numbers: int) -> int:
@@ -99,11 +99,11 @@ class Sizes(Protocol):
         ...
 
     def attention_gradients(self, shape: AttentionShape, format: Format) -> int:
-        """What attention's backward takes for a token beside dQ, dK, dV and dO."""
+        """Bytes that attention's backward takes for a token beside dQ, dK, dV and dO."""
         ...
 
     def product_sums(self, site: Site, tokens: int) -> int:
-        """What FProp of a linear takes at most beside its operands and its output."""
+        """Bytes that FProp of a linear takes at most beside its operands and its output."""
         ...
 
     def workspaces(self, shape: WorkShape) -> Mapping[str, int]:

@@ -9,17 +9,8 @@ are one operation, "put the next tokens through the model", with different count
 A sample may have a token ``in_flight``: drawn by the device, which goes on from it, while the host
 does not know it yet.
 
-Text as it grows, and stop strings in it, although a token may hold half a character and a stop
-string may span tokens.
-
-Decoding a token alone can be wrong (a leading space that depends on its neighbour, a piece of a
-UTF-8 character), and decoding the whole answer after each token is quadratic.  So a window of the
-last tokens is decoded, once without and once with the newest: what the second text has on top of
-the first is new.  While the new text ends in U+FFFD, a character is incomplete and the window waits
-for the rest of it.  A tokenizer with byte fallback decodes a whole run of byte tokens at once, all
-of it to U+FFFD where one is wrong: the window waits for the end of the run.
-
-What a forward leaves of its tokens: final hidden states, and digests of their experts.
+A sample's text grows with its tokens (``GrowingText``), and stop strings are found in it
+(``StopWatch``), although a token may hold half a character and a stop string may span tokens.
 """
 
 from collections.abc import Sequence
@@ -79,7 +70,15 @@ def cut(text: str, stop_strings: Sequence[str]) -> tuple[str, str]:
 
 
 class GrowingText:
-    """The text of one answer, a token at a time."""
+    """The text of one answer, a token at a time.
+
+    Decoding a token alone can be wrong (a leading space that depends on its neighbour, a piece of a
+    UTF-8 character), and decoding the whole answer after each token is quadratic.  So a window of
+    the last tokens is decoded, once without and once with the newest: what the second text has on
+    top of the first is new.  While the new text ends in U+FFFD, a character is incomplete and the
+    window waits for the rest of it.  A tokenizer with byte fallback decodes a whole run of byte
+    tokens at once, all of it to U+FFFD where one is wrong: the window waits for the end of the run.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", special: bool = False) -> None:
         self._tokenizer, self._special = tokenizer, special
@@ -135,7 +134,9 @@ class StopWatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """What a forward leaves of T tokens, or of one, without the first dimension."""
+    """The result of a forward for T tokens, or for one, without the first dimension: final hidden
+    states, and digests of their experts.
+    """
 
     hidden: Tensor
     """[T, hidden]"""

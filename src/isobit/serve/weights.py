@@ -1,4 +1,4 @@
-"""Other weights for a running server, pushed by a trainer under the names of vLLM's routes:
+"""New weights for a running server, pushed by a trainer under the names of vLLM's routes:
 
     POST /init_weight_transfer_engine    {"init_info": {}}
     POST /pause?mode=abort|wait|keep     POST /resume    GET /is_paused

@@ -175,7 +175,7 @@ _ONE = 127  # the E8M0 byte of the scale 1
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What attention of a layer read and produced, for the backward."""
+    """Inputs and outputs of a layer's attention, for the backward."""
 
     queries: Queries
     keys: PackedKeys

@@ -73,7 +73,7 @@ _COLUMNS = MOST_QUERY_HEADS  # query heads of one decode program, padded
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the kernels are built for a format.  All but the tile affects only the time."""
+    """The build of the kernels for a format.  All but the tile affects only the time."""
 
     scaled: bool
     tile: int  # keys; divides a page, and is one in the forms of 8 bits

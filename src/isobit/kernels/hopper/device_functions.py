@@ -1,4 +1,4 @@
-"""What several kernels share: sums over blocks, the Hadamard product, and runs of parts.
+"""Functions that several kernels share: sums over blocks, the Hadamard product, and runs of parts.
 
 **Sums over tokens** without atomics: each block of tokens leaves its sum, and ``add_block_sums``
 computes grad[c] += sum over blocks b of sums[b, c].  In a column, ROWS running sums take the blocks

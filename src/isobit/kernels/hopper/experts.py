@@ -67,7 +67,7 @@ from isobit.precision.quant_tensor import BLOCK, ScaleKind
 
 @dataclass(frozen=True, slots=True)
 class SavedExperts:
-    """What ``experts_backward`` reads, in dispatched rows with zeros as padding."""
+    """Inputs of ``experts_backward``, in dispatched rows with zeros as padding."""
 
     x: torch.Tensor  # the input, BF16 [T, C]
     dispatch: Dispatch
@@ -159,7 +159,7 @@ def expert_site(weight: LinearWeight, num_experts: int) -> Site:
 def _multiply(
     x: Operand, dispatch: Dispatch, gate_up: LinearWeight, down: LinearWeight, pads: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What gate_up and down give, BF16 [rows, 2 I] and [rows, C]."""
+    """Outputs of gate_up and down, BF16 [rows, 2 I] and [rows, C]."""
     num_experts = dispatch.counts.shape[0]
     wide = ExpertMatrices.of(gate_up, num_experts)
     made = grouped_gemm_nt(gather(x, dispatch, pads), wide, dispatch)

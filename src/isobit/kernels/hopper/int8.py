@@ -55,7 +55,7 @@ _BAND = 16  # rows of tiles that share W in the L2 cache
 
 @dataclass(frozen=True, slots=True)
 class Dots:
-    """How a product of few tokens is cut up that has no tiles."""
+    """The division of a product of few tokens, without tiles."""
 
     rows: int  # of W
     words: int = 256  # of four numbers, that are read at once
@@ -64,7 +64,7 @@ class Dots:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a product of more tokens is cut up."""
+    """The division of a product of more tokens."""
 
     block_m: int  # tokens
     block_n: int
@@ -77,7 +77,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """How a product of many tokens is cut up."""
+    """The division of a product of many tokens."""
 
     block_m: int  # tokens
     block_n: int

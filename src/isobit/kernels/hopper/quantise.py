@@ -409,8 +409,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _differing(a, b):
-    """How many bytes differ, int32, counted in every fourth element: words of four, each of one
-    row.
+    """The number of bytes that differ, int32, counted in every fourth element: words of four, each
+    of one row.
 
     Byte by byte, ptxas of CUDA 12.8 compares uninitialised bytes.
     """

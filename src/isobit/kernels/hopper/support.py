@@ -1,4 +1,4 @@
-"""What the Hopper back end (sm_90) offers; loads on every machine."""
+"""Support of the Hopper back end (sm_90) for a device and a model; loads on every machine."""
 
 import importlib.util
 from pathlib import Path

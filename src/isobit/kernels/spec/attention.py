@@ -268,7 +268,7 @@ class PaddedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What attention of one layer read and produced, for the backward."""
+    """Inputs and outputs of one layer's attention, for the backward."""
 
     encoded: tuple[Heads, Heads, Heads]
     """Q [T, H, D], K and V [T, G, D]."""

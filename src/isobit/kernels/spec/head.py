@@ -96,8 +96,8 @@ def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 _NOISE_ELEMENTS = 1 << 20
-"""How much noise is drawn at once: bounds the FP64 temporaries of large vocabularies, and keeps
-those of small ones in cache.
+"""The amount of noise that is drawn at once: bounds the FP64 temporaries of large vocabularies, and
+keeps those of small ones in cache.
 """
 
 

@@ -127,7 +127,7 @@ def factors(scales: torch.Tensor) -> torch.Tensor:
 
 
 def grid_bits(head_dim: int) -> int:
-    """How many bits below the largest number the values of the last form reach."""
+    """The number of bits that values of the last form reach below the largest number."""
     return GRID_BITS if head_dim <= BLOCK else GRID_BITS - 1
 
 

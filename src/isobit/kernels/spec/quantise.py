@@ -403,5 +403,5 @@ def _snapped(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(matrix: Operand) -> torch.Tensor:
-    """What is compared: the bytes of a quantised matrix, without scales, or numbers."""
+    """The values to compare: the bytes of a quantised matrix, without scales, or numbers."""
     return matrix if isinstance(matrix, torch.Tensor) else matrix.values.view(torch.uint8)
